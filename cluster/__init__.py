@@ -1,0 +1,1 @@
+"""The service: configuration, gateway, pools on Ray Serve, roster, command line."""

@@ -1,0 +1,40 @@
+"""What replicas and gateways tell the roster, and what the roster tells everyone."""
+
+from __future__ import annotations
+
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
+from kvtransfer.wire import Part
+
+
+class ReplicaRecord(Part, frozen=True):
+    """A replica that serves: where its Links connect and what it is. Registered when it is ready."""
+
+    identity: ReplicaIdentity
+    pool: str
+    role: str
+    """"prefill", "decode" or "both"."""
+    address: str
+    """host:port of the brain's gRPC server (Links and Peer links)."""
+    model: str
+    compatibility: CompatibilityRecord
+    process_id: int
+    rank_process_ids: tuple[int, ...]
+    leaving: bool = False
+
+
+class GatewayRecord(Part, frozen=True):
+    """A gateway that accepts clients."""
+
+    gateway_id: str
+    epoch: int
+    address: str
+    process_id: int
+
+
+class RosterView(Part, frozen=True):
+    """All that is registered; `version` grows with every change."""
+
+    version: int
+    replicas: tuple[ReplicaRecord, ...] = ()
+    gateways: tuple[GatewayRecord, ...] = ()
+    desired: dict[str, int] = {}

@@ -1,0 +1,40 @@
+"""What can go wrong when KV moves.
+
+TransferError
+├── WireError            a frame that is not one of ours: close the connection
+├── ProofError           the other side does not know the cluster secret: refuse it
+├── IncompatibleError    the other side's model, dtype or layout differs: do not pair
+├── PathError            a path could not be opened or fell below its floor: use another, or refuse
+├── PeerGoneError        the other side closed or died: fail over
+└── PushStoppedError     the push was stopped by an abort: nothing more is written
+"""
+
+from __future__ import annotations
+
+
+class TransferError(Exception):
+    """Base of all errors of kvtransfer."""
+
+
+class WireError(TransferError):
+    """A frame could not be read as one of the connection's messages."""
+
+
+class ProofError(TransferError):
+    """The mutual proof of the cluster secret failed."""
+
+
+class IncompatibleError(TransferError):
+    """Two replicas cannot exchange KV; the text names each differing field."""
+
+
+class PathError(TransferError):
+    """No transport connects the two ranks, or the measured rate is below the floor."""
+
+
+class PeerGoneError(TransferError):
+    """The connection ended while it was needed."""
+
+
+class PushStoppedError(TransferError):
+    """The push was stopped on request before it completed."""

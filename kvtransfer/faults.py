@@ -1,0 +1,54 @@
+"""Named points in the protocol where a test may kill, stop or corrupt; in production they do nothing.
+
+A point is declared by calling `faults.at("name")`. The rules come from the configuration's `debug.faults`
+(off by default). A rule fires once in the whole cluster: whoever first creates its marker file acts, and
+writes its process id there, so that a test knows whom it stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+from kvtransfer.wire import Part
+
+
+class FaultRule(Part, frozen=True):
+    """At the `after`-th passage of `point`, do `action` ("kill", "stop" or "corrupt")."""
+
+    point: str
+    action: str
+    marker: str
+    after: int = 1
+
+
+class Faults:
+    """The rules of one process; an empty one costs a dictionary look-up per point."""
+
+    def __init__(self, rules: Sequence[FaultRule] = ()) -> None:
+        self._rules: dict[str, list[FaultRule]] = {}
+        self._num_passages: dict[str, int] = {}
+        for rule in rules:
+            self._rules.setdefault(rule.point, []).append(rule)
+
+    def at(self, point: str) -> bool:
+        """Pass `point`. True when the caller shall corrupt what it holds (flip one bit)."""
+        rules = self._rules.get(point)
+        if rules is None:
+            return False
+        count = self._num_passages[point] = self._num_passages.get(point, 0) + 1
+        return any(self._fire(rule) for rule in rules if rule.after == count)
+
+    def _fire(self, rule: FaultRule) -> bool:
+        try:
+            marker = os.open(rule.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        os.write(marker, str(os.getpid()).encode())
+        os.close(marker)
+        if rule.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif rule.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return rule.action == "corrupt"

@@ -1,0 +1,388 @@
+"""Everything about KV that crosses a wall.
+
+Three borders: between the brains of two replicas (Peer link), between a brain and its ranks (transfer
+orders and their reports), and from a brain to whoever watches its cache (KV events). No tensors; ids are
+`str`, keys and landing ids are `bytes`, sizes are bytes, times are seconds.
+"""
+
+from __future__ import annotations
+
+from kvtransfer.wire import Message, Part
+
+PROTOCOL_VERSION = 1
+
+
+# ---------------------------------------------------------------------------------------------- identity
+
+
+class Shard(Part, frozen=True):
+    """The part of a model's KV that one rank holds: layers [start, end) and KV heads [start, end)."""
+
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+
+
+class CompatibilityRecord(Part, frozen=True):
+    """What two replicas must share before a byte of KV may pass between them."""
+
+    protocol: int
+    model_fingerprint: bytes
+    dtype: str
+    block_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def differences(self, other: CompatibilityRecord) -> list[str]:
+        """One line per differing field; empty when the two may exchange KV."""
+        return [
+            f"{field}: {getattr(self, field)!r} here, {getattr(other, field)!r} there"
+            for field in self.__struct_fields__
+            if getattr(self, field) != getattr(other, field)
+        ]
+
+
+class Endpoint(Part, frozen=True):
+    """One way to reach a rank's KV: the transport's name ("shm", "tcp") and its address."""
+
+    transport: str
+    address: str
+
+
+class RankEndpoints(Part, frozen=True):
+    """How a rank's KV pool is reached. `host_id` is equal exactly where memory can be shared."""
+
+    rank: int
+    shard: Shard
+    host_id: str
+    endpoints: tuple[Endpoint, ...]
+
+
+class ReplicaIdentity(Part, frozen=True):
+    """A replica in one life: a restart has the same or a new id and always a new epoch."""
+
+    replica_id: str
+    epoch: int
+
+
+# ------------------------------------------------------------------------- Peer link: brain and brain
+
+
+class PeerHello(Message, frozen=True):
+    """First message each way on a Peer link. The answering side sends `endpoints`, the writer none."""
+
+    identity: ReplicaIdentity
+    compatibility: CompatibilityRecord
+    ranks: tuple[RankEndpoints, ...]
+
+
+class PeerRefusal(Message, frozen=True):
+    """The pair cannot work together; the link closes. `reason` names each differing field."""
+
+    reason: str
+
+
+class LandingRequest(Message, frozen=True):
+    """Prefill to decode: a place is wanted for the KV of `num_tokens` prompt tokens.
+
+    `block_keys` are the chained keys of the prompt's full blocks. `deadline_s` is what remains of the
+    request's deadline (None: none), `max_new_tokens` bounds the growth the decode side must expect,
+    `num_samples` how many sequences will fork from the prompt.
+    """
+
+    landing_id: bytes
+    request_id: str
+    attempt: int
+    tenant: str
+    priority: int
+    block_keys: tuple[bytes, ...]
+    num_tokens: int
+    max_new_tokens: int
+    num_samples: int
+    deadline_s: float | None
+
+
+class LandingGrant(Message, frozen=True):
+    """Decode to prefill: the first `num_held_tokens` are held and pinned; write the rest into `block_ids`.
+
+    `block_ids[i]` takes the prompt's block `num_held_tokens / block_tokens + i`.
+    """
+
+    landing_id: bytes
+    num_held_tokens: int
+    block_ids: tuple[int, ...]
+
+
+class LandingRefusal(Message, frozen=True):
+    """Decode to prefill: no place before the deadline, or the queue is full. The gateway routes again."""
+
+    landing_id: bytes
+    reason: str
+    retry_after_s: float
+
+
+class PieceSum(Part, frozen=True):
+    """The checksum of one piece: prompt block `block_index`, restricted to `shard`."""
+
+    block_index: int
+    shard: Shard
+    checksum: int
+
+
+class Manifest(Message, frozen=True):
+    """Prefill to decode: these pieces are written and visible in the target's memory. Renews the lease."""
+
+    landing_id: bytes
+    pieces: tuple[PieceSum, ...]
+
+
+class LandingProgress(Message, frozen=True):
+    """Prefill to decode: still at work (tokens computed so far). Renews the lease."""
+
+    landing_id: bytes
+    num_tokens_computed: int
+
+
+class LandingAbort(Message, frozen=True):
+    """Either way: the landing is over without hand-over. From the prefill side `writers_stopped` says that
+    nothing will be written any more; from the decode side it asks for exactly that (`WriterStopped`)."""
+
+    landing_id: bytes
+    reason: str
+    writers_stopped: bool
+
+
+class WriterStopped(Message, frozen=True):
+    """Prefill to decode: every writer of this landing has acknowledged that it stopped."""
+
+    landing_id: bytes
+
+
+class LandingResult(Message, frozen=True):
+    """Decode to prefill: the hand-over was joined. Bad pieces were recomputed, not used."""
+
+    landing_id: bytes
+    num_tokens_verified: int
+    num_bad_pieces: int
+
+
+# ------------------------------------------------------------------------ brain to rank: orders
+
+
+class ConnectPeer(Message, frozen=True):
+    """Open the best path from this rank to the peer's ranks and measure it. `transports` is the order of
+    preference; `min_gb_s` is the floor below which the path is refused (0: none)."""
+
+    connection_id: bytes
+    writer: ReplicaIdentity
+    peer: ReplicaIdentity
+    ranks: tuple[RankEndpoints, ...]
+    transports: tuple[str, ...]
+    min_gb_s: float
+
+
+class ClosePeer(Message, frozen=True):
+    """Close the connection; pushes on it fail."""
+
+    connection_id: bytes
+
+
+class BlockMove(Part, frozen=True):
+    """One block of a push: local block `src_block` into the peer's `dst_block`; `block_index` names it in
+    the manifest."""
+
+    src_block: int
+    dst_block: int
+    block_index: int
+
+
+class PushOrder(Message, frozen=True):
+    """Write these blocks (this rank's shard of them) through the connection, and sum each piece."""
+
+    push_id: int
+    connection_id: bytes
+    landing_id: bytes
+    moves: tuple[BlockMove, ...]
+
+
+class StopPush(Message, frozen=True):
+    """Stop every push of the landing, queued or running; answered by `PushStopped` when nothing of it is
+    or will be written."""
+
+    landing_id: bytes
+
+
+class OpenLanding(Message, frozen=True):
+    """These blocks may be written by `writer` for this landing. Two-sided transports accept frames for
+    open landings only."""
+
+    landing_id: bytes
+    writer: ReplicaIdentity
+    block_ids: tuple[int, ...]
+
+
+class CloseLanding(Message, frozen=True):
+    """Accept nothing more for this landing; answered by `LandingClosed`."""
+
+    landing_id: bytes
+
+
+class PieceCheck(Part, frozen=True):
+    """A piece to verify in this rank's memory: the block, the sum it must have, and its range."""
+
+    block_id: int
+    block_index: int
+    shard: Shard
+    checksum: int
+
+
+class VerifyOrder(Message, frozen=True):
+    """Sum these pieces where they lie and compare; answered by `Verified`."""
+
+    landing_id: bytes
+    pieces: tuple[PieceCheck, ...]
+
+
+# ------------------------------------------------------------------------ rank to brain: reports
+
+
+class PeerConnected(Message, frozen=True):
+    """The path is open and measured: `gb_s` (1e9 bytes a second) and one-way latency."""
+
+    connection_id: bytes
+    peer_rank: int
+    transport: str
+    gb_s: float
+    latency_us: float
+
+
+class PeerConnectFailed(Message, frozen=True):
+    """No transport reaches the peer, or all are below the floor."""
+
+    connection_id: bytes
+    reason: str
+
+
+class PeerLost(Message, frozen=True):
+    """This rank, as a writer, lost its connection; pushes on it have failed."""
+
+    connection_id: bytes
+    reason: str
+
+
+class PushDone(Message, frozen=True):
+    """All moves of the push are written and visible in the target's memory."""
+
+    push_id: int
+    landing_id: bytes
+    pieces: tuple[PieceSum, ...]
+    num_bytes: int
+    seconds: float
+    started_at: float
+    transport: str
+
+
+class PushFailed(Message, frozen=True):
+    """The push ended before its last piece; nothing more of it will be written."""
+
+    push_id: int
+    landing_id: bytes
+    reason: str
+
+
+class PushStopped(Message, frozen=True):
+    """Answer to `StopPush`: the fence. No byte of this landing is written after this."""
+
+    landing_id: bytes
+
+
+class LandingClosed(Message, frozen=True):
+    """Answer to `CloseLanding`. `writer_may_write` is true when a one-sided writer is still connected, so
+    that the blocks must stay in quarantine."""
+
+    landing_id: bytes
+    writer_may_write: bool
+
+
+class WriterGone(Message, frozen=True):
+    """Every one-sided connection of that writer to this rank is closed by the kernel or by the writer
+    itself after it unmapped: proof that it can no longer write."""
+
+    writer: ReplicaIdentity
+
+
+class Verified(Message, frozen=True):
+    """Answer to `VerifyOrder`: the block indices whose sums differ (empty: all is well)."""
+
+    landing_id: bytes
+    num_pieces: int
+    bad_block_indices: tuple[int, ...]
+    seconds: float
+
+
+# ------------------------------------------------------------------------ KV events: brain to watchers
+
+
+class BlocksStored(Part, frozen=True):
+    """Blocks `keys` (a chain, each the child of the one before) follow `parent` (b"" at the root)."""
+
+    parent: bytes
+    keys: tuple[bytes, ...]
+
+
+class BlocksRemoved(Part, frozen=True):
+    """These blocks are no longer held."""
+
+    keys: tuple[bytes, ...]
+
+
+class KvEvents(Message, frozen=True):
+    """What changed in a replica's prefix cache since sequence number `sequence - 1`. A watcher that sees a
+    gap, or another epoch, asks for a snapshot."""
+
+    publisher: ReplicaIdentity
+    sequence: int
+    stored: tuple[BlocksStored, ...]
+    removed: tuple[BlocksRemoved, ...]
+
+
+class KvSnapshot(Message, frozen=True):
+    """All a replica holds, as (parent, key) chains, valid up to and including `sequence`."""
+
+    publisher: ReplicaIdentity
+    sequence: int
+    stored: tuple[BlocksStored, ...]
+
+
+class KvSnapshotRequest(Message, frozen=True):
+    """A watcher's request for a snapshot, on connect or after a gap."""
+
+    reason: str
+
+
+PeerMessage = (
+    PeerHello
+    | PeerRefusal
+    | LandingRequest
+    | LandingGrant
+    | LandingRefusal
+    | Manifest
+    | LandingProgress
+    | LandingAbort
+    | WriterStopped
+    | LandingResult
+)
+TransferOrder = ConnectPeer | ClosePeer | PushOrder | StopPush | OpenLanding | CloseLanding | VerifyOrder
+TransferReport = (
+    PeerConnected
+    | PeerConnectFailed
+    | PeerLost
+    | PushDone
+    | PushFailed
+    | PushStopped
+    | LandingClosed
+    | WriterGone
+    | Verified
+)

@@ -1,0 +1,69 @@
+"""Everything that crosses the router's wall: what it is asked, what it is told, what it answers.
+
+KV events arrive as `kvtransfer.messages.KvEvents` and `KvSnapshot`. All sizes are tokens or blocks.
+"""
+
+from __future__ import annotations
+
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.wire import Part
+
+
+class ReplicaLoad(Part, frozen=True):
+    """What the router knows of a replica's load, from its last report. Rates 0: not yet measured."""
+
+    identity: ReplicaIdentity
+    received_at: float
+    num_running: int
+    num_waiting: int
+    num_landings: int
+    num_backlog_tokens: int
+    num_free_blocks: int
+    num_total_blocks: int
+    prefill_tok_s: float
+    decode_step_s: float
+    transfer_tok_s: float
+
+
+class RouteRequest(Part, frozen=True):
+    """One request to place. `block_keys`: the prompt's full blocks; `excluded` were tried and failed;
+    `pinned_prefill` and `pinned_decode` ("" = free) are a debug option."""
+
+    request_id: str
+    tenant: str
+    block_keys: tuple[bytes, ...]
+    num_tokens: int
+    max_new_tokens: int
+    num_samples: int = 1
+    excluded: tuple[str, ...] = ()
+    pinned_prefill: str = ""
+    pinned_decode: str = ""
+
+
+class Candidate(Part, frozen=True):
+    """One replica as it looked in a decision; every term of its cost, in tokens."""
+
+    replica_id: str
+    side: str
+    """"prefill", "decode" or "local" (the decode replica prefills by itself)."""
+    matched_tokens: int
+    uncached_tokens: int
+    backlog_tokens: float
+    transfer_tokens: float
+    pressure_tokens: float
+    cost: float
+    note: str = ""
+
+
+class Decision(Part, frozen=True):
+    """Where a request goes and why. `prefill` "" means: the decode replica prefills by itself. The choice
+    can be recomputed from `candidates` alone: the least cost wins, ties by replica id."""
+
+    request_id: str
+    policy: str
+    prefill: str
+    decode: str
+    prefill_cached_tokens: int
+    decode_cached_tokens: int
+    candidates: tuple[Candidate, ...]
+    reason: str

@@ -1,0 +1,34 @@
+"""Settings of a replica's engine; composed into the cluster's file under `engine:` of a pool."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class EngineConfig(BaseModel):
+    """One replica's engine: batching, KV blocks, numerics. Sizes are tokens unless named otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    block_tokens: int = Field(default=64, ge=16, le=256)
+    kv_tokens: int = Field(default=16384, ge=256)
+    """KV capacity of the replica, in tokens; rounded down to whole blocks."""
+    max_batch_tokens: int = Field(default=512, ge=1)
+    """Token budget of one step: decoding sequences first, the rest for prefill chunks."""
+    chunk_tokens: int = Field(default=256, ge=1)
+    """Longest prefill chunk of one sequence in one step."""
+    max_sequences: int = Field(default=64, ge=1)
+    """Sequences computed in one step."""
+    max_waiting: int = Field(default=512, ge=1)
+    """Requests waiting in this replica before it refuses."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of each rank."""
+    canary_idle_s: float = Field(default=2.0, gt=0)
+    """An idle engine runs an empty step this often, so that its health is known."""
+
+    @field_validator("block_tokens")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"block_tokens must be a power of two from 16 to 256, not {value}")
+        return value

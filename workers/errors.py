@@ -1,0 +1,30 @@
+"""What can go wrong in a replica.
+
+WorkerError
+├── CheckpointError       the model folder cannot be served: the text names the file, key or tensor
+├── CapacityError         the request can never fit this replica: do not retry it here
+├── QueueFullError        no room now: try another replica, or later
+└── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
+"""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Base of all errors of workers."""
+
+
+class CheckpointError(WorkerError):
+    """The checkpoint is unsupported or incomplete; names what and where."""
+
+
+class CapacityError(WorkerError):
+    """The request needs more blocks or context than the replica has at all."""
+
+
+class QueueFullError(WorkerError):
+    """The replica's waiting queue is full."""
+
+
+class RankDiedError(WorkerError):
+    """A rank ended, hung or reported that it cannot go on."""

@@ -1,0 +1,221 @@
+"""Links and Peer links: long-lived gRPC streams of msgpack frames, opened by a gateway or by a prefill brain.
+
+One bidirectional gRPC method per kind carries raw frames (no protobuf). The first four frames are the proof
+of the cluster secret; then the messages of `workers.messages` follow. gRPC keepalive notices a dead host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal
+
+import grpc
+import grpc.aio
+
+from kvtransfer.errors import PeerGoneError, ProofError, TransferError
+from kvtransfer.secret import ClientHandshake, ServerHandshake
+from kvtransfer.wire import MAX_FRAME_BYTES
+
+LinkKind = Literal["link", "peer"]
+
+_SERVICE = "tandem.internal.Frames"
+_METHOD = {"link": "Link", "peer": "Peer"}
+_CONNECT_TIMEOUT_S = 10.0
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
+    ("grpc.so_reuseport", 0),
+]
+
+_Call = grpc.aio.StreamStreamCall
+_Handler = Callable[["FrameStream"], Awaitable[None]]
+
+
+class FrameStream:
+    """One side of an open, proven stream. `send` never blocks; frames are written in order by one task."""
+
+    def __init__(self, name: str, read: Callable[[], Awaitable[bytes | None]]) -> None:
+        self.name = name
+        self._read = read
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._closed = asyncio.Event()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame; dropped when the stream is closed (its reader sees the end)."""
+        if not self._closed.is_set():
+            self._outgoing.put_nowait(frame)
+
+    async def receive(self) -> bytes | None:
+        """The next frame, or None when the stream has ended (for whatever reason)."""
+        if self._closed.is_set():
+            return None
+        read = asyncio.ensure_future(self._read())
+        closed = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((read, closed), return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                return None
+            frame = read.result()
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            frame = None
+        finally:
+            read.cancel()
+            closed.cancel()
+        if frame is None:
+            self.close()
+        return frame
+
+    def close(self) -> None:
+        """End the stream; both sides' `receive` return None."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._outgoing.put_nowait(None)
+
+    async def outgoing(self) -> AsyncIterator[bytes]:
+        """What to write, until closed (used by the gRPC plumbing)."""
+        while (frame := await self._outgoing.get()) is not None:
+            yield frame
+
+
+async def open_stream(address: str, kind: LinkKind, secret: bytes, name: str) -> FrameStream:
+    """Connect to a brain and prove the secret.
+
+    Raises `ProofError` when the other side does not know the secret, `PeerGoneError` when it cannot be
+    reached within 10 s.
+    """
+    channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    method = channel.stream_stream(f"/{_SERVICE}/{_METHOD[kind]}")
+    call: _Call = method()
+
+    async def read() -> bytes | None:
+        frame = await call.read()
+        return None if frame is grpc.aio.EOF else frame
+
+    stream = FrameStream(address, read)
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await _prove_as_client(call, read, secret, name)
+    except TransferError:
+        await channel.close()
+        raise
+    except (grpc.RpcError, TimeoutError, asyncio.InvalidStateError) as error:
+        await channel.close()
+        raise PeerGoneError(f"{address} cannot be reached: {error!r}") from error
+    writer = asyncio.create_task(_write_client(call, stream, channel), name=f"link-writer {address}")
+    writer.add_done_callback(lambda task: stream.close())
+    return stream
+
+
+class LinkServer:
+    """The brain's gRPC server: accepts Links and Peer links and hands each proven stream to its handler.
+
+    A handler runs for the life of its stream; when it returns, the stream closes.
+    """
+
+    def __init__(self, secret: bytes, on_link: _Handler, on_peer: _Handler) -> None:
+        self._secret = secret
+        self._handlers: dict[str, _Handler] = {"link": on_link, "peer": on_peer}
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server.add_generic_rpc_handlers((self._rpc_handler(),))
+        self.port = 0
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen; returns the port (a free one when `port` is 0)."""
+        self.port = self._server.add_insecure_port(f"{host}:{port}")
+        await self._server.start()
+        return self.port
+
+    async def stop(self) -> None:
+        """Close all streams at once."""
+        await self._server.stop(grace=0)
+
+    def _rpc_handler(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            _SERVICE,
+            {
+                _METHOD[kind]: grpc.stream_stream_rpc_method_handler(self._behaviour(handler))
+                for kind, handler in self._handlers.items()
+            },
+        )
+
+    def _behaviour(
+        self, handler: _Handler
+    ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]:
+        async def serve(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            async def read() -> bytes | None:
+                frame = await context.read()
+                return None if frame is grpc.aio.EOF else frame
+
+            try:
+                name = await _prove_as_server(context, read, self._secret)
+            except TransferError as error:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+                return
+            stream = FrameStream(name, read)
+            writer = asyncio.create_task(_write_server(context, stream), name=f"link-writer {name}")
+            handling = asyncio.ensure_future(handler(stream))
+            try:
+                await asyncio.shield(handling)
+            except asyncio.CancelledError:  # the client left: the handler sees the end of its stream
+                stream.close()
+                await handling
+                raise
+            finally:
+                stream.close()
+                await writer
+
+        return serve
+
+
+async def _prove_as_client(
+    call: _Call, read: Callable[[], Awaitable[bytes | None]], secret: bytes, name: str
+) -> None:
+    handshake = ClientHandshake(secret, name)
+    await call.write(handshake.hello())
+    await call.write(handshake.answer(_present(await read())))
+    handshake.finish(_present(await read()))
+
+
+async def _prove_as_server(
+    context: grpc.aio.ServicerContext, read: Callable[[], Awaitable[bytes | None]], secret: bytes
+) -> str:
+    handshake = ServerHandshake(secret)
+    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+        await context.write(handshake.challenge(_present(await read())))
+        await context.write(handshake.welcome(_present(await read())))
+    return handshake.client_name
+
+
+def _present(frame: bytes | None) -> bytes:
+    if frame is None:
+        raise ProofError("the other side closed the stream during the proof")
+    return frame
+
+
+async def _write_client(call: _Call, stream: FrameStream, channel: grpc.aio.Channel) -> None:
+    try:
+        async for frame in stream.outgoing():
+            await call.write(frame)
+    except (grpc.RpcError, asyncio.InvalidStateError):
+        stream.close()
+    finally:
+        call.cancel()
+        await channel.close()
+
+
+async def _write_server(context: grpc.aio.ServicerContext, stream: FrameStream) -> None:
+    try:
+        async for frame in stream.outgoing():
+            await context.write(frame)
+    except (grpc.RpcError, asyncio.InvalidStateError):
+        stream.close()

@@ -1,0 +1,421 @@
+"""Everything that crosses the walls of a replica.
+
+Link: gateway <-> brain, one frame per engine step upward. Peer link: brain <-> brain (KV messages of
+`kvtransfer.messages` plus `HandOver`). Rank channel: brain <-> rank, one plan down and one report up a
+step. Token ids travel as uint32 little-endian bytes; no tensors.
+"""
+
+from __future__ import annotations
+
+from kvtransfer.faults import FaultRule
+from kvtransfer.messages import (
+    CompatibilityRecord,
+    KvEvents,
+    KvSnapshot,
+    KvSnapshotRequest,
+    PeerMessage,
+    RankEndpoints,
+    ReplicaIdentity,
+    TransferOrder,
+    TransferReport,
+)
+from kvtransfer.wire import Codec, Message, Part
+
+# ---------------------------------------------------------------------------------- what is asked for
+
+
+class SamplingParams(Part, frozen=True):
+    """How tokens are chosen, in the order of application: logit bias, repetition penalty (over prompt and
+    output), presence and frequency penalties (over output), minimum length, temperature, top-k, top-p,
+    min-p, then Gumbel-max with noise from (seed, output index). Temperature 0 is greedy.
+
+    `top_k` 0, `top_p` 1, `min_p` 0 and penalties 1, 0, 0 are off. `num_logprobs` None: no log-probabilities;
+    n: those of the chosen token and of the n most likely, of the model's own distribution (before any
+    processing). `stop_token_ids` end the sequence like the model's own end tokens, which `ignore_eos`
+    disables. `min_tokens` suppresses every end token until that many were produced.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+
+class SampleState(Part, frozen=True):
+    """One of the `n` continuations of a prompt: its number, its seed, and the tokens it has so far."""
+
+    index: int
+    seed: int
+    output: bytes = b""
+
+
+class HandOverTarget(Part, frozen=True):
+    """The decode replica to which a prefill replica hands the sequence over."""
+
+    identity: ReplicaIdentity
+    address: str
+
+
+class Submission(Message, frozen=True):
+    """Gateway to brain: run this request (or hand it over to `decode` after prefill).
+
+    `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway.
+    `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
+    submission per unfinished sample). `deadline_s` is what remains of it (None: none).
+    """
+
+    request_id: str
+    attempt: int
+    tenant: str
+    priority: int
+    prompt: bytes
+    block_keys: tuple[bytes, ...]
+    samples: tuple[SampleState, ...]
+    sampling: SamplingParams
+    decode: HandOverTarget | None
+    deadline_s: float | None
+
+
+class Cancel(Message, frozen=True):
+    """Gateway to brain: stop the request and free everything of it within one step. Always answered by
+    nothing: the gateway has already told its client."""
+
+    request_id: str
+    attempt: int
+
+
+# ------------------------------------------------------------------------------- Link: brain to gateway
+
+
+class TokenLogprob(Part, frozen=True):
+    """Log-probability of the chosen token, and the most likely ones as (token id, log-probability)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class StageTimes(Part, frozen=True):
+    """When things happened to a request in one replica, on that host's monotonic clock (seconds); 0: did
+    not happen. `transfer_end` is when the last piece was verified at the decode side."""
+
+    arrived: float = 0.0
+    scheduled: float = 0.0
+    prefilled: float = 0.0
+    transfer_start: float = 0.0
+    transfer_end: float = 0.0
+    joined: float = 0.0
+
+
+class TokenDelta(Part, frozen=True):
+    """New tokens of one sample: output indices [first_index, first_index + n). `finish` is "" while it
+    runs, else "stop" (an end token, included last) or "length"."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    first_index: int
+    tokens: bytes
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str
+
+
+class PrefillReport(Part, frozen=True):
+    """Sent once by the replica that finished the prompt, with the first token: what was cached and when."""
+
+    request_id: str
+    attempt: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    times: StageTimes
+
+
+class HandOverReport(Part, frozen=True):
+    """Sent once by the decode replica when it joined a handed-over sequence."""
+
+    request_id: str
+    attempt: int
+    num_held_tokens: int
+    num_moved_bytes: int
+    num_bad_pieces: int
+    transport: str
+    transfer_gb_s: float
+    times: StageTimes
+
+
+class RequestFailed(Part, frozen=True):
+    """The attempt is over without a finish. `code`: "refused" (no room or queue full: route again),
+    "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
+    fault: route again), "invalid" (never retry). `retry_after_s` goes with "refused"."""
+
+    request_id: str
+    attempt: int
+    code: str
+    reason: str
+    retry_after_s: float = 0.0
+
+
+class PathMeasure(Part, frozen=True):
+    """One rank-to-rank path of a replica pair, as measured when it was joined."""
+
+    peer: ReplicaIdentity
+    rank: int
+    peer_rank: int
+    transport: str
+    gb_s: float
+    latency_us: float
+
+
+class LoadReport(Part, frozen=True):
+    """A replica's state after a step, or once a second when idle. Rates are moving averages (0: not yet
+    known). `num_backlog_tokens` counts prompt tokens accepted and not yet computed (cached ones excluded);
+    `num_free_blocks` includes cached blocks nobody uses."""
+
+    identity: ReplicaIdentity
+    sequence: int
+    num_running: int
+    num_waiting: int
+    num_landings: int
+    num_backlog_tokens: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_quarantined_blocks: int
+    num_total_blocks: int
+    num_leaked_blocks: int
+    prefill_tok_s: float
+    decode_step_s: float
+    num_steps: int
+    num_checksum_failures: int
+    num_preemptions: int
+    transfer_gb_s: float
+    paths: tuple[PathMeasure, ...] = ()
+
+
+class StepFrame(Message, frozen=True):
+    """Brain to gateway: all news of one engine step for this gateway's requests."""
+
+    deltas: tuple[TokenDelta, ...] = ()
+    prefills: tuple[PrefillReport, ...] = ()
+    hand_overs: tuple[HandOverReport, ...] = ()
+    failures: tuple[RequestFailed, ...] = ()
+    load: LoadReport | None = None
+
+
+class ReplicaHello(Message, frozen=True):
+    """Brain to gateway, first after the proof: who it is and what it serves."""
+
+    identity: ReplicaIdentity
+    pool: str
+    role: str
+    compatibility: CompatibilityRecord
+    max_context_tokens: int
+    load: LoadReport
+
+
+class GatewayHello(Message, frozen=True):
+    """Gateway to brain, first after the proof: whose requests come over this Link."""
+
+    gateway_id: str
+    epoch: int
+
+
+class Leaving(Message, frozen=True):
+    """Brain to gateway: takes no new work; what it runs will finish or move within `drain_s`."""
+
+    drain_s: float
+
+
+# -------------------------------------------------------------------------------------- Peer link
+
+
+class HandOver(Message, frozen=True):
+    """Prefill to decode, after the last manifest: the sequence state. `submission.samples[i].output` holds
+    the first token of sample i; `gateway_id` and `gateway_epoch` say on which Link its tokens go."""
+
+    landing_id: bytes
+    submission: Submission
+    gateway_id: str
+    gateway_epoch: int
+    num_moved_bytes: int
+    transport: str
+    transfer_start: float
+
+
+# ------------------------------------------------------------------------------------ brain <-> rank
+
+
+class RankSpec(Message, frozen=True):
+    """What a rank process is started with (on its standard input, or as the actor's argument)."""
+
+    replica: ReplicaIdentity
+    rank: int
+    num_ranks: int
+    brain_address: str
+    secret: bytes
+    model_dir: str
+    dtype: str
+    device: str
+    num_threads: int
+    block_tokens: int
+    num_kv_tokens: int
+    max_batch_tokens: int
+    max_sequences: int
+    data_host: str
+    transports: tuple[str, ...]
+    faults: tuple[FaultRule, ...] = ()
+
+
+class RankReady(Message, frozen=True):
+    """Rank to brain, after load and warm-up."""
+
+    rank: int
+    process_id: int
+    host_id: str
+    num_blocks: int
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    compatibility: CompatibilityRecord
+    endpoints: RankEndpoints
+    load_s: float
+    warm_up_s: float
+
+
+class RankFailed(Message, frozen=True):
+    """Rank to brain: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits."""
+
+    rank: int
+    reason: str
+
+
+class SlotStart(Part, frozen=True):
+    """A sequence takes slot `slot` of the rank: what the sampler must know of it. `num_prompt_tokens` of
+    `tokens` are prompt, the rest is output it already has (resume, hand-over, preemption)."""
+
+    slot: int
+    tokens: bytes
+    num_prompt_tokens: int
+    seed: int
+    sampling: SamplingParams
+
+
+class BatchEntry(Part, frozen=True):
+    """Compute `num_tokens` tokens of one sequence from position `start`.
+
+    `tokens` is empty when the input is the token that the previous plan produced for the slot (the brain
+    may not know it yet). `block_ids` is the sequence's whole block table, enough for start + num_tokens.
+    `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not
+    the prompt's last, one normally, n when n samples fork from one prompt.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    tokens: bytes
+    block_ids: tuple[int, ...]
+    sample_slots: tuple[int, ...]
+
+
+class BlockCopy(Part, frozen=True):
+    """Copy-on-write, before the step's computation."""
+
+    src_block: int
+    dst_block: int
+
+
+class StepPlan(Message, frozen=True):
+    """Brain to rank: one step. Order of effects: frees, starts, copies, computation, sampling."""
+
+    step: int
+    free_slots: tuple[int, ...]
+    starts: tuple[SlotStart, ...]
+    copies: tuple[BlockCopy, ...]
+    entries: tuple[BatchEntry, ...]
+
+
+class SampledToken(Part, frozen=True):
+    """The token a slot sampled."""
+
+    slot: int
+    token: int
+    logprob: TokenLogprob | None
+
+
+class StepReport(Message, frozen=True):
+    """Rank to brain: the step is done and its KV is in the pool. Times are the rank's monotonic clock."""
+
+    step: int
+    tokens: tuple[SampledToken, ...]
+    started_at: float
+    finished_at: float
+
+
+class Shutdown(Message, frozen=True):
+    """Brain to rank: leave now."""
+
+    reason: str
+
+
+LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest
+LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving
+PeerLinkMessage = PeerMessage | HandOver
+RankDown = StepPlan | Shutdown | TransferOrder
+RankUp = RankReady | RankFailed | StepReport | TransferReport
+
+LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)
+LINK_UP_CODEC: Codec[LinkUp] = Codec(LinkUp)
+PEER_CODEC: Codec[PeerLinkMessage] = Codec(PeerLinkMessage)
+RANK_DOWN_CODEC: Codec[RankDown] = Codec(RankDown)
+RANK_UP_CODEC: Codec[RankUp] = Codec(RankUp)
+RANK_SPEC_CODEC: Codec[RankSpec] = Codec(RankSpec)
+
+__all__ = [
+    "LINK_DOWN_CODEC",
+    "LINK_UP_CODEC",
+    "PEER_CODEC",
+    "RANK_DOWN_CODEC",
+    "RANK_SPEC_CODEC",
+    "RANK_UP_CODEC",
+    "BatchEntry",
+    "BlockCopy",
+    "Cancel",
+    "GatewayHello",
+    "HandOver",
+    "HandOverReport",
+    "HandOverTarget",
+    "Leaving",
+    "LinkDown",
+    "LinkUp",
+    "LoadReport",
+    "PathMeasure",
+    "PeerLinkMessage",
+    "PrefillReport",
+    "RankDown",
+    "RankEndpoints",
+    "RankFailed",
+    "RankReady",
+    "RankSpec",
+    "RankUp",
+    "ReplicaHello",
+    "RequestFailed",
+    "SampleState",
+    "SampledToken",
+    "SamplingParams",
+    "Shutdown",
+    "SlotStart",
+    "StageTimes",
+    "StepFrame",
+    "StepPlan",
+    "StepReport",
+    "Submission",
+    "TokenDelta",
+    "TokenLogprob",
+]
