@@ -33,7 +33,6 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),
 ]
 
-_Call = grpc.aio.StreamStreamCall
 _Handler = Callable[["FrameStream"], Awaitable[None]]
 
 
@@ -95,7 +94,7 @@ async def open_stream(address: str, kind: LinkKind, secret: bytes, name: str) ->
     """
     channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
     method = channel.stream_stream(f"/{_SERVICE}/{_METHOD[kind]}")
-    call: _Call = method()
+    call: grpc.aio.StreamStreamCall = method()
 
     async def read() -> bytes | None:
         frame = await call.read()
@@ -178,7 +177,7 @@ class LinkServer:
 
 
 async def _prove_as_client(
-    call: _Call, read: Callable[[], Awaitable[bytes | None]], secret: bytes, name: str
+    call: grpc.aio.StreamStreamCall, read: Callable[[], Awaitable[bytes | None]], secret: bytes, name: str
 ) -> None:
     handshake = ClientHandshake(secret, name)
     await call.write(handshake.hello())
@@ -202,7 +201,9 @@ def _present(frame: bytes | None) -> bytes:
     return frame
 
 
-async def _write_client(call: _Call, stream: FrameStream, channel: grpc.aio.Channel) -> None:
+async def _write_client(
+    call: grpc.aio.StreamStreamCall, stream: FrameStream, channel: grpc.aio.Channel
+) -> None:
     try:
         async for frame in stream.outgoing():
             await call.write(frame)

@@ -136,6 +136,8 @@ class PrefillReport(Part, frozen=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     times: StageTimes
+    trace: tuple[tuple[str, float], ...] = ()
+    """Named moments of the prompt's chunks and pushes so far, on the replica's monotonic clock."""
 
 
 class HandOverReport(Part, frozen=True):
@@ -238,7 +240,8 @@ class Leaving(Message, frozen=True):
 
 class HandOver(Message, frozen=True):
     """Prefill to decode, after the last manifest: the sequence state. `submission.samples[i].output` holds
-    the first token of sample i; `gateway_id` and `gateway_epoch` say on which Link its tokens go."""
+    the first token of sample i; `gateway_id` and `gateway_epoch` say on which Link its tokens go.
+    `transfer_seconds` is the time spent writing, `transfer_start` when it began (the writer's clock)."""
 
     landing_id: bytes
     submission: Submission
@@ -247,6 +250,7 @@ class HandOver(Message, frozen=True):
     num_moved_bytes: int
     transport: str
     transfer_start: float
+    transfer_seconds: float
 
 
 # ------------------------------------------------------------------------------------ brain <-> rank

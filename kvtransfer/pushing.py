@@ -1,0 +1,337 @@
+"""Landings, the prefill side: ask for a place, push finished blocks, stop when told (sans-I/O).
+
+    ASKED --LandingGrant--> OPEN --last push done and prompt complete--> HANDED --LandingResult--> (forgotten)
+      |                      |                                             |
+    LandingRefusal         abort, push failed, peer lost               (the same)
+                             |
+                          STOPPING --PushStopped from the rank--> LandingAbort | WriterStopped sent, forgotten
+
+While OPEN, every chunk that the engine reports is pushed at once, so that it moves while the next one is
+computed. A rank that does not acknowledge a stop in time must be killed (`KillRanks`): only then is it
+certain that nothing writes any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from kvtransfer.config import TransferConfig
+from kvtransfer.landing import ToRanks
+from kvtransfer.messages import (
+    BlockMove,
+    LandingAbort,
+    LandingGrant,
+    LandingProgress,
+    LandingRefusal,
+    LandingRequest,
+    LandingResult,
+    Manifest,
+    PeerMessage,
+    PushDone,
+    PushFailed,
+    PushOrder,
+    PushStopped,
+    ReplicaIdentity,
+    StopPush,
+    WriterStopped,
+)
+
+
+class ToPeer(NamedTuple):
+    """Action: send `message` on the Peer link to `peer`."""
+
+    peer: ReplicaIdentity
+    message: PeerMessage
+
+
+class Granted(NamedTuple):
+    """Action: the prompt may be computed now."""
+
+    request_id: str
+    attempt: int
+
+
+class HandOverReady(NamedTuple):
+    """Action: everything is written; send the sequence state."""
+
+    landing_id: bytes
+    request_id: str
+    attempt: int
+    peer: ReplicaIdentity
+    num_moved_bytes: int
+    transport: str
+    push_started_at: float
+    push_seconds: float
+
+
+class PushEnded(NamedTuple):
+    """Action: the landing is over on this side; the prompt's blocks may go. `error` "" when it was joined,
+    else "refused" or "peer"."""
+
+    request_id: str
+    attempt: int
+    error: str
+    reason: str
+    retry_after_s: float
+
+
+class KillRanks(NamedTuple):
+    """Action: a writer did not acknowledge a stop in time; end its process."""
+
+    reason: str
+
+
+PushAction = ToPeer | ToRanks | Granted | HandOverReady | PushEnded | KillRanks
+
+
+class _State(Enum):
+    ASKED = "asked"
+    OPEN = "open"
+    HANDED = "handed"
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True)
+class _Push:
+    request: LandingRequest
+    peer: ReplicaIdentity
+    connection_id: bytes
+    state: _State = _State.ASKED
+    first_block: int = 0
+    target_blocks: tuple[int, ...] = ()
+    num_pushed_blocks: int = 0
+    num_running_pushes: int = 0
+    num_orders: int = 0
+    num_computed_tokens: int = 0
+    prompt_done: bool = False
+    num_moved_bytes: int = 0
+    transport: str = ""
+    started_at: float = 0.0
+    push_seconds: float = 0.0
+    asked_by_peer: bool = False
+    stop_reason: str = ""
+    stop_deadline: float = 0.0
+
+
+@dataclass(slots=True)
+class PushCounters:
+    """Totals for metrics."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_stopped: int = 0
+    num_failed: int = 0
+    gb_s: float = field(default=0.0)
+    """Moving average of the rate of pushes of at least 64 KiB, in 1e9 bytes a second."""
+
+
+class PushBook:
+    """All landings that one prefill replica writes to; see the module's drawing."""
+
+    def __init__(self, config: TransferConfig, block_tokens: int) -> None:
+        self._config = config
+        self._block_tokens = block_tokens
+        self._pushes: dict[bytes, _Push] = {}
+        self._by_request: dict[tuple[str, int], bytes] = {}
+        self._next_push_id = 0
+        self.counters = PushCounters()
+
+    @property
+    def num_active(self) -> int:
+        return len(self._pushes)
+
+    def landing_of(self, request_id: str, attempt: int) -> bytes | None:
+        """The landing of this attempt, while there is one."""
+        return self._by_request.get((request_id, attempt))
+
+    # ---------------------------------------------------------------------------------- from the engine
+
+    def ask(self, request: LandingRequest, peer: ReplicaIdentity, connection_id: bytes) -> list[PushAction]:
+        """Ask `peer` for a place; `connection_id` is the measured data connection to it."""
+        self._pushes[request.landing_id] = _Push(request, peer, connection_id)
+        self._by_request[request.request_id, request.attempt] = request.landing_id
+        return [ToPeer(peer, request)]
+
+    def computed(
+        self, request_id: str, attempt: int, num_computed_tokens: int, block_ids: Sequence[int]
+    ) -> list[PushAction]:
+        """A chunk of the prompt is in the pool: push what is whole and not yet pushed."""
+        push = self._find(request_id, attempt)
+        if push is None or push.state is not _State.OPEN:
+            return []
+        push.num_computed_tokens = num_computed_tokens
+        push.prompt_done = num_computed_tokens >= push.request.num_tokens
+        if push.prompt_done:
+            end = len(push.target_blocks)
+        else:
+            end = min(num_computed_tokens // self._block_tokens - push.first_block, len(push.target_blocks))
+        actions = self._order(push, end, block_ids)
+        return actions + self._ready(push)
+
+    def stop(self, request_id: str, attempt: int, reason: str, now: float) -> list[PushAction]:
+        """Give the landing up (cancel, deadline, preemption)."""
+        push = self._find(request_id, attempt)
+        return [] if push is None else self._stop(push, reason, now)
+
+    # -------------------------------------------------------------------------------------- from the peer
+
+    def granted(self, peer: ReplicaIdentity, grant: LandingGrant) -> list[PushAction]:
+        """The place is there."""
+        push = self._of(peer, grant.landing_id)
+        if push is None or push.state is not _State.ASKED:
+            return []
+        push.state = _State.OPEN
+        push.first_block = grant.num_held_tokens // self._block_tokens
+        push.target_blocks = grant.block_ids
+        return [Granted(push.request.request_id, push.request.attempt)]
+
+    def refused(self, peer: ReplicaIdentity, refusal: LandingRefusal) -> list[PushAction]:
+        """No place, or it was aborted while it waited there."""
+        push = self._of(peer, refusal.landing_id)
+        if push is None or push.state is not _State.ASKED:
+            return []
+        return [self._forget(push, "refused", refusal.reason, refusal.retry_after_s)]
+
+    def aborted(self, peer: ReplicaIdentity, abort: LandingAbort, now: float) -> list[PushAction]:
+        """The decode side ended the landing and asks for the acknowledgement."""
+        push = self._of(peer, abort.landing_id)
+        if push is None:  # ended here already: nothing writes
+            return [ToPeer(peer, WriterStopped(abort.landing_id))]
+        push.asked_by_peer = True
+        return self._stop(push, abort.reason, now)
+
+    def joined(self, peer: ReplicaIdentity, result: LandingResult) -> list[PushAction]:
+        """The decode side has taken the sequence over."""
+        push = self._of(peer, result.landing_id)
+        return [] if push is None else [self._forget(push, "", "")]
+
+    def peer_lost(self, peer: ReplicaIdentity, now: float) -> list[PushAction]:
+        """The Peer link ended: stop everything that goes there."""
+        actions: list[PushAction] = []
+        for push in [item for item in self._pushes.values() if item.peer == peer]:
+            actions += self._stop(push, f"the peer link to {peer.replica_id} was lost", now)
+        return actions
+
+    # -------------------------------------------------------------------------------------- from the rank
+
+    def push_done(self, report: PushDone) -> list[PushAction]:
+        """Pieces are written: tell the decode side their sums."""
+        counters = self.counters
+        counters.num_bytes += report.num_bytes
+        counters.seconds += report.seconds
+        if report.num_bytes >= 1 << 16 and report.seconds > 0:
+            gb_s = report.num_bytes / report.seconds / 1e9
+            counters.gb_s = gb_s if counters.gb_s == 0 else 0.8 * counters.gb_s + 0.2 * gb_s
+        push = self._pushes.get(report.landing_id)
+        if push is None or push.state is not _State.OPEN:
+            return []
+        push.num_running_pushes -= 1
+        push.num_moved_bytes += report.num_bytes
+        push.push_seconds += report.seconds
+        push.transport = report.transport
+        push.started_at = push.started_at or report.started_at
+        return [ToPeer(push.peer, Manifest(report.landing_id, report.pieces)), *self._ready(push)]
+
+    def push_failed(self, report: PushFailed, now: float) -> list[PushAction]:
+        """A push broke off; the landing cannot be completed."""
+        push = self._pushes.get(report.landing_id)
+        if push is None or push.state is _State.STOPPING:
+            return []
+        self.counters.num_failed += 1
+        return self._stop(push, report.reason, now)
+
+    def push_stopped(self, report: PushStopped) -> list[PushAction]:
+        """The fence: nothing of the landing is written any more."""
+        push = self._pushes.get(report.landing_id)
+        if push is None or push.state is not _State.STOPPING:
+            return []
+        return self._acknowledge(push)
+
+    # ------------------------------------------------------------------------------------------- time
+
+    def tick(self, now: float) -> list[PushAction]:
+        """Call every `landing_lease_s` / 4: keeps leases alive and enforces acknowledgement of stops."""
+        actions: list[PushAction] = []
+        for push in self._pushes.values():
+            if push.state in (_State.OPEN, _State.HANDED):
+                progress = LandingProgress(push.request.landing_id, push.num_computed_tokens)
+                actions.append(ToPeer(push.peer, progress))
+            elif push.state is _State.STOPPING and now > push.stop_deadline:
+                waited = f"{self._config.writer_ack_s} s"
+                actions.append(KillRanks(f"a writer did not acknowledge a stop within {waited}"))
+        return actions
+
+    # ---------------------------------------------------------------------------------------- private
+
+    def _order(self, push: _Push, end: int, block_ids: Sequence[int]) -> list[PushAction]:
+        begin = push.num_pushed_blocks
+        if end <= begin:
+            return []
+        moves = tuple(
+            BlockMove(
+                src_block=block_ids[push.first_block + index],
+                dst_block=push.target_blocks[index],
+                block_index=push.first_block + index,
+            )
+            for index in range(begin, end)
+        )
+        push.num_pushed_blocks = end
+        push.num_running_pushes += 1
+        push.num_orders += 1
+        self._next_push_id += 1
+        return [ToRanks(PushOrder(self._next_push_id, push.connection_id, push.request.landing_id, moves))]
+
+    def _ready(self, push: _Push) -> list[PushAction]:
+        if not push.prompt_done or push.num_running_pushes > 0:
+            return []
+        push.state = _State.HANDED
+        request = push.request
+        return [
+            HandOverReady(
+                request.landing_id,
+                request.request_id,
+                request.attempt,
+                push.peer,
+                push.num_moved_bytes,
+                push.transport,
+                push.started_at,
+                push.push_seconds,
+            )
+        ]
+
+    def _stop(self, push: _Push, reason: str, now: float) -> list[PushAction]:
+        if push.state is _State.STOPPING:
+            return []
+        push.stop_reason = reason
+        if push.num_orders == 0:
+            return self._acknowledge(push)
+        push.state = _State.STOPPING
+        push.stop_deadline = now + self._config.writer_ack_s
+        return [ToRanks(StopPush(push.request.landing_id))]
+
+    def _acknowledge(self, push: _Push) -> list[PushAction]:
+        landing_id = push.request.landing_id
+        self.counters.num_stopped += 1
+        message: PeerMessage
+        if push.asked_by_peer:
+            message = WriterStopped(landing_id)
+        else:
+            message = LandingAbort(landing_id, push.stop_reason, writers_stopped=True)
+        return [ToPeer(push.peer, message), self._forget(push, "peer", push.stop_reason)]
+
+    def _forget(self, push: _Push, error: str, reason: str, retry_after_s: float = 0.0) -> PushEnded:
+        request = push.request
+        del self._pushes[request.landing_id]
+        del self._by_request[request.request_id, request.attempt]
+        return PushEnded(request.request_id, request.attempt, error, reason, retry_after_s)
+
+    def _find(self, request_id: str, attempt: int) -> _Push | None:
+        landing_id = self._by_request.get((request_id, attempt))
+        return None if landing_id is None else self._pushes[landing_id]
+
+    def _of(self, peer: ReplicaIdentity, landing_id: bytes) -> _Push | None:
+        push = self._pushes.get(landing_id)
+        return push if push is not None and push.peer == peer else None

@@ -1,0 +1,424 @@
+"""The landing protocol, both sides, under every interleaving: no byte is written where it must not be."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.config import TransferConfig
+from kvtransfer.landing import Action, Landed, LandingBook, ToRanks, ToWriter
+from kvtransfer.messages import (
+    CloseLanding,
+    LandingAbort,
+    LandingClosed,
+    LandingGrant,
+    LandingProgress,
+    LandingRefusal,
+    LandingRequest,
+    LandingResult,
+    Manifest,
+    OpenLanding,
+    PeerMessage,
+    PieceSum,
+    PushDone,
+    PushOrder,
+    PushStopped,
+    ReplicaIdentity,
+    Shard,
+    StopPush,
+    TransferOrder,
+    Verified,
+    VerifyOrder,
+    WriterStopped,
+)
+from kvtransfer.pushing import Granted, HandOverReady, KillRanks, PushAction, PushBook, PushEnded, ToPeer
+from workers.engine.blocks import BlockPool
+
+BLOCK = 16
+SHARD = Shard(0, 1, 0, 1)
+PREFILL = ReplicaIdentity("p0", 1)
+DECODE = ReplicaIdentity("d0", 1)
+CONNECTION = b"c" * 16
+
+
+def request(number: int, num_tokens: int, **fields: object) -> LandingRequest:
+    values: dict[str, object] = {
+        "landing_id": bytes([number]) * 16,
+        "request_id": f"r{number}",
+        "attempt": 0,
+        "tenant": "",
+        "priority": 0,
+        "block_keys": (),
+        "num_tokens": num_tokens,
+        "max_new_tokens": 8,
+        "num_samples": 1,
+        "deadline_s": None,
+    }
+    return LandingRequest(**{**values, **fields})  # type: ignore[arg-type]
+
+
+@dataclass
+class World:
+    """A prefill side, a decode side, one rank each, and the wires between them, delivered one by one."""
+
+    pool: BlockPool
+    one_sided: bool = True
+    now: float = 0.0
+    landing: LandingBook = field(init=False)
+    push: PushBook = field(init=False)
+    to_decode: deque[PeerMessage | HandOverReady] = field(default_factory=deque)
+    to_prefill: deque[PeerMessage] = field(default_factory=deque)
+    writer: deque[TransferOrder] = field(default_factory=deque)
+    target: deque[TransferOrder] = field(default_factory=deque)
+    owner: dict[int, bytes] = field(default_factory=dict)
+    open_at_target: set[bytes] = field(default_factory=set)
+    stopped: set[bytes] = field(default_factory=set)
+    ended: dict[str, str] = field(default_factory=dict)
+    joined: dict[bytes, Landed] = field(default_factory=dict)
+    connected: bool = True
+
+    def __post_init__(self) -> None:
+        config = TransferConfig(landing_lease_s=10, landing_queue=8)
+        self.landing = LandingBook(config, self.pool, BLOCK)
+        self.push = PushBook(config, BLOCK)
+
+    # each of these is one event that may happen at any time
+
+    def ask(self, wanted: LandingRequest) -> None:
+        self.do_push(self.push.ask(wanted, DECODE, CONNECTION))
+
+    def compute(self, number: int, num_tokens: int) -> None:
+        blocks = list(range(1000 * number, 1000 * number + 64))
+        self.do_push(self.push.computed(f"r{number}", 0, num_tokens, blocks))
+
+    def deliver_to_decode(self) -> None:
+        message = self.to_decode.popleft()
+        match message:
+            case LandingRequest():
+                self.do_landing(self.landing.request(PREFILL, message, self.now, idle=False))
+            case Manifest():
+                self.do_landing(self.landing.manifest(PREFILL, message, self.now))
+            case LandingAbort():
+                self.do_landing(self.landing.aborted_by_writer(PREFILL, message))
+            case WriterStopped():
+                self.landing.writer_stopped(PREFILL, message)
+            case HandOverReady():
+                self.do_landing(self.landing.hand_over(PREFILL, message.landing_id, self.now) or [])
+            case LandingProgress():
+                self.landing.progress(PREFILL, message.landing_id, self.now)
+            case _:
+                raise AssertionError(message)
+
+    def deliver_to_prefill(self) -> None:
+        message = self.to_prefill.popleft()
+        match message:
+            case LandingGrant():
+                self.do_push(self.push.granted(DECODE, message))
+            case LandingRefusal():
+                self.do_push(self.push.refused(DECODE, message))
+            case LandingAbort():
+                self.do_push(self.push.aborted(DECODE, message, self.now))
+            case LandingResult():
+                self.do_push(self.push.joined(DECODE, message))
+            case _:
+                raise AssertionError(message)
+
+    def run_writer(self) -> None:
+        order = self.writer.popleft()
+        if isinstance(order, StopPush):
+            self.stopped.add(order.landing_id)
+            self.do_push(self.push.push_stopped(PushStopped(order.landing_id)))
+        elif isinstance(order, PushOrder) and order.landing_id not in self.stopped and self.connected:
+            for move in order.moves:
+                if self.one_sided or order.landing_id in self.open_at_target:
+                    assert self.owner.get(move.dst_block) == order.landing_id, "write into a foreign block"
+            pieces = tuple(PieceSum(move.block_index, SHARD, move.src_block) for move in order.moves)
+            done = PushDone(order.push_id, order.landing_id, pieces, 64, 0.1, self.now, "shm")
+            self.do_push(self.push.push_done(done))
+
+    def run_target(self) -> None:
+        order = self.target.popleft()
+        match order:
+            case OpenLanding():
+                self.open_at_target.add(order.landing_id)
+            case CloseLanding():
+                self.open_at_target.discard(order.landing_id)
+                may_write = self.one_sided and self.connected
+                self.landing.closed(LandingClosed(order.landing_id, may_write))
+                self.sync_owners()
+            case VerifyOrder():
+                bad = tuple(check.block_index for check in order.pieces if check.checksum % 7 == 6)
+                verified = Verified(order.landing_id, len(order.pieces), bad, 0.0)
+                self.do_landing(self.landing.verified(verified))
+
+    def writer_dies(self) -> None:
+        self.connected = False
+        self.writer.clear()
+        self.to_decode.clear()
+        self.do_landing(self.landing.writer_lost(PREFILL))
+        self.do_landing(self.landing.writer_gone(PREFILL))
+
+    # plumbing
+
+    def do_push(self, actions: list[PushAction]) -> None:
+        for action in actions:
+            match action:
+                case ToPeer(_, message):
+                    self.to_decode.append(message)
+                case ToRanks(order):
+                    self.writer.append(order)
+                case HandOverReady():
+                    self.to_decode.append(action)
+                case PushEnded(request_id, _, error, _, _):
+                    assert request_id not in self.ended, "a push ended twice"
+                    self.ended[request_id] = error
+                case Granted() | KillRanks():
+                    pass
+
+    def do_landing(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case ToWriter(_, message):
+                    if self.connected:
+                        self.to_prefill.append(message)
+                    if isinstance(message, LandingGrant):
+                        for block in message.block_ids:
+                            self.owner[block] = message.landing_id
+                case ToRanks(order):
+                    self.target.append(order)
+                case Landed():
+                    self.joined[action.landing_id] = action
+                    self.pool.release(action.block_ids)
+        self.sync_owners()
+
+    def sync_owners(self) -> None:
+        """Blocks that the pool would hand out again belong to nobody."""
+        self.landing.check()
+        self.pool.check()
+        free = self.pool.num_free
+        taken = self.pool.allocate(free)
+        for block in taken:
+            self.owner.pop(block, None)
+        self.pool.release(taken)
+
+    def settle(self) -> None:
+        """Deliver everything until nothing moves."""
+        moved = True
+        while moved:
+            moved = False
+            for queue, step in (
+                (self.to_decode, self.deliver_to_decode),
+                (self.to_prefill, self.deliver_to_prefill),
+                (self.writer, self.run_writer),
+                (self.target, self.run_target),
+            ):
+                while queue:
+                    step()
+                    moved = True
+            actions = self.landing.grant(self.now, idle=True)
+            self.do_landing(actions)
+            moved = moved or bool(actions)
+
+
+def test_a_hand_over_moves_only_what_the_decode_side_lacks() -> None:
+    pool = BlockPool(8, BLOCK)
+    keys = tuple(bytes([i]) * 16 for i in range(3))
+    held = pool.allocate(2)
+    pool.register(held[0], b"", keys[0])
+    pool.register(held[1], keys[0], keys[1])
+    pool.release(held)
+    world = World(pool)
+    world.ask(request(1, 3 * BLOCK + 5, block_keys=keys))
+    world.settle()
+    world.compute(1, 2 * BLOCK)
+    world.settle()
+    assert world.push.counters.num_bytes == 0, "the first two blocks are held and must not move"
+    world.compute(1, 3 * BLOCK)
+    assert len(world.writer) == 1, "a finished chunk is pushed before the prompt is complete"
+    world.compute(1, 3 * BLOCK + 5)
+    world.settle()
+    landed = world.joined[bytes([1]) * 16]
+    assert landed.block_ids[:2] == tuple(held)
+    assert (landed.num_held_tokens, landed.num_valid_tokens, landed.num_bad_pieces) == (32, 53, 0)
+    assert world.ended == {"r1": ""}
+    assert pool.num_referenced == 0
+
+
+def test_a_bad_piece_ends_what_counts_as_valid() -> None:
+    world = World(BlockPool(8, BLOCK))
+    world.ask(request(6, 4 * BLOCK))
+    world.settle()
+    sums_refused_by_the_target = 6012  # 6 modulo 7, see `run_target`
+    world.do_push(world.push.computed("r6", 0, 4 * BLOCK, [6000, sums_refused_by_the_target, 6001, 6002]))
+    world.settle()
+    landed = world.joined[bytes([6]) * 16]
+    assert (landed.num_bad_pieces, landed.num_valid_tokens) == (1, BLOCK)
+
+
+def test_landings_wait_in_order_and_old_ones_gain_priority() -> None:
+    pool = BlockPool(4, BLOCK)
+    blocker = pool.allocate(4)
+    world = World(pool)
+    world.ask(request(1, BLOCK, priority=0))
+    world.settle()
+    world.now = 100.0
+    world.ask(request(2, BLOCK, priority=5))
+    world.settle()
+    assert world.landing.num_waiting == 2
+    pool.release(blocker[:2])
+    world.do_landing(world.landing.grant(world.now, idle=True))
+    granted = [m.landing_id[0] for m in world.to_prefill if isinstance(m, LandingGrant)]
+    assert granted == [1], "a hundred seconds of waiting outweigh five levels of priority"
+
+
+def test_the_growth_reserve_is_kept_while_the_replica_is_busy() -> None:
+    world = World(BlockPool(10, BLOCK))
+    world.do_landing(world.landing.request(PREFILL, request(1, 9 * BLOCK), 0.0, idle=False))
+    assert world.landing.num_open == 1
+    assert world.landing.num_waiting == 0
+    world = World(BlockPool(20, BLOCK))
+    world.do_landing(world.landing.request(PREFILL, request(1, 19 * BLOCK), 0.0, idle=False))
+    assert (world.landing.num_open, world.landing.num_waiting) == (0, 1)
+    world.do_landing(world.landing.grant(0.0, idle=True))
+    assert world.landing.num_open == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "word"),
+    [
+        (request(1, 100 * BLOCK), "needs 101 blocks"),
+        (request(2, BLOCK, deadline_s=0.001), "deadline"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(wanted: LandingRequest, word: str) -> None:
+    pool = BlockPool(6, BLOCK)
+    world = World(pool)
+    pool.allocate(6)
+    for number in (10, 11):  # a measured wait is needed before a deadline can be judged
+        world.do_landing(world.landing.request(PREFILL, request(number, BLOCK), 0.0, idle=True))
+    world.landing._seconds_per_grant = 1.0
+    world.do_landing(world.landing.request(PREFILL, wanted, 0.0, idle=True))
+    refusal = world.to_prefill[-1]
+    assert isinstance(refusal, LandingRefusal)
+    assert word in refusal.reason
+
+
+def test_a_full_queue_refuses() -> None:
+    pool = BlockPool(2, BLOCK)
+    pool.allocate(2)
+    world = World(pool)
+    for number in range(9):
+        world.do_landing(world.landing.request(PREFILL, request(number, BLOCK), 0.0, idle=True))
+    assert world.landing.num_waiting == 8
+    assert isinstance(world.to_prefill[-1], LandingRefusal)
+
+
+def test_a_lease_without_progress_ends_in_quarantine_until_the_writer_acknowledges() -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool)
+    world.ask(request(1, 2 * BLOCK))
+    world.settle()
+    world.compute(1, BLOCK)
+    world.run_writer()
+    world.now = 9.0
+    world.do_push(world.push.tick(world.now))
+    world.settle()
+    world.now = 18.0
+    assert world.landing.expire(world.now) == [], "the heartbeat renewed the lease"
+    world.now = 30.0
+    world.do_landing(world.landing.expire(world.now))
+    while world.target:
+        world.run_target()
+    assert pool.num_quarantined == 2
+    world.deliver_to_prefill()
+    assert pool.num_quarantined == 2
+    world.settle()
+    assert (pool.num_quarantined, pool.num_referenced) == (0, 0)
+    assert world.ended == {"r1": "peer"}
+
+
+def test_a_writer_that_does_not_acknowledge_is_killed() -> None:
+    world = World(BlockPool(8, BLOCK))
+    world.ask(request(1, BLOCK))
+    world.settle()
+    world.compute(1, BLOCK)
+    world.do_push(world.push.stop("r1", 0, "cancelled", 0.0))
+    assert not any(isinstance(action, KillRanks) for action in world.push.tick(4.9))
+    assert any(isinstance(action, KillRanks) for action in world.push.tick(5.1))
+
+
+def test_two_sided_writers_need_no_quarantine() -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool, one_sided=False)
+    world.ask(request(1, BLOCK))
+    world.settle()
+    world.compute(1, BLOCK)  # the push is queued at the writer and will come late
+    world.do_landing(world.landing.abort(bytes([1]) * 16, "cancelled"))
+    world.run_target()
+    assert (pool.num_quarantined, pool.num_referenced) == (0, 0)
+    world.settle()
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 1), st.integers(1, 80)),
+        st.tuples(st.just("compute"), st.integers(0, 1), st.just(80)),
+        st.tuples(st.just("stop"), st.integers(0, 1), st.just(0)),
+        st.tuples(st.just("abort"), st.integers(0, 1), st.just(0)),
+        st.tuples(st.just("cancel"), st.integers(0, 1), st.just(0)),
+        st.tuples(st.just("deliver"), st.integers(0, 3), st.integers(1, 4)),
+        st.tuples(st.just("deliver"), st.sampled_from([0, 3]), st.integers(1, 9)),
+        st.tuples(st.just("time"), st.integers(0, 12), st.just(0)),
+    ),
+    min_size=8,
+    max_size=60,
+)
+
+
+@given(events=EVENTS, one_sided=st.booleans(), writer_dies=st.booleans())
+@settings(max_examples=500, deadline=None)
+def test_no_interleaving_writes_into_a_foreign_block_or_leaks(
+    events: list[tuple[str, int, int]], one_sided: bool, writer_dies: bool
+) -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool, one_sided)
+    sizes: dict[int, int] = {}
+    for kind, number, amount in events:
+        queues = (world.to_decode, world.to_prefill, world.writer, world.target)
+        steps = (world.deliver_to_decode, world.deliver_to_prefill, world.run_writer, world.run_target)
+        if kind == "ask" and number not in sizes:
+            sizes[number] = amount
+            world.ask(request(number, amount))
+            if amount % 2:  # half of the landings are granted before anything else happens
+                world.deliver_to_decode()
+                while world.to_prefill:
+                    world.deliver_to_prefill()
+        elif kind == "compute" and number in sizes:
+            world.compute(number, min(amount, sizes[number]))
+        elif kind == "stop":
+            world.do_push(world.push.stop(f"r{number}", 0, "cancelled", world.now))
+        elif kind == "abort":
+            world.do_landing(world.landing.abort(bytes([number]) * 16, "test"))
+        elif kind == "cancel":
+            world.do_landing(world.landing.cancel(f"r{number}", 0))
+        elif kind == "deliver":
+            for _ in range(min(amount, len(queues[number]))):
+                steps[number]()
+        elif kind == "time":
+            world.now += number
+            world.do_landing(world.landing.expire(world.now))
+    if writer_dies:
+        world.writer_dies()
+    world.settle()
+    for number in sizes:
+        world.do_push(world.push.stop(f"r{number}", 0, "end of the test", world.now))
+    world.settle()
+    assert (pool.num_quarantined, pool.num_referenced) == (0, 0)
+    assert world.landing.num_open == world.landing.num_waiting == 0
+    if world.connected:
+        assert world.push.num_active == 0
+        assert set(world.ended) == {f"r{number}" for number in sizes}

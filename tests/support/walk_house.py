@@ -1,0 +1,241 @@
+"""A house in one process: real brains on loopback, real rank processes, a bare Link in place of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.clock import SystemClock
+from kvtransfer.config import TransferConfig
+from kvtransfer.faults import FaultRule
+from kvtransfer.keys import block_keys
+from kvtransfer.messages import KvEvents, ReplicaIdentity
+from kvtransfer.secret import draw_secret
+from workers.brain import Brain
+from workers.config import EngineConfig
+from workers.links import FrameStream, open_stream
+from workers.messages import (
+    LINK_DOWN_CODEC,
+    LINK_UP_CODEC,
+    Cancel,
+    GatewayHello,
+    HandOverReport,
+    HandOverTarget,
+    LoadReport,
+    PrefillReport,
+    ReplicaHello,
+    RequestFailed,
+    SampleState,
+    SamplingParams,
+    StepFrame,
+    Submission,
+)
+from workers.ranks import ProcessLauncher
+
+BLOCK_TOKENS = 16
+WAIT_S = 60.0
+
+
+async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
+    """Return when `condition` holds; fail with `what` after `wait_s`."""
+    clock = SystemClock()
+    end = clock.now() + wait_s
+    while not condition():
+        assert clock.now() < end, f"not within {wait_s} s: {what}"
+        await clock.sleep(0.01)
+
+
+def ids(tokens: bytes) -> list[int]:
+    return [int(token) for token in np.frombuffer(tokens, dtype="<u4")]
+
+
+def raw(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+@dataclass
+class Heard:
+    """All that came up for one attempt of a request."""
+
+    tokens: dict[int, dict[int, int]] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    prefill: PrefillReport | None = None
+    hand_over: HandOverReport | None = None
+    failure: RequestFailed | None = None
+
+    def sequence(self, sample: int = 0) -> list[int]:
+        indices = sorted(self.tokens.get(sample, {}))
+        assert indices == list(range(len(indices))), f"a gap in the output indices: {indices}"
+        return [self.tokens[sample][index] for index in indices]
+
+
+class Replica:
+    """A brain, with the bare Link of a gateway to it."""
+
+    def __init__(self, brain: Brain, heard: dict[tuple[str, int], Heard]) -> None:
+        self.brain = brain
+        self.load: LoadReport | None = None
+        self.events: list[KvEvents] = []
+        self._heard = heard
+        self._stream: FrameStream
+        self._task: asyncio.Task[None]
+
+    @property
+    def target(self) -> HandOverTarget:
+        return HandOverTarget(self.brain.identity, self.brain.address)
+
+    async def connect(self, secret: bytes) -> None:
+        self._stream = await open_stream(self.brain.address, "link", secret, "walk")
+        self._stream.send(LINK_DOWN_CODEC.encode(GatewayHello("walk", 1)))
+        hello = await self._stream.receive()
+        assert hello is not None
+        assert isinstance(LINK_UP_CODEC.decode(hello), ReplicaHello)
+        self._task = asyncio.create_task(self._listen())
+
+    def send(self, message: Submission | Cancel) -> None:
+        self._stream.send(LINK_DOWN_CODEC.encode(message))
+
+    async def close(self) -> None:
+        self._stream.close()
+        await self._task
+
+    async def _listen(self) -> None:
+        while (frame := await self._stream.receive()) is not None:
+            message = LINK_UP_CODEC.decode(frame)
+            if isinstance(message, StepFrame):
+                self._take(message)
+            elif isinstance(message, KvEvents):
+                self.events.append(message)
+
+    def _take(self, frame: StepFrame) -> None:
+        self.load = frame.load or self.load
+        for delta in frame.deltas:
+            heard = self._heard.setdefault((delta.request_id, delta.attempt), Heard())
+            sample = heard.tokens.setdefault(delta.sample, {})
+            for offset, token in enumerate(ids(delta.tokens)):
+                assert delta.first_index + offset not in sample, "an output index was sent twice"
+                sample[delta.first_index + offset] = token
+            if delta.finish:
+                heard.finish[delta.sample] = delta.finish
+        for prefill in frame.prefills:
+            self._heard.setdefault((prefill.request_id, prefill.attempt), Heard()).prefill = prefill
+        for hand_over in frame.hand_overs:
+            self._heard.setdefault((hand_over.request_id, hand_over.attempt), Heard()).hand_over = hand_over
+        for failure in frame.failures:
+            self._heard.setdefault((failure.request_id, failure.attempt), Heard()).failure = failure
+
+
+class House:
+    """Replicas by name; `submit` and `run` speak to them as a gateway would."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self.secret = draw_secret()
+        self.heard: dict[tuple[str, int], Heard] = {}
+        self.replicas: dict[str, Replica] = {}
+
+    async def add(
+        self,
+        name: str,
+        role: str = "both",
+        *,
+        engine: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        faults: Sequence[FaultRule] = (),
+    ) -> Replica:
+        settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
+        brain = Brain(
+            identity=ReplicaIdentity(name, 1),
+            pool=role,
+            role=role,
+            model_dir=str(self._model_dir),
+            dtype="float32",
+            device="cpu",
+            engine=EngineConfig(**settings),
+            transfer=TransferConfig(**(transfer or {})),
+            secret=self.secret,
+            launcher=ProcessLauncher(),
+            clock=SystemClock(),
+            host="127.0.0.1",
+            faults=faults,
+        )
+        await brain.start()
+        replica = self.replicas[name] = Replica(brain, self.heard)
+        await replica.connect(self.secret)
+        return replica
+
+    def submission(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        decode: Replica | None = None,
+        attempt: int = 0,
+        output: Sequence[int] = (),
+        num_samples: int = 1,
+        seed: int = 7,
+        deadline_s: float | None = None,
+        **sampling: Any,
+    ) -> Submission:
+        fingerprint = next(iter(self.replicas.values())).brain.compatibility.model_fingerprint
+        tokens = raw([*prompt, *output])
+        return Submission(
+            request_id=request_id,
+            attempt=attempt,
+            tenant="",
+            priority=0,
+            prompt=raw(prompt),
+            block_keys=block_keys(tokens, BLOCK_TOKENS, fingerprint, ""),
+            samples=tuple(SampleState(i, seed + i, raw(output)) for i in range(num_samples)),
+            sampling=SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}),
+            decode=None if decode is None else decode.target,
+            deadline_s=deadline_s,
+        )
+
+    async def run(self, at: Replica, submission: Submission) -> Heard:
+        """Submit and wait for the end of every sample, or the failure of the attempt."""
+        at.send(submission)
+        return await self.ended(submission)
+
+    async def ended(self, submission: Submission) -> Heard:
+        heard = self.heard.setdefault((submission.request_id, submission.attempt), Heard())
+        await until(
+            lambda: heard.failure is not None or len(heard.finish) == len(submission.samples),
+            f"end of {submission.request_id} attempt {submission.attempt}",
+        )
+        return heard
+
+    async def quiet(self, *replicas: Replica) -> None:
+        """Wait until nothing is referenced, quarantined or landing anywhere, then check the books."""
+        for replica in replicas or self.replicas.values():
+            brain = replica.brain
+
+            def is_quiet(brain: Brain = brain) -> bool:
+                pool = brain.pool
+                books = brain.inbound.book.num_open + brain.inbound.book.num_waiting
+                busy = books + brain.outbound.book.num_active + brain.num_requests
+                return pool.num_referenced == 0 and pool.num_quarantined == 0 and busy == 0
+
+            await until(is_quiet, f"every reference of {brain.identity.replica_id} is 0")
+            brain.pool.check()
+            brain.scheduler.check()
+
+    async def close(self) -> None:
+        for replica in self.replicas.values():
+            await replica.close()
+            await replica.brain.stop()
+
+    def wake_all(self) -> None:
+        """Continue every rank that a test stopped, so that it can end."""
+        for replica in self.replicas.values():
+            for process_id in replica.brain.rank_process_ids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGCONT)

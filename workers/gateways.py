@@ -1,0 +1,124 @@
+"""The brain's side of its Links: which gateway gets which news, and what happens when one goes away.
+
+News are collected during a step and sent as one `StepFrame` per gateway by `flush`. A gateway that has no
+Link (not yet, or not any more) is waited for during a short grace; then its requests are cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtransfer.clock import Clock
+from kvtransfer.messages import KvEvents, KvSnapshot
+from workers.links import FrameStream
+from workers.messages import (
+    LINK_UP_CODEC,
+    HandOverReport,
+    Leaving,
+    LinkUp,
+    LoadReport,
+    PrefillReport,
+    RequestFailed,
+    StepFrame,
+    TokenDelta,
+)
+
+GATEWAY_GRACE_S = 3.0
+LOAD_PERIOD_S = 0.2
+
+GatewayKey = tuple[str, int]
+"""(gateway id, epoch)."""
+
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed
+
+
+@dataclass(slots=True)
+class _Port:
+    stream: FrameStream | None
+    lost_at: float
+    news: list[News] = field(default_factory=list)
+    load_sent_at: float = 0.0
+
+
+class Gateways:
+    """All gateways this brain knows. `load` makes a fresh report when one is due."""
+
+    def __init__(self, clock: Clock, load: Callable[[], LoadReport]) -> None:
+        self._clock = clock
+        self._load = load
+        self._ports: dict[GatewayKey, _Port] = {}
+
+    def connected(self, key: GatewayKey, stream: FrameStream) -> None:
+        """A gateway opened its Link; an older Link of the same gateway is closed."""
+        port = self._ports.setdefault(key, _Port(None, 0.0))
+        if port.stream is not None:
+            port.stream.close()
+        port.stream = stream
+
+    def disconnected(self, key: GatewayKey, stream: FrameStream) -> None:
+        """The Link ended; the grace begins."""
+        port = self._ports.get(key)
+        if port is not None and port.stream is stream:
+            port.stream = None
+            port.lost_at = self._clock.now()
+
+    def expired(self) -> list[GatewayKey]:
+        """Forget, and return, gateways whose grace is over."""
+        now = self._clock.now()
+        gone = [
+            key
+            for key, port in self._ports.items()
+            if port.stream is None and now > port.lost_at + GATEWAY_GRACE_S
+        ]
+        for key in gone:
+            del self._ports[key]
+        return gone
+
+    def post(self, key: GatewayKey, news: News) -> None:
+        """Add to the next frame for this gateway."""
+        port = self._ports.get(key)
+        if port is None:
+            port = self._ports[key] = _Port(None, self._clock.now())
+        port.news.append(news)
+
+    def flush(self) -> None:
+        """Send what was posted, one frame per gateway, with a load report when one is due."""
+        now = self._clock.now()
+        for port in self._ports.values():
+            load_due = now >= port.load_sent_at + LOAD_PERIOD_S
+            if port.stream is None or not (port.news or load_due):
+                continue
+            if load_due:
+                port.load_sent_at = now
+            port.stream.send(LINK_UP_CODEC.encode(_frame(port.news, self._load() if load_due else None)))
+            port.news = []
+
+    def broadcast(self, message: KvEvents | KvSnapshot | Leaving) -> None:
+        """Send to every connected gateway."""
+        frame = LINK_UP_CODEC.encode(message)
+        for port in self._ports.values():
+            if port.stream is not None:
+                port.stream.send(frame)
+
+    def send(self, key: GatewayKey, message: LinkUp) -> None:
+        """Send to one gateway, if it is connected."""
+        port = self._ports.get(key)
+        if port is not None and port.stream is not None:
+            port.stream.send(LINK_UP_CODEC.encode(message))
+
+    def close(self) -> None:
+        """Close every Link."""
+        for port in self._ports.values():
+            if port.stream is not None:
+                port.stream.close()
+
+
+def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
+    return StepFrame(
+        deltas=tuple(item for item in news if isinstance(item, TokenDelta)),
+        prefills=tuple(item for item in news if isinstance(item, PrefillReport)),
+        hand_overs=tuple(item for item in news if isinstance(item, HandOverReport)),
+        failures=tuple(item for item in news if isinstance(item, RequestFailed)),
+        load=load,
+    )

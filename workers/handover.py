@@ -1,0 +1,405 @@
+"""The two halves of a hand-over, joined to the scheduler: `Outbound` at prefill, `Inbound` at decode.
+
+They carry out what the sans-I/O books (`kvtransfer.pushing`, `kvtransfer.landing`) decide: send on the Peer
+link, order the rank, tell the scheduler. Neither blocks; everything runs on the brain's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvtransfer.clock import Clock
+from kvtransfer.config import TransferConfig
+from kvtransfer.landing import Action, Landed, LandingBook, Lost, ToRanks, ToWriter
+from kvtransfer.messages import (
+    LandingAbort,
+    LandingClosed,
+    LandingGrant,
+    LandingProgress,
+    LandingRefusal,
+    LandingRequest,
+    LandingResult,
+    Manifest,
+    PushDone,
+    PushFailed,
+    PushStopped,
+    ReplicaIdentity,
+    TransferOrder,
+    Verified,
+    WriterGone,
+    WriterStopped,
+)
+from kvtransfer.pushing import Granted, HandOverReady, PushAction, PushBook, PushEnded, ToPeer
+from kvtransfer.secret import draw_id
+from workers.engine.batch import ChunkDone, PromptDone
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.gateways import GatewayKey
+from workers.messages import (
+    HandOver,
+    HandOverReport,
+    PeerLinkMessage,
+    RequestFailed,
+    SampleState,
+    StageTimes,
+    Submission,
+)
+from workers.peers import Peers
+
+_log = logging.getLogger("tandem.handover")
+
+RequestKey = tuple[str, int]
+"""(request id, attempt)."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    submission: Submission
+    gateway: GatewayKey
+    arrived_at: float
+    asked: bool = False
+    samples: tuple[SampleState, ...] = ()
+    trace: list[tuple[str, float]] = field(default_factory=list)
+
+
+class Outbound:
+    """Prompts computed here whose sequences continue elsewhere.
+
+    `on_failed(failure)` tells the gateway that the attempt is over; `on_ended(key)` that the request needs
+    nothing of this replica any more; `kill_ranks(reason)` ends ranks that ignore a stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransferConfig,
+        block_tokens: int,
+        scheduler: Scheduler,
+        clock: Clock,
+        order: Callable[[TransferOrder], None],
+        on_failed: Callable[[RequestFailed], None],
+        on_ended: Callable[[RequestKey], None],
+        kill_ranks: Callable[[str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._order = order
+        self._on_failed = on_failed
+        self._on_ended = on_ended
+        self._kill_ranks = kill_ranks
+        self._outgoing: dict[RequestKey, _Outgoing] = {}
+        self.book = PushBook(config, block_tokens)
+        self.peers: Peers
+
+    # -------------------------------------------------------------------------------------- engine
+
+    def accept(self, submission: Submission, gateway: GatewayKey) -> None:
+        """A submission with a decode target was queued."""
+        assert submission.decode is not None
+        self._outgoing[submission.request_id, submission.attempt] = _Outgoing(
+            submission, gateway, self._clock.now()
+        )
+        self.peers.ensure(submission.decode)
+
+    def wanted(self, keys: Iterable[RequestKey]) -> None:
+        """These prompts are near the head of the queue: ask for their landings, when the path is ready."""
+        for key in keys:
+            outgoing = self._outgoing[key]
+            outgoing.asked = True
+            self._ask(outgoing)
+
+    def chunk_done(self, chunk: ChunkDone) -> None:
+        """A chunk is in the pool: push it while the next one is computed."""
+        outgoing = self._outgoing.get((chunk.request_id, chunk.attempt))
+        if outgoing is None:
+            return
+        outgoing.trace.append(("chunk.start", chunk.started_at))
+        outgoing.trace.append(("chunk.end", chunk.finished_at))
+        self._do(
+            self.book.computed(chunk.request_id, chunk.attempt, chunk.num_computed_tokens, chunk.block_ids)
+        )
+
+    def prompt_done(self, prompt: PromptDone) -> None:
+        """The prompt is complete: keep what will be handed over. When every sample ended with its first
+        token that is nothing, and the landing is given back."""
+        key = prompt.request_id, prompt.attempt
+        outgoing = self._outgoing.get(key)
+        if outgoing is None:
+            return
+        outgoing.samples = prompt.samples
+        if prompt.all_finished:
+            self._end(key)
+            self._do(self.book.stop(*key, "finished at the prefill side", self._clock.now()))
+
+    def trace(self, key: RequestKey) -> tuple[tuple[str, float], ...]:
+        outgoing = self._outgoing.get(key)
+        return () if outgoing is None else tuple(outgoing.trace)
+
+    def cancel(self, key: RequestKey, reason: str) -> None:
+        """Stop pushing for this request; the scheduler has dropped it already."""
+        if key in self._outgoing:
+            self._do(self.book.stop(*key, reason, self._clock.now()))
+            self._outgoing.pop(key, None)
+
+    # ---------------------------------------------------------------------------------- peers, ranks
+
+    def peer_ready(self, peer: ReplicaIdentity) -> None:
+        """The path to `peer` is measured: ask for what waited for it."""
+        for outgoing in list(self._outgoing.values()):
+            target = outgoing.submission.decode
+            if outgoing.asked and target is not None and target.identity == peer:
+                self._ask(outgoing)
+
+    def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
+        """No way to `peer`: its requests must be routed again."""
+        self._do(self.book.peer_lost(peer, self._clock.now()))
+        for key, outgoing in list(self._outgoing.items()):
+            target = outgoing.submission.decode
+            if target is not None and target.identity == peer:
+                self._fail(key, "peer", reason, 0.0)
+
+    def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
+        """From a decode replica."""
+        match message:
+            case LandingGrant():
+                self._do(self.book.granted(peer, message))
+            case LandingRefusal():
+                self._do(self.book.refused(peer, message))
+            case LandingAbort():
+                self._do(self.book.aborted(peer, message, self._clock.now()))
+            case LandingResult():
+                self._do(self.book.joined(peer, message))
+            case _:
+                _log.warning("%s sent %s to its writer", peer.replica_id, type(message).__name__)
+
+    def report(self, report: PushDone | PushFailed | PushStopped) -> None:
+        """From the rank."""
+        match report:
+            case PushDone():
+                self._trace_push(report)
+                self._do(self.book.push_done(report))
+            case PushFailed():
+                self._do(self.book.push_failed(report, self._clock.now()))
+            case PushStopped():
+                self._do(self.book.push_stopped(report))
+
+    def tick(self) -> None:
+        """Heartbeats and overdue acknowledgements."""
+        self._do(self.book.tick(self._clock.now()))
+
+    # ---------------------------------------------------------------------------------------- private
+
+    def _ask(self, outgoing: _Outgoing) -> None:
+        submission = outgoing.submission
+        target = submission.decode
+        assert target is not None
+        connection_id = self.peers.connection(target.identity)
+        if connection_id is None:
+            self.peers.ensure(target)
+            return
+        outgoing.asked = False
+        request = LandingRequest(
+            landing_id=draw_id(),
+            request_id=submission.request_id,
+            attempt=submission.attempt,
+            tenant=submission.tenant,
+            priority=submission.priority,
+            block_keys=submission.block_keys,
+            num_tokens=_num_prompt_tokens(submission),
+            max_new_tokens=submission.sampling.max_tokens,
+            num_samples=len(submission.samples),
+            deadline_s=self._remaining_s(outgoing),
+        )
+        self._do(self.book.ask(request, target.identity, connection_id))
+
+    def _do(self, actions: list[PushAction]) -> None:
+        for action in actions:
+            match action:
+                case ToPeer(peer, message):
+                    self.peers.send_outbound(peer, message)
+                case ToRanks(order):
+                    self._order(order)
+                case Granted(request_id, attempt):
+                    self._scheduler.grant_landing(request_id, attempt)
+                case HandOverReady():
+                    self._hand_over(action)
+                case PushEnded(request_id, attempt, error, reason, retry_after_s):
+                    if error:
+                        self._fail((request_id, attempt), error, reason, retry_after_s)
+                    else:
+                        self._end((request_id, attempt))
+                case _:
+                    self._kill_ranks(action.reason)
+
+    def _hand_over(self, ready: HandOverReady) -> None:
+        outgoing = self._outgoing[ready.request_id, ready.attempt]
+        submission = outgoing.submission
+        state = Submission(
+            request_id=submission.request_id,
+            attempt=submission.attempt,
+            tenant=submission.tenant,
+            priority=submission.priority,
+            prompt=submission.prompt,
+            block_keys=submission.block_keys,
+            samples=outgoing.samples,
+            sampling=submission.sampling,
+            decode=None,
+            deadline_s=self._remaining_s(outgoing),
+        )
+        self.peers.send_outbound(
+            ready.peer,
+            HandOver(
+                ready.landing_id,
+                state,
+                *outgoing.gateway,
+                ready.num_moved_bytes,
+                ready.transport,
+                ready.push_started_at,
+                ready.push_seconds,
+            ),
+        )
+
+    def _trace_push(self, report: PushDone) -> None:
+        for key, outgoing in self._outgoing.items():
+            if self.book.landing_of(*key) == report.landing_id:
+                outgoing.trace.append(("push.start", report.started_at))
+                outgoing.trace.append(("push.end", report.started_at + report.seconds))
+
+    def _remaining_s(self, outgoing: _Outgoing) -> float | None:
+        deadline_s = outgoing.submission.deadline_s
+        if deadline_s is None:
+            return None
+        return max(0.0, outgoing.arrived_at + deadline_s - self._clock.now())
+
+    def _fail(self, key: RequestKey, code: str, reason: str, retry_after_s: float) -> None:
+        if self._outgoing.pop(key, None) is None:
+            return
+        self._scheduler.cancel(*key)
+        self._on_failed(RequestFailed(*key, code, reason, retry_after_s))
+
+    def _end(self, key: RequestKey) -> None:
+        if self._outgoing.pop(key, None) is not None:
+            self._scheduler.finish_outbound(*key)
+            self._on_ended(key)
+
+
+class Inbound:
+    """Sequences whose prompt was computed elsewhere and that continue here.
+
+    `on_joined(key, submission, gateway, report)` is called when a sequence runs here.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransferConfig,
+        block_tokens: int,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        clock: Clock,
+        order: Callable[[TransferOrder], None],
+        on_joined: Callable[[HandOver, HandOverReport], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._order = order
+        self._on_joined = on_joined
+        self._hand_overs: dict[bytes, HandOver] = {}
+        self.book = LandingBook(config, pool, block_tokens)
+        self.peers: Peers
+        self.num_checksum_failures = 0
+
+    def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
+        """From a prefill replica."""
+        now = self._clock.now()
+        match message:
+            case LandingRequest():
+                self._do(self.book.request(writer, message, now, idle=self._idle()))
+            case Manifest():
+                self._do(self.book.manifest(writer, message, now))
+            case LandingProgress():
+                self.book.progress(writer, message.landing_id, now)
+            case LandingAbort():
+                self._hand_overs.pop(message.landing_id, None)
+                self._do(self.book.aborted_by_writer(writer, message))
+            case WriterStopped():
+                self.book.writer_stopped(writer, message)
+            case HandOver():
+                self._hand_overs[message.landing_id] = message
+                actions = self.book.hand_over(writer, message.landing_id, now)
+                if actions is None:
+                    del self._hand_overs[message.landing_id]
+                else:
+                    self._do(actions)
+            case _:
+                _log.warning("%s sent %s to its reader", writer.replica_id, type(message).__name__)
+
+    def report(self, report: Verified | LandingClosed | WriterGone) -> None:
+        """From the rank."""
+        match report:
+            case Verified():
+                self._do(self.book.verified(report))
+            case LandingClosed():
+                self.book.closed(report)
+            case WriterGone():
+                self._do(self.book.writer_gone(report.writer))
+
+    def writer_lost(self, writer: ReplicaIdentity) -> None:
+        """The Peer link of a writer ended."""
+        self._do(self.book.writer_lost(writer))
+
+    def cancel(self, key: RequestKey) -> None:
+        """Abort what lands for this attempt."""
+        self._do(self.book.cancel(*key))
+
+    def grant(self) -> None:
+        """Blocks may have become free: open waiting landings."""
+        if self.book.num_waiting:
+            self._do(self.book.grant(self._clock.now(), idle=self._idle()))
+
+    def tick(self) -> None:
+        """Leases and deadlines."""
+        self._do(self.book.expire(self._clock.now()))
+        self.grant()
+
+    def _idle(self) -> bool:
+        return self._scheduler.num_running == 0
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case ToWriter(writer, message):
+                    self.peers.send_inbound(writer, message)
+                case ToRanks(order):
+                    self._order(order)
+                case Landed():
+                    self._join(action)
+                case Lost(landing_id, request_id, attempt, reason):
+                    self._hand_overs.pop(landing_id, None)
+                    _log.info("landing of %s attempt %d ended: %s", request_id, attempt, reason)
+
+    def _join(self, landed: Landed) -> None:
+        hand_over = self._hand_overs.pop(landed.landing_id)
+        now = self._clock.now()
+        self.num_checksum_failures += landed.num_bad_pieces
+        seconds = hand_over.transfer_seconds
+        submission = hand_over.submission
+        report = HandOverReport(
+            request_id=submission.request_id,
+            attempt=submission.attempt,
+            num_held_tokens=landed.num_held_tokens,
+            num_moved_bytes=hand_over.num_moved_bytes,
+            num_bad_pieces=landed.num_bad_pieces,
+            transport=hand_over.transport,
+            transfer_gb_s=hand_over.num_moved_bytes / seconds / 1e9 if seconds > 0 else 0.0,
+            times=StageTimes(transfer_start=hand_over.transfer_start, transfer_end=now, joined=now),
+        )
+        self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
+        self._on_joined(hand_over, report)
+
+
+def _num_prompt_tokens(submission: Submission) -> int:
+    """Tokens whose KV is handed over: the prompt, and for a resumed request the output it came with."""
+    return (len(submission.prompt) + sum(len(s.output) for s in submission.samples[:1])) // 4
