@@ -330,6 +330,8 @@ class Brain:
         if self._death or self._leaving:
             refusal = "refused"
             reason = self._death or "the replica leaves"
+        elif max(memoryview(submission.prompt).cast("I"), default=0) >= self.ready.vocab_size:
+            refusal, reason = "invalid", f"prompt: a token id is not below {self.ready.vocab_size}"
         else:
             try:
                 self.scheduler.submit(submission, self._clock.now())
@@ -432,13 +434,16 @@ class Brain:
 
     def _settle(self, outcome: StepOutcome) -> None:
         for prompt in outcome.prompts:
+            self.outbound.prompt_done(prompt)
+        for chunk in outcome.chunks:
+            self.outbound.chunk_done(chunk)
+        for prompt in outcome.prompts:
             self._report_prefill(prompt)
         for delta in outcome.tokens:
             self._post_delta(delta)
         for prompt in outcome.prompts:
-            self.outbound.prompt_done(prompt)
-        for chunk in outcome.chunks:
-            self.outbound.chunk_done(chunk)
+            if prompt.all_finished:
+                self.outbound.finished_here((prompt.request_id, prompt.attempt))
         for failure in outcome.failures:
             self._fail_locally(failure)
 
@@ -504,7 +509,7 @@ class Brain:
         self._group.send(plan)
 
     async def _tick_forever(self) -> None:
-        while True:
+        while not self._death:
             await self._clock.sleep(TICK_S)
             now = self._clock.now()
             for gateway in self._gateways.expired():
@@ -564,6 +569,8 @@ class Brain:
         self._group.kill()
         self._fail_all(reason)
         self._gateways.flush()
+        if self.address:
+            self._spawn(self.peers.close(), "brain-death")
 
     def _fail_all(self, reason: str) -> None:
         for key, request in list(self._requests.items()):

@@ -4,6 +4,7 @@ WorkerError
 ├── CheckpointError       the model folder cannot be served: the text names the file, key or tensor
 ├── CapacityError         the request can never fit this replica: do not retry it here
 ├── QueueFullError        no room now: try another replica, or later
+├── OutOfBlocksError      the block pool has fewer free blocks than asked: preempt or wait
 └── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
 """
 
@@ -24,6 +25,10 @@ class CapacityError(WorkerError):
 
 class QueueFullError(WorkerError):
     """The replica's waiting queue is full."""
+
+
+class OutOfBlocksError(WorkerError):
+    """Fewer blocks are free than were asked for; none was taken."""
 
 
 class RankDiedError(WorkerError):

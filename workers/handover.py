@@ -122,14 +122,14 @@ class Outbound:
         )
 
     def prompt_done(self, prompt: PromptDone) -> None:
-        """The prompt is complete: keep what will be handed over. When every sample ended with its first
-        token that is nothing, and the landing is given back."""
-        key = prompt.request_id, prompt.attempt
-        outgoing = self._outgoing.get(key)
-        if outgoing is None:
-            return
-        outgoing.samples = prompt.samples
-        if prompt.all_finished:
+        """The prompt is complete: keep what will be handed over."""
+        outgoing = self._outgoing.get((prompt.request_id, prompt.attempt))
+        if outgoing is not None:
+            outgoing.samples = prompt.samples
+
+    def finished_here(self, key: RequestKey) -> None:
+        """Every sample ended with its first token: the landing is given back."""
+        if key in self._outgoing:
             self._end(key)
             self._do(self.book.stop(*key, "finished at the prefill side", self._clock.now()))
 

@@ -64,7 +64,7 @@ class FrameStream:
             await asyncio.wait((read, closed), return_when=asyncio.FIRST_COMPLETED)
             if not read.done():
                 return None
-            frame = read.result()
+            frame = None if read.cancelled() else read.result()
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
             frame = None
         finally:

@@ -8,6 +8,7 @@ and benchmarks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -60,7 +61,7 @@ class ProcessHandle:
         return f"rank process {self._process.pid} ended with status {await self._process.wait()}"
 
     def kill(self) -> None:
-        if self._process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
 
 

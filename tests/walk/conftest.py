@@ -1,4 +1,4 @@
-"""Fixtures of the walk: one random-weight model, and a house of real brains and ranks."""
+"""Fixtures of the walk: one random-weight model, houses of real brains and ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from walk_house import House
 
 from workers.model.random_checkpoint import write_random_checkpoint
@@ -20,7 +21,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def house(model_dir: Path) -> AsyncIterator[House]:
+    """An empty house for a test that breaks things."""
     built = House(model_dir)
     yield built
     built.wake_all()
+    await built.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_house(model_dir: Path) -> AsyncIterator[House]:
+    """Replicas p0 (prefill), d0 (decode), b0 (both) for the tests of a module that leave them whole."""
+    built = House(model_dir)
+    await built.add("p0", "prefill")
+    await built.add("d0", "decode")
+    await built.add("b0", "both")
+    yield built
     await built.close()

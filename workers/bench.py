@@ -1,0 +1,367 @@
+"""The engine alone, beside the machine's limits measured in the same run and, on request, transformers.
+
+Called by `tandem bench engine` and by `benchmarks/engine.py`. Every figure is one dictionary given to `emit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.clock import Clock, SystemClock
+from workers.engine.executor import Executor, read_dtype
+from workers.errors import CapacityError
+from workers.messages import BatchEntry, SamplingParams, SlotStart, StepPlan
+from workers.model.config import ModelConfig, read_model_config
+
+Emit = Callable[[dict[str, Any]], None]
+
+_NUM_DECODE_STEPS = 16
+_CHUNK_TOKENS = 512
+_CHECK_TOKENS = 96
+_CHECK_CHUNK_TOKENS = 32
+_GEMM_SIZE = 2048
+_READ_BYTES = 512 << 20
+
+
+def run_engine_bench(
+    model_dir: Path,
+    dtype: str,
+    threads: int,
+    prefill_tokens: Sequence[int],
+    decode_batches: Sequence[int],
+    context_tokens: int,
+    emit: Emit,
+    repeat: int = 3,
+    *,
+    peer: bool = False,
+    block_tokens: int = 64,
+    device: str = "cpu",
+) -> None:
+    """Check the logits, measure the limits, then prefill and decode.
+
+    Rates are tokens a second of the best of `repeat` runs, limits included: the figure that other load on the
+    machine spoils least. `peer` measures transformers' `generate` alternating with ours. Raises
+    `CapacityError` when a length exceeds the model's positions.
+    """
+    clock = SystemClock()
+    config = read_model_config(model_dir)
+    executor = Executor(
+        model_dir=model_dir,
+        dtype=read_dtype(dtype),
+        device=torch.device(device),
+        block_tokens=block_tokens,
+        num_kv_tokens=_num_kv_tokens(config, prefill_tokens, decode_batches, context_tokens, block_tokens),
+        num_threads=threads,
+        clock=clock,
+    )
+    with contextlib.closing(executor):
+        executor.warm_up()
+        engine = _Engine(executor, clock, block_tokens)
+        has_transformers = importlib.util.find_spec("transformers") is not None
+        reference = _Peer(model_dir, executor, clock) if has_transformers else None
+        emit(_check(engine, reference))
+        if peer and reference is None:
+            emit({"what": "peer", "skipped": "transformers is not installed"})
+        rival = reference if peer else None
+        del reference  # its memory, when it is not measured
+        machine = _measure_machine(executor.kv, clock, repeat)
+        emit(machine.line())
+        limits = Limits(config, executor.kv.dtype.itemsize, machine)
+        for num_tokens in prefill_tokens:
+            figure = _Figure("prefill", num_tokens, 1, 0, dtype, limits.prefill_tok_s(num_tokens), num_tokens)
+            figure.measure(engine.prefill_s, rival.prefill_s if rival else None, repeat, emit)
+        for batch in decode_batches:
+            num_tokens = batch * _NUM_DECODE_STEPS
+            limit = limits.decode_tok_s(batch, context_tokens + _NUM_DECODE_STEPS / 2)
+            figure = _Figure("decode", num_tokens, batch, context_tokens, dtype, limit, context_tokens)
+            figure.measure(engine.decode_s, rival.decode_s if rival else None, repeat, emit)
+
+
+def _num_kv_tokens(
+    config: ModelConfig,
+    prefill_tokens: Sequence[int],
+    decode_batches: Sequence[int],
+    context_tokens: int,
+    block_tokens: int,
+) -> int:
+    """KV for the largest figure; every sequence begins a block of its own."""
+    decode_tokens = context_tokens + _NUM_DECODE_STEPS + 1
+    longest = max([*prefill_tokens, decode_tokens, _CHECK_TOKENS])
+    if longest > config.max_context_tokens:
+        raise CapacityError(f"{longest} tokens exceed the model's {config.max_context_tokens} positions")
+    num_blocks = -(-longest // block_tokens)
+    num_decode_blocks = max(decode_batches, default=0) * -(-decode_tokens // block_tokens)
+    return max(num_blocks, num_decode_blocks) * block_tokens
+
+
+class _Figure:
+    """One line of the result: what is run, its limit, and the best of several runs beside the peer's."""
+
+    def __init__(
+        self,
+        what: str,
+        num_tokens: int,
+        batch: int,
+        context: int,
+        dtype: str,
+        limit_tok_s: float,
+        prompt_tokens: int,
+    ) -> None:
+        self._line: dict[str, Any] = {
+            "what": what,
+            "tokens": num_tokens,
+            "batch": batch,
+            "context": context,
+            "dtype": dtype,
+        }
+        self._num_tokens = num_tokens
+        self._limit_tok_s = limit_tok_s
+        self._batch = batch
+        self._prompt_tokens = prompt_tokens
+
+    def measure(
+        self,
+        ours: Callable[[int, int], float],
+        theirs: Callable[[int, int], float] | None,
+        repeat: int,
+        emit: Emit,
+    ) -> None:
+        """Run both alternating; they take (batch, prompt tokens) and return seconds. The first is dropped."""
+        our_times, their_times = [], []
+        for _ in range(repeat + 1):
+            our_times.append(ours(self._batch, self._prompt_tokens))
+            if theirs is not None:
+                their_times.append(theirs(self._batch, self._prompt_tokens))
+        tok_s = self._num_tokens / min(our_times[1:])
+        limit = {"limit_tok_s": round(self._limit_tok_s, 1), "ratio": round(tok_s / self._limit_tok_s, 4)}
+        emit({**self._line, "tok_s": round(tok_s, 1), **limit})
+        if theirs is not None:
+            peer_tok_s = self._num_tokens / min(their_times[1:])
+            emit(
+                {
+                    **self._line,
+                    "what": "peer",
+                    "of": self._line["what"],
+                    "peer": "transformers",
+                    "tok_s": round(tok_s, 1),
+                    "peer_tok_s": round(peer_tok_s, 1),
+                    "ratio": round(tok_s / peer_tok_s, 3),
+                }
+            )
+
+
+class _Engine:
+    """Drives an executor with hand-written plans over random prompts that never repeat."""
+
+    def __init__(self, executor: Executor, clock: Clock, block_tokens: int) -> None:
+        self.executor = executor
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self._generator = torch.Generator().manual_seed(0)
+
+    def draw(self, num_tokens: int) -> bytes:
+        """Random token ids as uint32 bytes."""
+        ids = torch.randint(0, self.executor.config.vocab_size, (num_tokens,), generator=self._generator)
+        return bytes(ids.numpy().astype("<u4").tobytes())
+
+    def entry(self, slot: int, start: int, tokens: bytes, samples: bool, num_total: int) -> BatchEntry:
+        """One entry of a sequence that may grow to `num_total` tokens; sequences lie one after another."""
+        num_blocks = -(-num_total // self._block_tokens)
+        blocks = tuple(range(slot * num_blocks, (slot + 1) * num_blocks))
+        return BatchEntry(slot, start, len(tokens) // 4 or 1, tokens, blocks, (slot,) if samples else ())
+
+    def prefill_s(self, batch: int, num_tokens: int) -> float:
+        """Seconds for one prompt, in chunks, up to its first token."""
+        assert batch == 1
+        started_at = self._clock.now()
+        self._prefill(batch, num_tokens, num_tokens)
+        elapsed_s = self._clock.now() - started_at
+        self._run((), frees=(0,))
+        return elapsed_s
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        """Seconds for the steps in which each of `batch` sequences gets `_NUM_DECODE_STEPS` tokens."""
+        num_total = context_tokens + _NUM_DECODE_STEPS + 1
+        self._prefill(batch, context_tokens, num_total)
+        started_at = self._clock.now()
+        for step in range(_NUM_DECODE_STEPS):
+            position = context_tokens + step
+            self._run([self.entry(slot, position, b"", True, num_total) for slot in range(batch)])
+        elapsed_s = self._clock.now() - started_at
+        self._run((), frees=tuple(range(batch)))
+        return elapsed_s
+
+    def _prefill(self, batch: int, num_tokens: int, num_total: int) -> None:
+        prompts = [self.draw(num_tokens) for _ in range(batch)]
+        starts = [SlotStart(slot, prompts[slot], num_tokens, 0, SamplingParams()) for slot in range(batch)]
+        self._run((), starts=starts)
+        for slot, prompt in enumerate(prompts):
+            for begin in range(0, num_tokens, _CHUNK_TOKENS):
+                end = min(begin + _CHUNK_TOKENS, num_tokens)
+                self._run(
+                    [self.entry(slot, begin, prompt[4 * begin : 4 * end], end == num_tokens, num_total)]
+                )
+
+    def _run(
+        self,
+        entries: Sequence[BatchEntry],
+        *,
+        starts: Sequence[SlotStart] = (),
+        frees: tuple[int, ...] = (),
+    ) -> None:
+        self.executor.run(StepPlan(0, frees, tuple(starts), (), tuple(entries)))
+
+
+class Machine(NamedTuple):
+    """What the machine was measured to do: floating point operations of a GEMM, and bytes read, a second."""
+
+    flop_s: float
+    byte_s: float
+
+    def line(self) -> dict[str, Any]:
+        """The JSON line of the measurement."""
+        return {
+            "what": "limits",
+            "gemm_gflop_s": round(self.flop_s / 1e9, 1),
+            "read_gb_s": round(self.byte_s / 1e9, 2),
+            "threads": torch.get_num_threads(),
+        }
+
+
+class Limits:
+    """The tokens a second that the machine allows. A model that fits the caches may exceed the read bound."""
+
+    def __init__(self, config: ModelConfig, item_bytes: int, machine: Machine) -> None:
+        self._config = config
+        self._item_bytes = item_bytes
+        self._flop_s, self._byte_s = machine
+        attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+        layer = config.hidden_size * (attention + 3 * config.intermediate_size)
+        self._layer_weights = config.num_layers * layer
+        self._head_weights = config.vocab_size * config.hidden_size
+
+    def prefill_tok_s(self, num_tokens: int) -> float:
+        """One prompt: the linear layers for every token, causal attention, the head once."""
+        attended = num_tokens * (num_tokens + 1) / 2
+        flops = (
+            2 * self._layer_weights * num_tokens + 2 * self._head_weights + self._attention_flops(attended)
+        )
+        weight_bytes = (self._layer_weights + self._head_weights) * self._item_bytes
+        return num_tokens / max(flops / self._flop_s, weight_bytes / self._byte_s)
+
+    def decode_tok_s(self, batch: int, mean_context: float) -> float:
+        """One step: all weights and the KV of all sequences are read once; whichever bound is lower."""
+        config = self._config
+        weights = self._layer_weights + self._head_weights
+        kv_items = 2 * config.num_layers * config.num_kv_heads * config.head_dim * mean_context * batch
+        read_s = (weights + kv_items) * self._item_bytes / self._byte_s
+        flops = batch * (2 * weights + self._attention_flops(mean_context))
+        return batch / max(read_s, flops / self._flop_s)
+
+    def _attention_flops(self, num_attended: float) -> float:
+        """Query-key and weight-value products for so many (query, key) pairs."""
+        config = self._config
+        return 4 * config.num_layers * config.num_heads * config.head_dim * num_attended
+
+
+class _Peer:
+    """The same checkpoint in transformers, in the same dtype, with the same threads."""
+
+    def __init__(self, model_dir: Path, executor: Executor, clock: Clock) -> None:
+        transformers = importlib.import_module("transformers")
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=executor.kv.dtype)
+        self._model: Any = model.to(executor.kv.device).eval()
+        self._model.generation_config.eos_token_id = None  # it must not stop early
+        self._model.generation_config.pad_token_id = 0
+        self._device = executor.kv.device
+        self._clock = clock
+        self._generator = torch.Generator().manual_seed(1)
+        self._vocab_size = executor.config.vocab_size
+
+    @torch.inference_mode()
+    def logits(self, tokens: bytes) -> Tensor:
+        """[T, V] float32 at every position."""
+        ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64))[None]
+        output: Tensor = self._model(ids.to(self._device)).logits
+        return output[0].float()
+
+    def prefill_s(self, batch: int, num_tokens: int) -> float:
+        return self._generate_s(self._draw(batch, num_tokens), 1)
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        """The time that `_NUM_DECODE_STEPS` further tokens add to a generation."""
+        prompts = self._draw(batch, context_tokens)
+        prefill_s = self._generate_s(prompts, 1)
+        return self._generate_s(prompts, _NUM_DECODE_STEPS + 1) - prefill_s
+
+    def _draw(self, batch: int, num_tokens: int) -> Tensor:
+        ids = torch.randint(0, self._vocab_size, (batch, num_tokens), generator=self._generator)
+        return ids.to(self._device)
+
+    def _generate_s(self, prompts: Tensor, num_new: int) -> float:
+        started_at = self._clock.now()
+        output = self._model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=num_new, do_sample=False
+        )
+        _synchronize(self._device)
+        assert output.shape[1] == prompts.shape[1] + num_new
+        return self._clock.now() - started_at
+
+
+def _check(engine: _Engine, reference: _Peer | None) -> dict[str, Any]:
+    """Logits of a prompt in chunks, then token by token, against transformers' at the same positions."""
+    if reference is None:
+        return {"what": "check", "skipped": "transformers is not installed"}
+    tokens = engine.draw(_CHECK_TOKENS)
+    num_chunked = _CHECK_TOKENS // 2
+    begins = [*range(0, num_chunked, _CHECK_CHUNK_TOKENS), *range(num_chunked, _CHECK_TOKENS)]
+    ends = [*begins[1:], _CHECK_TOKENS]
+    ours = torch.cat(
+        [
+            engine.executor.logits(
+                (engine.entry(0, begin, tokens[4 * begin : 4 * end], True, _CHECK_TOKENS),)
+            )
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+    )
+    theirs = reference.logits(tokens)[[end - 1 for end in ends]]
+    return {
+        "what": "check",
+        "against": "transformers",
+        "positions": len(ends),
+        "max_error": float((ours - theirs).abs().max() / theirs.abs().max()),
+        "argmax_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+    }
+
+
+def _measure_machine(kv: Tensor, clock: Clock, repeat: int) -> Machine:
+    """On the device and in the dtype of `kv`."""
+    square = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device=kv.device).to(kv.dtype)
+    gemm_s = _best_s(lambda: square @ square, clock, kv.device, repeat)
+    memory = torch.ones(_READ_BYTES // 4, device=kv.device)
+    read_s = _best_s(memory.sum, clock, kv.device, repeat)
+    return Machine(flop_s=2 * _GEMM_SIZE**3 / gemm_s, byte_s=_READ_BYTES / read_s)
+
+
+def _best_s(work: Callable[[], object], clock: Clock, device: torch.device, repeat: int) -> float:
+    times = []
+    for _ in range(repeat + 1):  # the first touches the memory
+        started_at = clock.now()
+        work()
+        _synchronize(device)
+        times.append(clock.now() - started_at)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
