@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
@@ -46,13 +47,23 @@ class _Outbound:
     path: PeerConnected | None = None
 
 
-class Peers:
-    """The links of one brain. Callbacks run on the loop:
+class PrefillSide(Protocol):
+    """Whoever writes to peers: hears their messages, and the fate of `ensure`."""
 
-    `on_inbound(writer, message)` and `on_outbound(peer, message)` deliver messages of the two directions,
-    `on_ready(peer)` and `on_failed(peer, reason)` tell the fate of `ensure`, `on_writer_lost(writer)` the
-    end of an inbound link.
-    """
+    def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None: ...
+    def peer_ready(self, peer: ReplicaIdentity) -> None: ...
+    def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None: ...
+
+
+class DecodeSide(Protocol):
+    """Whoever peers write to: hears their messages, and when a writer's link ends."""
+
+    def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None: ...
+    def writer_lost(self, writer: ReplicaIdentity) -> None: ...
+
+
+class Peers:
+    """The links of one brain. After every event it has passed on it calls `wake`."""
 
     def __init__(
         self,
@@ -63,11 +74,9 @@ class Peers:
         config: TransferConfig,
         secret: bytes,
         order: Callable[[TransferOrder], None],
-        on_inbound: Callable[[ReplicaIdentity, PeerLinkMessage], None],
-        on_outbound: Callable[[ReplicaIdentity, PeerLinkMessage], None],
-        on_ready: Callable[[ReplicaIdentity], None],
-        on_failed: Callable[[ReplicaIdentity, str], None],
-        on_writer_lost: Callable[[ReplicaIdentity], None],
+        prefill_side: PrefillSide,
+        decode_side: DecodeSide,
+        wake: Callable[[], None],
     ) -> None:
         self._identity = identity
         self._compatibility = compatibility
@@ -75,11 +84,9 @@ class Peers:
         self._config = config
         self._secret = secret
         self._order = order
-        self._on_inbound = on_inbound
-        self._on_outbound = on_outbound
-        self._on_ready = on_ready
-        self._on_failed = on_failed
-        self._on_writer_lost = on_writer_lost
+        self._prefill_side = prefill_side
+        self._decode_side = decode_side
+        self._wake = wake
         self._outbound: dict[ReplicaIdentity, _Outbound] = {}
         self._inbound: dict[ReplicaIdentity, FrameStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,7 +127,8 @@ class Peers:
                 report.gb_s,
                 report.latency_us,
             )
-            self._on_ready(peer.target.identity)
+            self._prefill_side.peer_ready(peer.target.identity)
+            self._wake()
         else:
             self._fail(peer, report.reason)
 
@@ -148,7 +156,8 @@ class Peers:
             hello = await stream.receive()
             self._check_hello(peer, None if hello is None else PEER_CODEC.decode(hello))
             while (frame := await stream.receive()) is not None:
-                self._on_outbound(peer.target.identity, PEER_CODEC.decode(frame))
+                self._prefill_side.message(peer.target.identity, PEER_CODEC.decode(frame))
+                self._wake()
             self._fail(peer, "the peer link closed")
         except TransferError as error:
             self._fail(peer, str(error))
@@ -181,7 +190,8 @@ class Peers:
         if peer.stream is not None:
             peer.stream.close()
         self._order(ClosePeer(peer.connection_id))
-        self._on_failed(peer.target.identity, reason)
+        self._prefill_side.peer_failed(peer.target.identity, reason)
+        self._wake()
 
     # -------------------------------------------------------------------------------------- inbound
 
@@ -201,11 +211,13 @@ class Peers:
         stream.send(PEER_CODEC.encode(PeerHello(self._identity, self._compatibility, self._ranks)))
         try:
             while (frame := await stream.receive()) is not None:
-                self._on_inbound(writer, PEER_CODEC.decode(frame))
+                self._decode_side.message(writer, PEER_CODEC.decode(frame))
+                self._wake()
         finally:
             if self._inbound.get(writer) is stream:
                 del self._inbound[writer]
-                self._on_writer_lost(writer)
+                self._decode_side.writer_lost(writer)
+                self._wake()
 
     def send_inbound(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """To a replica that writes here; dropped when its link is gone."""

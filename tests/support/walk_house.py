@@ -220,7 +220,7 @@ class House:
             def is_quiet(brain: Brain = brain) -> bool:
                 pool = brain.pool
                 books = brain.inbound.book.num_open + brain.inbound.book.num_waiting
-                busy = books + brain.outbound.book.num_active + brain.num_requests
+                busy = books + brain.outbound.book.num_active + len(brain.requests)
                 return pool.num_referenced == 0 and pool.num_quarantined == 0 and busy == 0
 
             await until(is_quiet, f"every reference of {brain.identity.replica_id} is 0")

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from walk_house import BLOCK_TOKENS, Heard, House, Replica, until
@@ -16,7 +17,7 @@ from workers.errors import RankDiedError
 from workers.messages import Cancel
 from workers.model.random_checkpoint import write_random_checkpoint
 
-SAMPLING = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77}
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77}
 
 
 def prompt(seed: int, num_tokens: int = 200) -> list[int]:

@@ -80,7 +80,7 @@ async def test_the_first_chunk_lands_before_the_last_is_computed(shared_house: H
 async def test_samples_share_the_prompt_and_fork_after_the_move(shared_house: House) -> None:
     house, at = shared_house, shared_house.replicas
     tokens = prompt(22, 70)
-    sampling = {"temperature": 1.0, "max_tokens": 20}
+    sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": 20}
     group = house.submission("group", tokens, decode=at["d0"], num_samples=3, seed=40, **sampling)
     together = await house.run(at["p0"], group)
     assert together.prefill is not None
@@ -117,7 +117,7 @@ async def test_many_at_once_get_their_own_tokens(shared_house: House) -> None:
 async def test_a_resumed_request_continues_with_the_same_tokens(shared_house: House) -> None:
     house, at = shared_house, shared_house.replicas
     tokens = prompt(25)
-    sampling = {"temperature": 1.0, "repetition_penalty": 1.2, "max_tokens": 30, "seed": 5}
+    sampling: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.2, "max_tokens": 30, "seed": 5}
     whole = (await house.run(at["b0"], house.submission("whole", tokens, **sampling))).sequence()
     for cut in (1, 7, 29):
         resumed = house.submission(

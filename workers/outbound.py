@@ -1,7 +1,7 @@
-"""The two halves of a hand-over, joined to the scheduler: `Outbound` at prefill, `Inbound` at decode.
+"""The prefill side of hand-overs: prompts that are computed here and continue at a decode replica.
 
-They carry out what the sans-I/O books (`kvtransfer.pushing`, `kvtransfer.landing`) decide: send on the Peer
-link, order the rank, tell the scheduler. Neither blocks; everything runs on the brain's loop.
+Joins the sans-I/O `kvtransfer.pushing.PushBook` to the scheduler, the Peer links and the rank. Nothing here
+blocks; everything runs on the brain's loop.
 """
 
 from __future__ import annotations
@@ -12,38 +12,29 @@ from dataclasses import dataclass, field
 
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
-from kvtransfer.landing import Action, Landed, LandingBook, Lost, ToRanks, ToWriter
+from kvtransfer.landing import ToRanks
 from kvtransfer.messages import (
     LandingAbort,
-    LandingClosed,
     LandingGrant,
-    LandingProgress,
     LandingRefusal,
     LandingRequest,
     LandingResult,
-    Manifest,
     PushDone,
     PushFailed,
     PushStopped,
     ReplicaIdentity,
     TransferOrder,
-    Verified,
-    WriterGone,
-    WriterStopped,
 )
 from kvtransfer.pushing import Granted, HandOverReady, PushAction, PushBook, PushEnded, ToPeer
 from kvtransfer.secret import draw_id
 from workers.engine.batch import ChunkDone, PromptDone
-from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
 from workers.gateways import GatewayKey
 from workers.messages import (
     HandOver,
-    HandOverReport,
     PeerLinkMessage,
     RequestFailed,
     SampleState,
-    StageTimes,
     Submission,
 )
 from workers.peers import Peers
@@ -283,121 +274,6 @@ class Outbound:
         if self._outgoing.pop(key, None) is not None:
             self._scheduler.finish_outbound(*key)
             self._on_ended(key)
-
-
-class Inbound:
-    """Sequences whose prompt was computed elsewhere and that continue here.
-
-    `on_joined(key, submission, gateway, report)` is called when a sequence runs here.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: TransferConfig,
-        block_tokens: int,
-        pool: BlockPool,
-        scheduler: Scheduler,
-        clock: Clock,
-        order: Callable[[TransferOrder], None],
-        on_joined: Callable[[HandOver, HandOverReport], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._clock = clock
-        self._order = order
-        self._on_joined = on_joined
-        self._hand_overs: dict[bytes, HandOver] = {}
-        self.book = LandingBook(config, pool, block_tokens)
-        self.peers: Peers
-        self.num_checksum_failures = 0
-
-    def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
-        """From a prefill replica."""
-        now = self._clock.now()
-        match message:
-            case LandingRequest():
-                self._do(self.book.request(writer, message, now, idle=self._idle()))
-            case Manifest():
-                self._do(self.book.manifest(writer, message, now))
-            case LandingProgress():
-                self.book.progress(writer, message.landing_id, now)
-            case LandingAbort():
-                self._hand_overs.pop(message.landing_id, None)
-                self._do(self.book.aborted_by_writer(writer, message))
-            case WriterStopped():
-                self.book.writer_stopped(writer, message)
-            case HandOver():
-                self._hand_overs[message.landing_id] = message
-                actions = self.book.hand_over(writer, message.landing_id, now)
-                if actions is None:
-                    del self._hand_overs[message.landing_id]
-                else:
-                    self._do(actions)
-            case _:
-                _log.warning("%s sent %s to its reader", writer.replica_id, type(message).__name__)
-
-    def report(self, report: Verified | LandingClosed | WriterGone) -> None:
-        """From the rank."""
-        match report:
-            case Verified():
-                self._do(self.book.verified(report))
-            case LandingClosed():
-                self.book.closed(report)
-            case WriterGone():
-                self._do(self.book.writer_gone(report.writer))
-
-    def writer_lost(self, writer: ReplicaIdentity) -> None:
-        """The Peer link of a writer ended."""
-        self._do(self.book.writer_lost(writer))
-
-    def cancel(self, key: RequestKey) -> None:
-        """Abort what lands for this attempt."""
-        self._do(self.book.cancel(*key))
-
-    def grant(self) -> None:
-        """Blocks may have become free: open waiting landings."""
-        if self.book.num_waiting:
-            self._do(self.book.grant(self._clock.now(), idle=self._idle()))
-
-    def tick(self) -> None:
-        """Leases and deadlines."""
-        self._do(self.book.expire(self._clock.now()))
-        self.grant()
-
-    def _idle(self) -> bool:
-        return self._scheduler.num_running == 0
-
-    def _do(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case ToWriter(writer, message):
-                    self.peers.send_inbound(writer, message)
-                case ToRanks(order):
-                    self._order(order)
-                case Landed():
-                    self._join(action)
-                case Lost(landing_id, request_id, attempt, reason):
-                    self._hand_overs.pop(landing_id, None)
-                    _log.info("landing of %s attempt %d ended: %s", request_id, attempt, reason)
-
-    def _join(self, landed: Landed) -> None:
-        hand_over = self._hand_overs.pop(landed.landing_id)
-        now = self._clock.now()
-        self.num_checksum_failures += landed.num_bad_pieces
-        seconds = hand_over.transfer_seconds
-        submission = hand_over.submission
-        report = HandOverReport(
-            request_id=submission.request_id,
-            attempt=submission.attempt,
-            num_held_tokens=landed.num_held_tokens,
-            num_moved_bytes=hand_over.num_moved_bytes,
-            num_bad_pieces=landed.num_bad_pieces,
-            transport=hand_over.transport,
-            transfer_gb_s=hand_over.num_moved_bytes / seconds / 1e9 if seconds > 0 else 0.0,
-            times=StageTimes(transfer_start=hand_over.transfer_start, transfer_end=now, joined=now),
-        )
-        self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
-        self._on_joined(hand_over, report)
 
 
 def _num_prompt_tokens(submission: Submission) -> int:

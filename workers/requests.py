@@ -1,0 +1,183 @@
+"""The requests of one replica: from a gateway's Link into the scheduler, and their news back.
+
+Called by the brain. A request is here from its `Submission` (or the hand-over that it joined with) until its
+last sample ends, it fails, it is cancelled, or it has been handed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.clock import Clock
+from workers.engine.batch import PromptDone, StepOutcome
+from workers.engine.scheduler import Scheduler
+from workers.errors import CapacityError, QueueFullError
+from workers.gateways import GatewayKey, Gateways
+from workers.inbound import Inbound
+from workers.messages import (
+    HandOver,
+    HandOverReport,
+    PrefillReport,
+    RequestFailed,
+    Submission,
+    TokenDelta,
+)
+from workers.outbound import Outbound, RequestKey
+
+_REFUSED_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Request:
+    gateway: GatewayKey
+    samples: set[int]
+    outbound: bool
+
+
+class Requests:
+    """See the module's text. `wake` asks the brain to plan again."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        gateways: Gateways,
+        outbound: Outbound,
+        inbound: Inbound,
+        clock: Clock,
+        vocab_size: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._gateways = gateways
+        self._outbound = outbound
+        self._inbound = inbound
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._wake = wake
+        self._requests: dict[RequestKey, _Request] = {}
+        self.refusal = ""
+        """Why new work is refused; "" while it is taken."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # ------------------------------------------------------------------------------ from the gateways
+
+    def submit(self, gateway: GatewayKey, submission: Submission) -> None:
+        """Queue the request, or tell its gateway why not."""
+        failure = self._refuse(submission)
+        if failure is not None:
+            self._gateways.post(gateway, failure)
+            self._wake()
+            return
+        samples = {sample.index for sample in submission.samples}
+        key = submission.request_id, submission.attempt
+        self._requests[key] = _Request(gateway, samples, outbound=submission.decode is not None)
+        if submission.decode is not None:
+            self._outbound.accept(submission, gateway)
+        self._wake()
+
+    def cancel(self, key: RequestKey) -> None:
+        """Stop the request wherever it is and free everything of it."""
+        self._inbound.cancel(key)
+        if self._requests.pop(key, None) is not None:
+            self._scheduler.cancel(*key)
+            self._outbound.cancel(key, "cancelled")
+        self._wake()
+
+    def cancel_all_of(self, gateway: GatewayKey) -> None:
+        """A gateway is gone for good."""
+        for key in [key for key, request in self._requests.items() if request.gateway == gateway]:
+            self.cancel(key)
+
+    # --------------------------------------------------------------------------------- from the engine
+
+    def settle(self, outcome: StepOutcome) -> None:
+        """Pass the news of a step on: to the hand-overs, and to the gateways."""
+        for prompt in outcome.prompts:
+            self._outbound.prompt_done(prompt)
+        for chunk in outcome.chunks:
+            self._outbound.chunk_done(chunk)
+        for prompt in outcome.prompts:
+            self._report_prefill(prompt)
+        for delta in outcome.tokens:
+            self._post_delta(delta)
+        for prompt in outcome.prompts:
+            if prompt.all_finished:
+                self._outbound.finished_here((prompt.request_id, prompt.attempt))
+        for failure in outcome.failures:
+            self.dropped(failure)
+
+    def dropped(self, failure: RequestFailed) -> None:
+        """The scheduler gave a request up (its deadline, or no room)."""
+        self._outbound.cancel((failure.request_id, failure.attempt), failure.reason)
+        self.failed(failure)
+
+    # ------------------------------------------------------------------------------ from the hand-overs
+
+    def failed(self, failure: RequestFailed) -> None:
+        """The attempt is over: tell its gateway."""
+        request = self._requests.pop((failure.request_id, failure.attempt), None)
+        if request is not None:
+            self._gateways.post(request.gateway, failure)
+            self._wake()
+
+    def ended(self, key: RequestKey) -> None:
+        """The request continues elsewhere, or ended with its first token."""
+        self._requests.pop(key, None)
+        self._wake()
+
+    def joined(self, hand_over: HandOver, report: HandOverReport) -> None:
+        """A handed-over request runs here now."""
+        submission = hand_over.submission
+        gateway = hand_over.gateway_id, hand_over.gateway_epoch
+        samples = {sample.index for sample in submission.samples}
+        self._requests[submission.request_id, submission.attempt] = _Request(gateway, samples, outbound=False)
+        self._gateways.post(gateway, report)
+        self._wake()
+
+    def fail_all(self, reason: str) -> None:
+        """Everything here must go on elsewhere."""
+        for key, request in self._requests.items():
+            self._gateways.post(request.gateway, RequestFailed(*key, "internal", reason))
+        self._requests.clear()
+
+    # ---------------------------------------------------------------------------------------- private
+
+    def _refuse(self, submission: Submission) -> RequestFailed | None:
+        key = submission.request_id, submission.attempt
+        if self.refusal:
+            return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
+        if max(memoryview(submission.prompt).cast("I"), default=0) >= self._vocab_size:
+            return RequestFailed(*key, "invalid", f"prompt: a token id is not below {self._vocab_size}")
+        try:
+            self._scheduler.submit(submission, self._clock.now())
+        except CapacityError as error:
+            return RequestFailed(*key, "invalid", str(error))
+        except QueueFullError as error:
+            return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
+        return None
+
+    def _report_prefill(self, prompt: PromptDone) -> None:
+        key = prompt.request_id, prompt.attempt
+        request = self._requests.get(key)
+        if request is not None:
+            num_prompt_tokens = len(prompt.submission.prompt) // 4
+            trace = self._outbound.trace(key)
+            self._gateways.post(
+                request.gateway,
+                PrefillReport(*key, num_prompt_tokens, prompt.num_cached_tokens, prompt.times, trace),
+            )
+
+    def _post_delta(self, delta: TokenDelta) -> None:
+        key = delta.request_id, delta.attempt
+        request = self._requests.get(key)
+        if request is None:
+            return
+        self._gateways.post(request.gateway, delta)
+        if delta.finish:
+            request.samples.discard(delta.sample)
+            if not request.samples and not request.outbound:
+                del self._requests[key]
