@@ -41,7 +41,13 @@ class RouteRequest(Part, frozen=True):
 
 
 class Candidate(Part, frozen=True):
-    """One replica as it looked in a decision; every term of its cost, in tokens."""
+    """One replica as it looked in a decision; every term of its cost, in tokens.
+
+    With the policy "cost", `cost` is uncached + backlog + pressure ("prefill", "local") or pressure
+    ("decode"); `pressure_tokens` is what others suffer, plus penalties, named in `note`. `transfer_tokens`
+    of a "prefill" candidate is what sending the whole prompt from there would cost. A pair costs both costs
+    plus `transfer_tokens` times the uncached share of the prompt at the decode side.
+    """
 
     replica_id: str
     side: str
@@ -57,7 +63,8 @@ class Candidate(Part, frozen=True):
 
 class Decision(Part, frozen=True):
     """Where a request goes and why. `prefill` "" means: the decode replica prefills by itself. The choice
-    can be recomputed from `candidates` alone: the least cost wins, ties by replica id."""
+    can be recomputed from `candidates` alone (`router.cost.recompute`): the least cost of all pairs of two
+    replicas and all "local" candidates wins; ties go to "local", then to what comes first in `candidates`."""
 
     request_id: str
     policy: str

@@ -1,0 +1,239 @@
+"""Speed and quality of the router, as JSON lines.
+
+Speed: decisions per second with 64 replicas and prompts of 2k and 8k tokens. Quality, with `--trace FILE`
+(lines with timestamp in ms, input_length, output_length, hash_ids of 512-token blocks): every policy on 16
+prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
+
+    python -m benchmarks.router [--trace FILE] [--policies cost,round_robin]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from kvtransfer.clock import ManualClock, SystemClock
+from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from router.config import RouterConfig
+from router.messages import ReplicaLoad, RouteRequest
+from router.radix import PrefixTree
+from router.service import RouterService
+
+PolicyName = Literal["cost", "round_robin", "random", "least_loaded", "longest_prefix"]
+BLOCK_TOKENS = 64
+NUM_REPLICAS = 64
+TRACE_BLOCK_TOKENS = 512
+NUM_NODES = 16
+NODE_BLOCKS = 3000
+UTILISATION = 0.75
+"""Of all nodes together, if nothing were cached: sets the nodes' rate."""
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def load_of(replica_id: str, now: float, backlog_tokens: int = 0, num_running: int = 0) -> ReplicaLoad:
+    return ReplicaLoad(
+        identity=ReplicaIdentity(replica_id, 1),
+        received_at=now,
+        num_running=num_running,
+        num_waiting=0,
+        num_landings=0,
+        num_backlog_tokens=backlog_tokens,
+        num_free_blocks=1_000_000,
+        num_total_blocks=1_000_000,
+        prefill_tok_s=10_000.0,
+        decode_step_s=0.03,
+        transfer_tok_s=200_000.0,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def quantiles_us(call: Callable[[], object], num_calls: int) -> tuple[float, float]:
+    """Median and 99th percentile of one call."""
+    times = []
+    for _ in range(num_calls):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    times.sort()
+    return times[num_calls // 2] * 1e6, times[num_calls * 99 // 100] * 1e6
+
+
+def measure_speed(num_tokens: int, num_calls: int = 2000) -> Iterator[dict[str, object]]:
+    """The walk, the floor of a compressed walk, and the whole decision; every depth is different."""
+    clock = SystemClock()
+    num_blocks = num_tokens // BLOCK_TOKENS
+    keys = tuple(key_of(number) for number in range(num_blocks))
+    service = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 0)
+    tree = PrefixTree(clock, 5.0)
+    for index in range(NUM_REPLICAS):
+        identity = ReplicaIdentity(f"r{index:02}", 1)
+        others = tuple(key_of((index + 1) << 64 | number) for number in range(4000))
+        chains = (BlocksStored(b"", keys[: num_blocks * index // NUM_REPLICAS]), BlocksStored(b"", others))
+        service.add_replica(identity, "prefill" if index < NUM_REPLICAS // 2 else "decode")
+        service.on_load(load_of(identity.replica_id, clock.now(), index % 7 * 100, index % 5))
+        tree.add_replica(identity)
+        for target in (service.on_snapshot, tree.apply_snapshot):
+            target(KvSnapshot(identity, 1, chains))
+    copy = tuple(bytes(bytearray(key)) for key in keys)
+
+    def decide() -> None:
+        service.route(RouteRequest("q", "t", copy, num_tokens, 100))
+        service.on_finished("q")
+
+    measures: dict[str, Callable[[], object]] = {
+        "walk": lambda: tree.match(copy),
+        "compare_as_one_run": lambda: copy == keys,
+        "decision": decide,
+    }
+    for name, call in measures.items():
+        median_us, p99_us = quantiles_us(call, num_calls)
+        yield {
+            "what": name,
+            "prompt_tokens": num_tokens,
+            "blocks": num_blocks,
+            "replicas": NUM_REPLICAS,
+            "p50_us": round(median_us, 1),
+            "p99_us": round(p99_us, 1),
+            "per_s": round(1e6 / median_us),
+        }
+
+
+# ---------------------------------------------------------------------------------------------- quality
+
+
+class TraceRequest(NamedTuple):
+    at_s: float
+    num_tokens: int
+    keys: tuple[bytes, ...]
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        TraceRequest(
+            row["timestamp"] / 1000.0, row["input_length"], tuple(key_of(block) for block in row["hash_ids"])
+        )
+        for row in rows
+    ]
+
+
+class Node:
+    """A prefill replica without an engine: an LRU of blocks and a queue at a constant rate."""
+
+    def __init__(self, index: int, tok_s: float) -> None:
+        self.identity = ReplicaIdentity(f"n{index:02}", 1)
+        self.tok_s = tok_s
+        self.free_at_s = 0.0
+        self.num_computed_tokens = 0
+        self.sequence = 0
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def backlog_tokens(self, now_s: float) -> int:
+        return int(max(0.0, self.free_at_s - now_s) * self.tok_s)
+
+    def num_cached(self, keys: tuple[bytes, ...]) -> int:
+        for index, key in enumerate(keys):
+            if key not in self._blocks:
+                return index
+        return len(keys)
+
+    def serve(self, request: TraceRequest, num_cached: int) -> tuple[float, KvEvents]:
+        """Queue and compute the request: the time of its first token, and what changed in the cache."""
+        uncached_tokens = max(1, request.num_tokens - num_cached * TRACE_BLOCK_TOKENS)
+        self.num_computed_tokens += uncached_tokens
+        self.free_at_s = max(self.free_at_s, request.at_s) + uncached_tokens / self.tok_s
+        stored = tuple(key for key in request.keys if key not in self._blocks)
+        for key in reversed(request.keys):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        removed = []
+        while len(self._blocks) > NODE_BLOCKS:
+            removed.append(self._blocks.popitem(last=False)[0])
+        self.sequence += 1
+        kept = tuple(key for key in stored if key in self._blocks)
+        events = KvEvents(
+            self.identity, self.sequence, (BlocksStored(b"", kept),), (BlocksRemoved(tuple(removed)),)
+        )
+        return self.free_at_s, events
+
+
+def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
+    """All requests through one policy. The cache view is exact; the load is exact whenever time moves, and
+    the router's own deltas carry it through requests of the same instant."""
+    clock = ManualClock()
+    config = RouterConfig(policy=policy, skip_prefill_tokens=0)
+    router = RouterService(config, TRACE_BLOCK_TOKENS, clock, 1)
+    span_s = trace[-1].at_s - trace[0].at_s
+    tok_s = sum(request.num_tokens for request in trace) / (span_s * NUM_NODES * UTILISATION)
+    nodes = {f"n{index:02}": Node(index, tok_s) for index in range(NUM_NODES)}
+    for node in nodes.values():
+        router.add_replica(node.identity, "prefill")
+        router.on_snapshot(KvSnapshot(node.identity, 0, ()))
+    router.add_replica(ReplicaIdentity("decode", 1), "decode")
+    ttfts_s: list[float] = []
+    due: list[tuple[float, str]] = []
+    num_hits = num_blocks = 0
+    for number, request in enumerate(trace):
+        if number == 0 or request.at_s > clock.now():
+            clock.advance(request.at_s - clock.now())
+            while due and due[0][0] <= clock.now():
+                request_id = heapq.heappop(due)[1]
+                router.on_prefilled(request_id)
+                router.on_finished(request_id)
+            for node in nodes.values():
+                backlog = node.backlog_tokens(clock.now())
+                router.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
+            router.on_load(load_of("decode", clock.now(), num_running=10**9))
+        ask = RouteRequest(str(number), "t", request.keys, request.num_tokens, 1)
+        node = nodes[router.route(ask).prefill]
+        num_cached = node.num_cached(request.keys)
+        first_token_at_s, events = node.serve(request, num_cached)
+        assert router.on_events(events)
+        heapq.heappush(due, (first_token_at_s, str(number)))
+        ttfts_s.append(first_token_at_s - request.at_s)
+        num_hits += num_cached
+        num_blocks += len(request.keys)
+    router.check()
+    ttfts_s.sort()
+    work = [node.num_computed_tokens for node in nodes.values()]
+    return {
+        "what": "replay",
+        "policy": policy,
+        "requests": len(trace),
+        "block_hit_rate": round(num_hits / num_blocks, 4),
+        "mean_ttft_s": round(sum(ttfts_s) / len(ttfts_s), 3),
+        "p99_ttft_s": round(ttfts_s[len(ttfts_s) * 99 // 100], 2),
+        "imbalance": round(max(work) * len(work) / sum(work), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--policies", default=",".join(get_args(PolicyName)))
+    arguments = parser.parse_args()
+    for num_tokens in (2048, 8192):
+        for line in measure_speed(num_tokens):
+            print(json.dumps(line), flush=True)
+    if arguments.trace is not None:
+        trace = read_trace(arguments.trace)
+        for name in get_args(PolicyName):
+            if name in arguments.policies.split(","):
+                print(json.dumps(replay(name, trace)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

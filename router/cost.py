@@ -1,0 +1,226 @@
+"""What each choice would cost, in tokens: pure functions from load and matches to candidates to a choice.
+
+One unit is the delay of computing one prompt token on a prefill replica. All delays a choice causes are
+added: that of the request itself, that of those who come later, and that of the streams it disturbs.
+
+    prefill p         uncached(p) + backlog(p) + work(p) + disturbance(p)
+    decode d          pressure x sequences(d) + no room(d)
+    pair p, d         prefill p + decode d + uncached(d) x prefill rate(p) / transfer rate(p)
+    local d           prefill d + decode d
+
+*Work*: a part of the uncached tokens once more. For the request itself, queueing behind a sibling that
+computes the prefix is no better than computing it again on an idle replica; for all others it is.
+
+*Disturbance*: computing u tokens takes u / prefill rate. Each of the n streams of the replica waits that
+long, which is u tokens of delay each; a wait that is a small part of a decode step goes unnoticed, so it
+counts by that part: n x u x min(1, u / prefill rate / decode step). Prefill replicas have no streams. On a
+replica of the decode role one stream more is counted: the room is meant for streams, and the next is due.
+
+Plain policies use the same candidates with costs of their own, so every decision is an argmin.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from router.load import LoadState
+from router.messages import Candidate, Decision
+
+DEFAULT_PREFILL_TOK_S = 10_000.0
+"""Assumed for a replica that has not measured its prefill rate."""
+DEFAULT_DECODE_STEP_S = 0.03
+"""Assumed for a replica that has not measured its decode step."""
+DEFAULT_TRANSFER_RATIO = 0.1
+"""Cost of sending a token over computing it, assumed until the prefill replica has measured both."""
+WORK_PART = 0.2
+"""Part of the uncached tokens that counts as delay of later requests. Chosen on a public conversation trace
+(16 nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more hits."""
+NO_ROOM_TOKENS = 1e6
+"""Added when the prompt and its growth do not fit the free blocks now (plus the missing tokens)."""
+STALE_TOKENS = 1e9
+"""Added for each side whose load is unknown or stale: such a replica is the last choice."""
+NEVER_FITS_TOKENS = 1e12
+"""Added when the request would not fit the replica even if it were empty."""
+
+
+class Ask(NamedTuple):
+    """What a request needs. `num_growth_tokens`: the most it may produce, all samples together."""
+
+    num_tokens: int
+    num_growth_tokens: int
+    num_samples: int
+    block_tokens: int
+    skip_prefill_tokens: int
+    may_stay: bool
+    """False when a prefill replica is pinned: then no replica serves the request alone."""
+
+
+class Option(NamedTuple):
+    """A replica that may be chosen: its load, and how many leading prompt tokens it holds."""
+
+    state: LoadState
+    matched_tokens: int
+    is_stale: bool
+
+
+class Choice(NamedTuple):
+    """`prefill` "" means that the decode replica prefills by itself. Costs are `inf` where none exists."""
+
+    prefill: str
+    decode: str
+    pair_cost: float
+    local_cost: float
+
+
+def disturbance_tokens(state: LoadState, uncached_tokens: int) -> float:
+    """Delay of the replica's streams when it computes that many tokens (formula above)."""
+    if state.role == "prefill":
+        return 0.0
+    num_streams = state.num_sequences + (1 if state.role == "decode" else 0)
+    prefill_tok_s = state.prefill_tok_s or DEFAULT_PREFILL_TOK_S
+    decode_step_s = state.decode_step_s or DEFAULT_DECODE_STEP_S
+    return num_streams * uncached_tokens * min(1.0, uncached_tokens / prefill_tok_s / decode_step_s)
+
+
+def transfer_ratio(state: LoadState) -> float:
+    """Time to send one token from this prefill replica over the time to compute one there."""
+    if not state.prefill_tok_s or not state.transfer_tok_s:
+        return DEFAULT_TRANSFER_RATIO
+    return state.prefill_tok_s / state.transfer_tok_s
+
+
+def room_penalty_tokens(ask: Ask, option: Option) -> float:
+    """0 when prompt and growth fit the decode replica's free blocks; else large, and larger the more is
+    missing. Without any report the room is unknown and taken to be enough."""
+    state = option.state
+    if not state.num_total_blocks:
+        return 0.0
+    needed_tokens = ask.num_tokens - option.matched_tokens + ask.num_growth_tokens
+    missing = -(-needed_tokens // ask.block_tokens) - state.num_free_blocks
+    if missing <= 0:
+        return 0.0
+    penalty = NO_ROOM_TOKENS + missing * ask.block_tokens
+    never_fits = ask.num_tokens >= state.num_total_blocks * ask.block_tokens
+    return penalty + NEVER_FITS_TOKENS if never_fits else penalty
+
+
+def prefill_candidate(ask: Ask, option: Option) -> Candidate:
+    state = option.state
+    uncached = ask.num_tokens - option.matched_tokens
+    pressure = WORK_PART * uncached + disturbance_tokens(state, uncached)
+    if option.is_stale:
+        pressure += STALE_TOKENS
+    return Candidate(
+        replica_id=state.replica_id,
+        side="prefill",
+        matched_tokens=option.matched_tokens,
+        uncached_tokens=uncached,
+        backlog_tokens=float(state.backlog_tokens),
+        transfer_tokens=ask.num_tokens * transfer_ratio(state),
+        pressure_tokens=pressure,
+        cost=uncached + state.backlog_tokens + pressure,
+        note="stale load" if option.is_stale else "",
+    )
+
+
+def decode_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candidate:
+    state = option.state
+    pressure, note = _decode_pressure(ask, option, decode_pressure)
+    return Candidate(
+        replica_id=state.replica_id,
+        side="decode",
+        matched_tokens=option.matched_tokens,
+        uncached_tokens=ask.num_tokens - option.matched_tokens,
+        backlog_tokens=0.0,
+        transfer_tokens=0.0,
+        pressure_tokens=pressure,
+        cost=pressure,
+        note=note,
+    )
+
+
+def local_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candidate:
+    state = option.state
+    uncached = ask.num_tokens - option.matched_tokens
+    pressure, note = _decode_pressure(ask, option, decode_pressure)
+    disturbance = disturbance_tokens(state, uncached)
+    pressure += WORK_PART * uncached + disturbance
+    if option.is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides
+        pressure += STALE_TOKENS
+    if disturbance:
+        note = f"{note}; disturbs by {disturbance:.0f}" if note else f"disturbs by {disturbance:.0f}"
+    return Candidate(
+        replica_id=state.replica_id,
+        side="local",
+        matched_tokens=option.matched_tokens,
+        uncached_tokens=uncached,
+        backlog_tokens=float(state.backlog_tokens),
+        transfer_tokens=0.0,
+        pressure_tokens=pressure,
+        cost=uncached + state.backlog_tokens + pressure,
+        note=note,
+    )
+
+
+def choose(candidates: list[Candidate]) -> Choice | None:
+    """The least cost: a pair of two different replicas, or a local candidate, which wins a tie.
+
+    Other ties go to the first prefill, then the first decode candidate. None when nothing can be chosen.
+    """
+    prefills = [item for item in candidates if item.side == "prefill"]
+    decodes = [item for item in candidates if item.side == "decode"]
+    local = min((item for item in candidates if item.side == "local"), key=_cost, default=None)
+    local_cost = float("inf") if local is None else local.cost
+    pair_cost, prefill_id, decode_id = float("inf"), "", ""
+    if prefills and decodes:
+        costs = np.array([item.cost for item in prefills])[:, None] + np.array(
+            [item.cost for item in decodes]
+        )
+        num_tokens = decodes[0].matched_tokens + decodes[0].uncached_tokens
+        lacking = np.array([item.uncached_tokens / num_tokens for item in decodes])
+        costs += np.array([item.transfer_tokens for item in prefills])[:, None] * lacking
+        decode_rows = {item.replica_id: row for row, item in enumerate(decodes)}
+        for row, item in enumerate(prefills):
+            if (same := decode_rows.get(item.replica_id)) is not None:
+                costs[row, same] = np.inf
+        row, column = divmod(int(costs.argmin()), len(decodes))
+        pair_cost = float(costs[row, column])
+        prefill_id, decode_id = prefills[row].replica_id, decodes[column].replica_id
+    if local is not None and local_cost <= pair_cost:
+        return Choice("", local.replica_id, pair_cost, local_cost)
+    return None if pair_cost == float("inf") else Choice(prefill_id, decode_id, pair_cost, local_cost)
+
+
+def recompute(decision: Decision) -> tuple[str, str]:
+    """(prefill, decode) from the candidates alone, by trying every pair; for audits and tests."""
+    prefills = [item for item in decision.candidates if item.side == "prefill"]
+    decodes = [item for item in decision.candidates if item.side == "decode"]
+    options = [(item.cost, "", item.replica_id) for item in decision.candidates if item.side == "local"]
+    for prefill in prefills:
+        for decode in decodes:
+            if prefill.replica_id != decode.replica_id:
+                share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
+                cost = prefill.cost + decode.cost + prefill.transfer_tokens * share
+                options.append((cost, prefill.replica_id, decode.replica_id))
+    _, prefill_id, decode_id = min(options, key=lambda option: option[0])
+    return prefill_id, decode_id
+
+
+def _cost(candidate: Candidate) -> float:
+    return candidate.cost
+
+
+def _decode_pressure(ask: Ask, option: Option, decode_pressure: float) -> tuple[float, str]:
+    """Pressure and penalties of the decode side, and the words for what was penalised."""
+    pressure = decode_pressure * option.state.num_sequences
+    room_penalty = room_penalty_tokens(ask, option)
+    if not room_penalty and not option.is_stale:
+        return pressure, ""
+    notes = []
+    if room_penalty:
+        notes.append("never fits" if room_penalty >= NEVER_FITS_TOKENS else "no room now")
+    if option.is_stale:
+        notes.append("stale load")
+    return pressure + room_penalty + (STALE_TOKENS if option.is_stale else 0.0), ", ".join(notes)

@@ -1,0 +1,240 @@
+"""The prefix tree: which replica holds which block, fed by KV events, snapshots and predictions.
+
+The router's service owns one tree and asks it, for each request, how much of the prompt each replica holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtransfer.clock import Clock
+from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+
+SNAPSHOT_WAIT_S = 2.0
+"""While a snapshot is awaited, the gap is reported again only this often: one request, not one per event."""
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """One replica in one life: the bit it owns, what it reported and what is predicted of it."""
+
+    identity: ReplicaIdentity
+    slot: int
+    sequence: int = -1
+    in_step: bool = False
+    """True from a snapshot on, until a gap; events are applied only then."""
+    asked_at: float | None = None
+    held: set[bytes] = field(default_factory=set)
+    predicted_until: dict[bytes, float] = field(default_factory=dict)
+
+
+class _Prediction(NamedTuple):
+    """The keys of one routed prompt, in the queue of what expires next."""
+
+    until: float
+    holder: _Holder
+    keys: tuple[bytes, ...]
+
+
+class PrefixTree:
+    """Block keys and, for each, a bit mask of the replicas that hold it.
+
+    A block key is chained: it names the whole prefix that ends with its block, so equal keys are equal
+    nodes and the tree needs no child pointers. A request brings its own path (`block_keys`), and the walk
+    down that path looks each key up. Two prompts A B C and A B D, on three replicas:
+
+        key      mask   holders          the request A B D E is held by
+        A        0b111  p0 p1 p2          p0: 3 blocks (A B D)
+        +- B     0b011  p0 p1             p1: 2 blocks (A B)
+           +- C  0b010     p1             p2: 1 block  (A)
+           +- D  0b101  p0    p2          (p2's D does not count: its B is gone)
+
+    Nodes are single keys and not compressed runs, on purpose. Events name single keys, with parents that
+    may be unknown here, so every key needs its own entry anyway (170 bytes with one holder); compressed runs
+    would also split wherever one replica's cache ends. The walk over 128 blocks and 64 replicas, all of
+    different depth, takes 21 us; comparing 128 keys as one run, the floor of a compressed walk, takes 1 us;
+    a whole decision takes 180 us (`benchmarks/router.py`, one shared core).
+
+    Memory is bounded by what replicas report, plus the predictions of the last `prediction_ttl_s`; a key
+    without holders is deleted. A prediction counts as held until an event confirms it or its time is over.
+    """
+
+    def __init__(self, clock: Clock, prediction_ttl_s: float) -> None:
+        self._clock = clock
+        self._prediction_ttl_s = prediction_ttl_s
+        self._key_to_mask: dict[bytes, int] = {}
+        self._holders: dict[str, _Holder] = {}
+        self._slot_to_id: list[str] = []
+        self._free_slots: list[int] = []
+        self._predictions: deque[_Prediction] = deque()
+
+    def add_replica(self, identity: ReplicaIdentity) -> None:
+        """Start with nothing known of this life of the replica; what an earlier life held is wiped."""
+        known = self._holders.get(identity.replica_id)
+        if known is not None:
+            if known.identity.epoch == identity.epoch:
+                return
+            self.remove_replica(identity.replica_id)
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._slot_to_id[slot] = identity.replica_id
+        else:
+            slot = len(self._slot_to_id)
+            self._slot_to_id.append(identity.replica_id)
+        self._holders[identity.replica_id] = _Holder(identity, slot)
+
+    def remove_replica(self, replica_id: str) -> None:
+        """Wipe everything of the replica; afterwards no mask has its bit, so the bit may be reused."""
+        holder = self._holders.pop(replica_id, None)
+        if holder is None:
+            return
+        self._clear_bit(holder, holder.held)
+        self._clear_bit(holder, holder.predicted_until)
+        holder.held.clear()
+        holder.predicted_until.clear()
+        self._slot_to_id[holder.slot] = ""
+        self._free_slots.append(holder.slot)
+
+    def apply_events(self, events: KvEvents) -> bool:
+        """Apply one batch. False: a gap or an unknown life, so the caller shall ask for a snapshot.
+
+        Until the snapshot arrives events are ignored, and False is repeated every `SNAPSHOT_WAIT_S` only.
+        A key both removed and stored in one batch counts as stored. Parents are not needed (see the class).
+        """
+        holder = self._holders.get(events.publisher.replica_id)
+        if holder is None or holder.identity.epoch != events.publisher.epoch:
+            return False
+        if holder.in_step:
+            if events.sequence <= holder.sequence:
+                return True
+            if events.sequence == holder.sequence + 1:
+                holder.sequence = events.sequence
+                for removal in events.removed:
+                    self._remove(holder, removal.keys)
+                for stored in events.stored:
+                    self._store(holder, stored.keys)
+                return True
+            holder.in_step = False
+        now = self._clock.now()
+        if holder.asked_at is not None and now - holder.asked_at < SNAPSHOT_WAIT_S:
+            return True
+        holder.asked_at = now
+        return False
+
+    def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
+        """Replace what the replica held. False: of another life, or older than what is known; ignored."""
+        holder = self._holders.get(snapshot.publisher.replica_id)
+        if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
+            return False
+        if holder.in_step and snapshot.sequence < holder.sequence:
+            return False
+        keys = {key for stored in snapshot.stored for key in stored.keys}
+        self._remove(holder, holder.held - keys)
+        self._store(holder, keys)
+        holder.sequence = snapshot.sequence
+        holder.in_step = True
+        holder.asked_at = None
+        return True
+
+    def needs_snapshot(self, replica_id: str) -> bool:
+        """True while the replica's events are ignored for want of a snapshot."""
+        holder = self._holders.get(replica_id)
+        return holder is not None and not holder.in_step
+
+    def predict(self, replica_id: str, keys: tuple[bytes, ...]) -> None:
+        """Count these blocks as held by the replica until confirmed, for `prediction_ttl_s` at most."""
+        holder = self._holders.get(replica_id)
+        if holder is None:
+            return
+        self._expire()
+        held = holder.held
+        unconfirmed = tuple(key for key in keys if key not in held)
+        if not unconfirmed:
+            return
+        until = self._clock.now() + self._prediction_ttl_s
+        bit, masks = 1 << holder.slot, self._key_to_mask
+        for key in unconfirmed:
+            holder.predicted_until[key] = until
+            masks[key] = masks.get(key, 0) | bit
+        self._predictions.append(_Prediction(until, holder, unconfirmed))
+
+    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """How many leading keys each replica holds; replicas that lack the first are absent."""
+        self._expire()
+        replica_to_depth: dict[str, int] = {}
+        if not keys:
+            return replica_to_depth
+        get_mask = self._key_to_mask.get
+        alive = get_mask(keys[0], 0)
+        depth = 0
+        for depth, key in enumerate(keys):
+            still_alive = alive & get_mask(key, 0)
+            if still_alive != alive:
+                self._record(replica_to_depth, alive ^ still_alive, depth)
+                alive = still_alive
+                if not alive:
+                    return replica_to_depth
+        self._record(replica_to_depth, alive, depth + 1)
+        return replica_to_depth
+
+    @property
+    def num_keys(self) -> int:
+        """Distinct block keys with at least one holder."""
+        return len(self._key_to_mask)
+
+    def num_held(self, replica_id: str) -> int:
+        """Block keys that the replica itself reported."""
+        holder = self._holders.get(replica_id)
+        return 0 if holder is None else len(holder.held)
+
+    def check(self) -> None:
+        """Assert that masks, holders and slots agree, and that nothing is left of what is gone."""
+        expected: dict[bytes, int] = {}
+        for replica_id, holder in self._holders.items():
+            assert self._slot_to_id[holder.slot] == replica_id
+            assert not holder.held & holder.predicted_until.keys()
+            for key in (*holder.held, *holder.predicted_until):
+                expected[key] = expected.get(key, 0) | 1 << holder.slot
+        assert expected == self._key_to_mask
+        assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
+
+    def _record(self, replica_to_depth: dict[str, int], mask: int, depth: int) -> None:
+        while mask:
+            lowest = mask & -mask
+            replica_to_depth[self._slot_to_id[lowest.bit_length() - 1]] = depth
+            mask ^= lowest
+
+    def _store(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        bit, masks = 1 << holder.slot, self._key_to_mask
+        for key in keys:
+            holder.predicted_until.pop(key, None)
+            holder.held.add(key)
+            masks[key] = masks.get(key, 0) | bit
+
+    def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        gone = [key for key in keys if key in holder.held]
+        holder.held.difference_update(gone)
+        self._clear_bit(holder, gone)
+
+    def _clear_bit(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        """Every key has the holder's bit set; none may be both held and predicted."""
+        bit, masks = 1 << holder.slot, self._key_to_mask
+        for key in keys:
+            mask = masks.get(key, 0) & ~bit
+            if mask:
+                masks[key] = mask
+            else:
+                masks.pop(key, None)
+
+    def _expire(self) -> None:
+        now = self._clock.now()
+        while self._predictions and self._predictions[0].until <= now:
+            prediction = self._predictions.popleft()
+            predicted_until = prediction.holder.predicted_until
+            over = [key for key in prediction.keys if predicted_until.get(key, now + 1.0) <= now]
+            for key in over:
+                del predicted_until[key]
+            self._clear_bit(prediction.holder, over)

@@ -1,0 +1,236 @@
+"""The router's front door: what replicas report goes in, decisions come out. Owned by one gateway, test or
+simulator; used from one thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtransfer.clock import Clock
+from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+from router.config import RouterConfig
+from router.cost import Ask, Choice, Option, choose
+from router.errors import NoReplicaError
+from router.load import LoadBook, Placement
+from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
+from router.policies import make_policy
+from router.radix import PrefixTree
+
+ROLES = ("prefill", "decode", "both")
+NUM_DECISIONS_KEPT = 1024
+"""Decisions that `explain` remembers."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    identity: ReplicaIdentity
+    role: str
+    is_leaving: bool = False
+
+
+class RouterService:
+    """Places requests on replicas.
+
+        on_events, on_snapshot --> PrefixTree --\\
+        on_load ----------------> LoadBook -----+--> policy --> candidates --> choose --> Decision
+        add, remove, set_leaving -> members ----/                                            |
+        on_prefilled, on_finished --> LoadBook <------ placement, prediction <---------------/
+
+    A routed request counts at once as load and, on the replica that computes it, as cached: so a burst of
+    siblings follows its first one until the queue there costs more than the prefix is worth. The replica
+    it is handed over to counts as holding it only from the first token on, when its KV is there.
+
+    Members are kept least recently chosen first, and equal costs go to the first: an idle cluster takes
+    turns, and so fills the caches of all.
+    """
+
+    def __init__(self, config: RouterConfig, block_tokens: int, clock: Clock, seed: int) -> None:
+        self._config = config
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._policy = make_policy(config, seed)
+        self._tree = PrefixTree(clock, config.prediction_ttl_s)
+        self._book = LoadBook(clock)
+        self._members: OrderedDict[str, _Member] = OrderedDict()
+        self._decisions: OrderedDict[str, Decision] = OrderedDict()
+
+    def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
+        """A replica that takes requests, or its new role. A new epoch is a new life: nothing is kept."""
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
+        known = self._members.get(identity.replica_id)
+        if known is not None and known.identity.epoch == identity.epoch:
+            known.role = role
+        else:
+            self._members[identity.replica_id] = _Member(identity, role)
+        self._tree.add_replica(identity)
+        self._book.add_replica(identity, role)
+
+    def remove_replica(self, replica_id: str) -> None:
+        """The replica is gone: its blocks, its load and its bit in the tree are free at once."""
+        self._members.pop(replica_id, None)
+        self._tree.remove_replica(replica_id)
+        self._book.remove_replica(replica_id)
+
+    def set_leaving(self, replica_id: str) -> None:
+        """Nothing new goes to this life of the replica any more."""
+        if (member := self._members.get(replica_id)) is not None:
+            member.is_leaving = True
+
+    def on_load(self, load: ReplicaLoad) -> None:
+        self._book.on_load(load)
+
+    def on_events(self, events: KvEvents) -> bool:
+        """False: events were missed (or never followed from the start), so ask for a snapshot."""
+        return self._tree.apply_events(events)
+
+    def on_snapshot(self, snapshot: KvSnapshot) -> None:
+        self._tree.apply_snapshot(snapshot)
+
+    def needs_snapshot(self, replica_id: str) -> bool:
+        """True from `add_replica`, or a gap, until a snapshot arrives."""
+        return self._tree.needs_snapshot(replica_id)
+
+    def route(self, request: RouteRequest) -> Decision:
+        """Choose, and count the request where it goes. `NoReplicaError` names the side that is missing."""
+        prefill_ids, decode_ids = self._usable(request)
+        replica_to_depth = self._tree.match(request.block_keys)
+        ask = Ask(
+            num_tokens=max(request.num_tokens, 1),
+            num_growth_tokens=request.max_new_tokens * request.num_samples,
+            num_samples=request.num_samples,
+            block_tokens=self._block_tokens,
+            skip_prefill_tokens=self._config.skip_prefill_tokens,
+            may_stay=not request.pinned_prefill or request.pinned_prefill == request.pinned_decode,
+        )
+        prefills = self._options(ask, prefill_ids, replica_to_depth)
+        decodes = self._options(ask, decode_ids, replica_to_depth)
+        candidates = self._policy.candidates(ask, prefills, decodes)
+        choice = choose(candidates)
+        if choice is None:
+            raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
+        decision = _decision(request.request_id, self._config.policy, choice, candidates)
+        self._place(request, ask, decision)
+        self._keep(decision)
+        return decision
+
+    def on_prefilled(self, request_id: str) -> None:
+        """The first token arrived: nothing is left to compute, and the decode side has the KV."""
+        placement = self._book.on_prefilled(request_id)
+        if placement is not None and placement.decode_id:
+            self._tree.predict(placement.decode_id, placement.block_keys)
+
+    def on_finished(self, request_id: str) -> None:
+        """The request ended in whichever way, or its attempt did; `route` does the latter by itself."""
+        self._book.on_finished(request_id)
+
+    def explain(self, request_id: str) -> Decision | None:
+        """The last decision for the request, while it is among the last `NUM_DECISIONS_KEPT`."""
+        return self._decisions.get(request_id)
+
+    def check(self) -> None:
+        """Assert that tree, book and members agree."""
+        self._tree.check()
+        self._book.check()
+
+    def _usable(self, request: RouteRequest) -> tuple[list[str], list[str]]:
+        """Ids for the prefill and for the decode side, least recently chosen first; no prefill ids where a
+        replica may only serve alone."""
+        usable = {
+            replica_id: member
+            for replica_id, member in self._members.items()
+            if not member.is_leaving and replica_id not in request.excluded
+        }
+        decode_ids = [
+            replica_id
+            for replica_id, member in usable.items()
+            if member.role != "prefill" and request.pinned_decode in ("", replica_id)
+        ]
+        if not decode_ids:
+            raise NoReplicaError(self._missing("decode", request, request.pinned_decode))
+        prefill_ids = [
+            replica_id
+            for replica_id, member in usable.items()
+            if member.role != "decode" and request.pinned_prefill in ("", replica_id)
+        ]
+        if request.pinned_prefill:
+            if request.pinned_prefill == request.pinned_decode:
+                return [], decode_ids
+            if not prefill_ids:
+                raise NoReplicaError(self._missing("prefill", request, request.pinned_prefill))
+        return prefill_ids, decode_ids
+
+    def _missing(self, side: str, request: RouteRequest, pinned: str) -> str:
+        other = "prefill" if side == "decode" else "decode"
+        of_side = [item for item in self._members.values() if item.role != other]
+        num_leaving = sum(item.is_leaving for item in of_side)
+        num_excluded = sum(item.identity.replica_id in request.excluded for item in of_side)
+        text = (
+            f"no usable {side} replica: {len(of_side)} known, {num_leaving} leaving, {num_excluded} excluded"
+        )
+        return f"{text}; {pinned} was pinned" if pinned else text
+
+    def _options(self, ask: Ask, ids: Iterable[str], replica_to_depth: dict[str, int]) -> list[Option]:
+        """At least one token of the prompt must be computed, whatever is held."""
+        oldest = self._clock.now() - self._config.stale_load_s
+        options = []
+        for replica_id in ids:
+            state = self._book.state(replica_id)
+            held_tokens = replica_to_depth.get(replica_id, 0) * ask.block_tokens
+            options.append(Option(state, min(held_tokens, ask.num_tokens - 1), state.reported_at < oldest))
+        return options
+
+    def _place(self, request: RouteRequest, ask: Ask, decision: Decision) -> None:
+        compute_id = decision.prefill or decision.decode
+        held_tokens = decision.decode_cached_tokens
+        needed_tokens = ask.num_tokens - held_tokens + ask.num_growth_tokens
+        computed_tokens = ask.num_tokens - decision.prefill_cached_tokens
+        for replica_id in filter(None, (decision.prefill, decision.decode)):
+            self._members.move_to_end(replica_id)
+        self._tree.predict(compute_id, request.block_keys)
+        self._book.on_routed(
+            Placement(
+                request_id=request.request_id,
+                compute_id=compute_id,
+                decode_id=decision.decode if decision.prefill else "",
+                block_keys=request.block_keys,
+                num_prefill_tokens=computed_tokens,
+                num_new_blocks=-(-needed_tokens // ask.block_tokens),
+                num_sequences=ask.num_samples,
+                routed_at=self._clock.now(),
+            )
+        )
+
+    def _keep(self, decision: Decision) -> None:
+        self._decisions.pop(decision.request_id, None)
+        self._decisions[decision.request_id] = decision
+        if len(self._decisions) > NUM_DECISIONS_KEPT:
+            self._decisions.popitem(last=False)
+
+
+def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Candidate]) -> Decision:
+    """Both cached counts are those of the replica that prefills and of the one that decodes; the same
+    when it is one replica."""
+    cached = {(item.side, item.replica_id): item.matched_tokens for item in candidates}
+    if choice.prefill:
+        prefill_cached = cached["prefill", choice.prefill]
+        decode_cached = cached["decode", choice.decode]
+        reason = f"the pair costs {choice.pair_cost:.0f}, {_other('alone', choice.local_cost)}"
+    else:
+        prefill_cached = decode_cached = cached["local", choice.decode]
+        reason = f"alone costs {choice.local_cost:.0f}, {_other('the best pair', choice.pair_cost)}"
+    return Decision(
+        request_id=request_id,
+        policy=policy,
+        prefill=choice.prefill,
+        decode=choice.decode,
+        prefill_cached_tokens=prefill_cached,
+        decode_cached_tokens=decode_cached,
+        candidates=tuple(candidates),
+        reason=reason,
+    )
+
+
+def _other(name: str, cost: float) -> str:
+    return f"{name} not possible" if cost == float("inf") else f"{name} {cost:.0f}"

@@ -1,0 +1,277 @@
+"""The prefix tree against a naive model, over random streams of events, gaps, snapshots and leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtransfer.clock import ManualClock
+from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from router.radix import SNAPSHOT_WAIT_S, PrefixTree
+
+TTL_S = 5.0
+REPLICAS = ("p0", "p1", "p2")
+
+
+def key_of(path: tuple[int, ...]) -> bytes:
+    return repr(path).encode()
+
+
+def keys_of(path: tuple[int, ...]) -> tuple[bytes, ...]:
+    return tuple(key_of(path[: depth + 1]) for depth in range(len(path)))
+
+
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
+ALL_PATHS = [tuple(map(int, f"{number:b}"[1:])) for number in range(16, 32)]
+
+
+@dataclass
+class Life:
+    """The naive model of one life of a replica: plain sets, scanned in full."""
+
+    epoch: int
+    sequence: int = -1
+    in_step: bool = False
+    asked_at: float | None = None
+    held: set[bytes] = field(default_factory=set)
+    predicted_until: dict[bytes, float] = field(default_factory=dict)
+
+
+class TreeAgainstModel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.tree = PrefixTree(self.clock, TTL_S)
+        self.lives: dict[str, Life] = {}
+
+    @rule(replica=st.sampled_from(REPLICAS), epoch=st.integers(1, 3), with_snapshot=st.booleans())
+    def join(self, replica: str, epoch: int, with_snapshot: bool) -> None:
+        self.tree.add_replica(ReplicaIdentity(replica, epoch))
+        if replica not in self.lives or self.lives[replica].epoch != epoch:
+            self.lives[replica] = Life(epoch)
+        if with_snapshot:
+            self.snapshot(replica, 0, 1, [(0, 1)])
+
+    @rule(replica=st.sampled_from(REPLICAS))
+    def leave(self, replica: str) -> None:
+        self.tree.remove_replica(replica)
+        self.lives.pop(replica, None)
+
+    @rule(
+        replica=st.sampled_from(REPLICAS),
+        wrong_epoch=st.sampled_from([0, 0, 0, 0, 1]),
+        step=st.sampled_from([1, 1, 1, 1, 1, 0, -1, 2]),
+        stored=st.lists(paths, max_size=3),
+        removed=st.lists(paths, max_size=2),
+    )
+    def events(
+        self,
+        replica: str,
+        wrong_epoch: int,
+        step: int,
+        stored: list[tuple[int, ...]],
+        removed: list[tuple[int, ...]],
+    ) -> None:
+        life = self.lives.get(replica)
+        sequence = (life.sequence if life else 0) + step
+        epoch = (life.epoch if life else 1) + wrong_epoch
+        known = self.tree.apply_events(
+            KvEvents(
+                ReplicaIdentity(replica, epoch),
+                sequence,
+                tuple(BlocksStored(b"unknown", keys_of(path)) for path in stored),
+                tuple(BlocksRemoved((key_of(path),)) for path in removed),
+            )
+        )
+        if life is None or wrong_epoch:
+            assert not known
+        elif life.in_step and step <= 0:
+            assert known
+        elif life.in_step and step == 1:
+            assert known
+            life.sequence = sequence
+            life.held -= {key_of(path) for path in removed}
+            self._hold(life, {key for path in stored for key in keys_of(path)})
+        else:
+            life.in_step = False
+            asked = life.asked_at is not None and self.clock.now() - life.asked_at < SNAPSHOT_WAIT_S
+            assert known == asked
+            if not asked:
+                life.asked_at = self.clock.now()
+
+    @rule(
+        replica=st.sampled_from(REPLICAS),
+        wrong_epoch=st.sampled_from([0, 0, 0, 1]),
+        step=st.integers(-1, 3),
+        stored=st.lists(paths, max_size=4),
+    )
+    def any_snapshot(self, replica: str, wrong_epoch: int, step: int, stored: list[tuple[int, ...]]) -> None:
+        self.snapshot(replica, wrong_epoch, step, stored)
+
+    def snapshot(self, replica: str, wrong_epoch: int, step: int, stored: list[tuple[int, ...]]) -> None:
+        life = self.lives.get(replica)
+        sequence = (life.sequence if life else 0) + step
+        identity = ReplicaIdentity(replica, (life.epoch if life else 1) + wrong_epoch)
+        chains = tuple(BlocksStored(b"", keys_of(path)) for path in stored)
+        taken = self.tree.apply_snapshot(KvSnapshot(identity, sequence, chains))
+        stale = life is not None and life.in_step and step < 0
+        assert taken == (life is not None and not wrong_epoch and not stale)
+        if life is not None and taken:
+            life.sequence, life.in_step, life.asked_at = sequence, True, None
+            life.held = set()
+            self._hold(life, {key for path in stored for key in keys_of(path)})
+
+    @rule(replica=st.sampled_from(REPLICAS), path=paths)
+    def predict(self, replica: str, path: tuple[int, ...]) -> None:
+        self.tree.predict(replica, keys_of(path))
+        if replica in self.lives:
+            life = self.lives[replica]
+            until = self.clock.now() + TTL_S
+            life.predicted_until.update({key: until for key in keys_of(path) if key not in life.held})
+
+    @rule(delta_s=st.sampled_from([0.5, 2.5, 5.0]))
+    def wait(self, delta_s: float) -> None:
+        self.clock.advance(delta_s)
+
+    @invariant()
+    def same_matches(self) -> None:
+        for path in ALL_PATHS:
+            expected: dict[str, int] = {}
+            for replica, life in self.lives.items():
+                depth = 0
+                while depth < len(path) and self._counts(life, key_of(path[: depth + 1])):
+                    depth += 1
+                if depth:
+                    expected[replica] = depth
+            assert self.tree.match(keys_of(path)) == expected
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        self.tree.match(())
+        self.tree.check()
+        alive = {
+            key
+            for life in self.lives.values()
+            for key in (*life.held, *life.predicted_until)
+            if self._counts(life, key)
+        }
+        assert self.tree.num_keys == len(alive)
+        for replica in REPLICAS:
+            life = self.lives.get(replica)
+            assert self.tree.num_held(replica) == (len(life.held) if life else 0)
+            assert self.tree.needs_snapshot(replica) == (life is not None and not life.in_step)
+
+    def _hold(self, life: Life, keys: set[bytes]) -> None:
+        life.held |= keys
+        for key in keys:
+            life.predicted_until.pop(key, None)
+
+    def _counts(self, life: Life, key: bytes) -> bool:
+        return key in life.held or life.predicted_until.get(key, 0.0) > self.clock.now()
+
+
+TreeAgainstModel.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestTreeAgainstModel = TreeAgainstModel.TestCase
+
+
+def synced_tree(*replicas: str) -> tuple[PrefixTree, ManualClock]:
+    clock = ManualClock()
+    tree = PrefixTree(clock, TTL_S)
+    for replica in replicas:
+        tree.add_replica(ReplicaIdentity(replica, 1))
+        assert tree.apply_snapshot(KvSnapshot(ReplicaIdentity(replica, 1), 0, ()))
+    return tree, clock
+
+
+def stored(replica: str, sequence: int, *keys: bytes) -> KvEvents:
+    return KvEvents(ReplicaIdentity(replica, 1), sequence, (BlocksStored(b"", keys),), ())
+
+
+def removed(replica: str, sequence: int, *keys: bytes) -> KvEvents:
+    return KvEvents(ReplicaIdentity(replica, 1), sequence, (), (BlocksRemoved(keys),))
+
+
+def test_drawn_example() -> None:
+    tree, _ = synced_tree("p0", "p1", "p2")
+    assert tree.apply_events(stored("p0", 1, b"A", b"B", b"D"))
+    assert tree.apply_events(stored("p1", 1, b"A", b"B", b"C"))
+    assert tree.apply_events(stored("p2", 1, b"A", b"B", b"D"))
+    assert tree.apply_events(removed("p2", 2, b"B"))
+    assert tree.match((b"A", b"B", b"D", b"E")) == {"p0": 3, "p1": 2, "p2": 1}
+
+
+def test_a_gap_asks_once_until_the_wait_is_over() -> None:
+    tree, clock = synced_tree("p0")
+    assert tree.apply_events(stored("p0", 1, b"A"))
+    assert not tree.apply_events(stored("p0", 3, b"B"))
+    assert tree.apply_events(stored("p0", 4, b"C"))
+    assert tree.match((b"A",)) == {"p0": 1}, "what was known stays known"
+    assert tree.match((b"C",)) == {}, "events after a gap are ignored"
+    clock.advance(SNAPSHOT_WAIT_S)
+    assert not tree.apply_events(stored("p0", 5, b"D"))
+    assert tree.apply_snapshot(KvSnapshot(ReplicaIdentity("p0", 1), 5, (BlocksStored(b"", (b"C", b"D")),)))
+    assert tree.match((b"A",)) == {}
+    assert tree.match((b"C", b"D")) == {"p0": 2}
+    assert tree.apply_events(stored("p0", 6, b"E"))
+    tree.check()
+
+
+def test_duplicates_are_ignored() -> None:
+    tree, _ = synced_tree("p0")
+    assert tree.apply_events(stored("p0", 1, b"A"))
+    assert tree.apply_events(removed("p0", 2, b"A"))
+    assert tree.apply_events(stored("p0", 2, b"A")), "a repeated number is no gap"
+    assert tree.apply_events(stored("p0", 1, b"A"))
+    assert tree.match((b"A",)) == {}
+    assert tree.apply_events(stored("p0", 3, b"A"))
+    assert tree.match((b"A",)) == {"p0": 1}
+
+
+def test_events_before_the_first_snapshot_are_ignored() -> None:
+    tree = PrefixTree(ManualClock(), TTL_S)
+    assert not tree.apply_events(stored("p0", 1, b"A"))
+    tree.add_replica(ReplicaIdentity("p0", 1))
+    assert not tree.apply_events(stored("p0", 1, b"A"))
+    assert tree.num_keys == 0
+
+
+def test_a_recycled_bit_inherits_nothing() -> None:
+    tree, clock = synced_tree("old")
+    assert tree.apply_events(stored("old", 1, b"A"))
+    tree.predict("old", (b"A", b"B"))
+    tree.remove_replica("old")
+    assert tree.num_keys == 0
+    tree.add_replica(ReplicaIdentity("new", 1))
+    assert tree.match((b"A", b"B")) == {}
+    clock.advance(1.0)
+    tree.predict("new", (b"A", b"B"))
+    clock.advance(TTL_S - 0.5)
+    assert tree.match((b"A", b"B")) == {"new": 2}, "the old replica's expiry must not touch the new one's"
+    tree.check()
+
+
+def test_a_confirmed_prediction_outlives_its_time() -> None:
+    tree, clock = synced_tree("p0")
+    tree.predict("p0", (b"A", b"B"))
+    assert tree.match((b"A", b"B", b"C")) == {"p0": 2}
+    assert tree.apply_events(stored("p0", 1, b"A"))
+    clock.advance(TTL_S)
+    assert tree.match((b"A", b"B", b"C")) == {"p0": 1}
+    assert tree.apply_events(removed("p0", 2, b"A"))
+    assert tree.num_keys == 0
+
+
+def test_a_repeated_prediction_lasts_from_the_last_one() -> None:
+    tree, clock = synced_tree("p0")
+    tree.predict("p0", (b"A",))
+    clock.advance(TTL_S - 1.0)
+    tree.predict("p0", (b"A",))
+    clock.advance(TTL_S - 1.0)
+    assert tree.match((b"A",)) == {"p0": 1}
+    clock.advance(1.0)
+    assert tree.num_held("p0") == 0
+    assert tree.match((b"A",)) == {}
+    assert tree.num_keys == 0

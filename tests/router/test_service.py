@@ -1,0 +1,358 @@
+"""What routing promises: audits, exclusions, affinity, balance, and when the prefill pool is skipped."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.clock import ManualClock
+from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from router.config import RouterConfig
+from router.cost import WORK_PART, recompute
+from router.errors import NoReplicaError
+from router.messages import Decision, ReplicaLoad, RouteRequest
+from router.service import NUM_DECISIONS_KEPT, RouterService
+
+BLOCK_TOKENS = 16
+POLICIES = ("cost", "round_robin", "random", "least_loaded", "longest_prefix")
+
+
+def keys_of(prompt: str, num_blocks: int) -> tuple[bytes, ...]:
+    return tuple(f"{prompt}:{index}".encode() for index in range(num_blocks))
+
+
+class House:
+    """A router with replicas named by role: p0, p1 (prefill), d0 (decode), b0 (both)."""
+
+    def __init__(self, *replicas: str, config: RouterConfig | None = None) -> None:
+        self.clock = ManualClock(100.0)
+        self.router = RouterService(config or RouterConfig(), BLOCK_TOKENS, self.clock, seed=7)
+        self.num_requests = 0
+        self.sequences: dict[str, int] = {}
+        for replica in replicas:
+            self.join(replica)
+
+    def join(self, replica: str, epoch: int = 1) -> None:
+        role = {"p": "prefill", "d": "decode", "b": "both"}[replica[0]]
+        self.router.add_replica(ReplicaIdentity(replica, epoch), role)
+        self.router.on_snapshot(KvSnapshot(ReplicaIdentity(replica, epoch), 0, ()))
+        self.sequences[replica] = 0
+        self.load(replica, epoch=epoch)
+
+    def load(
+        self, replica: str, backlog: int = 0, running: int = 0, free: int = 1000, epoch: int = 1
+    ) -> None:
+        self.router.on_load(
+            ReplicaLoad(
+                identity=ReplicaIdentity(replica, epoch),
+                received_at=self.clock.now(),
+                num_running=running,
+                num_waiting=0,
+                num_landings=0,
+                num_backlog_tokens=backlog,
+                num_free_blocks=free,
+                num_total_blocks=1000,
+                prefill_tok_s=10_000.0,
+                decode_step_s=0.02,
+                transfer_tok_s=100_000.0,
+            )
+        )
+
+    def store(self, replica: str, keys: tuple[bytes, ...]) -> None:
+        self.sequences[replica] += 1
+        events = KvEvents(
+            ReplicaIdentity(replica, 1), self.sequences[replica], (BlocksStored(b"", keys),), ()
+        )
+        assert self.router.on_events(events)
+
+    def route(
+        self,
+        keys: tuple[bytes, ...] = (),
+        num_tokens: int = 1000,
+        excluded: tuple[str, ...] = (),
+        pinned_prefill: str = "",
+        pinned_decode: str = "",
+    ) -> Decision:
+        self.num_requests += 1
+        decision = self.router.route(
+            RouteRequest(
+                request_id=f"q{self.num_requests}",
+                tenant="t",
+                block_keys=keys,
+                num_tokens=num_tokens,
+                max_new_tokens=32,
+                excluded=excluded,
+                pinned_prefill=pinned_prefill,
+                pinned_decode=pinned_decode,
+            )
+        )
+        assert recompute(decision) == (decision.prefill, decision.decode)
+        assert self.router.explain(decision.request_id) is decision
+        return decision
+
+
+# -------------------------------------------------------------------------------- who may be chosen
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, data: st.DataObject) -> None:
+    house = House(config=RouterConfig.model_validate({"policy": policy}))
+    names = ["p0", "p1", "p2", "d0", "d1", "b0"]
+    leaving: set[str] = set()
+    alive: set[str] = set()
+    for _ in range(30):
+        name = data.draw(st.sampled_from(names))
+        action = data.draw(st.sampled_from(["join", "leave", "go", "load", "store", "wait", *["route"] * 6]))
+        if action == "join" and name not in alive:
+            house.join(name)
+            alive.add(name)
+        elif action == "leave" and name in alive:
+            house.router.set_leaving(name)
+            leaving.add(name)
+        elif action == "go":
+            house.router.remove_replica(name)
+            alive.discard(name)
+            leaving.discard(name)
+        elif action == "load":
+            backlog, running, free = (data.draw(st.integers(0, most)) for most in (5000, 9, 99))
+            house.load(name, backlog, running, free)
+        elif action == "store" and name in alive:
+            house.store(name, keys_of("shared", data.draw(st.integers(1, 20))))
+        elif action == "wait":
+            house.clock.advance(data.draw(st.sampled_from([0.01, 1.0, 6.0])))
+        elif action == "route":
+            excluded = data.draw(st.sampled_from([(), (name,), ("p0", "d0")]))
+            usable = alive - leaving - set(excluded)
+            num_blocks = data.draw(st.integers(0, 20))
+            num_tokens = num_blocks * BLOCK_TOKENS + data.draw(st.integers(1, 15))
+            if not usable & {"d0", "d1", "b0"}:
+                with pytest.raises(NoReplicaError, match="no usable decode replica"):
+                    house.route(keys_of("shared", num_blocks), num_tokens, excluded)
+                continue
+            decision = house.route(keys_of("shared", num_blocks), num_tokens, excluded)
+            assert decision.decode in usable - {"p0", "p1", "p2"}
+            assert decision.prefill in {"", *usable} - {"d0", "d1", decision.decode}
+            finished = f"q{data.draw(st.integers(1, house.num_requests))}"
+            house.router.on_prefilled(finished)
+            if data.draw(st.booleans()):
+                house.router.on_finished(finished)
+        house.router.check()
+
+
+def test_stale_load_is_the_last_choice() -> None:
+    house = House("p0", "p1", "d0", "d1")
+    house.clock.advance(6.0)
+    house.load("p1", backlog=100_000)
+    house.load("d1", running=500)
+    assert {(house.route().prefill, house.route().decode) for _ in range(5)} == {("p1", "d1")}
+    stale = next(item for item in house.route().candidates if item.replica_id == "p0")
+    assert stale.note == "stale load"
+    assert house.route(excluded=("p1", "d1")).decode == "d0", "but it is a choice when there is no other"
+
+
+def test_when_all_load_is_stale_the_rest_decides() -> None:
+    house = House("p0", "p1", "d0", "d1")
+    house.clock.advance(6.0)
+    assert house.route(num_tokens=1000).prefill != "", "silence of all is no reason to skip the prefill pool"
+    house.load("p0")
+    decision = house.route(num_tokens=1000)
+    assert (decision.prefill, decision.decode) in {("p0", "d0"), ("p0", "d1")}
+    house.load("d1")
+    house.clock.advance(0.1)
+    house.router.set_leaving("p0")
+    assert (house.route().prefill, house.route().decode) == ("", "d1"), "alone where the load is known"
+
+
+def test_a_replica_that_never_reported_is_the_last_choice() -> None:
+    house = House("p0", "d0")
+    house.router.add_replica(ReplicaIdentity("p1", 1), "prefill")
+    assert all(house.route().prefill == "p0" for _ in range(5))
+
+
+def test_missing_sides_are_named() -> None:
+    with pytest.raises(NoReplicaError, match="no usable decode replica: 0 known"):
+        House("p0").route()
+    house = House("p0", "d0", "d1")
+    house.router.set_leaving("d0")
+    with pytest.raises(NoReplicaError, match="decode replica: 2 known, 1 leaving, 1 excluded"):
+        house.route(excluded=("d1",))
+    with pytest.raises(NoReplicaError, match="prefill replica: 1 known, 0 leaving, 1 excluded; p0"):
+        house.route(excluded=("p0",), pinned_prefill="p0", pinned_decode="d1")
+
+
+def test_pins_are_obeyed_at_any_cost() -> None:
+    house = House("p0", "p1", "d0", "d1", "b0")
+    house.load("p1", backlog=10**6)
+    house.load("d1", running=300)
+    decision = house.route(num_tokens=10, pinned_prefill="p1", pinned_decode="d1")
+    assert (decision.prefill, decision.decode) == ("p1", "d1")
+    assert house.route(pinned_decode="d1").decode == "d1"
+    alone = house.route(pinned_prefill="b0", pinned_decode="b0")
+    assert (alone.prefill, alone.decode) == ("", "b0")
+    with pytest.raises(NoReplicaError, match="no second replica"):
+        House("b0").route(pinned_prefill="b0")
+
+
+def test_a_new_life_is_not_leaving_and_holds_nothing() -> None:
+    house = House("p0", "d0")
+    house.store("p0", keys_of("x", 10))
+    house.router.set_leaving("p0")
+    assert house.route(keys_of("x", 10)).prefill == ""
+    house.join("p0", epoch=2)
+    decision = house.route(keys_of("x", 10))
+    assert (decision.prefill, decision.prefill_cached_tokens) == ("p0", 0)
+
+
+def test_a_role_can_change() -> None:
+    house = House("b0", "b1")
+    house.router.add_replica(ReplicaIdentity("b0", 1), "prefill")
+    assert all(house.route().decode == "b1" for _ in range(4))
+    with pytest.raises(ValueError, match="role must be one of"):
+        house.router.add_replica(ReplicaIdentity("b0", 1), "encode")
+
+
+# ------------------------------------------------------------------------------ where the prefix is
+
+
+def test_requests_follow_their_prefix() -> None:
+    house = House("p0", "p1", "p2", "d0", "d1")
+    house.store("p2", keys_of("x", 50))
+    house.store("d1", keys_of("x", 30))
+    decision = house.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 3)
+    assert (decision.prefill, decision.decode) == ("p2", "d1")
+    assert decision.prefill_cached_tokens == 50 * BLOCK_TOKENS
+    assert decision.decode_cached_tokens == 30 * BLOCK_TOKENS
+
+
+def test_a_prefix_is_not_worth_any_queue() -> None:
+    house = House("p0", "p1", "d0")
+    house.store("p0", keys_of("x", 50))
+    house.load("p0", backlog=2 * 50 * BLOCK_TOKENS)
+    assert house.route(keys_of("x", 60), num_tokens=960).prefill == "p1"
+
+
+def test_one_token_is_always_computed() -> None:
+    house = House("p0", "d0")
+    house.store("d0", keys_of("x", 4))
+    decision = house.route(keys_of("x", 4), num_tokens=4 * BLOCK_TOKENS)
+    assert decision.decode_cached_tokens == 4 * BLOCK_TOKENS - 1
+
+
+def test_siblings_go_together_then_spread() -> None:
+    """A burst of one prefix and short suffixes, before any event or report: the first ones share a replica,
+    and the next replica is opened when the queue costs more than the prefix."""
+    house = House("p0", "p1", "p2", "p3", "d0")
+    prefix = keys_of("shared", 100)
+    chosen = [house.route((*prefix, b"own %d" % number), 101 * BLOCK_TOKENS).prefill for number in range(300)]
+    together = int(WORK_PART * 101)
+    assert len(set(chosen[:together])) == 1, "as many suffixes of a block as the work of the prefix is worth"
+    counts = Counter(chosen)
+    assert len(counts) == 4
+    assert max(counts.values()) - min(counts.values()) <= 2 * together
+    for number in range(1, 301):
+        house.router.on_finished(f"q{number}")
+    house.clock.advance(60.0)
+    for replica in ("p0", "p1", "p2", "p3", "d0"):
+        house.load(replica)
+    assert len({house.route((b"%d" % number,), 1000).prefill for number in range(4)}) == 4, "no load is left"
+
+
+def test_strangers_spread_evenly() -> None:
+    house = House("p0", "p1", "p2", "p3", "d0", "d1")
+    decisions = [house.route(keys_of(f"{number:06}", 60)) for number in range(80)]
+    assert set(Counter(item.prefill for item in decisions).values()) == {20}
+    assert set(Counter(item.decode for item in decisions).values()) == {40}
+
+
+# --------------------------------------------------------------------- whether the prefill pool is used
+
+
+def test_a_long_prompt_uses_the_prefill_pool_even_when_all_is_idle() -> None:
+    decision = House("p0", "d0").route(num_tokens=1000)
+    assert (decision.prefill, decision.decode) == ("p0", "d0")
+
+
+def test_a_short_remainder_stays_at_the_decode_side() -> None:
+    house = House("p0", "d0", "d1", config=RouterConfig(skip_prefill_tokens=64))
+    house.load("d0", running=50)
+    house.load("d1", running=50)
+    house.store("d1", keys_of("x", 60))
+    assert house.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 64).prefill == ""
+    assert house.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 65).prefill == "p0"
+    assert house.route((), num_tokens=64).prefill == "", "a short prompt too"
+
+
+def test_a_remainder_stays_when_the_prefill_queue_costs_more() -> None:
+    house = House("p0", "d0", config=RouterConfig(skip_prefill_tokens=0))
+    house.load("d0", running=4)
+    for backlog, prefill in ((0, "p0"), (4000, "p0"), (6000, "")):
+        house.load("p0", backlog=backlog)
+        assert house.route(num_tokens=1000).prefill == prefill
+        house.router.on_finished(f"q{house.num_requests}")
+
+
+def test_a_hand_over_is_not_taken_for_held_before_its_first_token() -> None:
+    """Else the second of two siblings would be sent to compute everything at the decode side."""
+    house = House("p0", "d0")
+    keys = keys_of("x", 60)
+    assert house.route(keys, num_tokens=965).prefill == "p0"
+    assert house.route(keys, num_tokens=965).prefill == "p0"
+    house.router.on_prefilled("q1")
+    assert house.route(keys, num_tokens=965).prefill == ""
+    house.clock.advance(5.0)
+    house.load("p0")
+    house.load("d0")
+    assert house.route(keys, num_tokens=965).prefill == "p0", "no event ever confirmed it"
+
+
+def test_without_prefill_replicas_decode_replicas_serve_alone() -> None:
+    house = House("d0", "d1")
+    assert {house.route().prefill for _ in range(4)} == {""}
+
+
+def test_both_replicas_serve_alone_and_take_turns() -> None:
+    house = House("b0", "b1")
+    decisions = [house.route() for _ in range(6)]
+    assert {item.prefill for item in decisions} == {""}
+    assert Counter(item.decode for item in decisions) == {"b0": 3, "b1": 3}
+
+
+def test_room_comes_before_everything_on_the_decode_side() -> None:
+    house = House("p0", "d0", "d1")
+    house.load("d0", running=0, free=10)
+    house.load("d1", running=200)
+    decision = house.route(num_tokens=1000)
+    assert decision.decode == "d1"
+    full = next(item for item in decision.candidates if (item.replica_id, item.side) == ("d0", "decode"))
+    assert full.note == "no room now"
+
+
+# ---------------------------------------------------------------------------------------- the record
+
+
+def test_the_last_decisions_are_kept() -> None:
+    house = House("p0", "d0")
+    for _ in range(NUM_DECISIONS_KEPT + 3):
+        house.route()
+    assert house.router.explain("q3") is None
+    assert house.router.explain("q4") is not None
+
+
+def test_the_same_seed_makes_the_same_random_decisions() -> None:
+    config = RouterConfig(policy="random")
+    houses = [House("p0", "p1", "p2", "d0", "d1", config=config) for _ in range(2)]
+    runs = [[(item.prefill, item.decode) for item in (house.route() for _ in range(50))] for house in houses]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 6
+
+
+def test_round_robin_takes_turns_on_each_side() -> None:
+    house = House("p0", "p1", "p2", "d0", "d1", config=RouterConfig(policy="round_robin"))
+    decisions = [house.route() for _ in range(6)]
+    assert [item.prefill for item in decisions] == ["p0", "p1", "p2"] * 2
+    assert [item.decode for item in decisions] == ["d0", "d1"] * 3
