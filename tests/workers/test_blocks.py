@@ -1,0 +1,276 @@
+"""BlockPool against a naive model of it, and its promises one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from workers.engine.blocks import ROOT, BlockPool
+from workers.errors import OutOfBlocksError
+
+
+class NaivePool:
+    """The same rules by brute force: a tree of keys, searched from scratch at every step."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.index: dict[bytes, tuple[int, bytes]] = {}  # key -> block, parent
+        self.released: list[int] = []  # oldest first
+        self.quarantined: set[int] = set()
+
+    def key_of(self, block: int) -> bytes | None:
+        return next((key for key, (other, _) in self.index.items() if other == block), None)
+
+    def cached(self) -> list[bytes]:
+        return [key for key, (block, _) in self.index.items() if self.refs[block] == 0]
+
+    def free(self) -> set[int]:
+        indexed = {block for block, _ in self.index.values()}
+        return {block for block, refs in self.refs.items() if refs == 0} - indexed - self.quarantined
+
+    def subtree(self, key: bytes) -> list[bytes]:
+        children = [child for child, (_, parent) in self.index.items() if parent == key]
+        return [key, *(below for child in children for below in self.subtree(child))]
+
+    def evict(self) -> None:
+        cached = sorted(self.cached(), key=lambda key: self.released.index(self.index[key][0]))
+        leaves = [key for key in cached if len(self.subtree(key)) == 1]
+        for key in [leaves[0]] if leaves else self.subtree(cached[0]):
+            del self.index[key]
+
+    def release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.released = [other for other in self.released if other != block] + [block]
+
+
+class Watcher:
+    """What a router knows from events alone."""
+
+    def __init__(self) -> None:
+        self.key_to_parent: dict[bytes, bytes] = {}
+
+    def take(self, pool: BlockPool) -> None:
+        stored, removed = pool.take_events()
+        for part in removed:
+            for key in part.keys:
+                del self.key_to_parent[key]
+        for chain in stored:
+            parent = chain.parent
+            for key in chain.keys:
+                assert parent == ROOT or parent in self.key_to_parent
+                assert key not in self.key_to_parent
+                self.key_to_parent[key] = parent
+                parent = key
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders with chains of blocks, as sequences have them: a prefix that is matched, then own blocks."""
+
+    @initialize(num_blocks=st.integers(1, 9))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, 4)
+        self.model = NaivePool(num_blocks)
+        self.watcher = Watcher()
+        self.holders: list[tuple[list[int], list[bytes]]] = []
+
+    @rule(path=st.text("ab", max_size=5))
+    def acquire_prefix(self, path: str) -> None:
+        keys = [path[: end + 1].encode() for end in range(len(path))]
+        blocks = self.pool.match(keys)
+        expected = []
+        for key in keys:
+            if key not in self.model.index:
+                break
+            expected.append(self.model.index[key][0])
+        assert blocks == expected
+        self.pool.acquire(blocks)
+        for block in blocks:
+            self.model.refs[block] += 1
+        self.holders.append((blocks, keys[: len(blocks)]))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), letters=st.text("ab", min_size=1, max_size=4))
+    def grow(self, data: st.DataObject, letters: str) -> None:
+        blocks, keys = data.draw(st.sampled_from(self.holders))
+        num_free = len(self.model.free()) + len(self.model.cached())
+        if len(letters) > num_free:
+            before = self.pool.snapshot()
+            with pytest.raises(OutOfBlocksError, match=f"{len(letters)} blocks .* {num_free} are free"):
+                self.pool.allocate(len(letters))
+            assert self.pool.snapshot() == before
+            return
+        while len(self.model.free()) < len(letters):
+            self.model.evict()
+        new = self.pool.allocate(len(letters))
+        assert set(new) <= self.model.free()
+        for block, letter in zip(new, letters, strict=True):
+            self.model.refs[block] = 1
+            blocks.append(block)
+            keys.append((keys[-1] if keys else b"") + letter.encode())
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def register_all(self, data: st.DataObject) -> None:
+        blocks, keys = data.draw(st.sampled_from(self.holders))
+        parent = ROOT
+        for block, key in zip(blocks, keys, strict=True):
+            known = key in self.model.index
+            there = self.model.key_of(block) is not None
+            expected = there or (not known and (parent == ROOT or parent in self.model.index))
+            assert self.pool.register(block, parent, key) == expected
+            if expected and not there:
+                self.model.index[key] = (block, parent)
+            parent = key
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), keep=st.integers(0, 3))
+    def release(self, data: st.DataObject, keep: int) -> None:
+        number = data.draw(st.integers(0, len(self.holders) - 1))
+        blocks, keys = self.holders.pop(number)
+        self.pool.release(blocks[keep:])
+        self.model.release(blocks[keep:])
+        if blocks[:keep]:
+            self.holders.append((blocks[:keep], keys[:keep]))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        blocks, keys = data.draw(st.sampled_from(self.holders))
+        if blocks and self.model.refs[blocks[-1]] == 1 and self.model.key_of(blocks[-1]) is None:
+            block = blocks.pop()
+            keys.pop()
+            self.pool.quarantine([block])
+            self.model.refs[block] = 0
+            self.model.quarantined.add(block)
+
+    @rule()
+    def release_quarantine(self) -> None:
+        self.pool.release_quarantine(list(self.model.quarantined))
+        self.model.quarantined.clear()
+
+    @rule()
+    def watch(self) -> None:
+        self.watcher.take(self.pool)
+        assert self.watcher.key_to_parent == {key: parent for key, (_, parent) in self.model.index.items()}
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        model = self.model
+        assert self.pool.num_cached == len(model.cached())
+        assert self.pool.num_free == len(model.free()) + len(model.cached())
+        assert self.pool.num_quarantined == len(model.quarantined)
+        assert self.pool.num_referenced == sum(refs > 0 for refs in model.refs.values())
+        assert self.pool.num_references == sum(model.refs.values())
+        for block, refs in model.refs.items():
+            assert self.pool.is_shared(block) == (refs > 1)
+        parents: dict[bytes, bytes] = {}
+        for chain in self.pool.snapshot():
+            parents.update(zip(chain.keys, (chain.parent, *chain.keys), strict=False))
+        assert parents == {key: parent for key, (_, parent) in model.index.items()}
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
+
+
+def chain(pool: BlockPool, names: str) -> list[int]:
+    blocks = pool.allocate(len(names))
+    for index, block in enumerate(blocks):
+        assert pool.register(block, names[:index].encode(), names[: index + 1].encode())
+    return blocks
+
+
+def test_eviction_takes_the_least_recent_chain_from_its_end() -> None:
+    pool = BlockPool(6, 4)
+    old, new = chain(pool, "abc"), chain(pool, "xyz")
+    pool.release(old)
+    pool.release(new)
+    pool.allocate(2)
+    assert pool.match([b"a", b"ab", b"abc"]) == old[:1]
+    assert pool.match([b"x", b"xy", b"xyz"]) == new
+    pool.acquire(pool.match([b"x"]))
+    pool.allocate(2)
+    assert pool.match([b"a"]) == []
+    assert pool.match([b"x", b"xy", b"xyz"]) == new[:2]
+
+
+def test_a_match_used_again_becomes_the_most_recent() -> None:
+    pool = BlockPool(2, 4)
+    first, second = chain(pool, "a"), chain(pool, "b")
+    pool.release(first)
+    pool.release(second)
+    pool.acquire(first)
+    pool.release(first)
+    pool.allocate(1)
+    assert pool.match([b"a"]) == first
+    assert pool.match([b"b"]) == []
+
+
+def test_a_free_parent_of_a_used_child_can_still_be_had() -> None:
+    pool = BlockPool(3, 4)
+    (parent,) = chain(pool, "a")
+    duplicate, child = pool.allocate(2)
+    assert not pool.register(duplicate, ROOT, b"a")
+    assert pool.register(child, b"a", b"ab")
+    pool.release([parent])
+    assert pool.num_free == 1
+    assert pool.allocate(1) == [parent]
+    assert pool.match([b"a", b"ab"]) == []
+    assert not pool.register(child, b"a", b"ab")
+    pool.release([duplicate, child, parent])
+    assert (pool.num_free, pool.num_cached) == (3, 0)
+    pool.check()
+
+
+def test_events_are_net_and_name_chains_once() -> None:
+    pool = BlockPool(4, 4)
+    abc = chain(pool, "abc")
+    branch = pool.allocate(1)
+    pool.register(branch[0], b"a", b"az")
+    stored, removed = pool.take_events()
+    assert [(part.parent, part.keys) for part in stored] == [(b"", (b"a", b"ab", b"abc")), (b"a", (b"az",))]
+    assert removed == ()
+    pool.release(abc)
+    pool.release(branch)
+    pool.release(pool.allocate(4))
+    again = chain(pool, "ab")
+    stored, removed = pool.take_events()
+    assert stored == ()
+    assert {key for part in removed for key in part.keys} == {b"abc", b"az"}
+    assert pool.match([b"a", b"ab"]) == again
+
+
+def test_the_heap_of_evictable_blocks_stays_small() -> None:
+    pool = BlockPool(4, 4)
+    blocks = chain(pool, "abcd")
+    pool.release(blocks)
+    for _ in range(1000):
+        pool.acquire(blocks)
+        pool.release(blocks)
+    assert len(pool._evictable) <= 2 * pool.num_total + 65
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        pytest.param(lambda pool, block: pool.release([block, block]), id="release"),
+        pytest.param(lambda pool, block: pool.quarantine([block]), id="quarantine"),
+        pytest.param(lambda pool, block: pool.acquire([1 - block]), id="acquire"),
+        pytest.param(lambda pool, block: pool.register(block, ROOT, b"b"), id="rename"),
+    ],
+)
+def test_misuse_is_an_assertion(misuse: Callable[[BlockPool, int], object]) -> None:
+    pool = BlockPool(2, 4)
+    (block,) = chain(pool, "a")
+    with pytest.raises(AssertionError):
+        misuse(pool, block)

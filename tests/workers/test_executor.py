@@ -1,0 +1,273 @@
+"""The executor driven by hand-written plans, against transformers on the same random checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvtransfer.clock import ManualClock
+from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord
+from workers.engine.executor import Executor, read_dtype
+from workers.errors import CapacityError, CheckpointError, WorkerError
+from workers.messages import BatchEntry, BlockCopy, SampledToken, SamplingParams, SlotStart, StepPlan
+from workers.model.config import model_fingerprint
+from workers.model.random_checkpoint import write_random_checkpoint
+
+BLOCK = 16
+GREEDY = SamplingParams()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(path, "llama", seed=3, eos_token_id=[1, 9])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def make_executor(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: str = "float32") -> Executor:
+    return Executor(
+        model_dir=model_dir,
+        dtype=read_dtype(dtype),
+        device=torch.device("cpu"),
+        block_tokens=BLOCK,
+        num_kv_tokens=num_kv_tokens,
+        num_threads=1,
+        clock=ManualClock(5.0),
+    )
+
+
+@pytest.fixture
+def executor(model_dir: Path) -> Executor:
+    return make_executor(model_dir)
+
+
+def draw(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(token) for token in torch.randint(0, 256, (num_tokens,), generator=generator)]
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    return np.array(tokens, dtype="<u4").tobytes()
+
+
+def started(slot: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY, seed: int = 0) -> SlotStart:
+    return SlotStart(slot, packed(prompt), len(prompt), seed, sampling)
+
+
+def entry(
+    slot: int, start: int, tokens: Sequence[int], blocks: Sequence[int], samples: Sequence[int] = ()
+) -> BatchEntry:
+    """Without `tokens`, one token that continues the slot."""
+    return BatchEntry(slot, start, len(tokens) or 1, packed(tokens), tuple(blocks), tuple(samples))
+
+
+def step(
+    *entries: BatchEntry,
+    starts: Sequence[SlotStart] = (),
+    copies: Sequence[BlockCopy] = (),
+    frees: Sequence[int] = (),
+) -> StepPlan:
+    return StepPlan(1, tuple(frees), tuple(starts), tuple(copies), entries)
+
+
+def run(executor: Executor, plan: StepPlan) -> dict[int, int]:
+    return {sampled.slot: sampled.token for sampled in executor.run(plan).tokens}
+
+
+def greedy_reference(model_dir: Path, prompt: Sequence[int], num_new: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_new):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_chunked_prefill_and_decode_equal_transformers(model_dir: Path, executor: Executor) -> None:
+    """Two sequences, interleaved: chunks of one beside decoding of the other, in scattered blocks."""
+    first, second = draw(45, seed=1), draw(20, seed=2)
+    first_blocks, second_blocks = (7, 2, 30, 11, 5), (3, 39, 0)
+    tokens: dict[int, list[int]] = {10: [], 20: []}
+
+    def take(plan: StepPlan) -> None:
+        for slot, token in run(executor, plan).items():
+            tokens[slot].append(token)
+
+    take(step(entry(20, 0, second, second_blocks, [20]), starts=[started(20, second)]))
+    take(step(entry(10, 0, first[:17], first_blocks), starts=[started(10, first)]))
+    take(step(entry(20, 20, [], second_blocks, [20]), entry(10, 17, first[17:32], first_blocks)))
+    take(step(entry(10, 32, first[32:], first_blocks, [10]), entry(20, 21, [], second_blocks, [20])))
+    for number in range(8):
+        take(
+            step(
+                entry(20, 22 + number, [], second_blocks, [20]),
+                entry(10, 45 + number, [], first_blocks, [10]),
+            )
+        )
+    assert tokens[10] == greedy_reference(model_dir, first, 9)
+    assert tokens[20] == greedy_reference(model_dir, second, 11)
+
+
+def test_samples_fork_from_one_prompt(executor: Executor, model_dir: Path) -> None:
+    """Two seeds on one prompt, with copy-on-write of the shared last block, equal two lone sequences."""
+    prompt, sampling, seeds = draw(20), SamplingParams(temperature=1.5), {4: 111, 5: 222}
+    starts = [started(slot, prompt, sampling, seed) for slot, seed in seeds.items()]
+    forked: dict[int, list[int]] = {4: [], 5: []}
+    tables = {4: (0, 1), 5: (0, 2)}
+    plans = [step(entry(4, 0, prompt, (0, 1), [4, 5]), starts=starts)]
+    for number in range(8):
+        copies = [BlockCopy(1, 2)] if number == 0 else []
+        entries = [entry(slot, 20 + number, [], tables[slot], [slot]) for slot in (4, 5)]
+        plans.append(step(*entries, copies=copies))
+    for plan in plans:
+        for slot, token in run(executor, plan).items():
+            forked[slot].append(token)
+    assert forked[4] != forked[5]
+    for slot, seed in seeds.items():
+        alone = make_executor(model_dir)
+        outputs = [
+            run(
+                alone,
+                step(entry(0, 0, prompt, (8, 9), [0]), starts=[started(0, prompt, sampling, seed)]),
+            )
+        ]
+        outputs += [run(alone, step(entry(0, 20 + number, [], (8, 9), [0]))) for number in range(8)]
+        assert [output[0] for output in outputs] == forked[slot]
+
+
+def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: Executor) -> None:
+    prompt, sampling = draw(20), SamplingParams(temperature=1.2, repetition_penalty=1.2, num_logprobs=2)
+    whole = [
+        executor.run(step(entry(1, 0, prompt, (0, 1, 2), [1]), starts=[started(1, prompt, sampling, 7)]))
+    ]
+    whole += [executor.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
+    sampled = [report.tokens[0] for report in whole]
+    known = [*prompt, *(token.token for token in sampled[:6])]
+    start = SlotStart(2, packed(known), len(prompt), 7, sampling)
+    again = [executor.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
+    again += [executor.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
+    for before, after in zip(sampled[6:], (report.tokens[0] for report in again), strict=True):
+        assert before.token == after.token
+        assert before.logprob is not None
+        assert after.logprob is not None
+        assert before.logprob.logprob == pytest.approx(after.logprob.logprob, abs=1e-5)
+
+
+def test_explicit_and_implied_input_tokens_are_the_same(executor: Executor) -> None:
+    prompt = draw(18)
+    plan = step(
+        entry(1, 0, prompt, (0, 1), [1]),
+        entry(2, 0, prompt, (2, 3), [2]),
+        starts=[started(1, prompt), started(2, prompt)],
+    )
+    first = run(executor, plan)
+    assert first[1] == first[2]
+    second = run(executor, step(entry(1, 18, [], (0, 1), [1]), entry(2, 18, [first[2]], (2, 3), [2])))
+    assert second[1] == second[2]
+
+
+def test_a_started_slot_implies_its_last_known_token(executor: Executor) -> None:
+    """Hand-over: KV of all but the last token is here, and the plan may leave that token out."""
+    prompt = draw(18)
+    token = run(executor, step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))[1]
+    expected = run(executor, step(entry(1, 18, [], (0, 1), [1])))[1]
+    start = SlotStart(2, packed([*prompt, token]), len(prompt), 0, GREEDY)
+    assert run(executor, step(entry(2, 18, [], (0, 1), [2]), starts=[start])) == {2: expected}
+
+
+def test_the_pool_is_the_shared_memory(executor: Executor) -> None:
+    prompt = draw(16)
+    run(executor, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))
+    assert executor.memory is not None
+    layout = executor.layout
+    assert executor.kv.shape == (40, 2, 2, 2, BLOCK, 16)
+    assert layout.block_bytes * 40 == len(executor.memory.buffer)
+    begin = 3 * layout.block_bytes + layout.offset(1, 1, 1)
+    raw = np.frombuffer(executor.memory.buffer[begin : begin + layout.head_bytes], np.float32)
+    assert np.array_equal(raw, executor.kv[3, 1, 1, 1].flatten().numpy())
+    assert raw.any()
+    assert not executor.kv[4].any()
+
+
+def test_a_plan_that_samples_nothing_reports(executor: Executor) -> None:
+    prompt = draw(16)
+    report = executor.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
+    assert (report.step, report.tokens) == (1, ())
+    assert report.started_at == report.finished_at == 5.0
+
+
+def test_the_empty_plan_is_a_canary(executor: Executor) -> None:
+    assert executor.run(step()).tokens == ()
+
+
+def test_warm_up_leaves_no_slot(executor: Executor) -> None:
+    executor.warm_up()
+    executor.warm_up()
+    with pytest.raises(AssertionError, match="slot -1 is freed but was never started"):
+        executor.run(step(frees=[-1]))
+
+
+@pytest.mark.parametrize("num_kv_tokens", [16, 48, 49])
+def test_warm_up_fits_a_small_pool(model_dir: Path, num_kv_tokens: int) -> None:
+    make_executor(model_dir, num_kv_tokens=num_kv_tokens).warm_up()
+
+
+def test_ready_fields(model_dir: Path, executor: Executor) -> None:
+    fields = executor.ready_fields
+    assert (fields.num_blocks, fields.vocab_size, fields.eos_token_ids) == (40, 256, (1, 9))
+    assert fields.max_context_tokens == 40 * BLOCK
+    fingerprint = model_fingerprint(model_dir)
+    assert fields.compatibility == CompatibilityRecord(
+        PROTOCOL_VERSION, fingerprint, "float32", BLOCK, 2, 2, 16
+    )
+    assert make_executor(model_dir, num_kv_tokens=4096).ready_fields.max_context_tokens == 2048
+
+
+def test_freed_slots_can_be_taken_again_in_the_same_plan(executor: Executor) -> None:
+    prompt = draw(5)
+    run(executor, step(starts=[started(1, prompt)]))
+    plan = step(entry(1, 0, prompt, (0,), [1]), starts=[started(1, prompt)], frees=[1])
+    assert list(run(executor, plan)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (step(frees=[3]), "slot 3 is freed but was never started"),
+        (step(entry(3, 0, [], (0,), [3])), "slot 3 continues but was never started"),
+        (step(entry(3, 0, [5, 6], (0,), [3])), "slot 3 samples but was never started"),
+        (step(BatchEntry(3, 0, 2, packed([5]), (0,), ())), "slot 3: 4 bytes"),
+        (step(starts=[started(3, [5]), started(3, [5])]), "slot 3 is already in use"),
+    ],
+)
+def test_bad_plans_are_assertion_errors(executor: Executor, plan: StepPlan, text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        executor.run(plan)
+
+
+def test_bfloat16_runs_and_is_reported(model_dir: Path) -> None:
+    executor, prompt = make_executor(model_dir, dtype="bf16"), draw(20)
+    report = executor.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
+    assert executor.ready_fields.compatibility.dtype == "bfloat16"
+    assert isinstance(report.tokens[0], SampledToken)
+
+
+def test_what_cannot_be_served_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="dtype 'int3' is not one of float32"):
+        read_dtype("int3")
+    with pytest.raises(CapacityError, match="kv_tokens 15 is less than one block of 16 tokens"):
+        make_executor(model_dir, num_kv_tokens=15)
+    with pytest.raises(CheckpointError):
+        make_executor(tmp_path)

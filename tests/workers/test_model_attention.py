@@ -1,0 +1,81 @@
+"""Paged attention against a plain one that loops over tokens and heads in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.model.attention import AttentionBatch, SequenceSpan, paged_attention, write_kv
+
+CPU = torch.device("cpu")
+LAYERS, HEAD_DIM = 2, 8
+
+
+def _reference(query: Tensor, keys: Tensor, values: Tensor, start: int, window: int) -> Tensor:
+    """`query` [t, H, D] at positions from `start`; `keys` and `values` [S, K, D]."""
+    group = query.shape[1] // keys.shape[1]
+    output = torch.empty_like(query)
+    for row in range(query.shape[0]):
+        position = start + row
+        first = max(0, position - window + 1) if window else 0
+        for head in range(query.shape[1]):
+            seen = slice(first, position + 1)
+            scores = keys[seen, head // group] @ query[row, head] / math.sqrt(HEAD_DIM)
+            output[row, head] = torch.softmax(scores, 0) @ values[seen, head // group]
+    return output.flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [0, 1, 16, 19])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 1), (6, 2)])
+def test_it_equals_a_loop_over_tokens(
+    num_heads: int, num_kv_heads: int, window: int, dtype: torch.dtype
+) -> None:
+    """Decoding rows from 1 to 150 tokens long and chunks at the start, inside and across blocks."""
+    generator = torch.Generator().manual_seed(num_heads + window)
+    work = [(0, 1), (149, 1), (15, 1), (16, 1), (0, 33), (17, 20), (48, 2), (40, 1), (0, 1)]
+    free = torch.randperm(80, generator=generator).tolist()
+    kv = torch.full((80, LAYERS, 2, num_kv_heads, 16, HEAD_DIM), float("nan"), dtype=dtype)
+    pairs, spans, queries, expected = [], [], [], []
+    for start, count in work:
+        table = tuple(free.pop() for _ in range(-(-(start + count) // 16)))
+        kv[list(table)] = 0
+        keys_values = torch.randn(start + count, 2 * num_kv_heads, HEAD_DIM, generator=generator).to(dtype)
+        query = torch.randn(count, num_heads, HEAD_DIM, generator=generator).to(dtype)
+        pairs.append((SequenceSpan(0, start + count, table), keys_values))
+        spans.append(SequenceSpan(start, count, (*table, *free[:1])))
+        queries.append(query)
+        keys, values = keys_values.double().chunk(2, dim=1)
+        expected.append(_reference(query.double(), keys, values, start, window))
+    written = AttentionBatch.build([span for span, _ in pairs], 16, CPU)
+    everything = torch.cat([keys_values for _, keys_values in pairs])
+    for layer in range(LAYERS):
+        write_kv(kv, layer, everything * (layer + 1), slice(None), written)
+    batch = AttentionBatch.build(spans, 16, CPU)
+    actual = paged_attention(torch.cat(queries), kv, 0, window, batch)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=0, atol=tolerance)
+
+
+def test_long_and_short_decoding_sequences_share_no_padding() -> None:
+    """A group's longest context is at most twice its shortest, in blocks."""
+    lengths = [5, 900, 40, 70, 33, 16, 500]
+    tables = iter(range(1000))
+    spans = [
+        SequenceSpan(length - 1, 1, tuple(next(tables) for _ in range(-(-length // 16))))
+        for length in lengths
+    ]
+    batch = AttentionBatch.build(spans, 16, CPU)
+    kv = torch.zeros(200, 1, 2, 1, 16, HEAD_DIM)
+    query = torch.randn(len(lengths), 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    paged_attention(query, kv, 0, 0, batch)
+    (plan,) = batch._plans.values()
+    assert sorted(row for group in plan.groups for row in group.rows.tolist()) == list(range(len(lengths)))
+    for group in plan.groups:
+        blocks = [-(-lengths[row] // 16) for row in group.rows.tolist()]
+        assert max(blocks) <= 2 * min(blocks)
+        assert group.bias.shape[-1] == max(blocks) * 16

@@ -1,0 +1,168 @@
+"""What is read from a checkpoint's config.json, what is refused, and the fingerprint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from workers.errors import CheckpointError
+from workers.model.config import model_fingerprint, read_model_config
+
+MakeCheckpoint = Callable[..., Path]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPARSE = {
+    "hidden_size": 4096,
+    "intermediate_size": 160,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "vocab_size": 211,
+}
+
+
+def _write(path: Path, **config: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def _edit(model_dir: Path, **config: Any) -> None:
+    file = model_dir / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config), encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("sliding", [{}, {"use_sliding_window": True}, {"sliding_window": None}])
+def test_silent_keys_mean_what_transformers_takes_them_for(
+    family: str, sliding: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read_model_config(_write(tmp_path, model_type=family, **SPARSE, **sliding))
+    expected = transformers.AutoConfig.from_pretrained(tmp_path)
+    head_dim = getattr(expected, "head_dim", None) or expected.hidden_size // expected.num_attention_heads
+    assert config.num_kv_heads == expected.num_key_value_heads
+    assert config.head_dim == head_dim
+    assert config.max_context_tokens == expected.max_position_embeddings
+    assert config.rms_norm_eps == expected.rms_norm_eps
+    assert config.rope.theta == expected.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings == expected.tie_word_embeddings
+    window = getattr(expected, "sliding_window", None) or 0
+    kinds = getattr(expected, "layer_types", None)
+    if kinds is None:
+        assert config.sliding_windows == ((window if family == "mistral" else 0),) * 30
+    else:
+        assert config.sliding_windows == tuple(window * (kind == "sliding_attention") for kind in kinds)
+
+
+def test_old_and_new_names_of_rope_are_the_same(tmp_path: Path) -> None:
+    old = _write(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=LLAMA3, **SPARSE)
+    first = read_model_config(old)
+    new = _write(tmp_path, model_type="llama", rope_parameters=LLAMA3 | {"rope_theta": 5e5}, **SPARSE)
+    assert read_model_config(new) == first
+    assert first.rope.rope_type == "llama3"
+    assert first.rope.original_max_positions == 2048
+
+
+def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
+    _write(tmp_path, model_type="llama", eos_token_id=2, **SPARSE)
+    assert read_model_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert read_model_config(tmp_path).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures ['GPT2LMHeadModel'] is not supported"),
+        ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling {'rope_type': 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters"),
+        ({"rope_scaling": {"type": "linear"}}, "factor None is not a positive number"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 9.0}}, "low_freq_factor"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0 is not a positive integer"),
+        ({"hidden_size": None}, "hidden_size None is not a positive integer"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps 'small' is not a positive number"),
+        ({"layer_types": ["full_attention"]}, "layer_types ['full_attention'] does not name the 2 layers"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 2}, "use_sliding_window is not set"),
+        ({"eos_token_id": "</s>"}, "eos_token_id '</s>'"),
+    ],
+)
+def test_a_refusal_names_file_key_and_value(
+    change: dict[str, Any], named: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    model_dir = shutil.copytree(make_checkpoint("qwen3"), tmp_path / "model")
+    _edit(model_dir, **change)
+    with pytest.raises(CheckpointError) as caught:
+        read_model_config(model_dir)
+    assert named in str(caught.value)
+    assert str(model_dir / "config.json") in str(caught.value)
+
+
+def test_mistral_with_layer_types_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path, model_type="mistral", layer_types=["full_attention"] * 30, **SPARSE)
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_an_unreadable_config_is_refused_by_name(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_the_fingerprint_is_of_what_makes_the_kv(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = make_checkpoint("llama", seed=3)
+    model_dir = shutil.copytree(source, tmp_path / "model")
+    first = model_fingerprint(model_dir)
+    assert len(first) == 16
+    assert first == model_fingerprint(source)
+    _edit(model_dir, eos_token_id=77, transformers_version="9", max_position_embeddings=4096)
+    assert model_fingerprint(model_dir) == first
+    _edit(model_dir, rope_theta=20000.0)
+    assert model_fingerprint(model_dir) != first
+    assert model_fingerprint(make_checkpoint("llama", seed=4)) != first
+    assert model_fingerprint(make_checkpoint("llama", seed=3, dtype="bfloat16")) != first
+
+
+def test_one_fine_tuned_tensor_changes_the_fingerprint(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = make_checkpoint("qwen2", sharded=True)
+    model_dir = shutil.copytree(source, tmp_path / "model")
+    file = model_dir / "model-00002-of-00002.safetensors"
+    tensors = load_file(file)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert model_fingerprint(model_dir) == model_fingerprint(source)
+    name = sorted(tensors)[-1]
+    save_file(tensors | {name: tensors[name] * 1.5}, file, metadata={"format": "pt"})
+    assert model_fingerprint(model_dir) != model_fingerprint(source)
+
+
+def test_a_weight_file_cut_short_has_no_fingerprint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    model_dir = shutil.copytree(make_checkpoint("llama"), tmp_path / "model")
+    file = model_dir / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (0, 4, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: .*short"):
+            model_fingerprint(model_dir)
+
+
+def test_brains_and_gateways_get_no_torch_by_it() -> None:
+    code = "import sys, workers.model.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,258 @@
+"""A rank process against a test that plays its brain over the real connection."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.faults import FaultRule
+from kvtransfer.framing import prove_as_server, receive_frame, send_frame
+from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity
+from workers.messages import (
+    RANK_DOWN_CODEC,
+    RANK_SPEC_CODEC,
+    RANK_UP_CODEC,
+    BatchEntry,
+    RankDown,
+    RankFailed,
+    RankReady,
+    RankSpec,
+    RankUp,
+    SamplingParams,
+    Shutdown,
+    SlotStart,
+    StepPlan,
+    StepReport,
+)
+from workers.model.random_checkpoint import write_random_checkpoint
+
+SECRET = b"s" * 32
+IDENTITY = ReplicaIdentity("replica", 1)
+START_TIMEOUT_S = 60.0
+
+
+class Brain:
+    """Listens, starts one rank, and speaks with it."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(START_TIMEOUT_S)
+        self.port = self._listener.getsockname()[1]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.sock: socket.socket | None = None
+
+    def start_process(self, spec: RankSpec) -> subprocess.Popen[bytes]:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "workers.engine.rank"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert self.process.stdin is not None
+        frame = RANK_SPEC_CODEC.encode(spec)
+        self.process.stdin.write(struct.pack("<I", len(frame)) + frame)
+        self.process.stdin.close()
+        return self.process
+
+    def accept(self, secret: bytes = SECRET) -> str:
+        self.sock, _ = self._listener.accept()
+        name = prove_as_server(self.sock, secret)
+        self.sock.settimeout(START_TIMEOUT_S)
+        return name
+
+    def send(self, message: RankDown) -> None:
+        assert self.sock is not None
+        send_frame(self.sock, RANK_DOWN_CODEC.encode(message))
+
+    def receive(self) -> RankUp:
+        assert self.sock is not None
+        return RANK_UP_CODEC.decode(receive_frame(self.sock))
+
+    def ready(self, spec: RankSpec) -> RankReady:
+        self.start_process(spec)
+        self.accept()
+        message = self.receive()
+        assert isinstance(message, RankReady), message
+        return message
+
+    def failure(self, spec: RankSpec) -> str:
+        """The reason that the rank gives, after which it has ended with status 1."""
+        process = self.start_process(spec)
+        self.accept()
+        message = self.receive()
+        assert isinstance(message, RankFailed), message
+        assert process.wait(START_TIMEOUT_S) == 1
+        return message.reason
+
+    def close(self) -> None:
+        for sock in (self.sock, self._listener):
+            if sock is not None:
+                sock.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+
+@pytest.fixture
+def brain() -> Iterator[Brain]:
+    made = Brain()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(path, "llama", seed=3)
+    return path
+
+
+def make_spec(
+    brain: Brain,
+    model_dir: Path,
+    *,
+    num_ranks: int = 1,
+    dtype: str = "float32",
+    device: str = "cpu",
+    faults: tuple[FaultRule, ...] = (),
+) -> RankSpec:
+    return RankSpec(
+        replica=IDENTITY,
+        rank=0,
+        num_ranks=num_ranks,
+        brain_address=f"127.0.0.1:{brain.port}",
+        secret=SECRET,
+        model_dir=str(model_dir),
+        dtype=dtype,
+        device=device,
+        num_threads=1,
+        block_tokens=16,
+        num_kv_tokens=512,
+        max_batch_tokens=128,
+        max_sequences=8,
+        data_host="127.0.0.1",
+        transports=("tcp",),
+        faults=faults,
+    )
+
+
+PROMPT = np.arange(20, dtype="<u4").tobytes()
+
+
+def prefill(step: int, slot: int = 0) -> StepPlan:
+    start = SlotStart(slot, PROMPT, 20, 0, SamplingParams())
+    return StepPlan(step, (), (start,), (), (BatchEntry(slot, 0, 20, PROMPT, (0, 1), (slot,)),))
+
+
+def decode(step: int, position: int) -> StepPlan:
+    return StepPlan(step, (), (), (), (BatchEntry(0, position, 1, b"", (0, 1), (0,)),))
+
+
+def test_a_rank_serves_and_shuts_down(brain: Brain, model_dir: Path) -> None:
+    """Plans may be sent ahead; reports come in order; transfer orders are answered between them."""
+    ready = brain.ready(make_spec(brain, model_dir))
+    assert brain.process is not None
+    assert (ready.rank, ready.process_id, ready.num_blocks) == (0, brain.process.pid, 32)
+    assert (ready.vocab_size, ready.max_context_tokens, ready.eos_token_ids) == (256, 512, (1,))
+    assert ready.host_id == ready.endpoints.host_id
+    assert [endpoint.transport for endpoint in ready.endpoints.endpoints] == ["tcp"]
+    assert ready.load_s > 0
+    assert ready.warm_up_s > 0
+    plans = [prefill(1), *(decode(step, 18 + step) for step in range(2, 6)), StepPlan(6, (0,), (), (), ())]
+    for plan in plans:
+        brain.send(plan)
+    reports = [brain.receive() for _ in plans]
+    for plan, report in zip(plans, reports, strict=True):
+        assert isinstance(report, StepReport)
+        assert report.step == plan.step
+        assert len(report.tokens) == len(plan.entries)
+        assert report.started_at <= report.finished_at
+    landing_id = b"l" * 16
+    brain.send(OpenLanding(landing_id, ReplicaIdentity("writer", 1), (3, 4)))
+    brain.send(CloseLanding(landing_id))
+    assert brain.receive() == LandingClosed(landing_id, writer_may_write=False)
+    brain.send(Shutdown("the test is over"))
+    assert brain.process.wait(START_TIMEOUT_S) == 0
+
+
+def test_the_rank_ends_with_its_brain(brain: Brain, model_dir: Path) -> None:
+    brain.ready(make_spec(brain, model_dir))
+    assert brain.sock is not None
+    assert brain.process is not None
+    brain.sock.close()
+    assert brain.process.wait(1.0 + 4.0) == 0  # promised within 1 s; the rest is for a loaded machine
+
+
+def test_the_rank_ends_with_its_brain_while_loading(brain: Brain, model_dir: Path) -> None:
+    process = brain.start_process(make_spec(brain, model_dir))
+    brain.accept()
+    assert brain.sock is not None
+    brain.sock.close()
+    assert process.wait(START_TIMEOUT_S) == 0
+
+
+def test_a_failed_step_is_reported(brain: Brain, model_dir: Path) -> None:
+    brain.ready(make_spec(brain, model_dir))
+    brain.send(StepPlan(1, (77,), (), (), ()))
+    message = brain.receive()
+    assert message == RankFailed(0, "AssertionError: slot 77 is freed but was never started")
+    assert brain.process is not None
+    assert brain.process.wait(START_TIMEOUT_S) == 1
+
+
+def test_a_bad_frame_is_reported(brain: Brain, model_dir: Path) -> None:
+    brain.ready(make_spec(brain, model_dir))
+    assert brain.sock is not None
+    send_frame(brain.sock, b"\xc1 no message")
+    message = brain.receive()
+    assert isinstance(message, RankFailed)
+    assert "frame refused" in message.reason
+
+
+BAD_SPECS: dict[str, tuple[Callable[[Brain, Path], RankSpec], str]] = {
+    "no such folder": (lambda brain, path: make_spec(brain, path / "nowhere"), "config.json: no such file"),
+    "two ranks": (lambda brain, path: make_spec(brain, path, num_ranks=2), "tp 1, pp 1"),
+    "unknown dtype": (lambda brain, path: make_spec(brain, path, dtype="int3"), "dtype 'int3' is not one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SPECS)
+def test_what_cannot_be_served_is_reported(brain: Brain, model_dir: Path, name: str) -> None:
+    make, text = BAD_SPECS[name]
+    assert text in brain.failure(make(brain, model_dir))
+
+
+@pytest.mark.parametrize(
+    ("point", "num_reports"), [("rank.step", 1), ("rank.step.prefill", 1), ("rank.step.decode", 2)]
+)
+def test_fault_points(brain: Brain, model_dir: Path, tmp_path: Path, point: str, num_reports: int) -> None:
+    """Empty plans pass no point; a prefill and a decode plan pass their own."""
+    marker = tmp_path / "marker"
+    brain.ready(make_spec(brain, model_dir, faults=(FaultRule(point, "kill", str(marker)),)))
+    for plan in (StepPlan(0, (), (), (), ()), prefill(1), decode(2, 20)):
+        brain.send(plan)
+    reports = [brain.receive() for _ in range(num_reports)]
+    assert [report.step for report in reports if isinstance(report, StepReport)] == list(range(num_reports))
+    assert brain.process is not None
+    assert brain.process.wait(START_TIMEOUT_S) == -signal.SIGKILL
+    assert marker.read_text() == str(brain.process.pid)
+
+
+def test_a_rank_does_not_serve_a_stranger(brain: Brain, model_dir: Path) -> None:
+    process = brain.start_process(make_spec(brain, model_dir))
+    with pytest.raises(PeerGoneError):
+        brain.accept(secret=b"x" * 32)
+    assert process.wait(START_TIMEOUT_S) == 1
+    assert process.stderr is not None
+    assert b"does not know the cluster secret" in process.stderr.read()

@@ -1,0 +1,326 @@
+"""Whole lives of requests on a model of the ranks that computes from the plans alone.
+
+Every request must get exactly the tokens that it gets alone, whatever arrives, ends or fails around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, VOCABULARY, Engine, alone, pack, sample, unpack
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
+
+from kvtransfer.keys import block_keys
+from kvtransfer.messages import ReplicaIdentity
+from workers.config import EngineConfig
+from workers.engine.batch import LandingWish, PromptDone, StepOutcome
+from workers.errors import OutOfBlocksError
+from workers.messages import (
+    HandOverTarget,
+    RequestFailed,
+    SampleState,
+    SamplingParams,
+    Submission,
+    TokenDelta,
+)
+
+TARGET = HandOverTarget(ReplicaIdentity("decode", 1), "decode:1")
+
+
+@dataclass
+class Life:
+    """What one submission must get, and what it got so far."""
+
+    submission: Submission
+    expected: list[list[int]]
+    outputs: list[list[int]]
+    finishes: list[str]
+    deadline: float | None
+    num_prompts_done: int = 0
+    over: bool = False
+
+
+@dataclass
+class HandOver:
+    """An outbound request between the two engines: its landing at the decode side."""
+
+    wish: LandingWish
+    granted: bool = False
+    block_ids: list[int] = field(default_factory=list)
+    num_held_tokens: int = 0
+    num_moved_tokens: int = 0
+    done: PromptDone | None = None
+
+
+CONFIGS = st.builds(
+    EngineConfig,
+    block_tokens=st.just(16),  # the least that a cluster may set; the pools here have smaller ones
+    max_batch_tokens=st.integers(1, 16),
+    chunk_tokens=st.integers(1, 9),
+    max_sequences=st.integers(2, 5),
+)
+PROMPTS = st.builds(
+    lambda base, num_shared, tail: [sample([at], base) for at in range(num_shared)] + tail,
+    st.integers(0, 2),
+    st.integers(0, 13),
+    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=5),
+)
+
+
+class Pair(RuleBasedStateMachine):
+    """A prefill and a decode engine; local requests on both, outbound ones from the first to the second."""
+
+    @initialize(
+        configs=st.tuples(CONFIGS, CONFIGS),
+        sizes=st.tuples(st.integers(4, 14), st.integers(4, 14)),
+        depth=st.integers(1, 3),
+        bad_tokens=st.lists(st.sampled_from([0, 0, 1, 7, 99]), min_size=1, max_size=4),
+    )
+    def start(
+        self,
+        configs: tuple[EngineConfig, EngineConfig],
+        sizes: tuple[int, int],
+        depth: int,
+        bad_tokens: list[int],
+    ) -> None:
+        self.engines = [Engine(config, size) for config, size in zip(configs, sizes, strict=True)]
+        self.prefill, self.decode = self.engines
+        self.depth = depth
+        self.bad_tokens = cycle(bad_tokens)
+        self.now = 0.0
+        self.lives: dict[str, Life] = {}
+        self.landings: dict[str, HandOver] = {}
+
+    # ---------------------------------------------------------------------------------------- arrivals
+
+    @rule(
+        prompt=PROMPTS,
+        num_samples=st.sampled_from([1, 1, 1, 2, 3]),
+        num_resumed=st.sampled_from([0, 0, 0, 1, 5]),
+        sampling=st.builds(SamplingParams, max_tokens=st.integers(1, 14), ignore_eos=st.booleans()),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        deadline_s=st.sampled_from([None, None, None, 1.5, 6.0]),
+        where=st.sampled_from(["prefill", "decode", "outbound", "outbound"]),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        num_samples: int,
+        num_resumed: int,
+        sampling: SamplingParams,
+        priority: int,
+        deadline_s: float | None,
+        where: str,
+    ) -> None:
+        engine = self.decode if where == "decode" else self.prefill
+        end = self.prefill if where == "prefill" else self.decode
+        limit = min(sampling.max_tokens, end.max_tokens - len(prompt))
+        if limit < 1 or len(prompt) + 1 > engine.max_tokens or num_samples > engine.config.max_sequences:
+            return
+        seeds = [100 + index for index in range(num_samples)]
+        expected = [alone(prompt, seed, limit, sampling) for seed in seeds]
+        resumed = expected[0][:num_resumed] if num_samples == 1 else []
+        if len(resumed) == len(expected[0]) or len(prompt) + len(resumed) > engine.max_tokens:
+            resumed = []
+        submission = Submission(
+            request_id=f"r{len(self.lives)}",
+            attempt=1,
+            tenant="",
+            priority=priority,
+            prompt=pack(prompt),
+            block_keys=block_keys(pack(prompt), BLOCK_TOKENS, FINGERPRINT, ""),
+            samples=tuple(SampleState(index, seed, pack(resumed)) for index, seed in enumerate(seeds)),
+            sampling=sampling,
+            decode=TARGET if where == "outbound" else None,
+            deadline_s=deadline_s,
+        )
+        engine.scheduler.submit(submission, self.now)
+        self.lives[submission.request_id] = Life(
+            submission,
+            expected,
+            outputs=[list(resumed) for _ in seeds],
+            finishes=[""] * num_samples,
+            deadline=None if deadline_s is None else self.now + deadline_s,
+        )
+
+    @precondition(lambda self: any(not life.over for life in self.lives.values()))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([name for name, life in self.lives.items() if not life.over]))
+        found = [engine.scheduler.cancel(name, 1) for engine in self.engines]
+        life = self.lives[name]
+        if not any(found):  # it expired, and the outcome that says so is still to come
+            assert life.deadline is not None
+            assert life.deadline <= self.now
+            return
+        assert not any(engine.scheduler.cancel(name, 1) for engine in self.engines)
+        life.over = True
+        self.abort_landing(name)
+
+    @rule(delta_s=st.sampled_from([0.1, 1.0]))
+    def pass_time(self, delta_s: float) -> None:
+        self.now += delta_s
+
+    # ------------------------------------------------------------------------------------------- steps
+
+    @rule(number=st.integers(0, 1), num_steps=st.integers(1, 5))
+    def plan(self, number: int, num_steps: int) -> None:
+        engine = self.engines[number]
+        for _ in range(num_steps):
+            if len(engine.plans) == self.depth:
+                self.take(engine.settle(self.now))
+            if not engine.plan(self.now):
+                self.fail(engine.scheduler.take_failures())
+                self.settle(number)
+            engine.check()
+
+    @precondition(lambda self: any(engine.plans for engine in self.engines))
+    @rule(number=st.integers(0, 1))
+    def settle(self, number: int) -> None:
+        engine = self.engines[number]
+        if engine.plans:
+            self.take(engine.settle(self.now))
+
+    def take(self, outcome: StepOutcome) -> None:
+        self.fail(outcome.failures)
+        for delta in outcome.tokens:
+            self.take_delta(delta)
+        for chunk in outcome.chunks:
+            landing = self.landings[chunk.request_id]
+            for position in range(landing.num_moved_tokens, chunk.num_computed_tokens):
+                self.move(landing, chunk.block_ids, position)
+            landing.num_moved_tokens = chunk.num_computed_tokens
+        for done in outcome.prompts:
+            life = self.lives[done.request_id]
+            life.num_prompts_done += 1
+            assert life.num_prompts_done == 1
+            assert done.all_finished == all(life.finishes)
+            assert done.outbound == (life.submission.decode is not None)
+            assert len(done.block_ids) * BLOCK_TOKENS >= done.num_computed_tokens
+            if done.outbound and done.all_finished:
+                self.abort_landing(done.request_id)
+            elif done.outbound:
+                self.landings[done.request_id].done = done
+
+    def take_delta(self, delta: TokenDelta) -> None:
+        life = self.lives[delta.request_id]
+        output, expected = life.outputs[delta.sample], life.expected[delta.sample]
+        assert not life.over
+        assert not life.finishes[delta.sample]
+        assert delta.first_index == len(output)
+        output += unpack(delta.tokens)
+        assert output == expected[: len(output)]
+        life.finishes[delta.sample] = delta.finish
+        if delta.finish:
+            assert output == expected
+            stopped = output[-1] == END and not life.submission.sampling.ignore_eos
+            assert delta.finish == ("stop" if stopped else "length")
+            life.over = all(life.finishes)
+        else:
+            assert len(output) < len(expected) or delta.request_id in self.landings
+
+    def fail(self, failures: list[RequestFailed]) -> None:
+        for failure in failures:
+            life = self.lives[failure.request_id]
+            assert not life.over
+            assert life.deadline is not None
+            assert (failure.code, life.deadline <= self.now) == ("deadline", True)
+            life.over = True
+            self.abort_landing(failure.request_id)
+
+    # ---------------------------------------------------------------------------------------- hand-over
+
+    @rule(grant=st.booleans())
+    def ask_for_landings(self, grant: bool) -> None:
+        for wish in self.prefill.scheduler.landings_wanted():
+            assert wish.request_id not in self.landings
+            self.landings[wish.request_id] = HandOver(wish)
+        if grant:
+            self.grant_landings()
+
+    def grant_landings(self) -> None:
+        pool = self.decode.pool
+        for name, landing in self.landings.items():
+            if landing.granted:
+                continue
+            held = pool.match(landing.wish.submission.block_keys)
+            pool.acquire(held)
+            try:
+                rest = pool.allocate(-(-landing.wish.num_tokens // BLOCK_TOKENS) - len(held))
+            except OutOfBlocksError:
+                pool.release(held)
+                continue
+            landing.granted = True
+            landing.block_ids = held + rest
+            landing.num_held_tokens = len(held) * BLOCK_TOKENS
+            self.decode.blocks_of_landings += landing.block_ids
+            assert self.prefill.scheduler.grant_landing(name, 1)
+
+    @rule()
+    def hand_over(self) -> None:
+        for name, landing in list(self.landings.items()):
+            if landing.done is None:
+                continue
+            num_valid = max(landing.num_held_tokens, landing.done.num_computed_tokens - next(self.bad_tokens))
+            for position in range(num_valid, len(landing.block_ids) * BLOCK_TOKENS):
+                place = landing.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                self.decode.rank.kv[place] = VOCABULARY + 1
+            del self.landings[name]
+            self.drop_landing_blocks(landing)
+            life = self.lives[name]
+            rest_s = None if life.deadline is None else life.deadline - self.now
+            submission = replace(landing.done.submission, samples=landing.done.samples, deadline_s=rest_s)
+            ends = self.decode.scheduler.adopt(submission, landing.block_ids, num_valid, self.now)
+            for delta in ends:
+                self.take_delta(delta)
+            assert self.prefill.scheduler.finish_outbound(name, 1)
+
+    def move(self, landing: HandOver, src_blocks: tuple[int, ...], position: int) -> None:
+        if position >= landing.num_held_tokens:
+            index, offset = divmod(position, BLOCK_TOKENS)
+            token = self.prefill.rank.kv[src_blocks[index], offset]
+            self.decode.rank.kv[landing.block_ids[index], offset] = token
+
+    def abort_landing(self, name: str) -> None:
+        landing = self.landings.pop(name, None)
+        if landing is not None and landing.granted:
+            self.drop_landing_blocks(landing)
+            self.decode.pool.release(landing.block_ids)
+
+    def drop_landing_blocks(self, landing: HandOver) -> None:
+        for block_id in landing.block_ids:
+            self.decode.blocks_of_landings.remove(block_id)
+
+    # -------------------------------------------------------------------------------------------- ends
+
+    @invariant()
+    def sound(self) -> None:
+        for engine in getattr(self, "engines", []):
+            engine.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engines"):
+            return
+        for _ in range(3000):
+            if all(life.over for life in self.lives.values()):
+                break
+            self.ask_for_landings(grant=True)
+            self.plan(0, 1)
+            self.plan(1, 1)
+            self.hand_over()
+        for number, engine in enumerate(self.engines):
+            while engine.plans:
+                self.settle(number)
+            assert engine.scheduler.is_idle
+            engine.check()
+            assert engine.pool.num_referenced == 0
+            assert engine.pool.num_free == engine.num_blocks
+        assert all(life.over for life in self.lives.values())
+
+
+Pair.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestPair = Pair.TestCase

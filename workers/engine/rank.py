@@ -1,0 +1,309 @@
+"""A rank process: one executor and one transfer agent, driven by the brain over a framed connection.
+
+    reader thread:  brain --StepPlan--> queue      brain --transfer order--> TransferAgent.handle
+    main thread:    queue --> Executor.run --StepReport--> brain
+    agent's threads:                               TransferReport--> brain
+
+`python -m workers.engine.rank` reads its `RankSpec` frame from standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Protocol
+
+import torch
+
+from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.errors import PeerGoneError, TransferError
+from kvtransfer.faults import Faults
+from kvtransfer.framing import prove_as_client, receive_frame, send_frame
+from kvtransfer.messages import (
+    CloseLanding,
+    ConnectPeer,
+    LandingClosed,
+    PeerConnectFailed,
+    PushFailed,
+    PushOrder,
+    PushStopped,
+    RankEndpoints,
+    StopPush,
+    TransferOrder,
+    TransferReport,
+)
+from kvtransfer.service import TransferAgent
+from workers.engine.executor import Executor, read_dtype
+from workers.errors import WorkerError
+from workers.messages import (
+    RANK_DOWN_CODEC,
+    RANK_SPEC_CODEC,
+    RANK_UP_CODEC,
+    RankFailed,
+    RankReady,
+    RankSpec,
+    RankUp,
+    Shutdown,
+    StepPlan,
+)
+
+_CONNECT_TIMEOUT_S = 10.0
+_LENGTH = struct.Struct("<I")
+
+
+def run_rank(spec: RankSpec) -> None:
+    """Serve the brain at `spec.brain_address` until it says `Shutdown`.
+
+    The process ends with status 0 when the connection to the brain ends, and with status 1, after a
+    `RankFailed`, on any exception. Raises `TransferError` when the brain cannot be reached at all.
+    """
+    channel = _BrainChannel(_connect(spec))
+    with _FailureReport(channel, spec.rank):
+        _Rank(spec, channel, SystemClock()).serve()
+
+
+class _Rank:
+    """The life of a rank: load, warm up, announce, then run plans in order."""
+
+    def __init__(self, spec: RankSpec, channel: _BrainChannel, clock: Clock) -> None:
+        self._spec = spec
+        self._channel = channel
+        self._clock = clock
+        self._faults = Faults(spec.faults)
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._agent: _TransferPart | None = None
+
+    def serve(self) -> None:
+        # From the start, although the brain sends nothing before RankReady: its end is noticed while loading.
+        threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
+        started_at = self._clock.now()
+        executor = _load(self._spec, self._clock)
+        loaded_at = self._clock.now()
+        executor.warm_up()
+        agent = self._agent = _transfer_agent(
+            self._spec, executor, self._channel.send, self._clock, self._faults
+        )
+        load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
+        self._channel.send(_ready(self._spec.rank, executor, agent.endpoints(), load_s, warm_up_s))
+        while (plan := self._plans.get()) is not None:
+            _pass_fault_points(self._faults, plan)
+            self._channel.send(executor.run(plan))
+        agent.close()
+        executor.close()
+
+    def _read_orders(self) -> None:
+        with _FailureReport(self._channel, self._spec.rank):
+            while True:
+                message = RANK_DOWN_CODEC.decode(self._channel.receive())
+                if isinstance(message, StepPlan):
+                    self._plans.put(message)
+                elif isinstance(message, Shutdown):
+                    self._plans.put(None)
+                else:
+                    assert self._agent is not None, "a transfer order came before RankReady"
+                    self._agent.handle(message)
+
+
+def _ready(
+    rank: int, executor: Executor, endpoints: RankEndpoints, load_s: float, warm_up_s: float
+) -> RankReady:
+    fields = executor.ready_fields
+    return RankReady(
+        rank=rank,
+        process_id=os.getpid(),
+        host_id=endpoints.host_id,
+        num_blocks=fields.num_blocks,
+        vocab_size=fields.vocab_size,
+        max_context_tokens=fields.max_context_tokens,
+        eos_token_ids=fields.eos_token_ids,
+        compatibility=fields.compatibility,
+        endpoints=endpoints,
+        load_s=load_s,
+        warm_up_s=warm_up_s,
+    )
+
+
+def _load(spec: RankSpec, clock: Clock) -> Executor:
+    if spec.num_ranks != 1:
+        raise WorkerError(
+            f"rank {spec.rank} of {spec.num_ranks}: this version runs one rank a replica (tp 1, pp 1)"
+        )
+    device = torch.device(spec.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise WorkerError(f"device {spec.device!r} is wanted, but torch finds no CUDA device")
+    return Executor(
+        model_dir=Path(spec.model_dir),
+        dtype=read_dtype(spec.dtype),
+        device=device,
+        block_tokens=spec.block_tokens,
+        num_kv_tokens=spec.num_kv_tokens,
+        num_threads=spec.num_threads,
+        clock=clock,
+    )
+
+
+def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
+    if not plan.entries:
+        return
+    faults.at("rank.step")
+    if any(entry.num_tokens > 1 for entry in plan.entries):
+        faults.at("rank.step.prefill")
+    if any(entry.num_tokens == 1 for entry in plan.entries):
+        faults.at("rank.step.decode")
+
+
+# ------------------------------------------------------------------------------------ the connection
+
+
+class _BrainChannel:
+    """The framed connection to the brain; `send` may be called from any thread.
+
+    A rank has no purpose without its brain: when the connection ends, the process ends at once. It does
+    so with `os._exit`, because the interpreter's orderly exit would wait for threads, and a transfer
+    thread in the middle of a copy must not write KV for a replica that is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._send_lock = threading.Lock()
+
+    def send(self, message: RankUp) -> None:
+        frame = RANK_UP_CODEC.encode(message)
+        try:
+            with self._send_lock:
+                send_frame(self._sock, frame)
+        except PeerGoneError:
+            os._exit(0)
+
+    def receive(self) -> bytes:
+        try:
+            return receive_frame(self._sock)
+        except PeerGoneError:
+            os._exit(0)
+
+
+class _FailureReport:
+    """Whatever exception leaves the block is told to the brain; then the process ends with status 1."""
+
+    def __init__(self, channel: _BrainChannel, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+        named = isinstance(error, WorkerError | TransferError)
+        reason = str(error) if named else f"{type(error).__name__}: {error}"
+        self._channel.send(RankFailed(self._rank, reason))
+        os._exit(1)
+
+
+def _connect(spec: RankSpec) -> socket.socket:
+    host, _, port = spec.brain_address.rpartition(":")
+    try:
+        sock = socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise PeerGoneError(f"the brain at {spec.brain_address} cannot be reached: {error}") from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prove_as_client(sock, spec.secret, f"rank {spec.rank}")
+    return sock
+
+
+# --------------------------------------------------------------------------------------- KV transfer
+
+
+class _TransferPart(Protocol):
+    """What the rank needs of the part that moves KV."""
+
+    def endpoints(self) -> RankEndpoints: ...
+
+    def handle(self, order: TransferOrder) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _NoTransfer:
+    """The transfer part of a rank whose KV lies in device memory, from which it cannot yet move."""
+
+    def __init__(self, endpoints: RankEndpoints, report: Callable[[TransferReport], None]) -> None:
+        self._endpoints = endpoints
+        self._report = report
+
+    def endpoints(self) -> RankEndpoints:
+        return self._endpoints
+
+    def handle(self, order: TransferOrder) -> None:
+        reason = "KV in device memory cannot be transferred by this version"
+        if isinstance(order, ConnectPeer):
+            self._report(PeerConnectFailed(order.connection_id, reason))
+        elif isinstance(order, PushOrder):
+            self._report(PushFailed(order.push_id, order.landing_id, reason))
+        elif isinstance(order, StopPush):
+            self._report(PushStopped(order.landing_id))
+        elif isinstance(order, CloseLanding):
+            self._report(LandingClosed(order.landing_id, writer_may_write=False))
+
+    def close(self) -> None:
+        pass
+
+
+def _transfer_agent(
+    spec: RankSpec,
+    executor: Executor,
+    report: Callable[[TransferReport], None],
+    clock: Clock,
+    faults: Faults,
+) -> _TransferPart:
+    if executor.memory is None:
+        return _NoTransfer(RankEndpoints(spec.rank, executor.layout.shard, "", ()), report)
+    return TransferAgent(
+        identity=spec.replica,
+        rank=spec.rank,
+        layout=executor.layout,
+        memory=executor.memory,
+        secret=spec.secret,
+        clock=clock,
+        faults=faults,
+        report=report,
+        transports=spec.transports,
+        data_host=spec.data_host,
+    )
+
+
+# --------------------------------------------------------------------------------------- the program
+
+
+def read_spec(stream: BinaryIO) -> RankSpec:
+    """The one frame on `stream`; `TransferError` when it is cut short or no RankSpec."""
+    header = stream.read(_LENGTH.size)
+    if len(header) != _LENGTH.size:
+        raise PeerGoneError("standard input ended before the rank's specification")
+    (num_bytes,) = _LENGTH.unpack(header)
+    return RANK_SPEC_CODEC.decode(stream.read(num_bytes))
+
+
+def main() -> None:
+    """Entry point of the process."""
+    # Control-C reaches the whole process group; the brain decides when its ranks end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_rank(read_spec(sys.stdin.buffer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""What a checkpoint folder says of its model: shapes, rope, windows, end tokens, and its fingerprint.
+
+Read by brains and gateways as well as ranks, so nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from workers.errors import CheckpointError
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+RopeType = Literal["default", "linear", "llama3"]
+
+FINGERPRINT_BYTES = 16
+_PAGE_BYTES = 4096
+_MAX_HEADER_BYTES = 100_000_000
+_ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_FAMILIES: dict[str, Family] = {family: family for family in _ARCHITECTURES.values()}
+_ROPE_TYPES: dict[str, RopeType] = {"default": "default", "linear": "linear", "llama3": "llama3"}
+_ACTIVATIONS = ("silu", "swish")
+_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids")
+# What transformers assumes where config.json is silent, as far as it differs between the families.
+_DEFAULTS: dict[Family, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding. `factor` is of linear and llama3, the three others of llama3 alone."""
+
+    rope_type: RopeType
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1
+    tokens before it; 0 is no window. `checkpoint_dtype` is what config.json names ("" if nothing)."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_context_tokens: int
+    rope: RopeConfig
+    sliding_windows: tuple[int, ...]
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    checkpoint_dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """Read config.json and, for the end tokens, generation_config.json.
+
+    Raises CheckpointError, naming the file and key, for what this decoder cannot compute.
+    """
+    return _ConfigReader(model_dir / "config.json").read()
+
+
+def weight_files(model_dir: Path) -> tuple[Path, ...]:
+    """The safetensors files of the checkpoint, in name order: the single file, or those of the index."""
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.is_file():
+        return (single,)
+    if not index.is_file():
+        raise CheckpointError(f"{model_dir}: neither model.safetensors nor model.safetensors.index.json")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
+    files = tuple(model_dir / name for name in sorted({str(name) for name in weight_map.values()}))
+    for file in files:
+        if file.parent != model_dir or not file.is_file():
+            raise CheckpointError(f"{index}: names {file.name}, which is not in the folder")
+    return files
+
+
+def model_fingerprint(model_dir: Path) -> bytes:
+    """16 bytes that differ wherever two checkpoints would compute different KV.
+
+    SHA-256 over the configuration's fields and, of every weight file, its header, size and the middle
+    page (4096 bytes) of every tensor: a few megabytes of reads for a checkpoint of 100 GB.
+    """
+    config = dataclasses.asdict(read_model_config(model_dir))
+    fields = {name: value for name, value in config.items() if name not in _NOT_OF_KV}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    for file in weight_files(model_dir):
+        _digest_weights(file, digest)
+    return digest.digest()[:FINGERPRINT_BYTES]
+
+
+def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
+    """A safetensors file's header, as its bytes and parsed."""
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
+        raw = stream.read(length) if 0 < length <= _MAX_HEADER_BYTES else b""
+    if not raw or len(raw) != length:
+        raise CheckpointError(f"{file}: not a safetensors file, or cut short")
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: unreadable safetensors header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: unreadable safetensors header: not an object")
+    return raw, header
+
+
+def _digest_weights(file: Path, digest: hashlib._Hash) -> None:
+    raw, header = read_header(file)
+    size = file.stat().st_size
+    digest.update(struct.pack("<QQ", len(raw), size))
+    digest.update(raw)
+    data_start = 8 + len(raw)
+    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    with file.open("rb") as stream:
+        for begin, end in sorted(spans):
+            if data_start + end > size:
+                raise CheckpointError(f"{file}: cut short: {size} bytes, its header needs {data_start + end}")
+            stream.seek(data_start + begin + max(0, (end - begin - _PAGE_BYTES) // 2))
+            digest.update(stream.read(min(_PAGE_BYTES, end - begin)))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: unreadable: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return value
+
+
+class _ConfigReader:
+    """Reads one config.json; every refusal names the file, the key and the value."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.raw = _read_json(file)
+        self.family = self._family()
+        self.raw = _DEFAULTS[self.family] | self.raw
+
+    def read(self) -> ModelConfig:
+        self._refuse_unsupported()
+        hidden_size, num_heads = self._count("hidden_size"), self._count("num_attention_heads")
+        num_layers = self._count("num_hidden_layers")
+        num_kv_heads = self._count("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            self._refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
+        head_dim = self._count("head_dim", hidden_size // num_heads)
+        if head_dim % 2:
+            self._refuse("head_dim", "is odd: rotary embedding needs pairs")
+        attention_bias = self.family in ("llama", "qwen3") and bool(self.raw.get("attention_bias"))
+        return ModelConfig(
+            family=self.family,
+            vocab_size=self._count("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=self._count("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=self._number("rms_norm_eps", self.raw, 1e-6),
+            max_context_tokens=self._count("max_position_embeddings"),
+            rope=self._rope(),
+            sliding_windows=self._sliding_windows(num_layers),
+            qkv_bias=attention_bias or self.family == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=self.family == "llama" and bool(self.raw.get("mlp_bias")),
+            qk_norm=self.family == "qwen3",
+            tie_word_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
+            checkpoint_dtype=str(self.raw.get("dtype") or self.raw.get("torch_dtype") or ""),
+            eos_token_ids=self._eos_token_ids(),
+        )
+
+    def _refuse(self, key: str, why: str) -> NoReturn:
+        raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
+
+    def _family(self) -> Family:
+        architectures = self.raw.get("architectures")
+        if isinstance(architectures, list) and architectures:
+            family = _ARCHITECTURES.get(str(architectures[0]))
+            if family is None:
+                self._refuse("architectures", f"is not supported (supported: {', '.join(_ARCHITECTURES)})")
+            return family
+        family = _FAMILIES.get(str(self.raw.get("model_type")))
+        if family is None:
+            self._refuse("model_type", f"is not supported (supported: {', '.join(_FAMILIES)})")
+        return family
+
+    def _refuse_unsupported(self) -> None:
+        if self.raw.get("hidden_act", "silu") not in _ACTIVATIONS:
+            self._refuse("hidden_act", f"is not supported (supported: {', '.join(_ACTIVATIONS)})")
+        if self.raw.get("quantization_config"):
+            self._refuse("quantization_config", "is not supported")
+        if self.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+            self._refuse("partial_rotary_factor", "is not supported")
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            self._refuse(key, "is not a positive integer")
+        return value
+
+    def _number(self, key: str, where: dict[str, Any], default: float | None = None) -> float:
+        value = where.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(f"{self.file}: {key} {value!r} is not a positive number")
+        return float(value)
+
+    def _rope(self) -> RopeConfig:
+        """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5."""
+        key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+        scaling = self.raw.get(key) or {}
+        if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+            self._refuse(key, "is not one flat set of rope parameters")
+        if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
+            self._refuse(key, "has a partial_rotary_factor, which is not supported")
+        theta = self._number("rope_theta", scaling, self._number("rope_theta", self.raw, 10000.0))
+        rope_type = _ROPE_TYPES.get(str(scaling.get("rope_type") or scaling.get("type") or "default"))
+        if rope_type is None:
+            self._refuse(key, f"has an unsupported rope type (supported: {', '.join(_ROPE_TYPES)})")
+        if rope_type == "default":
+            return RopeConfig("default", theta)
+        factor = self._number("factor", scaling)
+        if rope_type == "linear":
+            return RopeConfig("linear", theta, factor)
+        low, high = self._number("low_freq_factor", scaling), self._number("high_freq_factor", scaling)
+        original = self._number(
+            "original_max_position_embeddings", scaling, float(self._count("max_position_embeddings"))
+        )
+        if low >= high:
+            self._refuse(key, "has a low_freq_factor that is not below its high_freq_factor")
+        return RopeConfig("llama3", theta, factor, low, high, int(original))
+
+    def _sliding_windows(self, num_layers: int) -> tuple[int, ...]:
+        if self.family == "llama":
+            kinds = ["full_attention"] * num_layers
+        elif self.family == "mistral":
+            window = self.raw["sliding_window"]
+            kinds = ["full_attention" if window is None else "sliding_attention"] * num_layers
+        else:
+            sliding = self.raw.get("use_sliding_window", False) and self.raw["sliding_window"] is not None
+            first = self.raw.get("max_window_layers", 28)
+            kinds = [
+                "sliding_attention" if sliding and layer >= first else "full_attention"
+                for layer in range(num_layers)
+            ]
+        given = self.raw.get("layer_types")
+        if given is not None and given != kinds:
+            kinds = self._layer_types(given, num_layers)
+        if "sliding_attention" not in kinds:
+            return (0,) * num_layers
+        window = self._count("sliding_window")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+    def _layer_types(self, given: Any, num_layers: int) -> list[str]:
+        if self.family in ("llama", "mistral"):
+            self._refuse("layer_types", f"is not supported in a {self.family} model")
+        if not isinstance(given, list) or len(given) != num_layers:
+            self._refuse("layer_types", f"does not name the {num_layers} layers")
+        if not set(given) <= {"full_attention", "sliding_attention"}:
+            self._refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
+        if "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
+            self._refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
+        return [str(kind) for kind in given]
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """generation_config.json's, as `generate` takes them, or else config.json's."""
+        generation = self.file.with_name("generation_config.json")
+        value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        if value is None:
+            value = self.raw.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and token >= 0 for token in ids):
+            raise CheckpointError(f"{self.file}: eos_token_id {value!r} is not a token id or a list of them")
+        return tuple(ids)

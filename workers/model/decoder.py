@@ -1,0 +1,89 @@
+"""The decoder: one definition for every supported family, over a flattened batch and paged KV.
+
+Free of parallelism: a rank's decoder computes the layers and heads it was loaded with, and whoever splits
+the model joins the parts. Letters: T tokens of the step, R asked rows, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.attention import AttentionBatch, clear_partial_blocks
+from workers.model.config import ModelConfig, read_model_config
+from workers.model.layers import DecoderLayer, Linear, rms_norm, rope_frequencies, rope_table
+from workers.model.weights import LinearWeights, ShardSpec, WeightReader
+
+
+def load_decoder(
+    model_dir: Path, dtype: torch.dtype, device: torch.device, shard: ShardSpec | None = None
+) -> Decoder:
+    """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, computing in `dtype`.
+
+    Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
+    """
+    config = read_model_config(model_dir)
+    shard = shard or ShardSpec.whole(config)
+    with WeightReader(model_dir, config, shard, dtype, device) as reader:
+        decoder = Decoder(config, reader, shard)
+        reader.finish()
+    return decoder
+
+
+class Decoder:
+    """`forward` then `logits`; the embedding is there on the first stage, norm and head on the last."""
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, shard: ShardSpec) -> None:
+        self.config = config
+        self.shard = shard
+        self._embedding: Tensor | None = None
+        self._head: Linear | None = None
+        is_first, is_last = shard.layer_start == 0, shard.layer_end == config.num_layers
+        if is_first or (is_last and config.tie_word_embeddings):
+            self._embedding = reader.embedding()
+        self._layers = [
+            DecoderLayer(
+                reader.layer(layer),
+                layer - shard.layer_start,
+                config.head_dim,
+                config.rms_norm_eps,
+                config.sliding_windows[layer],
+            )
+            for layer in range(shard.layer_start, shard.layer_end)
+        ]
+        if is_last:
+            self._norm = reader.final_norm()
+            self._head = Linear(LinearWeights(reader.head(self._embedding), None))
+        if not is_first:
+            self._embedding = None
+        self._frequencies = rope_frequencies(config.rope, config.head_dim, reader.device)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+        """Token ids [T] to the last layer's output [T, C], before the final norm; their keys and values go
+        into `kv`, contiguous [num_blocks, layers, 2, K, block_tokens, D] of the weights' dtype."""
+        return self.run_layers(self.embed(tokens), batch, kv)
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] to [T, C]; on the first stage."""
+        assert self._embedding is not None, "this stage has no embedding"
+        return F.embedding(tokens, self._embedding)
+
+    @torch.inference_mode()
+    def run_layers(self, hidden: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+        """This stage's layers over `hidden` [T, C], which is overwritten and returned."""
+        clear_partial_blocks(kv, batch)
+        cos, sin = rope_table(batch.positions, self._frequencies, hidden.dtype)
+        for layer in self._layers:
+            layer.forward(hidden, cos, sin, kv, batch)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head of the asked rows [R, C]: [R, V] in float32; on the last stage."""
+        assert self._head is not None, "this stage has no head"
+        return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()

@@ -1,0 +1,143 @@
+"""Writes checkpoints of random weights, in the Hugging Face layout, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from workers.model.config import Family, ModelConfig, read_model_config
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_ARCHITECTURES: dict[Family, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def write_random_checkpoint(
+    path: Path,
+    family: Family,
+    *,
+    seed: int,
+    dtype: str = "float32",
+    sharded: bool = False,
+    tokenizer_from: Path | None = None,
+    **config_overrides: Any,
+) -> None:
+    """Write config.json and weights drawn from `seed` into the folder `path`, made if missing.
+
+    `config_overrides` are keys of config.json (a value of None is written as null). Weights are scaled so
+    that activations stay near 1 and the logits' standard deviation is about 2. `sharded` writes two files
+    and an index. `tokenizer_from` is a checkpoint folder whose tokenizer and end tokens are taken over,
+    with its vocabulary size unless that is overridden.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    shape = dict(_SHAPE)
+    if tokenizer_from is not None:
+        shape |= _copy_tokenizer(tokenizer_from, path)
+    config = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "dtype": dtype,
+        **shape,
+        **config_overrides,
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    tensors = _draw_weights(read_model_config(path), seed, _DTYPES[dtype])
+    if not sharded:
+        save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+        return
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, str(path / file), metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: Path, path: Path) -> dict[str, Any]:
+    """Copy the tokenizer's files; return the keys of config.json that go with it."""
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, path / name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: config[name] for name in names if name in config}
+
+
+def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    num_q, num_kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))).to(dtype)
+
+    def vector(size: int, mean: float, spread: float) -> Tensor:
+        return (mean + spread * torch.randn(size, generator=generator)).to(dtype)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(config.vocab_size, hidden, 2.0),
+        "model.norm.weight": vector(hidden, 1.0, 0.1),
+    }
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = matrix(config.vocab_size, hidden, 2.0)
+    # Each layer adds to the residual stream twice; this keeps its variance near one.
+    depth_gain = 1 / math.sqrt(2 * config.num_layers)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        matrices = {
+            "self_attn.q_proj": (num_q, hidden, 1.5, config.qkv_bias),
+            "self_attn.k_proj": (num_kv, hidden, 1.0, config.qkv_bias),
+            "self_attn.v_proj": (num_kv, hidden, 1.0, config.qkv_bias),
+            "self_attn.o_proj": (hidden, num_q, depth_gain, config.output_bias),
+            "mlp.gate_proj": (ffn, hidden, 1.0, config.mlp_bias),
+            "mlp.up_proj": (ffn, hidden, 1.0, config.mlp_bias),
+            "mlp.down_proj": (hidden, ffn, depth_gain, config.mlp_bias),
+        }
+        for name, (rows, columns, gain, has_bias) in matrices.items():
+            tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
+            if has_bias:
+                tensors[f"{prefix}{name}.bias"] = vector(rows, 0.0, 0.3)
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if config.qk_norm:
+            norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+        for name, size in norms.items():
+            tensors[f"{prefix}{name}.weight"] = vector(size, 1.0, 0.1)
+    return tensors

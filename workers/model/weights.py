@@ -1,0 +1,226 @@
+"""Reads a rank's slice of a checkpoint's tensors from its memory-mapped safetensors files.
+
+Letters: V vocabulary, C hidden size, F intermediate size, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from workers.errors import CheckpointError
+from workers.model.config import ModelConfig, weight_files
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Buffers that old checkpoints carry and the model computes by itself.
+_NOT_NEEDED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """The part of a model one rank holds: layers [start, end), and of every layer the `tp_rank`-th of
+    `tp_size` equal groups of heads and of intermediate columns. A rank with fewer than one key-value head
+    holds a copy of the one it needs. Biases of row-split products are held by `tp_rank` 0 alone."""
+
+    layer_start: int
+    layer_end: int
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @staticmethod
+    def whole(config: ModelConfig) -> ShardSpec:
+        """All of the model."""
+        return ShardSpec(0, config.num_layers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """`weight` is [outputs, inputs], `bias` [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. `qkv` [(H + 2K) * D, C] is query, key and value rows one after the other, `gate_up`
+    [2F, C] gate and then up; `q_norm` and `k_norm` are [D]."""
+
+    input_norm: Tensor
+    qkv: LinearWeights
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: LinearWeights
+    post_norm: Tensor
+    gate_up: LinearWeights
+    down: LinearWeights
+
+
+class WeightReader:
+    """The tensors of one checkpoint for one shard, cast to `dtype` on `device`. A context manager;
+    `finish` refuses names that the architecture does not have."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: ModelConfig,
+        shard: ShardSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._config = config
+        self._shard = shard
+        self._dtype = dtype
+        self._dir = model_dir
+        self._stack = ExitStack()
+        self._name_to_file: dict[str, tuple[Path, Any]] = {}
+        self._read: set[str] = set()
+        _check_split(config, shard)
+
+    def __enter__(self) -> WeightReader:
+        for file in weight_files(self._dir):
+            try:
+                opened = self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file}: unreadable: {error}") from error
+            self._name_to_file |= dict.fromkeys(opened.keys(), (file, opened))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def embedding(self) -> Tensor:
+        """[V, C]; a tied checkpoint may hold it under the head's name alone."""
+        name = "model.embed_tokens.weight"
+        if name not in self._name_to_file and self._config.tie_word_embeddings:
+            name = "lm_head.weight"
+        return self._tensor(name, (self._config.vocab_size, self._config.hidden_size))
+
+    def head(self, embedding: Tensor | None) -> Tensor:
+        """[V, C]; `embedding` itself when tied. A tied checkpoint that holds a different head as well gets
+        that head, as in transformers."""
+        name = "lm_head.weight"
+        if not self._config.tie_word_embeddings:
+            return self._tensor(name, (self._config.vocab_size, self._config.hidden_size))
+        assert embedding is not None, "a tied head needs the embedding"
+        if name not in self._name_to_file or name in self._read:
+            return embedding
+        head = self._tensor(name, tuple(embedding.shape))
+        return embedding if torch.equal(head, embedding) else head
+
+    def final_norm(self) -> Tensor:
+        """[C]"""
+        return self._tensor("model.norm.weight", (self._config.hidden_size,))
+
+    def layer(self, layer: int) -> LayerWeights:
+        """Layer `layer` of the whole model."""
+        config, prefix = self._config, f"model.layers.{layer}."
+        hidden, head_dim, attention = config.hidden_size, config.head_dim, f"{prefix}self_attn."
+        norm_shape = (head_dim,)
+        return LayerWeights(
+            input_norm=self._tensor(f"{prefix}input_layernorm.weight", (hidden,)),
+            qkv=self._qkv(attention),
+            q_norm=self._tensor(f"{attention}q_norm.weight", norm_shape) if config.qk_norm else None,
+            k_norm=self._tensor(f"{attention}k_norm.weight", norm_shape) if config.qk_norm else None,
+            output=self._split_inputs(
+                f"{attention}o_proj", config.num_heads * head_dim, self._query_rows(), config.output_bias
+            ),
+            post_norm=self._tensor(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+            gate_up=self._gate_up(f"{prefix}mlp."),
+            down=self._split_inputs(
+                f"{prefix}mlp.down_proj", config.intermediate_size, self._ffn_rows(), config.mlp_bias
+            ),
+        )
+
+    def finish(self) -> None:
+        """Refuse a checkpoint with tensors that this decoder would silently leave out."""
+        known = set(self._read) | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        for name in self._name_to_file.keys() - known:
+            layer = _LAYER.match(name)
+            if layer and self._shard.layer_start <= int(layer[1]) < self._shard.layer_end:
+                elsewhere = bool(_NOT_NEEDED.match(name))
+            else:
+                elsewhere = layer is not None and int(layer[1]) < self._config.num_layers
+            if not elsewhere:
+                raise CheckpointError(f"{self._name_to_file[name][0]}: unexpected tensor {name}")
+
+    def _query_rows(self) -> slice:
+        count = self._config.num_heads // self._shard.tp_size * self._config.head_dim
+        return slice(self._shard.tp_rank * count, (self._shard.tp_rank + 1) * count)
+
+    def _kv_rows(self) -> slice:
+        num_kv, head_dim = self._config.num_kv_heads, self._config.head_dim
+        first = self._shard.tp_rank * num_kv // self._shard.tp_size
+        count = max(1, num_kv // self._shard.tp_size)
+        return slice(first * head_dim, (first + count) * head_dim)
+
+    def _ffn_rows(self) -> slice:
+        count = self._config.intermediate_size // self._shard.tp_size
+        return slice(self._shard.tp_rank * count, (self._shard.tp_rank + 1) * count)
+
+    def _qkv(self, prefix: str) -> LinearWeights:
+        config, kv_rows = self._config, self._kv_rows()
+        num_kv = config.num_kv_heads * config.head_dim
+        parts = [
+            (f"{prefix}q_proj", config.num_heads * config.head_dim, self._query_rows()),
+            (f"{prefix}k_proj", num_kv, kv_rows),
+            (f"{prefix}v_proj", num_kv, kv_rows),
+        ]
+        return self._split_outputs(parts, config.qkv_bias)
+
+    def _gate_up(self, prefix: str) -> LinearWeights:
+        size, rows = self._config.intermediate_size, self._ffn_rows()
+        parts = [(f"{prefix}gate_proj", size, rows), (f"{prefix}up_proj", size, rows)]
+        return self._split_outputs(parts, self._config.mlp_bias)
+
+    def _split_outputs(self, parts: list[tuple[str, int, slice]], has_bias: bool) -> LinearWeights:
+        """Join the given rows of several products of the hidden state; parts are (name, rows, slice)."""
+        hidden = self._config.hidden_size
+        weights = [self._tensor(f"{name}.weight", (size, hidden), rows) for name, size, rows in parts]
+        biases = [self._tensor(f"{name}.bias", (size,), rows) for name, size, rows in parts if has_bias]
+        return LinearWeights(torch.cat(weights), torch.cat(biases) if has_bias else None)
+
+    def _split_inputs(self, name: str, size: int, columns: slice, has_bias: bool) -> LinearWeights:
+        hidden = self._config.hidden_size
+        bias = self._tensor(f"{name}.bias", (hidden,)) if has_bias else None
+        weight = self._tensor(f"{name}.weight", (hidden, size), slice(None), columns)
+        return LinearWeights(weight, bias if self._shard.tp_rank == 0 else None)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
+        """The tensor, or the given slices of its dimensions, after checking its whole shape and dtype."""
+        if name not in self._name_to_file:
+            raise CheckpointError(f"{self._dir}: tensor {name} is missing")
+        file, opened = self._name_to_file[name]
+        self._read.add(name)
+        stored = opened.get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            found = list(stored.get_shape())
+            raise CheckpointError(f"{file}: tensor {name} has shape {found}, config.json says {list(shape)}")
+        if stored.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16"
+            )
+        tensor: Tensor = stored[slices] if slices else opened.get_tensor(name)
+        # A copy, not a view of the mapped file: nobody may change a serving model by writing to its file.
+        return tensor.to(device=self.device, dtype=self._dtype, copy=True).contiguous()
+
+
+def _check_split(config: ModelConfig, shard: ShardSpec) -> None:
+    size = shard.tp_size
+    num_kv = config.num_kv_heads
+    assert 0 <= shard.tp_rank < size, shard
+    assert 0 <= shard.layer_start < shard.layer_end <= config.num_layers, shard
+    if config.num_heads % size or config.intermediate_size % size or (num_kv % size and size % num_kv):
+        raise CheckpointError(
+            f"{config.num_heads} heads, {num_kv} key-value heads and intermediate size "
+            f"{config.intermediate_size} cannot be split over {size} ranks"
+        )
