@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 
 from kvtransfer.wire import Part
@@ -50,5 +51,6 @@ class Faults:
         if rule.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif rule.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: sent to the process, another thread takes it and this one runs on for a while.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return rule.action == "corrupt"

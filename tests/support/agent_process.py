@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -39,12 +39,12 @@ ORDER_CODEC: Codec[TransferOrder] = Codec(TransferOrder)
 REPORT_CODEC: Codec[TransferReport] = Codec(TransferReport)
 
 
-def read(stream: BinaryIO) -> bytes | None:
+def read(stream: IO[bytes]) -> bytes | None:
     header = stream.read(LENGTH.size)
     return stream.read(*LENGTH.unpack(header)) if header else None
 
 
-def write(stream: BinaryIO, frame: bytes) -> None:
+def write(stream: IO[bytes], frame: bytes) -> None:
     stream.write(LENGTH.pack(len(frame)) + frame)
     stream.flush()
 

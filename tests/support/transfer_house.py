@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -176,10 +177,8 @@ class WriterProcess:
     def close(self) -> int:
         """End it in good order (or collect it when it was killed); returns its exit status."""
         self.signal(signal.SIGCONT)
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
-        except BrokenPipeError:
-            pass
         status = self._process.wait(WAIT_S)
         self._reader.join()
         self._stdout.close()

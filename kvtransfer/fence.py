@@ -1,0 +1,94 @@
+"""The writer rank's fence: which pushes are queued, running or stopped, and when `StopPush` is answered.
+
+    submit -> queued -> start -> running -> end        reports PushDone or PushFailed
+                 |                 |
+               stop              stop: asked between blocks    -> PushFailed, then PushStopped
+
+Called by the order handler and by the writing threads. Reports are made under its lock, so that nothing of
+a landing follows its `PushStopped`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvtransfer.gate import RecentIds
+from kvtransfer.messages import PushDone, PushFailed, PushOrder, PushStopped, TransferReport
+
+
+class PushFence:
+    """Every push of one rank; push ids are unique within it."""
+
+    def __init__(self, report: Callable[[TransferReport], None]) -> None:
+        self._report = report
+        self._lock = threading.RLock()
+        self._connections: set[bytes] = set()
+        self._queued: dict[int, PushOrder] = {}
+        self._running: dict[int, PushOrder] = {}
+        self._stopped = RecentIds()
+        self._unanswered: set[bytes] = set()
+
+    def add_connection(self, connection_id: bytes) -> None:
+        """Pushes on this connection are accepted from now."""
+        with self._lock:
+            self._connections.add(connection_id)
+
+    def remove_connection(self, connection_id: bytes, reason: str) -> None:
+        """Fail what is queued on the connection, and everything that is submitted to it later."""
+        with self._lock:
+            self._connections.discard(connection_id)
+            for order in [each for each in self._queued.values() if each.connection_id == connection_id]:
+                self._fail_queued(order, reason)
+
+    def submit(self, order: PushOrder) -> bool:
+        """True when it is queued; else it was reported as failed."""
+        with self._lock:
+            if order.landing_id in self._stopped:
+                reason = "its landing was stopped"
+            elif order.connection_id not in self._connections:
+                reason = "its connection is closed"
+            else:
+                self._queued[order.push_id] = order
+                return True
+            self._report(PushFailed(order.push_id, order.landing_id, reason))
+            return False
+
+    def start(self, order: PushOrder) -> bool:
+        """The writing thread takes it; False when it was failed while it waited."""
+        with self._lock:
+            if self._queued.pop(order.push_id, None) is None:
+                return False
+            self._running[order.push_id] = order
+            return True
+
+    def end(self, order: PushOrder, result: PushDone | PushFailed) -> None:
+        """The writing thread is out of it: report, and answer a stop that waited for it."""
+        with self._lock:
+            del self._running[order.push_id]
+            self._report(result)
+            if order.landing_id in self._unanswered and not self._is_running(order.landing_id):
+                self._unanswered.discard(order.landing_id)
+                self._report(PushStopped(order.landing_id))
+
+    def stop(self, landing_id: bytes) -> None:
+        """Nothing more of the landing is started; `PushStopped` when nothing of it runs."""
+        with self._lock:
+            self._stopped.add(landing_id)
+            for order in [each for each in self._queued.values() if each.landing_id == landing_id]:
+                self._fail_queued(order, "its landing was stopped")
+            if self._is_running(landing_id):
+                self._unanswered.add(landing_id)
+            else:
+                self._report(PushStopped(landing_id))
+
+    def is_stopped(self, landing_id: bytes) -> bool:
+        with self._lock:
+            return landing_id in self._stopped
+
+    def _fail_queued(self, order: PushOrder, reason: str) -> None:
+        del self._queued[order.push_id]
+        self._report(PushFailed(order.push_id, order.landing_id, reason))
+
+    def _is_running(self, landing_id: bytes) -> bool:
+        return any(order.landing_id == landing_id for order in self._running.values())

@@ -1,0 +1,128 @@
+"""The target rank's gate: which landings may be written now, by whom, and who could still write one-sided.
+
+Called by the rank's order handler (open, close) and by the threads that serve connections (find, admit,
+enter, leave). Reports are made under its lock, so that `LandingClosed` and `WriterGone` keep their order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
+
+EARLY_WAIT_S = 5.0
+"""A connection waits this long for the order that opens a landing: the writer may be faster than it."""
+
+
+class RecentIds:
+    """A set that remembers the last `limit` ids: what was stopped or closed stays so for long enough."""
+
+    def __init__(self, limit: int = 1 << 16) -> None:
+        self._ids: OrderedDict[bytes, None] = OrderedDict()
+        self._limit = limit
+
+    def add(self, value: bytes) -> None:
+        self._ids[value] = None
+        self._ids.move_to_end(value)
+        while len(self._ids) > self._limit:
+            self._ids.popitem(last=False)
+
+    def discard(self, value: bytes) -> None:
+        self._ids.pop(value, None)
+
+    def __contains__(self, value: bytes) -> bool:
+        return value in self._ids
+
+
+class OpenedLanding:
+    """One open landing at this rank. Bytes are received into its blocks only under `lock` while `is_open`."""
+
+    def __init__(self, writer: ReplicaIdentity, block_ids: frozenset[int]) -> None:
+        self.lock = threading.Lock()
+        self.is_open = True
+        self.writer = writer
+        self.block_ids = block_ids
+        self.admitted: set[int] = set()
+        """The one-sided connections that may be writing it."""
+
+
+class Gate:
+    """All landings of one rank, and its one-sided connections."""
+
+    def __init__(self, report: Callable[[TransferReport], None]) -> None:
+        self._report = report
+        self._changed = threading.Condition(threading.RLock())
+        self._landings: dict[bytes, OpenedLanding] = {}
+        self._closed = RecentIds()
+        self._connections: dict[int, ReplicaIdentity] = {}
+        self._num_connections = 0
+        self._is_shut = False
+
+    def open(self, order: OpenLanding) -> None:
+        """Accept writes of `order.writer` into these blocks (more of them when it is open already)."""
+        block_ids = frozenset(order.block_ids)
+        with self._changed:
+            landing = self._landings.get(order.landing_id)
+            if landing is None:
+                self._landings[order.landing_id] = OpenedLanding(order.writer, block_ids)
+                self._closed.discard(order.landing_id)
+            else:
+                with landing.lock:
+                    landing.block_ids |= block_ids
+            self._changed.notify_all()
+
+    def close(self, landing_id: bytes) -> None:
+        """Accept nothing more and report whether a one-sided writer was let in and is still connected."""
+        with self._changed:
+            landing = self._landings.pop(landing_id, None)
+            self._closed.add(landing_id)
+            self._changed.notify_all()
+            may_write = False
+            if landing is not None:
+                with landing.lock:
+                    landing.is_open = False
+                may_write = bool(landing.admitted)
+            self._report(LandingClosed(landing_id, may_write))
+
+    def find(self, landing_id: bytes, writer: ReplicaIdentity) -> OpenedLanding | None:
+        """The open landing, waiting for the order that opens it; None when it is closed or another's."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_known(landing_id), EARLY_WAIT_S)
+            landing = self._landings.get(landing_id)
+            return landing if landing is not None and landing.writer == writer else None
+
+    def admit(self, landing_id: bytes, connection: int) -> bool:
+        """Let a one-sided connection write the landing from now until the connection ends."""
+        landing = self.find(landing_id, self._connections[connection])
+        with self._changed:
+            if landing is None or not landing.is_open:
+                return False
+            landing.admitted.add(connection)
+            return True
+
+    def enter(self, writer: ReplicaIdentity) -> int:
+        """Count a one-sided connection; call it before the writer can reach the memory."""
+        with self._changed:
+            self._num_connections += 1
+            self._connections[self._num_connections] = writer
+            return self._num_connections
+
+    def leave(self, connection: int) -> None:
+        """The connection's other end is closed: it can write no more."""
+        with self._changed:
+            writer = self._connections.pop(connection)
+            for landing in self._landings.values():
+                landing.admitted.discard(connection)
+            if writer not in self._connections.values():
+                self._report(WriterGone(writer))
+
+    def shut(self) -> None:
+        """The rank is closing: nobody waits for a landing any more."""
+        with self._changed:
+            self._is_shut = True
+            self._changed.notify_all()
+
+    def _is_known(self, landing_id: bytes) -> bool:
+        return landing_id in self._landings or landing_id in self._closed or self._is_shut

@@ -1,0 +1,86 @@
+"""The writer's fence under any order of events: every push ends once, nothing follows `PushStopped`."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.fence import PushFence
+from kvtransfer.messages import PushDone, PushFailed, PushOrder, PushStopped, TransferReport
+
+LANDINGS = [b"a", b"b"]
+CONNECTIONS = [b"x", b"y"]
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from(LANDINGS), st.sampled_from(CONNECTIONS)),
+        st.tuples(st.just("start"), st.integers(0, 5), st.none()),
+        st.tuples(st.just("end"), st.integers(0, 5), st.booleans()),
+        st.tuples(st.just("stop"), st.sampled_from(LANDINGS), st.none()),
+        st.tuples(st.just("remove"), st.sampled_from(CONNECTIONS), st.none()),
+    ),
+    max_size=40,
+)
+
+
+class House:
+    """A fence and what its caller would know; threads are played one event at a time."""
+
+    def __init__(self) -> None:
+        self.reports: list[TransferReport] = []
+        self.fence = PushFence(self.reports.append)
+        self.orders: list[PushOrder] = []
+        self.queued: list[PushOrder] = []
+        self.running: list[PushOrder] = []
+        for connection_id in CONNECTIONS:
+            self.fence.add_connection(connection_id)
+
+    def submit(self, landing_id: bytes, connection_id: bytes) -> None:
+        order = PushOrder(len(self.orders), connection_id, landing_id, ())
+        self.orders.append(order)
+        if self.fence.submit(order):
+            self.queued.append(order)
+
+    def start(self, index: int, _: object) -> None:
+        if index < len(self.queued):
+            order = self.queued.pop(index)
+            if self.fence.start(order):
+                assert not self.fence.is_stopped(order.landing_id)
+                self.running.append(order)
+
+    def end(self, index: int, done: bool) -> None:
+        if index < len(self.running):
+            order = self.running.pop(index)
+            result = PushDone(order.push_id, order.landing_id, (), 0, 0.0, 0.0, "")
+            failed = PushFailed(order.push_id, order.landing_id, "")
+            self.fence.end(order, result if done else failed)
+
+    def stop(self, landing_id: bytes, _: object) -> None:
+        self.fence.stop(landing_id)
+
+    def remove(self, connection_id: bytes, _: object) -> None:
+        self.fence.remove_connection(connection_id, "lost")
+
+
+@settings(max_examples=200)
+@given(EVENTS)
+def test_any_order_of_events(events: list[tuple[str, object, object]]) -> None:
+    house = House()
+    stopped_when: dict[bytes, int] = {}
+    for name, first, second in events:
+        num_before = len(house.orders)
+        getattr(house, name)(first, second)
+        if name == "stop" and first not in stopped_when:
+            stopped_when[first] = num_before  # type: ignore[index]
+    while house.queued:
+        house.start(0, None)
+    while house.running:
+        house.end(0, True)
+    ends = [each.push_id for each in house.reports if isinstance(each, PushDone | PushFailed)]
+    assert sorted(ends) == [order.push_id for order in house.orders]
+    for landing_id, first_late in stopped_when.items():
+        places = [place for place, each in enumerate(house.reports) if each == PushStopped(landing_id)]
+        assert places
+        for report in house.reports[places[0] :]:
+            if isinstance(report, PushDone | PushFailed) and report.landing_id == landing_id:
+                assert isinstance(report, PushFailed)
+                assert report.push_id >= first_late  # submitted after the stop: failed at once

@@ -1,0 +1,89 @@
+"""The target's gate: who is let in, and in which order closing and the writer's end are reported."""
+
+from __future__ import annotations
+
+import threading
+
+from kvtransfer.gate import Gate, RecentIds
+from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
+
+WRITER = ReplicaIdentity("w", 1)
+OTHER = ReplicaIdentity("w", 2)
+
+
+def test_closing_says_whether_an_admitted_writer_is_connected() -> None:
+    reports: list[TransferReport] = []
+    gate = Gate(reports.append)
+    first, second = gate.enter(WRITER), gate.enter(WRITER)
+    for landing_id in (b"a", b"b"):
+        gate.open(OpenLanding(landing_id, WRITER, (1,)))
+    assert gate.admit(b"a", first)
+    gate.close(b"a")
+    gate.close(b"b")
+    gate.leave(first)
+    gate.leave(second)
+    assert reports == [LandingClosed(b"a", True), LandingClosed(b"b", False), WriterGone(WRITER)]
+
+
+def test_a_writer_that_left_before_the_closing_cannot_write() -> None:
+    reports: list[TransferReport] = []
+    gate = Gate(reports.append)
+    connection = gate.enter(WRITER)
+    gate.open(OpenLanding(b"a", WRITER, (1,)))
+    assert gate.admit(b"a", connection)
+    gate.leave(connection)
+    gate.close(b"a")
+    assert reports == [WriterGone(WRITER), LandingClosed(b"a", False)]
+
+
+def test_another_life_of_the_writer_is_another_writer() -> None:
+    reports: list[TransferReport] = []
+    gate = Gate(reports.append)
+    old, new = gate.enter(WRITER), gate.enter(OTHER)
+    gate.open(OpenLanding(b"a", WRITER, (1,)))
+    assert not gate.admit(b"a", new)
+    assert gate.find(b"a", OTHER) is None
+    gate.leave(old)
+    assert reports == [WriterGone(WRITER)]
+
+
+def test_nobody_is_admitted_after_the_closing() -> None:
+    gate = Gate(lambda report: None)
+    connection = gate.enter(WRITER)
+    gate.close(b"never opened")
+    assert not gate.admit(b"never opened", connection)
+    gate.open(OpenLanding(b"a", WRITER, (1,)))
+    gate.close(b"a")
+    assert not gate.admit(b"a", connection)
+
+
+def test_who_waits_for_an_unknown_landing_is_woken() -> None:
+    for wake in ("open", "close", "shut"):
+        gate = Gate(lambda report: None)
+        found: list[object] = []
+        thread = threading.Thread(target=lambda gate=gate, found=found: found.append(gate.find(b"a", WRITER)))
+        thread.start()
+        if wake == "open":
+            gate.open(OpenLanding(b"a", WRITER, (1,)))
+        elif wake == "close":
+            gate.close(b"a")
+        else:
+            gate.shut()
+        thread.join(30)
+        assert (found[0] is not None) is (wake == "open")
+
+
+def test_opening_again_adds_blocks() -> None:
+    gate = Gate(lambda report: None)
+    gate.open(OpenLanding(b"a", WRITER, (1,)))
+    gate.open(OpenLanding(b"a", WRITER, (2,)))
+    landing = gate.find(b"a", WRITER)
+    assert landing is not None
+    assert landing.block_ids == {1, 2}
+
+
+def test_only_the_oldest_ids_are_forgotten() -> None:
+    ids = RecentIds(limit=2)
+    for value in (b"1", b"2", b"1", b"3"):
+        ids.add(value)
+    assert [value in ids for value in (b"1", b"2", b"3")] == [True, False, True]

@@ -1,0 +1,359 @@
+"""A gateway on loopback and scripted replicas: real Links and real gRPC, tokens that a hash decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gateway_model import BLOCK_TOKENS, FINGERPRINT, MAX_CONTEXT, raw, truth
+
+from cluster.client import Client
+from cluster.config import ClusterConfig, parse_config
+from cluster.gateway import Gateway
+from cluster.messages import ReplicaRecord
+from cluster.roster import LocalRoster
+from kvtransfer.clock import SystemClock
+from kvtransfer.keys import block_keys
+from kvtransfer.messages import (
+    PROTOCOL_VERSION,
+    BlocksStored,
+    CompatibilityRecord,
+    KvSnapshot,
+    KvSnapshotRequest,
+    ReplicaIdentity,
+)
+from kvtransfer.secret import draw_secret
+from workers.links import FrameStream, LinkServer
+from workers.messages import (
+    LINK_DOWN_CODEC,
+    LINK_UP_CODEC,
+    Cancel,
+    GatewayHello,
+    HandOverReport,
+    Leaving,
+    LinkUp,
+    LoadReport,
+    PrefillReport,
+    ReplicaHello,
+    RequestFailed,
+    SampleState,
+    StageTimes,
+    StepFrame,
+    Submission,
+    TokenDelta,
+    TokenLogprob,
+)
+
+WAIT_S = 20.0
+
+
+async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
+    """Return when `condition` holds; fail with `what` after `wait_s`."""
+    clock = SystemClock()
+    end = clock.now() + wait_s
+    while not condition():
+        assert clock.now() < end, f"not within {wait_s} s: {what}"
+        await clock.sleep(0.005)
+
+
+@dataclass
+class Script:
+    """How a replica misbehaves. Counts are of what is still to come."""
+
+    num_refusals: int = 0
+    failure: RequestFailed | None = None
+    """Sent once in place of an answer; its ids are filled in."""
+    stop_after: int | None = None
+    """Send no token beyond this output index until `resume` is set."""
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    token_s: float = 0.0
+    tokens: list[int] | None = None
+    """In place of the truth."""
+    eos_at: int | None = None
+    """End with the end token at this output index."""
+    hand_over_first: bool = False
+    """As a prefill replica: hand over before the first token is sent."""
+
+
+class ScriptedReplica:
+    """Answers Submissions as a brain would, with `truth`."""
+
+    def __init__(self, house: GatewayHouse, replica_id: str, role: str, epoch: int = 1) -> None:
+        self.house = house
+        self.identity = ReplicaIdentity(replica_id, epoch)
+        self.role = role
+        self.script = Script()
+        self.submissions: list[Submission] = []
+        self.cancels: list[Cancel] = []
+        self.snapshot_requests: list[str] = []
+        self.address = ""
+        self._server = LinkServer(house.secret, self._on_link, self._on_peer)
+        self._streams: dict[str, FrameStream] = {}
+        self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = {}
+        self._sequence = 0
+
+    async def start(self) -> None:
+        self.address = f"127.0.0.1:{await self._server.start('127.0.0.1')}"
+        await self.house.roster.register_replica(self.record())
+
+    async def die(self) -> None:
+        """As by SIGKILL: every Link breaks; the roster learns of it later."""
+        for tasks in self._running.values():
+            for task in tasks:
+                task.cancel()
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        await self._server.stop()
+
+    def record(self) -> ReplicaRecord:
+        return ReplicaRecord(
+            identity=self.identity,
+            pool=self.role,
+            role=self.role,
+            address=self.address,
+            model="m",
+            compatibility=self.compatibility(),
+            process_id=1,
+            rank_process_ids=(2,),
+        )
+
+    def compatibility(self) -> CompatibilityRecord:
+        return CompatibilityRecord(PROTOCOL_VERSION, FINGERPRINT, "float32", BLOCK_TOKENS, 2, 2, 8)
+
+    def hold(self, prompt: bytes, tenant: str) -> None:
+        """Tell the gateways that the prompt's blocks are cached here."""
+        keys = block_keys(prompt, BLOCK_TOKENS, FINGERPRINT, tenant)
+        self._sequence += 1
+        self.broadcast(KvSnapshot(self.identity, self._sequence, (BlocksStored(b"", keys),)))
+
+    def leave(self) -> None:
+        self.broadcast(Leaving(1.0))
+
+    def broadcast(self, message: LinkUp) -> None:
+        for stream in self._streams.values():
+            stream.send(LINK_UP_CODEC.encode(message))
+
+    def is_idle(self) -> bool:
+        return all(task.done() for tasks in self._running.values() for task in tasks)
+
+    # ---------------------------------------------------------------------------------------- Link
+
+    async def _on_peer(self, stream: FrameStream) -> None:
+        stream.close()
+
+    async def _on_link(self, stream: FrameStream) -> None:
+        frame = await stream.receive()
+        if frame is None:
+            return
+        hello = LINK_DOWN_CODEC.decode(frame)
+        assert isinstance(hello, GatewayHello)
+        stream.send(LINK_UP_CODEC.encode(self._hello()))
+        self._streams[hello.gateway_id] = stream
+        while (frame := await stream.receive()) is not None:
+            message = LINK_DOWN_CODEC.decode(frame)
+            if isinstance(message, Submission):
+                self.submissions.append(message)
+                self._run(message, hello.gateway_id, self._prefill(message, hello.gateway_id))
+            elif isinstance(message, Cancel):
+                self.cancels.append(message)
+                for task in self._running.pop((message.request_id, message.attempt), []):
+                    task.cancel()
+            elif isinstance(message, KvSnapshotRequest):
+                self.snapshot_requests.append(message.reason)
+                stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
+
+    def _hello(self) -> ReplicaHello:
+        load = LoadReport(
+            identity=self.identity,
+            sequence=1,
+            num_running=0,
+            num_waiting=0,
+            num_landings=0,
+            num_backlog_tokens=0,
+            num_free_blocks=1000,
+            num_cached_blocks=0,
+            num_quarantined_blocks=0,
+            num_total_blocks=1000,
+            num_leaked_blocks=0,
+            prefill_tok_s=1000.0,
+            decode_step_s=0.01,
+            num_steps=1,
+            num_checksum_failures=0,
+            num_preemptions=0,
+            transfer_gb_s=1.0,
+        )
+        return ReplicaHello(self.identity, self.role, self.role, self.compatibility(), MAX_CONTEXT, load)
+
+    def _run(self, submission: Submission, gateway_id: str, work: Any) -> None:
+        key = (submission.request_id, submission.attempt)
+        self._running.setdefault(key, []).append(asyncio.create_task(work))
+
+    def _send(self, gateway_id: str, frame: StepFrame) -> None:
+        if gateway_id in self._streams:
+            self._streams[gateway_id].send(LINK_UP_CODEC.encode(frame))
+
+    # ---------------------------------------------------------------------------------------- work
+
+    async def _prefill(self, submission: Submission, gateway_id: str) -> None:
+        """The first token of each sample and, where it is to be, the hand-over."""
+        request_id, attempt = submission.request_id, submission.attempt
+        if self.script.num_refusals > 0 or self.script.failure is not None:
+            self.script.num_refusals -= 1
+            failure = self.script.failure or RequestFailed("", 0, "refused", "full", 0.01)
+            self.script.failure = None
+            failed = RequestFailed(request_id, attempt, failure.code, failure.reason, failure.retry_after_s)
+            self._send(gateway_id, StepFrame(failures=(failed,)))
+            return
+        num_tokens = len(submission.prompt) // 4
+        times = StageTimes(arrived=1.0, scheduled=1.25, prefilled=2.0)
+        report = PrefillReport(request_id, attempt, num_tokens, min(16, num_tokens - 1), times)
+        first = {state.index: len(state.output) // 4 for state in submission.samples}
+        deltas = tuple(self._delta(submission, state, first[state.index]) for state in submission.samples)
+        if submission.decode is None:
+            self._send(gateway_id, StepFrame(prefills=(report,), deltas=deltas))
+            await self._decode(submission, gateway_id)
+            return
+        decode = self.house.replicas[submission.decode.identity.replica_id]
+        goes_on = any(not delta.finish for delta in deltas)
+        if self.script.hand_over_first and goes_on:
+            decode._run(submission, gateway_id, decode.join(submission, gateway_id))
+            await self.script.resume.wait()
+        self._send(gateway_id, StepFrame(prefills=(report,), deltas=deltas))
+        if not self.script.hand_over_first and goes_on:
+            decode._run(submission, gateway_id, decode.join(submission, gateway_id))
+
+    async def join(self, submission: Submission, gateway_id: str) -> None:
+        """As the decode side of a hand-over."""
+        report = HandOverReport(
+            request_id=submission.request_id,
+            attempt=submission.attempt,
+            num_held_tokens=0,
+            num_moved_bytes=4096,
+            num_bad_pieces=0,
+            transport="shm",
+            transfer_gb_s=2.5,
+            times=StageTimes(transfer_start=5.0, transfer_end=5.5, joined=5.5),
+        )
+        self._send(gateway_id, StepFrame(hand_overs=(report,)))
+        await self._decode(submission, gateway_id)
+
+    async def _decode(self, submission: Submission, gateway_id: str) -> None:
+        """All tokens after the first, one frame a step."""
+        next_index = {state.index: len(state.output) // 4 + 1 for state in submission.samples}
+        running = [state for state in submission.samples if not self._finish(submission, state, -1)]
+        while running:
+            if self.script.stop_after is not None and max(next_index.values()) > self.script.stop_after:
+                await self.script.resume.wait()
+            await self.house.clock.sleep(self.script.token_s)
+            deltas = [self._delta(submission, state, next_index[state.index]) for state in running]
+            self._send(gateway_id, StepFrame(deltas=tuple(deltas)))
+            for delta in deltas:
+                next_index[delta.sample] += 1
+            ended = {delta.sample for delta in deltas if delta.finish}
+            running = [state for state in running if state.index not in ended]
+
+    def _finish(self, submission: Submission, state: SampleState, index: int) -> str:
+        """How the sample ends with output `index` (-1: with its first one here)."""
+        index = len(state.output) // 4 if index < 0 else index
+        if self.script.eos_at == index:
+            return "stop"
+        return "length" if index + 1 >= submission.sampling.max_tokens else ""
+
+    def _delta(self, submission: Submission, state: SampleState, index: int) -> TokenDelta:
+        tokens = self.script.tokens or truth(submission.prompt, state.seed, index + 1)
+        token = 0 if self.script.eos_at == index else tokens[index]
+        num_logprobs = submission.sampling.num_logprobs
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if num_logprobs is not None:
+            logprobs = (TokenLogprob(-0.5, tuple((rank, -1.0 - rank) for rank in range(num_logprobs))),)
+        return TokenDelta(
+            request_id=submission.request_id,
+            attempt=submission.attempt,
+            sample=state.index,
+            first_index=index,
+            tokens=raw([token]),
+            logprobs=logprobs,
+            finish=self._finish(submission, state, index),
+        )
+
+
+class GatewayHouse:
+    """One roster, any number of scripted replicas, gateways and clients."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
+        self.secret = draw_secret()
+        self.clock = SystemClock()
+        self.roster = LocalRoster(self.clock)
+        self.replicas: dict[str, ScriptedReplica] = {}
+        self.gateways: list[Gateway] = []
+        self.clients: list[Client] = []
+
+    def config(self, **gateway: Any) -> ClusterConfig:
+        engine = {"block_tokens": BLOCK_TOKENS}
+        return parse_config(
+            {
+                "model": str(self.model_dir),
+                "pools": [
+                    {"name": "prefill", "role": "prefill", "engine": engine},
+                    {"name": "decode", "role": "decode", "engine": engine},
+                ],
+                "gateway": {"port": 0, "model_name": "m", **gateway},
+                "router": {"skip_prefill_tokens": 0},
+                "debug": {"allow_pins": True},
+            },
+            "test",
+        )
+
+    async def add_replica(self, replica_id: str, role: str, epoch: int = 1) -> ScriptedReplica:
+        replica = self.replicas[replica_id] = ScriptedReplica(self, replica_id, role, epoch)
+        await replica.start()
+        return replica
+
+    async def add_gateway(self, config: ClusterConfig | None = None) -> tuple[Gateway, str]:
+        """A gateway and its address; returns when every replica is connected."""
+        gateway = Gateway(
+            gateway_id=f"g{len(self.gateways)}",
+            epoch=1,
+            config=config or self.config(),
+            roster=self.roster,
+            secret=self.secret,
+            clock=self.clock,
+        )
+        self.gateways.append(gateway)
+        address = f"127.0.0.1:{await gateway.start()}"
+        await until(lambda: self.is_connected(gateway), "all replicas are connected")
+        return gateway, address
+
+    def is_connected(self, gateway: Gateway) -> bool:
+        connected = [view for view in gateway.links.views() if view.takes_requests]
+        return len(connected) == len(self.replicas)
+
+    def busy(self) -> list[ScriptedReplica]:
+        """The replicas that were given work and have not finished it."""
+        return [it for it in self.replicas.values() if not it.is_idle()]
+
+    def client(self, *addresses: str) -> Client:
+        client = Client(addresses)
+        self.clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        for gateway in self.gateways:
+            await gateway.stop()
+        for replica in self.replicas.values():
+            await replica.die()
+
+
+class Pair:
+    """One prefill and one decode replica, a gateway and a client."""
+
+    def __init__(self, house: GatewayHouse, gateway: Gateway, client: Client) -> None:
+        self.house, self.gateway, self.client = house, gateway, client
+        self.prefill, self.decode = house.replicas["p0"], house.replicas["d0"]

@@ -1,0 +1,156 @@
+"""A model of the ranks that computes from step plans alone, and an engine that runs on it.
+
+Its KV is token ids by (block, offset), and it samples a hash of the context that it reads back through the
+block table. So a wrong table, a missed copy, a block reused too early or a wrong start is a wrong token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from workers.config import EngineConfig
+from workers.engine.batch import StepOutcome
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.messages import SampledToken, SamplingParams, StepPlan, StepReport
+
+BLOCK_TOKENS = 4
+VOCABULARY = 24
+END = 0
+MAX_CONTEXT = 40
+FINGERPRINT = b"model"
+
+
+def pack(tokens: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def unpack(tokens: bytes) -> list[int]:
+    return [int.from_bytes(tokens[start : start + 4], "little") for start in range(0, len(tokens), 4)]
+
+
+def sample(context: list[int], seed: int) -> int:
+    return hashlib.sha256(pack([seed, *context])).digest()[0] % VOCABULARY
+
+
+def alone(prompt: list[int], seed: int, limit: int, sampling: SamplingParams) -> list[int]:
+    """The output of one sample computed without an engine."""
+    output: list[int] = []
+    while len(output) < limit and (sampling.ignore_eos or output[-1:] != [END]):
+        output.append(sample(prompt + output, seed))
+    return output
+
+
+@dataclass
+class SlotState:
+    seed: int
+    context: list[int]
+    sampled_in_step: int = 0
+
+
+class HashRank:
+    """Executes plans in order; knows nothing but what they carry."""
+
+    def __init__(self) -> None:
+        self.kv: dict[tuple[int, int], int] = {}
+        self.slots: dict[int, SlotState] = {}
+        self.step = 0
+
+    def run(self, plan: StepPlan) -> StepReport:
+        assert plan.step == self.step + 1
+        self.step = plan.step
+        for slot in plan.free_slots:
+            del self.slots[slot]
+        for start in plan.starts:
+            assert start.slot not in self.slots
+            self.slots[start.slot] = SlotState(start.seed, unpack(start.tokens))
+        copied = {
+            (copy.dst_block, offset): self.kv[copy.src_block, offset]
+            for copy in plan.copies
+            for offset in range(BLOCK_TOKENS)
+            if (copy.src_block, offset) in self.kv
+        }
+        self.kv.update(copied)
+        self._write(plan)
+        tokens = []
+        for entry in plan.entries:
+            for slot in entry.sample_slots:
+                context = [
+                    self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
+                    for position in range(entry.start + entry.num_tokens)
+                ]
+                state = self.slots[slot]
+                assert context == state.context, "the KV under the table is not the slot's context"
+                token = sample(context, state.seed)
+                state.context.append(token)
+                state.sampled_in_step = plan.step
+                tokens.append(SampledToken(slot=slot, token=token, logprob=None))
+        return StepReport(step=plan.step, tokens=tuple(tokens), started_at=0.0, finished_at=0.0)
+
+    def _write(self, plan: StepPlan) -> None:
+        written: set[tuple[int, int]] = set()
+        for entry in plan.entries:
+            assert entry.num_tokens > 0
+            tokens = unpack(entry.tokens)
+            if not tokens:
+                state = self.slots[entry.slot]
+                assert (entry.num_tokens, state.sampled_in_step) == (1, plan.step - 1)
+                tokens = state.context[-1:]
+            assert len(tokens) == entry.num_tokens
+            for position, token in enumerate(tokens, entry.start):
+                place = entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                assert place not in written
+                written.add(place)
+                self.kv[place] = token
+
+
+@dataclass
+class Engine:
+    """A scheduler, its rank, and the plans that are out."""
+
+    config: EngineConfig
+    num_blocks: int
+    pool: BlockPool = field(init=False)
+    scheduler: Scheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS)
+        self.scheduler = Scheduler(
+            self.config,
+            self.pool,
+            eos_token_ids=(END,),
+            max_context_tokens=MAX_CONTEXT,
+            fingerprint=FINGERPRINT,
+        )
+        self.rank = HashRank()
+        self.reports: deque[StepReport] = deque()
+        self.plans: deque[StepPlan] = deque()
+        self.blocks_of_landings: list[int] = []
+
+    def plan(self, now: float) -> bool:
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            return False
+        assert sum(entry.num_tokens for entry in plan.entries) <= self.config.max_batch_tokens
+        assert len(plan.entries) <= self.config.max_sequences
+        assert all(entry.num_tokens <= self.config.chunk_tokens for entry in plan.entries)
+        self.plans.append(plan)
+        self.reports.append(self.rank.run(plan))
+        return True
+
+    def settle(self, now: float) -> StepOutcome:
+        self.plans.popleft()
+        return self.scheduler.settle(self.reports.popleft(), now)
+
+    def check(self) -> None:
+        self.scheduler.check(num_other_references=len(self.blocks_of_landings))
+        for plan in self.plans:
+            named = {block for entry in plan.entries for block in entry.block_ids}
+            named |= {copy.src_block for copy in plan.copies}
+            assert all(self.pool.is_referenced(block) for block in named), "freed before its plan is reported"
+
+    @property
+    def max_tokens(self) -> int:
+        return min(MAX_CONTEXT, self.num_blocks * BLOCK_TOKENS)

@@ -1,0 +1,150 @@
+"""A cluster as a user runs it: `tandem serve` in a process of its own, reached over gRPC alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.blocking_client import BlockingClient
+from cluster.errors import CallError
+from cluster.proto import tandem_pb2 as pb
+from kvtransfer.clock import SystemClock
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY = ROOT / "models" / "tiny"
+START_S = 120.0
+_COUNTERS = """
+import json, logging, sys
+import ray
+from ray._private.internal_api import node_stats
+ray.init(address=sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
+(node,) = ray.nodes()
+stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+names = "object_store_bytes_used", "cumulative_created_objects", "cumulative_created_bytes"
+print(json.dumps({name: getattr(stats, name) for name in names}))
+"""
+
+
+def tandem(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run a command of the command line to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "cluster", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def environment() -> dict[str, str]:
+    """Ours, in which the sources are importable from every process and nothing points to another Ray."""
+    kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class RunningCluster:
+    """`tandem serve`, started; `addresses` is what it printed: gateway, Ray, dashboard, Ray token, logs."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._clock = SystemClock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cluster", "serve", "--ray-address", "local", *arguments],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(START_S) or self._process.poll() is not None:
+            self.stop()
+            raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
+        pattern = re.compile(r"(gateway|Ray token|Ray|dashboard|logs)\s+(\S.*)")
+        self.addresses: dict[str, str] = {
+            match[1]: match[2] for line in self.lines if (match := pattern.match(line))
+        }
+
+    @property
+    def address(self) -> str:
+        return self.addresses["gateway"]
+
+    def status(self) -> pb.StatusResponse:
+        with BlockingClient(self.address) as client:
+            return client.status()
+
+    def replica(self, role: str) -> pb.Replica:
+        """The first replica of this role."""
+        return next(replica for replica in self.status().replicas if replica.role == role)
+
+    def wait_for(self, condition: Callable[[pb.StatusResponse], bool], timeout_s: float) -> pb.StatusResponse:
+        """The first status that fulfils the condition."""
+        deadline = self._clock.now() + timeout_s
+        pause = threading.Event()
+        status = None
+        while self._clock.now() < deadline:
+            try:
+                status = self.status()
+            except CallError:
+                status = None
+            if status is not None and condition(status):
+                return status
+            pause.wait(0.2)
+        raise AssertionError(f"not within {timeout_s} s; last seen: {status}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything below `tandem serve`, itself included."""
+        own = psutil.Process(self._process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def stop(self) -> int:
+        """Ctrl-C; returns the exit status."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        status = self._process.wait(60)
+        self._reader.join()
+        return status
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if line.startswith("Ctrl-C"):
+                self._ready.set()
+        self._process.stdout.close()
+        self._ready.set()
+
+
+def object_store_counters(ray_address: str) -> dict[str, Any]:
+    """What Ray's object stores have ever held and hold now, asked by another process of the Ray cluster."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNTERS, ray_address],
+        env={**environment(), "RAY_AUTH_MODE": "token"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    counters: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return counters

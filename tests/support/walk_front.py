@@ -1,0 +1,248 @@
+"""A real gateway in front of a `walk_house.House`: a roster, replicas that live in it as `cluster.app` lets
+them, and clients whose streams are recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from walk_house import BLOCK_TOKENS, House, Replica, until
+
+from cluster.client import Client, GenerateOptions, GenerateStream, Prompt
+from cluster.config import ClusterConfig, parse_config
+from cluster.errors import CallError
+from cluster.gateway import Gateway
+from cluster.messages import ReplicaRecord
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster import LocalRoster
+from cluster.samples import sample_seed
+from kvtransfer.clock import SystemClock
+from workers.errors import RankDiedError
+from workers.messages import HandOverTarget
+
+TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
+HEALTH_PERIOD_S = 0.05
+_FRONT_NUMBERS = itertools.count()
+_ALONE_NUMBERS = itertools.count()
+
+
+def copy_tiny(folder: Path) -> Path:
+    """The bundled model as it is now: every process of a test must load the same weights."""
+    return Path(shutil.copytree(TINY, folder / "tiny"))
+
+
+def prompt(seed: int, num_tokens: int = 200) -> list[int]:
+    """Token ids that no other seed begins with."""
+    draw = random.Random(seed)
+    return [draw.randrange(4, 4000) for _ in range(num_tokens)]
+
+
+@dataclass
+class Call:
+    """A request of a client, and all that its stream told."""
+
+    stream: GenerateStream
+    accepted: pb.Accepted | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    finished: pb.Finished | None = None
+    error: CallError | None = None
+    task: asyncio.Task[None] = field(init=False)
+
+    @property
+    def sequence(self) -> list[int]:
+        """The tokens of the first sample."""
+        return self.tokens.get(0, [])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens) for tokens in self.tokens.values())
+
+    async def ended(self, wait_s: float = 60.0) -> Call:
+        """Wait for the one end of the stream."""
+        await until(self.task.done, f"end of {self.stream.request_id or 'a stream'}", wait_s)
+        self.task.result()
+        assert (self.finished is None) != (self.error is None)
+        return self
+
+    async def done(self, wait_s: float = 60.0) -> Call:
+        """Wait for a good end."""
+        await self.ended(wait_s)
+        assert self.error is None, self.error
+        return self
+
+    async def listen(self) -> None:
+        """Take every event; runs as `task`."""
+        try:
+            async for event in self.stream:
+                assert self.finished is None, "an event came after the last one"
+                if isinstance(event, pb.Accepted):
+                    assert self.accepted is None
+                    self.accepted = event
+                elif isinstance(event, pb.Delta):
+                    tokens = self.tokens.setdefault(event.sample, [])
+                    assert event.first_index == len(tokens)
+                    tokens.extend(event.token_ids)
+                    self.texts[event.sample] = self.texts.get(event.sample, "") + event.text
+                    self.logprobs.extend(event.logprobs)
+                else:
+                    self.finished = event
+        except CallError as error:
+            self.error = error
+
+
+class Front:
+    """One gateway with its own roster over some replicas of a house; several can share the replicas."""
+
+    def __init__(self, house: House, model_dir: Path, **router: Any) -> None:
+        """`router` are settings of it; the plain policy by default, under which every prompt is handed over."""
+        number = next(_FRONT_NUMBERS)
+        self.house = house
+        self.clock = SystemClock()
+        self.roster = LocalRoster(self.clock)
+        settings = {"policy": "round_robin", "skip_prefill_tokens": 0, **router}
+        self.gateway = Gateway(
+            gateway_id=f"front{number}",
+            epoch=1,
+            config=front_config(model_dir, settings),
+            roster=self.roster,
+            secret=house.secret,
+            clock=self.clock,
+            seeds=_drawing(number),
+        )
+        self.address = ""
+        self.client: Client
+        self._clients: list[Client] = []
+        self._registered: list[Replica] = []
+        self._lives: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        self.address = f"127.0.0.1:{await self.gateway.start()}"
+        self.client = self.connect(self.address)
+
+    def connect(self, *addresses: str) -> Client:
+        """A client of these gateways; closed with this front."""
+        self._clients.append(Client(addresses))
+        return self._clients[-1]
+
+    async def register(self, *replicas: Replica) -> None:
+        """Into the roster, as `cluster.app.ReplicaActor` does; returns when all are connected and joined."""
+        for replica in replicas:
+            await self.roster.register_replica(_record(replica))
+            self._registered.append(replica)
+            self._lives.append(asyncio.create_task(self._live(replica)))
+        targets = [
+            HandOverTarget(it.brain.identity, it.brain.address)
+            for it in self._registered
+            if it.brain.role != "prefill"
+        ]
+        for replica in self._registered:
+            if replica.brain.role != "decode":
+                replica.brain.join_peers(targets)
+        names = {replica.brain.identity.replica_id for replica in replicas}
+        await until(lambda: names <= self._connected(), f"{sorted(names)} are connected and joined")
+
+    async def forget(self, replica: Replica) -> None:
+        """Tell the roster that the replica is gone."""
+        identity = replica.brain.identity
+        await self.roster.remove(identity.replica_id, identity.epoch)
+
+    def call(
+        self, asked: Prompt, *, client: Client | None = None, timeout_s: float | None = None, **options: Any
+    ) -> Call:
+        """Start a request."""
+        wanted = GenerateOptions(**{"max_tokens": 8, "ignore_eos": True, **options})
+        call = Call((client or self.client).generate(asked, wanted, timeout_s=timeout_s))
+        call.task = asyncio.create_task(call.listen())
+        return call
+
+    async def complete(self, asked: Prompt, **options: Any) -> Call:
+        """A whole request that must end well."""
+        return await self.call(asked, **options).done()
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+        await self.gateway.stop()
+
+    def _connected(self) -> set[str]:
+        num_targets = sum(it.brain.role != "prefill" for it in self._registered)
+        return {
+            view.record.identity.replica_id
+            for view in self.gateway.links.views()
+            if view.takes_requests and (view.record.role != "prefill" or len(view.paths) >= num_targets)
+        }
+
+    async def _live(self, replica: Replica) -> None:
+        """As `cluster.app.ReplicaActor`: a brain that cannot go on leaves the roster and ends."""
+        try:
+            while True:
+                await self.clock.sleep(HEALTH_PERIOD_S)
+                replica.brain.check_health()
+        except RankDiedError:
+            await self.forget(replica)
+            await replica.brain.stop()
+
+
+async def tokens_alone(
+    replica: Replica, house: House, asked: list[int], seed: int, num_tokens: int, **sampling: Any
+) -> list[int]:
+    """What one engine gives for the first sample of a request with this seed, when nothing else runs."""
+    submission = house.submission(
+        f"alone{next(_ALONE_NUMBERS)}",
+        asked,
+        seed=sample_seed(seed, 0),
+        max_tokens=num_tokens,
+        **sampling,
+    )
+    heard = await house.run(replica, submission)
+    assert heard.failure is None, heard.failure
+    return heard.sequence()
+
+
+def front_config(model_dir: Path, router: dict[str, Any]) -> ClusterConfig:
+    """A configuration whose pools exist on paper only: the test makes the replicas."""
+    engine = {"block_tokens": BLOCK_TOKENS}
+    return parse_config(
+        {
+            "model": str(model_dir),
+            "pools": [
+                {"name": "prefill", "role": "prefill", "engine": engine},
+                {"name": "decode", "role": "decode", "engine": engine},
+            ],
+            "gateway": {"port": 0},
+            "router": router,
+            "debug": {"allow_pins": True},
+        },
+        "walk",
+    )
+
+
+def _drawing(seed: int) -> Callable[[], int]:
+    draw = random.Random(seed)
+    return lambda: draw.getrandbits(63)
+
+
+def _record(replica: Replica) -> ReplicaRecord:
+    brain = replica.brain
+    return ReplicaRecord(
+        identity=brain.identity,
+        pool=brain.pool_name,
+        role=brain.role,
+        address=brain.address,
+        model="tiny",
+        compatibility=brain.compatibility,
+        process_id=brain.ready.process_id,
+        rank_process_ids=brain.rank_process_ids,
+    )
