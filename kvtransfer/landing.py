@@ -140,6 +140,13 @@ class LandingBook:
     def num_open(self) -> int:
         return sum(landing.state is _State.OPEN for landing in self._landings.values())
 
+    @property
+    def num_references(self) -> int:
+        """Block references that open landings hold."""
+        return sum(
+            len(item.held) + len(item.blocks) for item in self._landings.values() if item.state is _State.OPEN
+        )
+
     # ------------------------------------------------------------------------------------- messages
 
     def request(
@@ -151,11 +158,9 @@ class LandingBook:
             reason = f"the prompt needs {needed} blocks, this replica has {self._pool.num_total}"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
         num_waiting = self.num_waiting
+        wait_s = self._seconds_per_grant * (num_waiting + 1)
         if num_waiting >= self._config.landing_queue:
-            return [
-                self._refuse(writer, request, "the landing queue is full", self._expected_wait_s(num_waiting))
-            ]
-        wait_s = self._expected_wait_s(num_waiting)
+            return [self._refuse(writer, request, "the landing queue is full", wait_s)]
         if request.deadline_s is not None and num_waiting and wait_s > request.deadline_s:
             reason = f"a wait of about {wait_s:.1f} s would miss the deadline in {request.deadline_s:.1f} s"
             return [self._refuse(writer, request, reason, wait_s)]
@@ -380,9 +385,6 @@ class LandingBook:
     ) -> ToWriter:
         self.num_refused += 1
         return ToWriter(writer, LandingRefusal(request.landing_id, reason, retry_after_s))
-
-    def _expected_wait_s(self, num_waiting: int) -> float:
-        return self._seconds_per_grant * (num_waiting + 1)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)

@@ -164,7 +164,7 @@ class Brain:
             scheduler=self.scheduler,
             clock=self._clock,
             order=self._group.send,
-            on_joined=lambda hand_over, report: self.requests.joined(hand_over, report),
+            on_joined=lambda *news: self.requests.joined(*news),
         )
         self.requests = Requests(
             scheduler=self.scheduler,
@@ -229,10 +229,6 @@ class Brain:
         return self.ready.compatibility
 
     @property
-    def max_context_tokens(self) -> int:
-        return self.ready.max_context_tokens
-
-    @property
     def rank_process_ids(self) -> tuple[int, ...]:
         return (self.ready.process_id,)
 
@@ -252,7 +248,7 @@ class Brain:
                 self.pool_name,
                 self.role,
                 self.compatibility,
-                self.max_context_tokens,
+                self.ready.max_context_tokens,
                 self._load_report(),
             ),
         )
@@ -352,21 +348,19 @@ class Brain:
 
     def _load_report(self) -> LoadReport:
         self._load_sequence += 1
-        scheduler, pool = self.scheduler, self.pool
-        quiet = scheduler.is_idle and not self.requests and self.outbound.book.num_active == 0
-        quiet = quiet and self.inbound.book.num_open == 0
+        scheduler, pool, landings = self.scheduler, self.pool, self.inbound.book
         return LoadReport(
             identity=self.identity,
             sequence=self._load_sequence,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_landings=self.inbound.book.num_open + self.inbound.book.num_waiting,
+            num_landings=landings.num_open + landings.num_waiting,
             num_backlog_tokens=scheduler.num_backlog_tokens,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_quarantined_blocks=pool.num_quarantined,
             num_total_blocks=pool.num_total,
-            num_leaked_blocks=pool.num_referenced if quiet else 0,
+            num_leaked_blocks=pool.num_references - scheduler.num_references - landings.num_references,
             prefill_tok_s=self.steps.rates.prefill_tok_s,
             decode_step_s=self.steps.rates.decode_step_s,
             num_steps=self.steps.num_steps,

@@ -31,6 +31,7 @@ from workers.messages import (
     HandOverReport,
     PeerLinkMessage,
     StageTimes,
+    TokenDelta,
 )
 from workers.peers import Peers
 
@@ -40,7 +41,8 @@ _log = logging.getLogger("tandem.handover")
 class Inbound:
     """Sequences whose prompt was computed elsewhere and that continue here.
 
-    `on_joined(key, submission, gateway, report)` is called when a sequence runs here.
+    `on_joined(hand_over, report, ended)` is called when a sequence runs here; `ended` tells of samples that
+    have no room for another token.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Inbound:
         scheduler: Scheduler,
         clock: Clock,
         order: Callable[[TransferOrder], None],
-        on_joined: Callable[[HandOver, HandOverReport], None],
+        on_joined: Callable[[HandOver, HandOverReport, list[TokenDelta]], None],
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
@@ -148,5 +150,5 @@ class Inbound:
             transfer_gb_s=hand_over.num_moved_bytes / seconds / 1e9 if seconds > 0 else 0.0,
             times=StageTimes(transfer_start=hand_over.transfer_start, transfer_end=now, joined=now),
         )
-        self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
-        self._on_joined(hand_over, report)
+        ended = self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
+        self._on_joined(hand_over, report, ended)

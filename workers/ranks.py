@@ -29,7 +29,10 @@ from workers.messages import (
     RankReady,
     RankSpec,
     RankUp,
+    Shutdown,
 )
+
+LEAVE_S = 1.0
 
 _log = logging.getLogger("tandem.ranks")
 
@@ -133,8 +136,11 @@ class RankGroup:
             handle.kill()
 
     async def stop(self) -> None:
-        """End the ranks without reporting their death."""
+        """End the ranks without reporting their death: they are asked, and after `LEAVE_S` killed."""
         self._stopping = True
+        self.send(Shutdown("the replica stops"))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LEAVE_S)
         self.kill()
         if self._server is not None:
             self._server.close()

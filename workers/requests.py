@@ -129,13 +129,15 @@ class Requests:
         self._requests.pop(key, None)
         self._wake()
 
-    def joined(self, hand_over: HandOver, report: HandOverReport) -> None:
-        """A handed-over request runs here now."""
+    def joined(self, hand_over: HandOver, report: HandOverReport, ended: list[TokenDelta]) -> None:
+        """A handed-over request runs here now; `ended` are samples that are complete already."""
         submission = hand_over.submission
         gateway = hand_over.gateway_id, hand_over.gateway_epoch
         samples = {sample.index for sample in submission.samples}
         self._requests[submission.request_id, submission.attempt] = _Request(gateway, samples, outbound=False)
         self._gateways.post(gateway, report)
+        for delta in ended:
+            self._post_delta(delta)
         self._wake()
 
     def fail_all(self, reason: str) -> None:
@@ -152,6 +154,8 @@ class Requests:
             return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
         if max(memoryview(submission.prompt).cast("I"), default=0) >= self._vocab_size:
             return RequestFailed(*key, "invalid", f"prompt: a token id is not below {self._vocab_size}")
+        if key in self._requests:
+            return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
         try:
             self._scheduler.submit(submission, self._clock.now())
         except CapacityError as error:

@@ -196,13 +196,19 @@ class Front:
 
 
 async def tokens_alone(
-    replica: Replica, house: House, asked: list[int], seed: int, num_tokens: int, **sampling: Any
+    replica: Replica,
+    house: House,
+    asked: list[int],
+    seed: int,
+    num_tokens: int,
+    sample: int = 0,
+    **sampling: Any,
 ) -> list[int]:
-    """What one engine gives for the first sample of a request with this seed, when nothing else runs."""
+    """What one engine gives for a sample of the request with this seed, when nothing else runs."""
     submission = house.submission(
         f"alone{next(_ALONE_NUMBERS)}",
         asked,
-        seed=sample_seed(seed, 0),
+        seed=sample_seed(seed, sample),
         max_tokens=num_tokens,
         **sampling,
     )

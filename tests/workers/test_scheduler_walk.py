@@ -154,12 +154,14 @@ class Pair(RuleBasedStateMachine):
         found = [engine.scheduler.cancel(name, 1) for engine in self.engines]
         life = self.lives[name]
         if not any(found):  # it expired, and the outcome that says so is still to come
-            assert life.deadline is not None
-            assert life.deadline <= self.now
+            assert self.is_late(life)
             return
         assert not any(engine.scheduler.cancel(name, 1) for engine in self.engines)
         life.over = True
         self.abort_landing(name)
+
+    def is_late(self, life: Life) -> bool:
+        return life.deadline is not None and life.deadline <= self.now
 
     @rule(delta_s=st.sampled_from([0.1, 1.0]))
     def pass_time(self, delta_s: float) -> None:
@@ -227,8 +229,7 @@ class Pair(RuleBasedStateMachine):
         for failure in failures:
             life = self.lives[failure.request_id]
             assert not life.over
-            assert life.deadline is not None
-            assert (failure.code, life.deadline <= self.now) == ("deadline", True)
+            assert (failure.code, self.is_late(life)) == ("deadline", True)
             life.over = True
             self.abort_landing(failure.request_id)
 
@@ -258,7 +259,7 @@ class Pair(RuleBasedStateMachine):
             landing.block_ids = held + rest
             landing.num_held_tokens = len(held) * BLOCK_TOKENS
             self.decode.blocks_of_landings += landing.block_ids
-            assert self.prefill.scheduler.grant_landing(name, 1)
+            assert self.prefill.scheduler.grant_landing(name, 1) or self.is_late(self.lives[name])
 
     @rule()
     def hand_over(self) -> None:

@@ -108,6 +108,7 @@ class _Rank:
                     self._plans.put(message)
                 elif isinstance(message, Shutdown):
                     self._plans.put(None)
+                    return  # the end of the connection is expected now: `serve` leaves in order
                 else:
                     assert self._agent is not None, "a transfer order came before RankReady"
                     self._agent.handle(message)

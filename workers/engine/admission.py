@@ -1,0 +1,104 @@
+"""The way into the engine: what can fit at all, and when an outbound request asks for its landing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtransfer.keys import TOKEN_BYTES
+from workers.engine.batch import LandingWish
+from workers.engine.sequence import Landing, Sequence
+from workers.errors import CapacityError
+from workers.messages import Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples."""
+
+    max_context_tokens: int
+    max_kv_tokens: int
+    max_sequences: int
+    block_tokens: int
+
+    def output_limit(self, submission: Submission) -> int:
+        """Tokens a sample may have in all: `max_tokens`, clipped to what context and KV leave it. The KV of
+        an outbound request grows elsewhere."""
+        num_prompt_tokens = _num_tokens(submission.prompt)
+        limit = min(submission.sampling.max_tokens, self.max_context_tokens - num_prompt_tokens)
+        return limit if submission.decode else min(limit, self.max_kv_tokens - num_prompt_tokens)
+
+    def check(self, submission: Submission) -> None:
+        """Raise `CapacityError`, naming field and numbers, when the request can never run here."""
+        num_prompt_tokens = _num_tokens(submission.prompt)
+        max_tokens, num_samples = submission.sampling.max_tokens, len(submission.samples)
+        num_keys = len(submission.block_keys)
+        if num_prompt_tokens == 0:
+            raise CapacityError("prompt: it has 0 tokens, at least 1 is needed")
+        if max_tokens < 1:
+            raise CapacityError(f"max_tokens: it is {max_tokens}, at least 1 is needed")
+        num_kv_tokens = self.max_kv_tokens + (1 if submission.decode else 0)
+        for limit, name in ((self.max_context_tokens, "context"), (num_kv_tokens, "KV blocks")):
+            if num_prompt_tokens + 1 > limit:
+                raise CapacityError(
+                    f"prompt: {num_prompt_tokens} tokens and a new one exceed the {limit} tokens of {name}"
+                )
+        if not 1 <= num_samples <= self.max_sequences:
+            raise CapacityError(f"n: {num_samples} samples, from 1 to {self.max_sequences} fit this replica")
+        if num_keys > num_prompt_tokens // self.block_tokens:
+            raise CapacityError(
+                f"block_keys: {num_keys} keys for {num_prompt_tokens} tokens, "
+                f"but a block here has {self.block_tokens} tokens"
+            )
+        limit = self.output_limit(submission)
+        for sample in submission.samples:
+            if _num_tokens(sample.output) >= limit:
+                raise CapacityError(
+                    f"samples[{sample.index}].output: {_num_tokens(sample.output)} tokens leave nothing to "
+                    f"compute, at most {limit} fit max_tokens, context and KV"
+                )
+
+
+def landing_wishes(
+    running: Iterable[Sequence], waiting: Iterable[Sequence], window_tokens: int
+) -> list[LandingWish]:
+    """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
+
+    A request that waits for its landing holds back only those behind it that go to the same replica, so that
+    one full decode replica does not idle the others.
+    """
+    num_ready_tokens = sum(sequence.num_remaining for sequence in running)
+    target_to_asked_tokens: dict[str, int] = {}
+    wishes: list[LandingWish] = []
+    for sequence in waiting:
+        request = sequence.request
+        num_uncached_tokens = sequence.num_tokens - sequence.num_expected_cached_tokens
+        if request.landing is Landing.READY:
+            num_ready_tokens += num_uncached_tokens
+            continue
+        assert request.submission.decode is not None
+        target = request.submission.decode.address
+        num_asked_tokens = target_to_asked_tokens.get(target, 0)
+        if request.landing is Landing.NEEDED:
+            if num_ready_tokens + num_asked_tokens > window_tokens:
+                continue
+            request.landing = Landing.ASKED
+            wishes.append(_wish(sequence))
+        target_to_asked_tokens[target] = num_asked_tokens + num_uncached_tokens
+    return wishes
+
+
+def _wish(sequence: Sequence) -> LandingWish:
+    request = sequence.request
+    return LandingWish(
+        request_id=request.submission.request_id,
+        attempt=request.submission.attempt,
+        submission=request.submission,
+        num_tokens=sequence.num_tokens,
+        max_new_tokens=request.output_limit - sequence.num_output_tokens,
+        deadline=request.deadline,
+    )
+
+
+def _num_tokens(tokens: bytes) -> int:
+    return len(tokens) // TOKEN_BYTES

@@ -1,0 +1,150 @@
+"""What goes into a step and what comes out of it: the plan under construction, the plans that are out, and
+the outcome that the brain turns into frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from workers.engine.sequence import Sequence
+from workers.messages import (
+    BatchEntry,
+    BlockCopy,
+    RequestFailed,
+    SampleState,
+    SlotStart,
+    StageTimes,
+    StepPlan,
+    Submission,
+    TokenDelta,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LandingWish:
+    """An outbound request will be scheduled soon: ask its decode replica for a landing of `num_tokens`.
+
+    `deadline` is absolute, on the clock of `submit`'s `now`.
+    """
+
+    request_id: str
+    attempt: int
+    submission: Submission
+    num_tokens: int
+    max_new_tokens: int
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """KV of the first `num_computed_tokens` tokens of an outbound prompt is in `block_ids` (the last block
+    may be partial). The first one of a request includes what was cached. Times are the rank's clock."""
+
+    request_id: str
+    attempt: int
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+    started_at: float
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDone:
+    """A request's prompt is computed and its first tokens are in the same outcome; once per request.
+
+    `samples` are the unfinished ones with their outputs so far (what a hand-over carries), `block_ids` hold
+    the KV of `num_computed_tokens` tokens. When `outbound` and not `all_finished`, the blocks stay
+    referenced until `finish_outbound`; when `all_finished` the request is over and they are released.
+    """
+
+    request_id: str
+    attempt: int
+    submission: Submission
+    num_computed_tokens: int
+    num_cached_tokens: int
+    times: StageTimes
+    outbound: bool
+    all_finished: bool
+    samples: tuple[SampleState, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """All news of one step."""
+
+    tokens: list[TokenDelta] = field(default_factory=list)
+    chunks: list[ChunkDone] = field(default_factory=list)
+    prompts: list[PromptDone] = field(default_factory=list)
+    failures: list[RequestFailed] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEntry:
+    """The scheduler's memory of one `BatchEntry`: who computes up to where, and who samples in which slot."""
+
+    sequence: Sequence
+    end: int
+    samplers: tuple[tuple[int, Sequence], ...]
+
+
+class Batch:
+    """A step under construction; `budget_tokens` is what may still be added."""
+
+    def __init__(self, step: int, budget_tokens: int) -> None:
+        self.step = step
+        self.budget_tokens = budget_tokens
+        self.planned: list[PlannedEntry] = []
+        self._starts: list[SlotStart] = []
+        self._copies: list[BlockCopy] = []
+        self._entries: list[BatchEntry] = []
+
+    def start(self, sequence: Sequence) -> None:
+        """The sequence takes its slot in this step."""
+        self._starts.append(
+            SlotStart(
+                slot=sequence.slot,
+                tokens=bytes(sequence.tokens),
+                num_prompt_tokens=sequence.request.num_prompt_tokens,
+                seed=sequence.seed,
+                sampling=sequence.request.submission.sampling,
+            )
+        )
+
+    def copy(self, src_block: int, dst_block: int) -> None:
+        """Copy-on-write before the step's computation."""
+        self._copies.append(BlockCopy(src_block=src_block, dst_block=dst_block))
+
+    def add(self, sequence: Sequence, num_tokens: int, samplers: tuple[Sequence, ...]) -> None:
+        """Compute the sequence's next `num_tokens`; then `samplers` sample one token each."""
+        start = sequence.num_scheduled
+        end = start + num_tokens
+        self._entries.append(
+            BatchEntry(
+                slot=sequence.slot,
+                start=start,
+                num_tokens=num_tokens,
+                tokens=sequence.token_bytes(start, end),
+                block_ids=tuple(sequence.block_ids),
+                sample_slots=tuple(sampler.slot for sampler in samplers),
+            )
+        )
+        self.planned.append(
+            PlannedEntry(sequence, end, tuple((sampler.slot, sampler) for sampler in samplers))
+        )
+        self.budget_tokens -= num_tokens
+        sequence.num_scheduled = end
+        sequence.last_step = self.step
+        for sampler in samplers:
+            sampler.num_pending += 1
+            sampler.last_step = self.step
+
+    def plan(self, free_slots: tuple[int, ...]) -> StepPlan:
+        """The message to the ranks."""
+        return StepPlan(
+            step=self.step,
+            free_slots=free_slots,
+            starts=tuple(self._starts),
+            copies=tuple(self._copies),
+            entries=tuple(self._entries),
+        )

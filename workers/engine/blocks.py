@@ -1,0 +1,305 @@
+"""BlockPool: who uses which KV block, which finished blocks can be found by key, and what was cached or
+evicted since the last look. Used by the scheduler and by the brain for landings; holds no KV itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvtransfer.messages import BlocksRemoved, BlocksStored
+from workers.errors import OutOfBlocksError
+
+ROOT = b""
+
+
+class BlockPool:
+    """Reference counts, prefix index, least-recently-used eviction, quarantine and KV events of `num_blocks`.
+
+    A block is in exactly one state::
+
+        free --allocate--> referenced --release, last one, not registered--> free
+                            |    ^  \\--release, last one, registered--> cached --evict--> free
+                            |    \\-----------------acquire----------------/
+                            \\--quarantine--> quarantined --release_quarantine--> free
+
+    The prefix index is a forest over block keys that is closed upward: the parent of a registered block is
+    registered. So a block is evicted after its children (leaf first), the least recently released one first.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        assert num_blocks > 0
+        self.block_tokens = block_tokens
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._released_at = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._quarantined: set[int] = set()
+        self._key_to_block: dict[bytes, int] = {}
+        self._key_to_parent: dict[bytes, bytes] = {}
+        self._key_to_children: dict[bytes, dict[bytes, None]] = {}
+        self._evictable: list[tuple[int, int]] = []  # heap of (released_at, block); stale entries are skipped
+        self._num_cached = 0
+        self._num_references = 0
+        self._tick = 0
+        self._stored: dict[bytes, None] = {}  # net changes since `take_events`, in order
+        self._removed: dict[bytes, None] = {}
+
+    # ------------------------------------------------------------------------------------------ counts
+
+    @property
+    def num_total(self) -> int:
+        return len(self._refs)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give: free ones and cached ones that nobody references."""
+        return len(self._free) + self._num_cached
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that are in the prefix index and that nobody references."""
+        return self._num_cached
+
+    @property
+    def num_registered(self) -> int:
+        """All blocks of the prefix index, referenced or not."""
+        return len(self._key_to_block)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_total - self.num_free - self.num_quarantined
+
+    @property
+    def num_references(self) -> int:
+        """Sum of all reference counts."""
+        return self._num_references
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one holder references it: copy before writing."""
+        return self._refs[block_id] > 1
+
+    def is_referenced(self, block_id: int) -> bool:
+        return self._refs[block_id] > 0
+
+    def is_registered(self, block_id: int) -> bool:
+        return self._keys[block_id] is not None
+
+    # -------------------------------------------------------------------------------------- references
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest prefix of `keys` that is cached; takes no reference."""
+        block_ids: list[int] = []
+        for key in keys:
+            block_id = self._key_to_block.get(key)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more reference each; the blocks are referenced or cached."""
+        for block_id in block_ids:
+            if self._refs[block_id] == 0:
+                assert self._keys[block_id] is not None, f"block {block_id} is free: it holds nothing"
+                self._num_cached -= 1
+            self._refs[block_id] += 1
+            self._num_references += 1
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Blocks with one reference each, evicting cached ones when needed.
+
+        Raises `OutOfBlocksError`, taking and evicting nothing, when fewer are free.
+        """
+        if num_blocks > self.num_free:
+            raise OutOfBlocksError(f"{num_blocks} blocks are needed, {self.num_free} are free")
+        while len(self._free) < num_blocks:
+            self._evict()
+        block_ids = [self._free.pop() for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._refs[block_id] = 1
+        self._num_references += num_blocks
+        return block_ids
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One reference less each. Given in the order of a prompt, so the last counts as the oldest."""
+        for block_id in reversed(block_ids):
+            self._drop_reference(block_id)
+            if self._refs[block_id] > 0:
+                continue
+            key = self._keys[block_id]
+            if key is None:
+                self._free.append(block_id)
+                continue
+            self._num_cached += 1
+            self._tick += 1
+            self._released_at[block_id] = self._tick
+            if not self._key_to_children.get(key):
+                self._push_evictable(block_id)
+
+    # -------------------------------------------------------------------------------------- quarantine
+
+    def quarantine(self, block_ids: Iterable[int]) -> None:
+        """Drop the only reference of blocks that a writer may still write: nobody may have them yet."""
+        for block_id in block_ids:
+            assert self._keys[block_id] is None, f"block {block_id} is in the prefix index"
+            self._drop_reference(block_id)
+            assert self._refs[block_id] == 0, f"block {block_id} is referenced: it cannot be quarantined"
+            self._quarantined.add(block_id)
+
+    def release_quarantine(self, block_ids: Iterable[int]) -> None:
+        """The writer has proven that it stopped: the blocks are free."""
+        for block_id in block_ids:
+            self._quarantined.remove(block_id)
+            self._free.append(block_id)
+
+    # ------------------------------------------------------------------------------------ prefix index
+
+    def register(self, block_id: int, parent_key: bytes, key: bytes) -> bool:
+        """Make a full, computed block findable; `parent_key` is b"" for a prompt's first block.
+
+        False, and the block stays private, when another block has the key already or when the parent is
+        not registered (any more): nothing could find the block then.
+        """
+        assert self._refs[block_id] > 0, f"block {block_id} is not referenced: it cannot be registered"
+        if self._keys[block_id] is not None:
+            assert self._keys[block_id] == key, f"block {block_id} is registered under another key"
+            return True
+        if key in self._key_to_block or (parent_key != ROOT and parent_key not in self._key_to_block):
+            return False
+        self._keys[block_id] = key
+        self._key_to_block[key] = block_id
+        self._key_to_parent[key] = parent_key
+        self._key_to_children.setdefault(parent_key, {})[key] = None
+        if key in self._removed:
+            del self._removed[key]
+        else:
+            self._stored[key] = None
+        return True
+
+    def _evict(self) -> None:
+        """Turn the least recently released cached leaf into a free block."""
+        while self._evictable:
+            entry = heapq.heappop(self._evictable)
+            if self._is_evictable(entry):
+                key = self._keys[entry[1]]
+                assert key is not None
+                self._unregister(key)
+                return
+        # Every cached block has a referenced descendant (a holder of a duplicate registered the child): its
+        # whole subtree leaves the index, so that every block that counts as free can be had.
+        oldest = min(
+            (self._released_at[block], key)
+            for key, block in self._key_to_block.items()
+            if self._refs[block] == 0
+        )
+        for key in reversed(list(self._walk(oldest[1]))):
+            self._unregister(key)
+
+    def _unregister(self, key: bytes) -> None:
+        block_id = self._key_to_block.pop(key)
+        parent_key = self._key_to_parent.pop(key)
+        self._keys[block_id] = None
+        siblings = self._key_to_children[parent_key]
+        del siblings[key]
+        if not siblings:
+            del self._key_to_children[parent_key]
+            parent = self._key_to_block.get(parent_key)
+            if parent is not None and self._refs[parent] == 0:
+                self._push_evictable(parent)
+        if self._refs[block_id] == 0:
+            self._num_cached -= 1
+            self._free.append(block_id)
+        if key in self._stored:
+            del self._stored[key]
+        else:
+            self._removed[key] = None
+
+    def _push_evictable(self, block_id: int) -> None:
+        if len(self._evictable) > 2 * self.num_total + 64:
+            self._evictable = [entry for entry in set(self._evictable) if self._is_evictable(entry)]
+            heapq.heapify(self._evictable)
+        heapq.heappush(self._evictable, (self._released_at[block_id], block_id))
+
+    def _is_evictable(self, entry: tuple[int, int]) -> bool:
+        released_at, block_id = entry
+        key = self._keys[block_id]
+        return (
+            key is not None
+            and self._refs[block_id] == 0
+            and self._released_at[block_id] == released_at
+            and key not in self._key_to_children
+        )
+
+    def _drop_reference(self, block_id: int) -> None:
+        assert self._refs[block_id] > 0, f"block {block_id} has no reference to release"
+        self._refs[block_id] -= 1
+        self._num_references -= 1
+
+    def _walk(self, key: bytes) -> Iterator[bytes]:
+        """The registered keys of the subtree of `key`, itself included, parents first."""
+        stack = [key]
+        while stack:
+            key = stack.pop()
+            if key != ROOT:
+                yield key
+            stack.extend(reversed(self._key_to_children.get(key, {})))
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def take_events(self) -> tuple[tuple[BlocksStored, ...], tuple[BlocksRemoved, ...]]:
+        """The net change of the prefix index since the last call; the two parts name disjoint keys, so the
+        order of their application does not matter."""
+        stored = self._chains(self._stored)
+        removed = (BlocksRemoved(keys=tuple(self._removed)),) if self._removed else ()
+        self._stored = {}
+        self._removed = {}
+        return stored, removed
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """The whole prefix index as chains, each after the chain that holds its parent."""
+        return self._chains(self._walk(ROOT))
+
+    def _chains(self, keys: Iterable[bytes]) -> tuple[BlocksStored, ...]:
+        chains: list[tuple[bytes, list[bytes]]] = []
+        tail_to_chain: dict[bytes, list[bytes]] = {}
+        for key in keys:
+            parent = self._key_to_parent[key]
+            chain = tail_to_chain.pop(parent, None)
+            if chain is None:
+                chain = []
+                chains.append((parent, chain))
+            chain.append(key)
+            tail_to_chain[key] = chain
+        return tuple(BlocksStored(parent=parent, keys=tuple(chain)) for parent, chain in chains)
+
+    # ------------------------------------------------------------------------------------------- check
+
+    def check(self) -> None:
+        """Assert every invariant; O(num_blocks)."""
+        assert all(count >= 0 for count in self._refs)
+        assert sum(self._refs) == self._num_references
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        referenced = {block for block, count in enumerate(self._refs) if count > 0}
+        registered = {block for block, key in enumerate(self._keys) if key is not None}
+        cached = registered - referenced
+        assert len(cached) == self._num_cached
+        assert len(free) + len(cached) + len(referenced) + len(self._quarantined) == self.num_total
+        assert free | cached | referenced | self._quarantined == set(range(self.num_total))
+        assert not self._quarantined & registered
+        assert {self._keys[block]: block for block in registered} == self._key_to_block
+        assert self._key_to_parent.keys() == self._key_to_block.keys()
+        for key, parent in self._key_to_parent.items():
+            assert parent == ROOT or parent in self._key_to_block, "a registered block's parent is not"
+            assert key in self._key_to_children[parent]
+        assert sum(map(len, self._key_to_children.values())) == len(self._key_to_block)
+        entries = set(self._evictable)
+        for block in cached:
+            if self._keys[block] not in self._key_to_children:
+                assert (self._released_at[block], block) in entries, f"cached leaf {block} is out of reach"

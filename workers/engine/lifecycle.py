@@ -1,0 +1,213 @@
+"""Lifecycle: every request and sequence of a replica from arrival to end, with its slot and its blocks.
+
+The scheduler decides, this class carries out; every change of phase happens here.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from workers.engine.blocks import BlockPool
+from workers.engine.sequence import Phase, Rank, Request, RequestKey, Sequence
+from workers.engine.tables import BlockTables
+from workers.messages import Submission
+
+
+class Lifecycle:
+    """The states of a sequence::
+
+        submit --> WAITING --run--> RUNNING --token: end, or limit--> ENDED --last plan reported--> gone
+                      ^              |  ^ \\
+                      |           no room  \\--outbound prompt done--> HELD --finish_outbound--> gone
+                      |              v   \\
+                      +--reported-- PREEMPTING adopt
+
+    Cancel and deadline lead from every state to ENDED. A sequence that ends or is preempted while an
+    unreported plan names it is `leaving`: it keeps blocks and slot until that plan is reported. A preempted
+    one then waits before the others of its priority, with prompt and output as its tokens. The samples of a
+    request start as the `forks` of the first one, which computes the prompt for all of them.
+    """
+
+    def __init__(self, pool: BlockPool, fingerprint: bytes, max_sequences: int) -> None:
+        self.tables = BlockTables(pool, fingerprint)
+        self.requests: dict[RequestKey, Request] = {}
+        self.waiting: list[Sequence] = []  # by queue_rank
+        self.running: list[Sequence] = []  # by rank
+        self.leaving: list[Sequence] = []
+        self.num_preemptions = 0
+        self._pool = pool
+        self._max_sequences = max_sequences
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
+        self._slots_to_free: list[int] = []
+        self._num_arrivals = 0
+        self._settled_step = 0
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def blocks_come_back(self) -> bool:
+        """Whether the reports of plans that are out will free blocks for certain."""
+        return bool(
+            self.leaving
+            or self.tables.num_retired_references
+            or any(sequence.is_finishing and not sequence.request.outbound for sequence in self.running)
+        )
+
+    # ----------------------------------------------------------------------------------------- requests
+
+    def arrive(self, submission: Submission, now: float, output_limit: int) -> Request:
+        """Enter a request; `ValueError` when this attempt is here already."""
+        key = submission.request_id, submission.attempt
+        if key in self.requests:
+            raise ValueError(
+                f"attempt {submission.attempt} of request {submission.request_id} is here already"
+            )
+        self._num_arrivals += 1
+        request = Request(submission, self._num_arrivals, now, output_limit)
+        self.requests[key] = request
+        return request
+
+    def drop(self, request: Request) -> None:
+        """End all samples of the request."""
+        for sequence in request.sequences:
+            self.end(sequence)
+
+    # ------------------------------------------------------------------------------------------- phases
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """It waits for a plan that has budget, a slot and blocks for it."""
+        sequence.phase = Phase.WAITING
+        sequence.num_expected_cached_tokens = self.tables.num_cached_tokens(sequence)
+        insort(self.waiting, sequence, key=_queue_rank)
+
+    def run(self, sequence: Sequence) -> None:
+        """It has blocks for its tokens: plans may name it."""
+        if sequence.phase is Phase.WAITING and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.phase = Phase.RUNNING
+        insort(self.running, sequence, key=_rank)
+
+    def fork(self, leader: Sequence) -> None:
+        """The prompt is planned to its end: from here every sample goes by itself, on shared blocks."""
+        request = leader.request
+        forks, leader.forks = leader.forks, []
+        for fork in forks:
+            if not request.outbound:
+                self.tables.share(leader, fork, request.num_prompt_tokens)
+            fork.num_scheduled = fork.num_settled = request.num_prompt_tokens
+            self.run(fork)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take back its blocks; it waits at the front and computes them again."""
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        sequence.phase = Phase.PREEMPTING
+        sequence.preempted = True
+        self._leave(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """An outbound prompt is done: no plan names it any more, its blocks stay for the hand-over."""
+        self.running.remove(sequence)
+        sequence.phase = Phase.HELD
+        self._free_slot(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence is over, in whatever phase it is; its request with its last sample."""
+        phase, sequence.phase = sequence.phase, Phase.ENDED
+        if phase is Phase.ENDED:
+            return
+        if phase is Phase.RUNNING:
+            self.running.remove(sequence)
+        elif phase is Phase.WAITING and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if phase is not Phase.PREEMPTING:  # that one is leaving already
+            self._leave(sequence)
+        request = sequence.request
+        if all(sample.phase is Phase.ENDED for sample in request.sequences):
+            del self.requests[request.key]
+
+    def settle(self, step: int) -> None:
+        """Plans up to `step` are reported: what only they still named is free."""
+        self._settled_step = step
+        self.tables.settle(step)
+        leaving, self.leaving = self.leaving, []
+        for sequence in leaving:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.last_step > self._settled_step:
+            self.leaving.append(sequence)
+            return
+        self.tables.give_back(sequence)
+        for slotted in (sequence, *sequence.forks):
+            self._free_slot(slotted)
+        if sequence.phase is Phase.PREEMPTING:
+            sequence.num_scheduled = sequence.num_settled = sequence.num_registered_blocks = 0
+            self.enqueue(sequence)
+
+    # -------------------------------------------------------------------------------------------- slots
+
+    def take_slot(self, sequence: Sequence) -> None:
+        """The sequence gets a slot of the ranks' samplers; there must be a free one."""
+        sequence.slot = self._free_slots.pop()
+
+    def take_freed_slots(self) -> tuple[int, ...]:
+        """Slots freed since the last plan: the next one tells the ranks, before its starts."""
+        freed, self._slots_to_free = tuple(self._slots_to_free), []
+        return freed
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self._slots_to_free.append(sequence.slot)
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+
+    # -------------------------------------------------------------------------------------------- check
+
+    @property
+    def num_references(self) -> int:
+        """Block references of all sequences."""
+        num_held = sum(len(sequence.block_ids) for sequence in self._sequences())
+        return num_held + self.tables.num_retired_references
+
+    def _sequences(self) -> set[Sequence]:
+        here = {sequence for request in self.requests.values() for sequence in request.sequences}
+        return here.union(self.leaving)
+
+    def check(self, num_other_references: int) -> None:
+        """Assert that pool, sequences and slots agree, and that nobody but sequences and the holders of
+        `num_other_references` references a block."""
+        self._pool.check()
+        num_held = self.num_references
+        assert self._pool.num_references == num_held + num_other_references, (
+            f"{self._pool.num_references} references in the pool, {num_held} of sequences, "
+            f"{num_other_references} of others"
+        )
+        slots = [sequence.slot for sequence in self._sequences() if sequence.slot >= 0]
+        assert sorted(slots + self._free_slots) == list(range(self._max_sequences))
+        for sequence in self.running:
+            assert sequence.phase is Phase.RUNNING
+            assert (
+                sequence.num_settled <= sequence.num_scheduled <= sequence.num_tokens + sequence.num_pending
+            )
+            if sequence.block_ids:
+                assert len(sequence.block_ids) * self._pool.block_tokens >= sequence.num_scheduled
+                assert all(self._pool.is_referenced(block_id) for block_id in sequence.block_ids)
+        for sequence in self.waiting:
+            assert sequence.phase is Phase.WAITING
+            assert not sequence.block_ids
+            assert sequence.slot < 0
+        if not self.requests and not self.leaving:
+            assert num_held == self.tables.num_retired_references
+            assert not self.running
+            assert not self.waiting
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+def _queue_rank(sequence: Sequence) -> tuple[int, bool, Rank]:
+    return sequence.queue_rank

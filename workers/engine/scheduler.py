@@ -1,0 +1,373 @@
+"""Scheduler: decides what each step computes. The brain calls it between steps; the simulator runs this very
+class. It never touches a clock, a device or a socket: time is an argument, plans and outcomes are messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from workers.config import EngineConfig
+from workers.engine.admission import Limits, landing_wishes
+from workers.engine.batch import Batch, ChunkDone, LandingWish, PlannedEntry, PromptDone, StepOutcome
+from workers.engine.blocks import BlockPool
+from workers.engine.lifecycle import Lifecycle
+from workers.engine.sequence import Landing, Phase, Sequence
+from workers.errors import QueueFullError
+from workers.messages import (
+    RequestFailed,
+    SampledToken,
+    SampleState,
+    StageTimes,
+    StepPlan,
+    StepReport,
+    Submission,
+    TokenDelta,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _IssuedPlan:
+    step: int
+    entries: list[PlannedEntry]
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix reuse, priorities, deadlines and preemption.
+
+    `plan` and `settle` alternate, or run ahead: plans may be made while earlier ones are unreported, and
+    reports come in plan order. A token that is sampled but not yet reported is named in the next plan
+    without its id. `Lifecycle` draws the states of a sequence.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        *,
+        eos_token_ids: Seq[int],
+        max_context_tokens: int,
+        fingerprint: bytes,
+    ) -> None:
+        """`fingerprint` is the model's: keys of generated blocks must equal those of equal prompts."""
+        self._config = config
+        self._pool = pool
+        self._end_token_ids = frozenset(eos_token_ids)
+        self._limits = Limits(
+            max_context_tokens=max_context_tokens,
+            max_kv_tokens=pool.num_total * pool.block_tokens,
+            max_sequences=config.max_sequences,
+            block_tokens=pool.block_tokens,
+        )
+        self._life = Lifecycle(pool, fingerprint, config.max_sequences)
+        self._issued: deque[_IssuedPlan] = deque()
+        self._failures: list[RequestFailed] = []
+        self._step = 0
+
+    # ------------------------------------------------------------------------------------------ counts
+
+    @property
+    def num_running(self) -> int:
+        return len(self._life.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._life.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._life.num_preemptions
+
+    @property
+    def num_unreported(self) -> int:
+        """Plans that are out."""
+        return len(self._issued)
+
+    @property
+    def num_backlog_tokens(self) -> int:
+        """Prompt tokens accepted and not yet planned, those expected in the prefix cache excluded."""
+        waiting = sum(
+            sequence.num_tokens - sequence.num_expected_cached_tokens for sequence in self._life.waiting
+        )
+        return waiting + sum(max(0, sequence.num_remaining - 1) for sequence in self._life.running)
+
+    @property
+    def num_references(self) -> int:
+        """Block references that sequences hold; what the pool counts beyond these and landings is leaked."""
+        return self._life.num_references
+
+    @property
+    def is_idle(self) -> bool:
+        """No request and no unreported plan."""
+        return not self._life.requests and not self._issued
+
+    def check(self, num_other_references: int = 0) -> None:
+        """Assert every invariant of pool and sequences; `num_other_references` are those of landings."""
+        self._life.check(num_other_references)
+        if self.is_idle:
+            assert self.num_references == 0
+
+    # ---------------------------------------------------------------------------------------- requests
+
+    def submit(self, submission: Submission, now: float) -> None:
+        """Queue a request.
+
+        Raises `CapacityError` when it can never run here, `QueueFullError` when too many wait, `ValueError`
+        when this attempt is here already.
+        """
+        self._limits.check(submission)
+        if self.num_waiting >= self._config.max_waiting:
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait here, the limit is {self._config.max_waiting}"
+            )
+        request = self._life.arrive(submission, now, self._limits.output_limit(submission))
+        leader, *leader.forks = request.sequences
+        self._life.enqueue(leader)
+
+    def adopt(
+        self, submission: Submission, block_ids: Seq[int], num_valid_tokens: int, now: float
+    ) -> list[TokenDelta]:
+        """Join a handed-over request. `block_ids` cover its prompt, and their references pass to it.
+
+        KV of the first `num_valid_tokens` tokens is right, the rest is computed again. Every sample's output
+        holds at least its first token, which is not told again. Returned are the ends, without tokens, of
+        samples that have no room to go on here.
+        """
+        submission = replace(submission, decode=None)
+        request = self._life.arrive(submission, now, self._limits.output_limit(submission))
+        request.scheduled_at = now
+        request.prompt_done = True
+        for sequence in request.sequences:
+            assert sequence.num_output_tokens > 0, "a sample was handed over without its first token"
+            sequence.finish = request.finish_of(sequence, self._end_token_ids)
+        ends = [_delta(sequence, b"") for sequence in request.sequences if sequence.finish]
+        leader, *forks = sorted(request.sequences, key=lambda sequence: bool(sequence.finish))
+        leader.block_ids = list(block_ids)
+        leader.forks = [fork for fork in forks if not fork.finish]
+        leader.num_scheduled = leader.num_settled = min(num_valid_tokens, leader.num_tokens - 1)
+        self._life.tables.register(leader)
+        self._life.run(leader)
+        if leader.forks and leader.num_remaining <= 0:
+            self._life.fork(leader)
+        for sequence in request.sequences:
+            if sequence.finish:
+                self._life.end(sequence)
+        return ends
+
+    def cancel(self, request_id: str, attempt: int) -> bool:
+        """End the request and free everything of it; False when it is not here (any more)."""
+        request = self._life.requests.get((request_id, attempt))
+        if request is not None:
+            self._life.drop(request)
+        return request is not None
+
+    def finish_outbound(self, request_id: str, attempt: int) -> bool:
+        """The hand-over is over, well or not: release the prompt's blocks. False when none are held."""
+        request = self._life.requests.get((request_id, attempt))
+        if request is None or not request.is_held:
+            return False
+        self._life.drop(request)
+        return True
+
+    def expire(self, now: float) -> list[RequestFailed]:
+        """End every request whose deadline has passed, except those whose hand-over is under way."""
+        expired = [
+            request
+            for request in self._life.requests.values()
+            if request.deadline is not None and request.deadline <= now and not request.is_held
+        ]
+        failures = []
+        for request in expired:
+            reason = f"the deadline passed {now - request.arrived_at:.3f} s after arrival, {request.progress}"
+            failures.append(RequestFailed(*request.key, code="deadline", reason=reason))
+            self._life.drop(request)
+        return failures
+
+    def take_failures(self) -> list[RequestFailed]:
+        """Requests that `plan` found expired and that no outcome has named yet."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def landings_wanted(self) -> list[LandingWish]:
+        """Outbound requests about one step ahead of being scheduled; each is named once."""
+        return landing_wishes(self._life.running, self._life.waiting, self._config.max_batch_tokens)
+
+    def grant_landing(self, request_id: str, attempt: int) -> bool:
+        """The request's KV has a place: it may be computed. False when it is not here (any more)."""
+        request = self._life.requests.get((request_id, attempt))
+        if request is not None:
+            request.landing = Landing.READY
+        return request is not None
+
+    # -------------------------------------------------------------------------------------------- plan
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now. Decodes first, then prompt chunks."""
+        self._failures += self.expire(now)
+        batch = Batch(self._step + 1, self._config.max_batch_tokens)
+        ready = [sequence for sequence in self._life.running if sequence.is_plannable]
+        decodes = [sequence for sequence in ready if sequence.num_remaining == 1]
+        chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
+        if len(decodes) > batch.budget_tokens:  # in turn
+            decodes.sort(key=lambda sequence: (-sequence.request.submission.priority, sequence.last_step))
+        for sequence in decodes + chunks:
+            self._plan_sequence(batch, sequence)
+        self._admit(batch, now)
+        if not batch.planned:
+            return None
+        self._step = batch.step
+        self._issued.append(_IssuedPlan(batch.step, batch.planned))
+        return batch.plan(self._life.take_freed_slots())
+
+    def _plan_sequence(self, batch: Batch, sequence: Sequence) -> None:
+        """Add the sequence's next chunk to the batch if budget, slots and blocks allow."""
+        num_tokens = min(sequence.num_remaining, self._config.chunk_tokens, batch.budget_tokens)
+        if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
+            return
+        if sequence.num_pending and sequence.last_step < batch.step - 1:
+            return  # a plan can name an unknown token only as the one of the plan before it
+        if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
+            return
+        end = sequence.num_scheduled + num_tokens
+        if self._life.tables.num_blocks_needed(sequence, end):
+            if not self._make_room(batch, sequence, end):
+                return
+            self._life.tables.make_writable(batch, sequence, end)
+        samplers = sequence.samplers
+        if sequence.slot < 0:
+            for starting in samplers or (sequence,):
+                self._life.take_slot(starting)
+                batch.start(starting)
+        is_last = num_tokens == sequence.num_remaining
+        batch.add(sequence, num_tokens, samplers if is_last else ())
+        if is_last and sequence.forks:
+            self._life.fork(sequence)
+
+    def _make_room(self, batch: Batch, sequence: Sequence, end: int) -> bool:
+        """Preempt until the tokens up to `end` of the sequence have room; False when not in this step.
+
+        Victims rank after the sequence, or it is its own. Nobody is preempted while blocks come back anyway.
+        """
+        while self._life.tables.num_blocks_needed(sequence, end) > self._pool.num_free:
+            if self._life.blocks_come_back:
+                return False
+            planned = {entry.sequence for entry in batch.planned}
+            for victim in reversed(self._life.running):
+                if victim is sequence or not (victim.request.outbound or victim in planned):
+                    break
+            self._life.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit(self, batch: Batch, now: float) -> None:
+        """Move waiting sequences into the batch, in order, while there are budget, slots and blocks."""
+        for sequence in list(self._life.waiting):
+            request = sequence.request
+            if request.landing is not Landing.READY:
+                continue
+            if batch.budget_tokens <= 0 or self._life.num_free_slots < sequence.num_slots_needed:
+                return
+            # One spare block for each sequence that decodes, or admission would soon cause preemption.
+            num_growing = sum(not running.request.outbound for running in self._life.running)
+            if not self._life.tables.fill(sequence, num_growing):
+                return
+            if request.scheduled_at is None:
+                request.scheduled_at = now
+                request.num_cached_tokens = min(sequence.num_scheduled, request.num_prompt_tokens)
+            self._life.run(sequence)
+            self._plan_sequence(batch, sequence)
+
+    # ------------------------------------------------------------------------------------------ settle
+
+    def settle(self, report: StepReport, now: float) -> StepOutcome:
+        """Take the report of the oldest plan that is out; everything it changed is in the outcome."""
+        issued = self._issued.popleft()
+        assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
+        outcome = StepOutcome(failures=self.take_failures())
+        slot_to_sampled = {sampled.slot: sampled for sampled in report.tokens}
+        for entry in issued.entries:
+            if entry.sequence.phase is not Phase.ENDED:
+                self._settle_entry(entry, slot_to_sampled, report, now, outcome)
+        self._life.settle(report.step)
+        return outcome
+
+    def _settle_entry(
+        self,
+        entry: PlannedEntry,
+        slot_to_sampled: dict[int, SampledToken],
+        report: StepReport,
+        now: float,
+        outcome: StepOutcome,
+    ) -> None:
+        sequence, request = entry.sequence, entry.sequence.request
+        sequence.num_settled = entry.end
+        self._life.tables.register(sequence)
+        for slot, sampler in entry.samplers:
+            outcome.tokens.append(self._take_token(sampler, slot_to_sampled[slot]))
+        if request.outbound:
+            outcome.chunks.append(
+                ChunkDone(
+                    *request.key,
+                    num_computed_tokens=entry.end,
+                    block_ids=self._life.tables.covering(sequence, entry.end),
+                    started_at=report.started_at,
+                    finished_at=report.finished_at,
+                )
+            )
+        if entry.samplers and not request.prompt_done:
+            outcome.prompts.append(self._finish_prompt(sequence, entry.end, now))
+        for _, sampler in entry.samplers:
+            if sampler.finish and sampler.phase is not Phase.HELD:
+                self._life.end(sampler)
+
+    def _take_token(self, sequence: Sequence, sampled: SampledToken) -> TokenDelta:
+        sequence.append(sampled.token)
+        sequence.num_pending -= 1
+        sequence.finish = sequence.request.finish_of(sequence, self._end_token_ids)
+        token = sequence.token_bytes(sequence.num_tokens - 1, sequence.num_tokens)
+        return _delta(sequence, token, sampled)
+
+    def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
+        """The prompt is done: an outbound request stops here, and its leader holds the blocks."""
+        request = leader.request
+        request.prompt_done = True
+        unfinished = [sequence for sequence in request.sequences if not sequence.finish]
+        done = PromptDone(
+            *request.key,
+            submission=request.submission,
+            num_computed_tokens=num_computed_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            times=StageTimes(
+                arrived=request.arrived_at, scheduled=request.scheduled_at or 0.0, prefilled=now
+            ),
+            outbound=request.outbound,
+            all_finished=not unfinished,
+            samples=tuple(
+                SampleState(sequence.index, sequence.seed, sequence.output_bytes) for sequence in unfinished
+            ),
+            block_ids=self._life.tables.covering(leader, num_computed_tokens),
+        )
+        if request.outbound:
+            for sequence in request.sequences:
+                if sequence is leader and unfinished:
+                    self._life.hold(sequence)
+                else:
+                    self._life.end(sequence)
+        return done
+
+
+def _delta(sequence: Sequence, token: bytes, sampled: SampledToken | None = None) -> TokenDelta:
+    """News of one sequence; `token` is b"" or the sequence's last one."""
+    logprob = None if sampled is None else sampled.logprob
+    return TokenDelta(
+        *sequence.request.key,
+        sample=sequence.index,
+        first_index=sequence.num_output_tokens - (1 if token else 0),
+        tokens=token,
+        logprobs=() if logprob is None else (logprob,),
+        finish=sequence.finish,
+    )

@@ -1,0 +1,218 @@
+"""A request in the engine and its sequences: plain state, changed by the scheduler only."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvtransfer.keys import TOKEN_BYTES, extend_keys, root_key
+from workers.messages import SampleState, Submission
+
+
+class Phase(Enum):
+    """Where a sequence is; `Scheduler` draws the transitions."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTING = "preempting"
+    HELD = "held"
+    ENDED = "ended"
+
+
+class Landing(Enum):
+    """Whether the KV of an outbound request has a place to go."""
+
+    NEEDED = "needed"
+    ASKED = "asked"
+    READY = "ready"
+
+
+RequestKey = tuple[str, int]
+Rank = tuple[int, int, int]
+
+
+class Request:
+    """One submission: what its samples have in common."""
+
+    __slots__ = (
+        "arrival",
+        "arrived_at",
+        "deadline",
+        "landing",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "output_limit",
+        "prompt_done",
+        "scheduled_at",
+        "sequences",
+        "submission",
+    )
+
+    def __init__(self, submission: Submission, arrival: int, now: float, output_limit: int) -> None:
+        self.submission = submission
+        self.arrival = arrival
+        self.arrived_at = now
+        self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
+        self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
+        self.output_limit = output_limit
+        """Tokens a sample may have in all: `max_tokens`, clipped to the context."""
+        self.landing = Landing.READY if submission.decode is None else Landing.NEEDED
+        self.num_cached_tokens = 0
+        self.scheduled_at: float | None = None
+        self.prompt_done = False
+        self.sequences = [Sequence(self, sample) for sample in submission.samples]
+
+    @property
+    def key(self) -> RequestKey:
+        return self.submission.request_id, self.submission.attempt
+
+    @property
+    def outbound(self) -> bool:
+        """Handed over to a decode replica after its prompt."""
+        return self.submission.decode is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Its prompt is done and being handed over."""
+        return any(sequence.phase is Phase.HELD for sequence in self.sequences)
+
+    @property
+    def progress(self) -> str:
+        """Where it is, for people."""
+        if self.scheduled_at is None:
+            return "before it was scheduled"
+        return f"after {sum(sequence.num_output_tokens for sequence in self.sequences)} tokens of output"
+
+    def finish_of(self, sequence: Sequence, end_token_ids: frozenset[int]) -> str:
+        """What the sequence's last token means: "stop", "length", or "" (it goes on)."""
+        sampling = self.submission.sampling
+        num_output_tokens = sequence.num_tokens - self.num_prompt_tokens
+        token = sequence.token_at(sequence.num_tokens - 1)
+        ends = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in end_token_ids)
+        if ends and num_output_tokens > sampling.min_tokens:
+            return "stop"
+        return "length" if num_output_tokens >= self.output_limit else ""
+
+
+class Sequence:
+    """One sample of a request. Lengths are tokens, counted from the prompt's first::
+
+        0 ........ num_settled ........ num_scheduled ...... num_tokens ... num_expected
+        KV in the pool    in plans not yet      to be computed      sampled by plans
+                          reported              (tokens known)      not yet reported
+
+    `forks` are the other samples while this one, the leader, computes the prompt for all of them.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "finish",
+        "forks",
+        "index",
+        "keys",
+        "last_step",
+        "num_expected_cached_tokens",
+        "num_pending",
+        "num_registered_blocks",
+        "num_scheduled",
+        "num_settled",
+        "phase",
+        "preempted",
+        "request",
+        "seed",
+        "slot",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, sample: SampleState) -> None:
+        self.request = request
+        self.index = sample.index
+        self.seed = sample.seed
+        self.tokens = bytearray(request.submission.prompt + sample.output)
+        self.keys = list(request.submission.block_keys)
+        self.block_ids: list[int] = []
+        self.forks: list[Sequence] = []
+        self.phase = Phase.WAITING
+        self.preempted = False
+        self.finish = ""
+        self.slot = -1
+        self.last_step = 0
+        """The last plan that names this sequence."""
+        self.num_scheduled = 0
+        self.num_settled = 0
+        self.num_pending = 0
+        self.num_registered_blocks = 0
+        self.num_expected_cached_tokens = 0
+
+    @property
+    def rank(self) -> Rank:
+        """Order of service, smallest first; the victim of a preemption is the largest."""
+        return -self.request.submission.priority, self.request.arrival, self.index
+
+    @property
+    def queue_rank(self) -> tuple[int, bool, Rank]:
+        """Order of waiting: of one priority, those that were preempted come first."""
+        return -self.request.submission.priority, not self.preempted, self.rank
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.request.num_prompt_tokens
+
+    @property
+    def target(self) -> int:
+        """How far plans may go now: a leader stops where its forks begin."""
+        return self.request.num_prompt_tokens if self.forks else self.num_tokens + self.num_pending
+
+    @property
+    def num_remaining(self) -> int:
+        return self.target - self.num_scheduled
+
+    @property
+    def is_plannable(self) -> bool:
+        """Whether another plan may name it: it runs, and a token is still to be sampled."""
+        return self.phase is Phase.RUNNING and not self.is_finishing
+
+    @property
+    def is_finishing(self) -> bool:
+        """Its last token here is sampled by a plan that is not yet reported."""
+        if self.request.outbound:
+            return self.num_pending > 0
+        return self.num_output_tokens + self.num_pending >= self.request.output_limit
+
+    @property
+    def samplers(self) -> tuple[Sequence, ...]:
+        """Who samples when the target is reached: nobody where an adopted leader only repairs the prompt."""
+        if not self.forks:
+            return (self,)
+        return () if self.num_output_tokens else (self, *self.forks)
+
+    @property
+    def num_slots_needed(self) -> int:
+        return max(1, len(self.samplers))
+
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """Tokens [start, end) as uint32; b"" for a token that is not known yet."""
+        return bytes(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def token_at(self, position: int) -> int:
+        start = position * TOKEN_BYTES
+        return int.from_bytes(self.tokens[start : start + TOKEN_BYTES], "little")
+
+    @property
+    def output_bytes(self) -> bytes:
+        return bytes(self.tokens[len(self.request.submission.prompt) :])
+
+    def append(self, token: int) -> None:
+        self.tokens += token.to_bytes(TOKEN_BYTES, "little")
+
+    def block_keys(self, num_blocks: int, block_tokens: int, fingerprint: bytes) -> list[bytes]:
+        """Keys of the first `num_blocks` blocks, generated tokens included; their tokens must be known."""
+        num_keys = len(self.keys)
+        if num_keys < num_blocks:
+            parent = self.keys[-1] if self.keys else root_key(fingerprint, self.request.submission.tenant)
+            tokens = self.token_bytes(num_keys * block_tokens, num_blocks * block_tokens)
+            self.keys += extend_keys(parent, tokens, block_tokens)
+        return self.keys[:num_blocks]
