@@ -1,0 +1,316 @@
+"""The command line, `tandem`; the only module that reads the environment. `python -m cluster` is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cluster import commands
+from cluster.bench import Objectives, Workload
+from cluster.client import GenerateOptions, Turn
+from cluster.config import ClusterConfig, default_config, load_config
+from cluster.display import engine_line, progress_line
+from cluster.errors import ClusterError
+from kvtransfer.clock import SystemClock
+from workers.errors import WorkerError
+from workers.model.config import read_model_config
+
+_TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+_HELP = "Serve a large language model on Ray, with prefill and decode in separate pools."
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GRPC_VERBOSITY": "ERROR",
+}
+"""For Ray and for every process below this one, where the environment does not say otherwise."""
+
+cli = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=_HELP)
+bench = typer.Typer(no_args_is_help=True, help="Measure a running cluster, or the engine alone.")
+cli.add_typer(bench, name="bench")
+out, err = Console(), Console(stderr=True)
+
+Address = Annotated[str, typer.Option(envvar="TANDEM_ADDRESS", help="The gateway, host:port.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.")]
+RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
+DEFAULT_ADDRESS = "127.0.0.1:8780"
+
+
+def main() -> None:
+    """The console script."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        cli()
+    except (ClusterError, WorkerError) as error:
+        _die(str(error))
+
+
+@cli.command()
+def serve(
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill replicas; 0: no such pool.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
+    ray_address: RayAddress = "auto",
+) -> None:
+    """Start the pools and the gateway, and serve until Ctrl-C."""
+    from cluster.serve import Service  # here: only this command and the demo need Ray
+
+    config = _config(file, model, prefill, decode, port)
+    interrupted = _catch_signals(threading.Event())
+    service = Service(config, SystemClock(), ray_address=ray_address)
+    try:
+        with err.status("starting") as status:
+            addresses = service.start(
+                lambda progress: status.update(progress_line(progress.stage, progress.ready)), interrupted
+            )
+        _catch_signals(interrupted)  # again: Ray set handlers of its own
+        out.print(f"gateway    [bold]{', '.join(addresses.gateways)}[/]")
+        out.print(f"Ray        {addresses.ray}")
+        out.print(f"dashboard  {addresses.dashboard or 'none'}")
+        out.print(f"Ray token  {_token_place()}")
+        out.print(f"logs       {addresses.logs or 'of the Ray cluster'}")
+        out.print("Ctrl-C stops everything.")
+        interrupted.wait()
+    finally:
+        with err.status("stopping"):
+            service.stop()
+    out.print("stopped")
+
+
+@cli.command()
+def demo() -> None:
+    """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
+    from cluster.demo import run_demo  # here, as above
+
+    interrupted = _catch_signals(threading.Event())
+    run_demo(_bundled_model(), SystemClock(), interrupted, out)
+
+
+@cli.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+    chat: Annotated[bool, typer.Option(help="PROMPT is a user's message in a chat.")] = False,
+    max_tokens: Annotated[int | None, typer.Option()] = None,
+    min_tokens: Annotated[int | None, typer.Option()] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    presence_penalty: Annotated[float | None, typer.Option()] = None,
+    frequency_penalty: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    n: Annotated[int | None, typer.Option(help="Continuations of the one prompt.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Of this many likeliest tokens; --json only.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos")] = None,
+    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
+    tenant: Annotated[str, typer.Option(help="Prefixes are shared within a tenant only.")] = "",
+    request_id: Annotated[str, typer.Option(help="For `tandem explain`; default: drawn.")] = "",
+    timeout: Timeout = None,
+) -> None:
+    """Continue PROMPT; the text streams as it comes."""
+    options = GenerateOptions(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        n=n,
+        logprobs=logprobs,
+        stop=stop or (),
+        stop_token_ids=stop_token_id or (),
+        ignore_eos=ignore_eos,
+        priority=priority,
+        tenant=tenant,
+        request_id=request_id,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asked = [Turn("user", text)] if chat else text
+    _run(commands.generate(address, asked, options, timeout, as_json=as_json))
+
+
+@cli.command()
+def status(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+    """The replicas, their loads, and the measured paths between them."""
+    _run(commands.status(address, out, as_json=as_json))
+
+
+@cli.command()
+def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+    """Where a running or recent request went, and why."""
+    _run(commands.explain(address, request_id, out, as_json=as_json))
+
+
+@bench.command("serve")
+def bench_serve(
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, without a rate.")] = 8,
+    rate: Annotated[float, typer.Option(min=0, help="Poisson arrivals a second, without a limit.")] = 0.0,
+    sweep: Annotated[str, typer.Option(help="Rates to run one after the other: 1,2,4,8.")] = "",
+    input_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that a group of prompts shares.")] = 0,
+    prefix_groups: Annotated[int, typer.Option(min=1)] = 1,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0)] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 100.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds; a later answer counts as lost.")] = 60.0,
+) -> None:
+    """Load a running cluster; latencies, throughput and goodput."""
+    rates = [_positive(part) for part in sweep.split(",")] if sweep else [rate]
+    workloads = [
+        Workload(
+            num_requests=requests,
+            concurrency=0 if value > 0 else concurrency,
+            rate_per_s=value,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            shared_prefix_tokens=shared_prefix,
+            num_groups=prefix_groups,
+            seed=seed + index,
+            vocab_size=0,
+        )
+        for index, value in enumerate(rates)
+    ]
+    objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
+    console = err if as_json else out
+    _run(
+        commands.bench_serve(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json)
+    )
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2048",
+    decode_batch: Annotated[str, typer.Option(help="Sequences a step.")] = "1,4,8,16",
+    context: Annotated[int, typer.Option(min=1, help="Prompt length of the decode figures.")] = 128,
+    repeat: Annotated[int, typer.Option(min=1)] = 3,
+    block_tokens: Annotated[int, typer.Option()] = 64,
+    device: Annotated[str, typer.Option()] = "cpu",
+    peer: Annotated[str, typer.Option(help='"transformers": measured beside, in the same run.')] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits."""
+    from workers.bench import run_engine_bench  # here: it imports torch
+
+    if peer not in ("", "transformers"):
+        raise typer.BadParameter("only transformers", param_hint="--peer")
+    run_engine_bench(
+        model or _bundled_model(),
+        dtype,
+        threads,
+        [int(_positive(part)) for part in prefill.split(",")],
+        [int(_positive(part)) for part in decode_batch.split(",")],
+        context,
+        lambda line: print(json.dumps(line) if as_json else engine_line(line), flush=True),
+        repeat,
+        peer=bool(peer),
+        block_tokens=block_tokens,
+        device=device,
+    )
+
+
+def _config(
+    file: Path | None, model: Path | None, prefill: int | None, decode: int | None, port: int | None
+) -> ClusterConfig:
+    if file is not None:
+        if prefill is not None or decode is not None:
+            raise typer.BadParameter(
+                "the file says how many replicas there are", param_hint="--prefill, --decode"
+            )
+        config = load_config(file)
+        if model is not None:
+            config = config.model_copy(update={"model": model.resolve()})
+        if port is not None:
+            gateway = config.gateway.model_copy(update={"port": port})
+            config = config.model_copy(update={"gateway": gateway})
+        return config
+    folder = model or _bundled_model()
+    return default_config(
+        folder,
+        prefill=1 if prefill is None else prefill,
+        decode=1 if decode is None else decode,
+        port=port,
+        context_tokens=read_model_config(folder).max_context_tokens,
+    )
+
+
+def _bundled_model() -> Path:
+    if not _TINY.is_dir():
+        raise typer.BadParameter("no model is bundled with this installation; name one", param_hint="--model")
+    return _TINY
+
+
+def _catch_signals(interrupted: threading.Event) -> threading.Event:
+    """Ctrl-C and SIGTERM set the event, and nothing else: the command ends in its own order."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: interrupted.set())
+    return interrupted
+
+
+def _token_place() -> str:
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return "in the environment variable RAY_AUTH_TOKEN"
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return "none: RAY_AUTH_MODE is disabled"
+    return f"in {os.environ.get('RAY_AUTH_TOKEN_PATH') or Path.home() / '.ray' / 'auth_token'}"
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
+    return value
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        asyncio.run(work)
+    except KeyboardInterrupt:
+        _die("interrupted", 130)
+
+
+def _die(message: str, code: int = 1) -> NoReturn:
+    err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

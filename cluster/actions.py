@@ -1,0 +1,160 @@
+"""What a journey is told to carry, what it asks its carrier to do, and what it leaves behind.
+
+`cluster.journey` decides, `cluster.walk` carries. Times are seconds of the gateway's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.errors import RequestError
+from kvtransfer.messages import ReplicaIdentity
+from router.messages import Decision, RouteRequest
+from workers.messages import (
+    Cancel,
+    HandOverReport,
+    PrefillReport,
+    SamplingParams,
+    Submission,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStart:
+    """A sample as the client asks for it: `output` and `finish` are empty unless it resumes."""
+
+    index: int
+    seed: int
+    output: bytes = b""
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JourneyPlan:
+    """One request, checked and tokenized. `request_id` is unique on the wire, also among resumed calls."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    prompt: bytes
+    block_keys: tuple[bytes, ...]
+    sampling: SamplingParams
+    samples: tuple[SampleStart, ...]
+    deadline_at: float | None
+    max_attempts: int = 5
+    first_patience_s: float = 1.0
+    """How long a new request waits for any route at all."""
+    patience_s: float = 20.0
+    """How long a request that lost its replicas waits for others (a replacement starts in seconds)."""
+    pinned_prefill: str = ""
+    pinned_decode: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Ask the router after `delay_s`, then tell the journey `on_routed` or `on_no_route`."""
+
+    request: RouteRequest
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send the submission to the replica; if that is gone, tell the journey `on_lost`."""
+
+    replica: ReplicaIdentity
+    submission: Submission
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAt:
+    """Send the cancel to the replica, if it is still there."""
+
+    replica: ReplicaIdentity
+    cancel: Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class NotePrefilled:
+    """Tell the router that the prompt is computed."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell the router that the attempt is over."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """New tokens and text of one sample, for the client."""
+
+    sample: int
+    first_index: int
+    tokens: bytes
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """How one sample ended."""
+
+    index: int
+    finish: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished request. The reports are the last attempt's; None: not received (or nothing moved)."""
+
+    samples: tuple[SampleResult, ...]
+    num_prompt_tokens: int
+    num_attempts: int
+    started_at: float
+    first_token_at: float
+    finished_at: float
+    prefill_replica: str
+    decode_replica: str
+    prefill: PrefillReport | None
+    hand_over: HandOverReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The request is complete. Terminal."""
+
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request is over without completing. Terminal."""
+
+    error: RequestError
+
+
+Action = Route | Submit | CancelAt | NotePrefilled | Release | Emit | Finish | Fail
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """Something that happened to a request, for `Explain`."""
+
+    at: float
+    name: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedAttempt:
+    """A decision of the router, and the attempt that it placed."""
+
+    attempt: int
+    decision: Decision

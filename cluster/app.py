@@ -1,0 +1,389 @@
+"""Ray applied to plain classes, in this one place: pools and gateways as Ray Serve deployments, ranks and
+the roster as actors. Serve starts, watches, replaces and counts them; no request ever passes through it.
+
+    ReplicaActor (brain)   bundle 0 of its placement group, one deployment `Pool-<name>` a pool
+    RankActor              bundle 1.. of the same group, started by its brain
+    GatewayActor           the deployment `Gateway`, ingress of the application
+    RosterActor            one named detached actor, restarted by Ray, made again by whoever misses it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.capacity import GATEWAY_CPUS, bundles
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.errors import RosterAwayError
+from cluster.gateway import Gateway
+from cluster.messages import GatewayRecord, ReplicaRecord, RosterView
+from cluster.roster import VIEW_CODEC, RemoteRoster, RosterActor, keep_registered
+from kvtransfer.clock import SystemClock
+from kvtransfer.messages import ReplicaIdentity
+from workers.brain import Brain
+from workers.errors import RankDiedError
+from workers.messages import RANK_SPEC_CODEC, HandOverTarget, RankSpec
+from workers.model.config import read_model_config
+
+GATEWAY_DEPLOYMENT = "Gateway"
+_ROSTER_NAMESPACE = "tandem"
+_ROSTER_CALL_S = 5.0
+_WATCH_S = 30.0
+_SELF_CHECK_S = 0.25
+_KILL_AFTER_S = 1.0
+_GRACE_S = 10.0
+"""Added to a replica's drain: Serve kills it only when it overstays this."""
+_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "": "fp32"}
+
+
+def build_application(config: ClusterConfig, cpus: dict[str, float], secret: bytes) -> serve.Application:
+    """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool."""
+    config_json = config.model_dump_json()
+    pools = [
+        serve.deployment(ReplicaActor)
+        .options(
+            name=deployment_name(pool.name),
+            num_replicas=pool.replicas,
+            placement_group_bundles=bundles(pool, cpus[pool.name]),
+            placement_group_strategy="STRICT_PACK",
+            ray_actor_options=_only(bundles(pool, cpus[pool.name])[0]),
+            health_check_period_s=pool.health_check_period_s,
+            health_check_timeout_s=pool.health_check_timeout_s,
+            graceful_shutdown_timeout_s=pool.drain_s + _GRACE_S,
+            max_constructor_retry_count=2,
+        )
+        .bind(config_json, pool.name, secret)
+        for pool in config.pools
+    ]
+    return (
+        serve.deployment(GatewayActor)
+        .options(
+            name=GATEWAY_DEPLOYMENT,
+            num_replicas=config.gateway.replicas,
+            ray_actor_options={"num_cpus": GATEWAY_CPUS},
+            health_check_period_s=2.0,
+            health_check_timeout_s=5.0,
+            graceful_shutdown_timeout_s=_GRACE_S,
+            max_constructor_retry_count=2,
+        )
+        .bind(config_json, secret, *pools)
+    )
+
+
+def deployment_name(pool: str) -> str:
+    return f"Pool-{pool}"
+
+
+class ReplicaActor:
+    """One replica: its brain, in the Serve replica's own process and event loop, and its registration.
+
+    The constructor returns when the ranks have loaded and warmed up, so Serve counts the replica as running
+    exactly when it can serve.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config_json: str, pool_name: str, secret: bytes
+    ) -> None:
+        config = ClusterConfig.model_validate_json(config_json)
+        self._pool = next(pool for pool in config.pools if pool.name == pool_name)
+        self._model_name = config.model_name
+        self._clock = SystemClock()
+        self._roster = open_roster(config.app)
+        host = _host(config.transfer.data_host)
+        unique_id = serve.get_replica_context().replica_id.unique_id
+        self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
+        self._leaving = False
+        self._brain = Brain(
+            identity=self._identity,
+            pool=pool_name,
+            role=self._pool.role,
+            model_dir=str(config.model),
+            dtype=resolve_dtype(self._pool, config.model),
+            device=self._pool.device,
+            engine=self._pool.engine,
+            transfer=config.transfer.model_copy(update={"data_host": host}),
+            secret=secret,
+            launcher=RayRankLauncher(),
+            clock=self._clock,
+            host=host,
+            faults=config.debug.fault_rules,
+        )
+        await self._brain.start()
+        self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
+        self._watching = asyncio.create_task(self._join_peers())
+        self._dying = asyncio.create_task(self._end_when_dead())
+
+    def check_health(self) -> None:
+        """Raises when the brain or its ranks cannot go on; Serve then replaces the replica."""
+        self._brain.check_health()
+        for task in (self._renewing, self._watching):
+            if task.done() and not self._leaving:
+                task.result()
+                raise RuntimeError(f"{self._identity.replica_id}: this life is over in the roster")
+
+    async def __del__(self) -> None:
+        """Serve awaits this before it ends the process: leave, let streams finish or move, stop the ranks."""
+        self._leaving = True
+        await self._register()
+        await self._brain.drain(self._pool.drain_s)
+        self._renewing.cancel()
+        self._watching.cancel()
+        self._dying.cancel()
+        await self._roster.remove(self._identity.replica_id, self._identity.epoch)
+        await self._brain.stop()
+
+    async def _end_when_dead(self) -> None:
+        """Serve sees the end of a process at once, but a failed health check only the third time."""
+        try:
+            while True:
+                await self._clock.sleep(_SELF_CHECK_S)
+                self._brain.check_health()
+        except RankDiedError as error:
+            print(f"{self._identity.replica_id} ends: {error}", file=sys.stderr, flush=True)
+        await self._roster.remove(self._identity.replica_id, self._identity.epoch)
+        await self._brain.stop()
+        os._exit(1)
+
+    async def _join_peers(self) -> None:
+        """Open and measure the paths to every decode replica before a request needs them."""
+        version = 0
+        while self._pool.role != "decode":
+            view = await self._roster.view(version, _WATCH_S)
+            version = view.version
+            self._brain.join_peers(
+                [
+                    HandOverTarget(record.identity, record.address)
+                    for record in view.replicas
+                    if record.role != "prefill" and not record.leaving
+                ]
+            )
+        await asyncio.Event().wait()
+
+    async def _register(self) -> bool:
+        return await self._roster.register_replica(
+            ReplicaRecord(
+                identity=self._identity,
+                pool=self._pool.name,
+                role=self._pool.role,
+                address=self._brain.address,
+                model=self._model_name,
+                compatibility=self._brain.compatibility,
+                process_id=os.getpid(),
+                rank_process_ids=self._brain.rank_process_ids,
+                leaving=self._leaving,
+            )
+        )
+
+
+class RankActor:
+    """One rank in a process of its own; `run` returns when the brain has told it to leave, or is gone."""
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def run(self, spec_frame: bytes) -> None:
+        from workers.engine.rank import run_rank  # here: it imports torch, which no other actor needs
+
+        run_rank(RANK_SPEC_CODEC.decode(spec_frame))
+
+
+class RayRankLauncher:
+    """A `RankLauncher` that starts each rank in the bundle reserved for it."""
+
+    async def launch(self, spec: RankSpec) -> RayRankHandle:
+        group = get_current_placement_group()
+        assert group is not None, "a replica runs in a placement group"
+        index = 1 + spec.rank
+        actor = (
+            ray.remote(RankActor)
+            .options(
+                **_only(group.bundle_specs[index]),
+                max_restarts=0,
+                scheduling_strategy=_in_bundle(group, index),
+            )
+            .remote()
+        )
+        process_id = await actor.process_id.remote()
+        return RayRankHandle(actor, process_id, spec)
+
+
+class RayRankHandle:
+    """A `RankHandle`: the rank runs while its one call does."""
+
+    def __init__(self, actor: ActorHandle[RankActor], process_id: int, spec: RankSpec) -> None:
+        self._actor = actor
+        self._process_id = process_id
+        self._rank = spec.rank
+        self._ended = False
+        self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec))
+
+    async def wait(self) -> str:
+        try:
+            await self._running
+        except RayTaskError as error:
+            return f"rank {self._rank} failed: {error.cause!r}"
+        except RayActorError as error:
+            return f"rank {self._rank}, process {self._process_id}, died: {str(error).splitlines()[0]}"
+        finally:
+            self._ended = True
+        return f"rank {self._rank} left"
+
+    def kill(self) -> None:
+        """Ray ends the actor, which it then does not report as a crash; SIGKILL follows, for a process that
+        is stopped. The placement group is packed, so the rank is on this host."""
+        ray.kill(self._actor, no_restart=True)
+        asyncio.get_running_loop().call_later(_KILL_AFTER_S, self._kill_process)
+
+    def _kill_process(self) -> None:
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process_id, signal.SIGKILL)
+
+
+class GatewayActor:
+    """One gateway: the gRPC server in the Serve replica's own event loop, and its registration."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config_json: str, secret: bytes, *_pools: object
+    ) -> None:
+        config = ClusterConfig.model_validate_json(config_json)
+        self._clock = SystemClock()
+        self._roster = open_roster(config.app)
+        unique_id = serve.get_replica_context().replica_id.unique_id
+        self._host = _host(config.gateway.host)
+        if config.gateway.host == "auto":
+            everywhere = config.gateway.model_copy(update={"host": "0.0.0.0"})
+            config = config.model_copy(update={"gateway": everywhere})
+        self._gateway_id, self._epoch = f"gateway-{unique_id}", int(self._clock.wall() * 1000)
+        self._gateway = Gateway(
+            gateway_id=self._gateway_id,
+            epoch=self._epoch,
+            config=config,
+            roster=self._roster,
+            secret=secret,
+            clock=self._clock,
+        )
+        self._port = await self._gateway.start()
+        self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
+
+    def check_health(self) -> None:
+        if self._renewing.done():
+            self._renewing.result()
+            raise RuntimeError(f"{self._gateway_id}: this life is over in the roster")
+
+    async def __del__(self) -> None:
+        self._renewing.cancel()
+        await self._roster.remove(self._gateway_id, self._epoch)
+        await self._gateway.stop()
+
+    async def _register(self) -> bool:
+        address = f"{self._host}:{self._port}"
+        return await self._roster.register_gateway(
+            GatewayRecord(self._gateway_id, self._epoch, address, os.getpid())
+        )
+
+
+class _RosterActor(RosterActor):
+    """`RosterActor` as Ray makes it: after a restart, or in place of a lost one, it waits to be filled."""
+
+    def __init__(self, replaces_another: bool) -> None:
+        restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        super().__init__(SystemClock(), restarted=restarted or replaces_another)
+
+
+def open_roster(app: str) -> RemoteRoster:
+    """The application's roster, from any process of the Ray cluster; made when it does not exist."""
+    return RemoteRoster(_RosterCall(app), SystemClock())
+
+
+def start_roster(app: str) -> None:
+    """Make the application's roster, before any member looks for it."""
+    _roster_actor(app, replaces_another=False)
+
+
+def stop_roster(app: str) -> None:
+    """End the application's roster for good; its members must be gone."""
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(_roster_name(app), namespace=_ROSTER_NAMESPACE), no_restart=True)
+
+
+def read_roster(app: str) -> RosterView:
+    """The roster's view now, for the process that started the application; empty when it is away."""
+    try:
+        actor = ray.get_actor(_roster_name(app), namespace=_ROSTER_NAMESPACE)
+        return VIEW_CODEC.decode(ray.get(actor.view.remote(0, 0.0), timeout=_ROSTER_CALL_S))
+    except (RayError, ValueError):
+        return RosterView(version=0)
+
+
+def resolve_dtype(pool: PoolConfig, model_dir: Path) -> str:
+    """The pool's dtype; `auto` is what the checkpoint was saved in."""
+    if pool.dtype != "auto":
+        return pool.dtype
+    return _DTYPE_NAMES[read_model_config(model_dir).checkpoint_dtype]
+
+
+class _RosterCall:
+    """Calls the roster's actor; any failure to reach it in time is `RosterAwayError`."""
+
+    def __init__(self, app: str) -> None:
+        self._app = app
+        self._actor: ActorHandle[_RosterActor] | None = None
+
+    async def __call__(self, method: str, *arguments: Any) -> object:
+        timeout_s = _ROSTER_CALL_S + (float(arguments[1]) if method == "view" else 0.0)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(_roster_actor, self._app, replaces_another=True)
+                return await getattr(self._actor, method).remote(*arguments)
+        except (RayError, TimeoutError, ValueError) as error:
+            self._actor = None
+            raise RosterAwayError(f"roster: {method}: {error!r}") from error
+
+
+def _roster_actor(app: str, *, replaces_another: bool) -> ActorHandle[_RosterActor]:
+    make: Callable[..., ActorHandle[_RosterActor]] = (
+        ray.remote(_RosterActor)
+        .options(
+            name=_roster_name(app),
+            namespace=_ROSTER_NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+        )
+        .remote
+    )
+    return make(replaces_another)
+
+
+def _roster_name(app: str) -> str:
+    return f"roster-{app}"
+
+
+def _host(configured: str) -> str:
+    """The address others reach this process at: `auto` and wildcards become this node's."""
+    return ray.util.get_node_ip_address() if configured in ("auto", "0.0.0.0", "::") else configured
+
+
+def _only(bundle: dict[str, float]) -> dict[str, float]:
+    """Actor options that ask for exactly what the bundle holds."""
+    return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0.0)}
+
+
+def _in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)

@@ -1,0 +1,198 @@
+"""The serving benchmark: a load that is drawn from a seed, what came back, and the figures made of it.
+
+Refused, timed-out and failed requests count as sent and never as good. Called by `tandem bench serve`; how
+a request is sent is an argument, so the figures are tested without a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+
+from cluster.errors import CallError
+from kvtransfer.clock import Clock
+
+PERCENTILES = (50, 90, 99)
+KNEE_SHARE = 0.9
+"""The knee of a sweep: the highest offered rate of which at least this share was good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent. Lengths are tokens; one of `concurrency` and `rate_per_s` (Poisson) is set."""
+
+    num_requests: int
+    concurrency: int
+    rate_per_s: float
+    input_tokens: int
+    output_tokens: int
+    shared_prefix_tokens: int
+    num_groups: int
+    seed: int
+    vocab_size: int
+
+    def prompts(self) -> list[list[int]]:
+        """Prompt i begins with the shared prefix of group i modulo `num_groups`; the rest is its own."""
+        generator = np.random.default_rng(self.seed)
+        shared = min(self.shared_prefix_tokens, self.input_tokens)
+        prefixes = generator.integers(0, self.vocab_size, (max(self.num_groups, 1), shared))
+        rest = generator.integers(0, self.vocab_size, (self.num_requests, self.input_tokens - shared))
+        return [[*prefixes[index % len(prefixes)].tolist(), *row] for index, row in enumerate(rest.tolist())]
+
+    def arrivals_s(self) -> list[float]:
+        """When each request is sent, from the start; all at 0 without a rate (concurrency holds them)."""
+        if self.rate_per_s <= 0:
+            return [0.0] * self.num_requests
+        generator = np.random.default_rng((self.seed, 1))
+        gaps = generator.exponential(1.0 / self.rate_per_s, self.num_requests)
+        return [float(at) for at in np.cumsum(gaps) - gaps[0]]
+
+
+Sender = Callable[[list[int], int], AsyncIterator[int]]
+"""Sends (prompt, number of output tokens); yields each delta's number of tokens, or raises `CallError`."""
+
+_OUTCOMES = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "timed out",
+}
+
+
+class RequestRecord(NamedTuple):
+    """One request as its client saw it. `token_times` has one entry per output token (seconds)."""
+
+    sent_at: float
+    finished_at: float
+    num_input: int
+    token_times: tuple[float, ...]
+    outcome: str
+    """"ok", "refused", "timed out" or "failed"."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times[0] - self.sent_at
+
+    @property
+    def e2e_s(self) -> float:
+        return self.finished_at - self.sent_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(end to end - TTFT) / (tokens - 1); None with one token."""
+        count = len(self.token_times)
+        return (self.e2e_s - self.ttft_s) / (count - 1) if count > 1 else None
+
+
+class Objectives(NamedTuple):
+    """What a good request keeps, in milliseconds."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+    def kept_by(self, record: RequestRecord) -> bool:
+        if record.outcome != "ok" or not record.token_times:
+            return False
+        tpot_s = record.tpot_s
+        return record.ttft_s * 1e3 <= self.ttft_ms and (tpot_s is None or tpot_s * 1e3 <= self.tpot_ms)
+
+
+async def run_workload(
+    workload: Workload, send: Sender, clock: Clock, on_done: Callable[[RequestRecord], None]
+) -> list[RequestRecord]:
+    """Send everything; returns the records in the order of sending."""
+    slots = asyncio.Semaphore(workload.concurrency) if workload.concurrency > 0 else None
+    started_at = clock.now()
+
+    async def one(prompt: list[int], arrival_s: float) -> RequestRecord:
+        if (delay_s := started_at + arrival_s - clock.now()) > 0:
+            await clock.sleep(delay_s)
+        if slots is None:
+            return await _record(workload, prompt, send, clock, on_done)
+        async with slots:
+            return await _record(workload, prompt, send, clock, on_done)
+
+    pairs = zip(workload.prompts(), workload.arrivals_s(), strict=True)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(prompt, arrival_s)) for prompt, arrival_s in pairs]
+    return [task.result() for task in tasks]
+
+
+async def _record(
+    workload: Workload,
+    prompt: list[int],
+    send: Sender,
+    clock: Clock,
+    on_done: Callable[[RequestRecord], None],
+) -> RequestRecord:
+    sent_at, outcome = clock.now(), "ok"
+    times: list[float] = []
+    try:
+        async for count in send(prompt, workload.output_tokens):
+            times += [clock.now()] * count
+        if not times:
+            outcome = "failed"
+    except CallError as error:
+        outcome = _OUTCOMES.get(error.code, "failed")
+    record = RequestRecord(sent_at, clock.now(), len(prompt), tuple(times), outcome)
+    on_done(record)
+    return record
+
+
+def summarize(records: Sequence[RequestRecord], objectives: Objectives) -> dict[str, Any]:
+    """The figures of one run as JSON values: milliseconds, tokens and requests a second.
+
+    Latencies are of the requests that finished; `itl_ms` is over all gaps between consecutive tokens (tokens
+    of one delta arrive together: their gaps are 0). Rates are over the time from the first sending to the
+    last end.
+    """
+    done = [record for record in records if record.outcome == "ok"]
+    good = sum(objectives.kept_by(record) for record in records)
+    seconds = max(record.finished_at for record in records) - min(record.sent_at for record in records)
+    seconds = max(seconds, 1e-9)
+    gaps = [
+        later - earlier
+        for record in done
+        for earlier, later in zip(record.token_times, record.token_times[1:], strict=False)
+    ]
+    return {
+        "num_requests": len(records),
+        "num_ok": len(done),
+        "num_refused": sum(record.outcome == "refused" for record in records),
+        "num_timed_out": sum(record.outcome == "timed out" for record in records),
+        "num_failed": sum(record.outcome == "failed" for record in records),
+        "seconds": seconds,
+        "requests_per_s": len(done) / seconds,
+        "input_tok_s": sum(record.num_input for record in done) / seconds,
+        "output_tok_s": sum(len(record.token_times) for record in done) / seconds,
+        "ttft_ms": _percentiles([record.ttft_s for record in done]),
+        "tpot_ms": _percentiles([record.tpot_s for record in done if record.tpot_s is not None]),
+        "itl_ms": _percentiles(gaps),
+        "e2e_ms": _percentiles([record.e2e_s for record in done]),
+        "slo_ttft_ms": objectives.ttft_ms,
+        "slo_tpot_ms": objectives.tpot_ms,
+        "good_share": good / len(records),
+        "goodput_per_s": good / seconds,
+    }
+
+
+def knee(points: Sequence[tuple[float, float]]) -> float | None:
+    """Of (offered requests/s, good share) points, the highest rate up to which all were good enough."""
+    best = None
+    for rate, share in sorted(points):
+        if share < KNEE_SHARE:
+            break
+        best = rate
+    return best
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Milliseconds at each percentile and the mean; None without samples."""
+    if not seconds:
+        return None
+    values = np.percentile(np.asarray(seconds), PERCENTILES) * 1e3
+    figures = {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, values, strict=True)}
+    return {**figures, "mean": float(np.mean(seconds)) * 1e3}

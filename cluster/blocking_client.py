@@ -1,0 +1,85 @@
+"""`cluster.client` for code without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from cluster.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
+from cluster.proto import tandem_pb2 as pb
+from kvtransfer.clock import Clock
+
+T = TypeVar("T")
+
+
+class BlockingClient:
+    """`Client` for code without an event loop: runs one in a thread of its own. `with` closes it."""
+
+    def __init__(self, addresses: str | Sequence[str], clock: Clock | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
+        self._thread.start()
+        self._client = Client(addresses, clock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        options: GenerateOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = True,
+    ) -> Iterator[Event]:
+        """As `Client.generate`; leaving the iteration cancels the request."""
+        events = self._client.generate(prompt, options, timeout_s=timeout_s, resume=resume).events()
+        try:
+            while (event := self._wait(_next_or_none(events))) is not None:
+                yield event
+        finally:
+            self._wait(events.aclose())
+
+    def complete(
+        self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float | None = None
+    ) -> Completion:
+        return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s))
+
+    def tokenize(self, prompt: str | Sequence[Turn]) -> list[int]:
+        return self._wait(self._client.tokenize(prompt))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self._wait(self._client.detokenize(token_ids))
+
+    def models(self) -> list[pb.Model]:
+        return self._wait(self._client.models())
+
+    def status(self) -> pb.StatusResponse:
+        return self._wait(self._client.status())
+
+    def explain(self, request_id: str) -> pb.ExplainResponse:
+        return self._wait(self._client.explain(request_id))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:
+    return await anext(events, None)

@@ -1,0 +1,126 @@
+"""What the processes ask of Ray, and whether the cluster has it: pure functions over resource counts.
+
+CPU shares are a means of placement only (Ray does not enforce them), so small machines get small shares:
+all that is configured fits, and at least as much again stays free for replicas added while it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from cluster.config import PoolConfig
+
+BRAIN_CPUS = 0.05
+"""CPUs that a brain asks: it waits for its ranks and for the network most of the time."""
+GATEWAY_CPUS = 0.05
+_QUANTUM = 1e-4
+"""Ray counts resources in units of 1/10000."""
+
+
+class ReplicaDemand(NamedTuple):
+    """One replica of a pool: what its brain and its ranks ask, all on one node."""
+
+    pool: str
+    bundles: tuple[dict[str, float], ...]
+
+    def total(self) -> dict[str, float]:
+        return _sum(self.bundles)
+
+
+def plan_cpus(
+    pools: Sequence[PoolConfig], num_gateways: int, nodes: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """CPUs per rank for each pool. A pool that names its own keeps it; the others share what is left.
+
+    A share is at most the rank's threads, and small enough that everything fits and that the pools which
+    share can be doubled while they run. `nodes` are what each node has left.
+    """
+    num_cpus = sum(node.get("CPU", 0.0) for node in nodes)
+    fixed = num_gateways * GATEWAY_CPUS
+    num_auto = 0
+    for pool in pools:
+        fixed += pool.replicas * BRAIN_CPUS
+        if pool.cpus_per_rank is None:
+            num_auto += pool.replicas * pool.num_ranks
+            fixed += pool.replicas * BRAIN_CPUS  # of the replica added later
+        else:
+            fixed += pool.replicas * pool.num_ranks * pool.cpus_per_rank
+    share = max((num_cpus - fixed) / max(2 * num_auto, 1), 0.0)
+    return {
+        pool.name: pool.cpus_per_rank
+        if pool.cpus_per_rank is not None
+        else max(_floor(min(share, float(pool.engine.num_threads))), _QUANTUM)
+        for pool in pools
+    }
+
+
+def bundles(pool: PoolConfig, cpus_per_rank: float) -> list[dict[str, float]]:
+    """The placement group of one replica: the brain's bundle first, then one for each rank."""
+    rank = {"CPU": cpus_per_rank}
+    if pool.num_gpus_per_rank > 0:
+        rank["GPU"] = pool.num_gpus_per_rank
+    return [{"CPU": BRAIN_CPUS}, *(dict(rank) for _ in range(pool.num_ranks))]
+
+
+def demands(pools: Sequence[PoolConfig], cpus: Mapping[str, float]) -> list[ReplicaDemand]:
+    """Every replica of every pool."""
+    return [
+        ReplicaDemand(pool.name, tuple(bundles(pool, cpus[pool.name])))
+        for pool in pools
+        for _ in range(pool.replicas)
+    ]
+
+
+def shortages(
+    wanted: Sequence[ReplicaDemand],
+    free: Sequence[Mapping[str, float]],
+    total: Sequence[Mapping[str, float]],
+) -> list[str]:
+    """Why `wanted` cannot be placed on nodes with `free` of `total` resources; empty when it can.
+
+    Each replica must fit on one node; the largest are placed first, each on the first node with room.
+    """
+    lines = [
+        f"{name}: {_number(amount)} wanted, {_number(_sum(free).get(name, 0.0))} free of "
+        f"{_number(_sum(total).get(name, 0.0))} in the cluster"
+        for name, amount in sorted(_sum([demand.total() for demand in wanted]).items())
+        if amount > _sum(free).get(name, 0.0) + _QUANTUM / 2
+    ]
+    return lines or _misfits(wanted, free)
+
+
+def _misfits(wanted: Sequence[ReplicaDemand], free: Sequence[Mapping[str, float]]) -> list[str]:
+    left = [dict(node) for node in free]
+    lines = []
+    for demand in sorted(wanted, key=lambda demand: sorted(demand.total().items()), reverse=True):
+        total = demand.total()
+        node = next((node for node in left if _fits(total, node)), None)
+        if node is None:
+            asked = ", ".join(f"{name}: {_number(amount)}" for name, amount in sorted(total.items()))
+            lines.append(f"pool {demand.pool}: no single node has {asked} left for one replica")
+            continue
+        for name, amount in total.items():
+            node[name] -= amount
+    return list(dict.fromkeys(lines))
+
+
+def _fits(total: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    return all(amount <= node.get(name, 0.0) + _QUANTUM / 2 for name, amount in total.items())
+
+
+def _sum(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in resources:
+        for name, amount in part.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def _floor(cpus: float) -> float:
+    return math.floor(cpus / _QUANTUM + 1e-6) * _QUANTUM
+
+
+def _number(amount: float) -> str:
+    return f"{amount:.4f}".rstrip("0").rstrip(".")

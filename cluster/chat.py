@@ -1,0 +1,306 @@
+"""Chat messages to text, by the model's own template, in a process of its own that may be killed.
+
+A template comes with the weights and may be hostile. It runs in jinja2's immutable sandbox, which keeps it
+from Python's objects, inside a child process with bounded memory, time and output, which keeps an endless
+loop or a huge string from the gateway. `python -m cluster.chat FD` is that child, run by `ChatRenderer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.errors import TemplateError
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.framing import read_frame, receive_frame, send_frame, write_frame
+from kvtransfer.wire import Codec, Message, Part
+from workers.errors import CheckpointError
+
+_RENDER_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 30.0
+_MAX_MEMORY_BYTES = 1 << 30
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Whatever else a template makes Python raise ends the child, which the parent reports and replaces.
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTurn(Part, frozen=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate(Part, frozen=True):
+    """The template's source, and the special tokens that it may name."""
+
+    source: str
+    special_tokens: dict[str, str]
+
+
+class RenderOrder(Message, frozen=True):
+    """Parent to child. `wall_s` is what `strftime_now` shows; times and sizes are bounds."""
+
+    template: ChatTemplate
+    turns: tuple[ChatTurn, ...]
+    add_generation_prompt: bool
+    wall_s: float
+    max_chars: int
+    max_cpu_s: int
+
+
+class Rendered(Message, frozen=True):
+    """The text."""
+
+    text: str
+
+
+class RenderRefused(Message, frozen=True):
+    """The template refused the messages, or did what it may not."""
+
+    reason: str
+
+
+ORDER_CODEC: Codec[RenderOrder] = Codec(RenderOrder)
+RESULT_CODEC: Codec[Rendered | RenderRefused] = Codec(Rendered | RenderRefused)
+
+
+def load_chat_template(model_dir: Path) -> ChatTemplate | None:
+    """From `chat_template.jinja`, else `tokenizer_config.json`; None when the model has none."""
+    path = model_dir / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several templates by name
+        source = {item["name"]: item["template"] for item in source}.get("default")
+    separate = model_dir / "chat_template.jinja"
+    if separate.is_file():
+        source = separate.read_text()
+    if not isinstance(source, str):
+        return None
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            tokens[name] = token
+    return ChatTemplate(source, tokens)
+
+
+class ChatRenderer:
+    """The parent's side: one child, started when first needed and replaced when it breaks a bound."""
+
+    def __init__(self, template: ChatTemplate, *, render_timeout_s: float = _RENDER_TIMEOUT_S) -> None:
+        self._template = template
+        self._render_timeout_s = render_timeout_s
+        self._turn = asyncio.Lock()
+        self._child: _Child | None = None
+
+    async def render(
+        self, turns: Sequence[ChatTurn], *, add_generation_prompt: bool, wall_s: float, max_chars: int
+    ) -> str:
+        """The prompt's text; `TemplateError` says what the template did."""
+        order = RenderOrder(
+            template=self._template,
+            turns=tuple(turns),
+            add_generation_prompt=add_generation_prompt,
+            wall_s=wall_s,
+            max_chars=max_chars,
+            max_cpu_s=int(self._render_timeout_s) + 1,
+        )
+        async with self._turn:
+            result = await self._exchange(ORDER_CODEC.encode(order))
+        if isinstance(result, RenderRefused):
+            raise TemplateError(f"the model's chat template failed: {result.reason}; send text instead")
+        return result.text
+
+    async def start(self) -> None:
+        """Start the child ahead of the first chat."""
+        async with self._turn:
+            await self._ready_child()
+
+    async def close(self) -> None:
+        """End the child."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.kill()
+
+    async def _exchange(self, order: bytes) -> Rendered | RenderRefused:
+        child = await self._ready_child()
+        self._child = None  # until the answer is there: an interrupted child is not used again
+        try:
+            async with asyncio.timeout(self._render_timeout_s):
+                write_frame(child.writer, order)
+                result = RESULT_CODEC.decode(await read_frame(child.reader))
+        except TimeoutError:
+            return RenderRefused(f"it did not end within {self._render_timeout_s:g} s")
+        except (PeerGoneError, OSError):
+            return RenderRefused("it broke the process that renders it (too much memory or time)")
+        else:
+            self._child = child
+        finally:
+            if self._child is None:
+                await child.kill()
+        return result
+
+    async def _ready_child(self) -> _Child:
+        if self._child is None:
+            self._child = await _Child.start()
+        return self._child
+
+
+class _Child:
+    """A running `python -m cluster.chat`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def start(cls) -> _Child:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "cluster.chat", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                cwd=Path(__file__).parents[1],
+                env={},
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await read_frame(reader)
+        except (TimeoutError, PeerGoneError) as error:
+            await cls(process, reader, writer).kill()
+            raise TemplateError("the process that renders chat templates did not start") from error
+        return cls(process, reader, writer)
+
+    async def kill(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here its content is simply shown."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _TemplateNamespace(jinja2.utils.Namespace):
+    """A namespace without underscore names."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r}")
+        super().__setitem__(name, value)
+
+
+def render(order: RenderOrder) -> Rendered | RenderRefused:
+    """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output."""
+    try:
+        context: dict[str, Any] = {
+            **order.template.special_tokens,
+            "messages": [{"role": turn.role, "content": turn.content} for turn in order.turns],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": order.add_generation_prompt,
+            "strftime_now": lambda pattern: datetime.fromtimestamp(order.wall_s).strftime(pattern),
+        }
+        pieces: list[str] = []
+        num_chars = 0
+        for piece in _compiled(order.template.source).generate(context):
+            num_chars += len(piece)
+            if num_chars > order.max_chars:
+                return RenderRefused(f"its text exceeds {order.max_chars} characters")
+            pieces.append(piece)
+    except _RENDER_ERRORS as error:
+        return RenderRefused(f"{type(error).__name__}: {str(error)[:500]}")
+    return Rendered("".join(pieces))
+
+
+@lru_cache(maxsize=4)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["namespace"] = _TemplateNamespace
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without the HTML escapes of jinja2's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def serve(sock: socket.socket) -> None:
+    """The child's life: orders until the parent closes the socket."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    send_frame(sock, b"ready")
+    while True:
+        try:
+            order = ORDER_CODEC.decode(receive_frame(sock))
+        except PeerGoneError:
+            return
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        used_s = int(usage.ru_utime + usage.ru_stime)
+        resource.setrlimit(resource.RLIMIT_CPU, (used_s + order.max_cpu_s, resource.RLIM_INFINITY))
+        send_frame(sock, RESULT_CODEC.encode(render(order)))
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

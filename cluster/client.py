@@ -1,0 +1,395 @@
+"""A small client of `tandem.v1.Inference`: streams that survive the loss of a gateway, and everything else.
+
+For asyncio; `cluster.blocking_client` is the same for all others. The command line and the benchmarks use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import grpc
+import grpc.aio
+
+from cluster.errors import CallError, bad_fields, retry_after_s
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc
+from kvtransfer.clock import Clock, SystemClock
+
+_MAX_RESUMES = 8
+"""Attempts in a row without a new token."""
+_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+_UNARY_TIMEOUT_S = 30.0
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+class Turn(NamedTuple):
+    """One message of a chat prompt."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Turn]
+"""Text, token ids, or a chat for the model's template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """The fields of `GenerateRequest` other than the prompt; None leaves the gateway's default."""
+
+    model: str = ""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    n: int | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    priority: int = 0
+    tenant: str = ""
+    request_id: str = ""
+    pinned_prefill: str = ""
+    pinned_decode: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole stream: per sample, the text, the token ids and the finish reason; usage and timing."""
+
+    request_id: str
+    seed: int
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    finish_reasons: tuple[str, ...]
+    finished: pb.Finished
+
+
+Event = pb.Accepted | pb.Delta | pb.Finished
+
+
+class GenerateStream:
+    """One request: iterate over its events, once. Ends after `Finished`, or raises `CallError`.
+
+    When the connection or the gateway is lost, it calls again, at the next address, with the tokens it has;
+    events already given do not come again. `num_resumes` counts that.
+    """
+
+    def __init__(self, client: Client, request: pb.GenerateRequest, deadline_at: float | None, resumes: bool):
+        self.num_resumes = 0
+        self.request_id = request.request_id
+        self._client = client
+        self._request = request
+        self._deadline_at = deadline_at
+        self._may_resume = resumes
+        self._call: Any = None
+        self._address = ""
+        self._is_cancelled = False
+        self._accepted: pb.Accepted | None = None
+        self._outputs: dict[int, _Output] = {}
+
+    def cancel(self) -> None:
+        """Stop the request wherever it is; the iteration ends with a `CallError` of CANCELLED."""
+        self._is_cancelled = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self.events()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """What iterating gives; closing the generator early cancels the request."""
+        num_failures = 0
+        while True:
+            num_tokens = self._num_tokens()
+            try:
+                async for event in self._attempt():
+                    yield event
+                    if isinstance(event, pb.Finished):
+                        return
+                raise CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended without its last message")
+            except CallError as error:
+                num_failures = 1 if self._num_tokens() > num_tokens else num_failures + 1
+                if not self._should_resume(error, num_failures):
+                    raise
+                await self._client.pause(error.retry_after_s, num_failures)
+            finally:
+                if self._call is not None:
+                    self._call.cancel()  # also when the iteration is left early
+            self.num_resumes += 1
+            self._client.leave_address(self._address)
+
+    async def _attempt(self) -> AsyncIterator[Event]:
+        """The events of one call that are new."""
+        timeout_s = None
+        if self._deadline_at is not None:
+            timeout_s = max(0.001, self._deadline_at - self._client.clock.now())
+        if self._is_cancelled:
+            raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client")
+        self._address = self._client.address
+        self._call = self._client.stub().Generate(self._resumed_request(), timeout=timeout_s)
+        try:
+            async for response in self._call:
+                kind = response.WhichOneof("event")
+                if kind == "accepted":
+                    if self._accepted is None:
+                        self._accepted = response.accepted
+                        self.request_id = response.accepted.request_id
+                        yield response.accepted
+                elif kind == "delta":
+                    self._outputs.setdefault(response.delta.sample, _Output()).add(response.delta)
+                    yield response.delta
+                elif kind == "finished":
+                    yield response.finished
+        except grpc.aio.AioRpcError as error:
+            raise _call_error(error) from error
+        except asyncio.CancelledError:
+            if not self._is_cancelled:
+                raise
+            raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client") from None
+
+    def _should_resume(self, error: CallError, num_failures: int) -> bool:
+        if not self._may_resume or self._is_cancelled or num_failures > _MAX_RESUMES:
+            return False
+        if self._deadline_at is not None and self._client.clock.now() >= self._deadline_at:
+            return False
+        return error.code is grpc.StatusCode.UNAVAILABLE
+
+    def _resumed_request(self) -> pb.GenerateRequest:
+        if self._accepted is None:
+            return self._request
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.request_id = self._accepted.request_id
+        request.seed = self._accepted.seed
+        for sample, output in sorted(self._outputs.items()):
+            request.resume.add(sample=sample, token_ids=output.token_ids, finish_reason=output.finish_reason)
+        if not request.resume:
+            request.resume.add(sample=0)
+        return request
+
+    def _num_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self._outputs.values())
+
+
+class Client:
+    """Calls one of several gateways. Use it inside one event loop; `async with` closes it."""
+
+    def __init__(self, addresses: str | Sequence[str], clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not self._addresses:
+            raise ValueError("a client needs the address of at least one gateway")
+        self._current = 0
+        self._channels: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        options: GenerateOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = True,
+    ) -> GenerateStream:
+        """Start a request when the result is iterated. `timeout_s` is its deadline, resumes included."""
+        request = generate_request(prompt, options or GenerateOptions())
+        deadline_at = None if timeout_s is None else self.clock.now() + timeout_s
+        return GenerateStream(self, request, deadline_at, resume)
+
+    async def complete(
+        self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float | None = None
+    ) -> Completion:
+        """The whole result at once."""
+        collector = Collector()
+        async for event in self.generate(prompt, options, timeout_s=timeout_s):
+            collector.add(event)
+        return collector.completion()
+
+    async def tokenize(self, prompt: str | Sequence[Turn]) -> list[int]:
+        if isinstance(prompt, str):
+            request = pb.TokenizeRequest(text=prompt)
+        else:
+            request = pb.TokenizeRequest(chat=_chat(prompt))
+        reply: pb.TokenizeResponse = await self._unary("Tokenize", request)
+        return list(reply.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        reply: pb.DetokenizeResponse = await self._unary(
+            "Detokenize", pb.DetokenizeRequest(token_ids=token_ids)
+        )
+        return reply.text
+
+    async def models(self) -> list[pb.Model]:
+        reply: pb.ListModelsResponse = await self._unary("ListModels", pb.ListModelsRequest())
+        return list(reply.models)
+
+    async def status(self) -> pb.StatusResponse:
+        reply: pb.StatusResponse = await self._unary("Status", pb.StatusRequest())
+        return reply
+
+    async def explain(self, request_id: str) -> pb.ExplainResponse:
+        reply: pb.ExplainResponse = await self._unary("Explain", pb.ExplainRequest(request_id=request_id))
+        return reply
+
+    @property
+    def address(self) -> str:
+        """The gateway that is called now."""
+        return self._addresses[self._current]
+
+    def stub(self) -> Any:
+        """Of the current address."""
+        if self.address not in self._channels:
+            self._channels[self.address] = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        return tandem_pb2_grpc.InferenceStub(self._channels[self.address])
+
+    def leave_address(self, failed: str) -> None:
+        """Go on at the next address, unless another stream has left `failed` already."""
+        if self.address == failed:
+            self._current = (self._current + 1) % len(self._addresses)
+
+    async def pause(self, suggested_s: float | None, num_failures: int) -> None:
+        """Before another try: as the gateway suggests, at least the growing pause of our own."""
+        own_s = min(_BACKOFF_S * 2.0 ** (num_failures - 1), _MAX_BACKOFF_S)
+        await self.clock.sleep(max(own_s, min(suggested_s or 0.0, _MAX_BACKOFF_S)))
+
+    async def _unary(self, method: str, request: Any) -> Any:
+        try:
+            return await getattr(self.stub(), method)(request, timeout=_UNARY_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise _call_error(error) from error
+
+
+class Collector:
+    """Puts the events of a stream together."""
+
+    def __init__(self) -> None:
+        self._accepted = pb.Accepted()
+        self._outputs: dict[int, _Output] = {}
+        self._finished: pb.Finished | None = None
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, pb.Accepted):
+            self._accepted = event
+        elif isinstance(event, pb.Delta):
+            self._outputs.setdefault(event.sample, _Output()).add(event)
+        else:
+            self._finished = event
+
+    @property
+    def num_tokens(self) -> int:
+        """Received so far, of all samples."""
+        return sum(len(output.token_ids) for output in self._outputs.values())
+
+    def completion(self) -> Completion:
+        """The result; only after `Finished` was added."""
+        assert self._finished is not None
+        outputs = [self._outputs.get(end.sample, _Output()) for end in self._finished.samples]
+        return Completion(
+            request_id=self._accepted.request_id,
+            seed=self._accepted.seed,
+            texts=tuple("".join(output.texts) for output in outputs),
+            token_ids=tuple(tuple(output.token_ids) for output in outputs),
+            finish_reasons=tuple(end.finish_reason for end in self._finished.samples),
+            finished=self._finished,
+        )
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """The message for a prompt and options."""
+    request = pb.GenerateRequest(
+        model=options.model,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=options.logit_bias,
+        seed=options.seed,
+        n=options.n,
+        logprobs=options.logprobs,
+        max_tokens=options.max_tokens,
+        min_tokens=options.min_tokens,
+        stop=options.stop,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        priority=options.priority,
+        tenant=options.tenant,
+        request_id=options.request_id,
+    )
+    if options.pinned_prefill or options.pinned_decode:
+        request.pins.CopyFrom(pb.Pins(prefill=options.pinned_prefill, decode=options.pinned_decode))
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif len(prompt) > 0 and isinstance(prompt[0], Turn):
+        request.chat.CopyFrom(_chat([turn for turn in prompt if isinstance(turn, Turn)]))
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=[it for it in prompt if isinstance(it, int)]))
+    return request
+
+
+@dataclass(slots=True)
+class _Output:
+    """What was received of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def add(self, delta: pb.Delta) -> None:
+        if delta.first_index != len(self.token_ids):
+            raise CallError(
+                grpc.StatusCode.DATA_LOSS,
+                f"sample {delta.sample} went from token {len(self.token_ids)} to {delta.first_index}",
+            )
+        self.token_ids.extend(delta.token_ids)
+        self.texts.append(delta.text)
+        self.finish_reason = delta.finish_reason
+
+
+def _chat(turns: Sequence[Turn]) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns])
+
+
+def _call_error(error: Any) -> CallError:
+    trailing = tuple(error.trailing_metadata() or ())
+    return CallError(error.code(), error.details() or "", retry_after_s(trailing), bad_fields(trailing))

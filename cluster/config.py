@@ -1,0 +1,221 @@
+"""The cluster's one file: YAML, read once, checked whole; an error names the field by its path.
+
+model: models/tiny
+pools:
+  - {name: prefill, role: prefill, replicas: 1}
+  - {name: decode, role: decode, replicas: 1}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cluster.errors import ConfigError
+from kvtransfer.config import TransferConfig
+from kvtransfer.faults import FaultRule
+from router.config import RouterConfig
+from workers.config import EngineConfig
+
+Role = Literal["prefill", "decode", "both"]
+_SMALL_CONTEXT_TOKENS = 4096
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PoolConfig(_Settings):
+    """The replicas of one phase, all alike; one Ray Serve deployment named `Pool-<name>`."""
+
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    role: Role
+    replicas: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """`auto`: what the checkpoint was saved in."""
+    cpus_per_rank: float | None = Field(default=None, gt=0)
+    """CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.capacity`)."""
+    gpus_per_rank: float | None = Field(default=None, ge=0)
+    """GPUs that each rank asks of Ray; None: 1 with device cuda, else 0."""
+    health_check_period_s: float = Field(default=2.0, gt=0)
+    health_check_timeout_s: float = Field(default=5.0, gt=0)
+    drain_s: float = Field(default=10.0, ge=0)
+    """How long a leaving replica lets its streams finish."""
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def num_gpus_per_rank(self) -> float:
+        if self.gpus_per_rank is not None:
+            return self.gpus_per_rank
+        return 1.0 if self.device == "cuda" else 0.0
+
+    @field_validator("tp", "pp")
+    @classmethod
+    def _one_rank_only(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(f"only 1 is supported so far, not {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _cuda_needs_gpu(self) -> Self:
+        if self.device == "cuda" and self.gpus_per_rank == 0:
+            raise ValueError("device cuda needs gpus_per_rank above 0")
+        return self
+
+
+class GatewayConfig(_Settings):
+    """The gRPC front. Sizes that clients may not exceed are answered with RESOURCE_EXHAUSTED or
+    INVALID_ARGUMENT, never cut."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on, and the one announced to clients; `auto`: all of the node's, announced by
+    the node's own."""
+    port: int = Field(default=8780, ge=0, le=65535)
+    """0: a free port."""
+    replicas: int = Field(default=1, ge=1)
+    """Gateways; several on one host need port 0."""
+    model_name: str = ""
+    """The name that clients use; "": the model folder's name."""
+    max_attempts: int = Field(default=5, ge=1)
+    """Replica pairs tried for one request before it is UNAVAILABLE."""
+    max_requests: int = Field(default=1024, ge=1)
+    """Requests in flight; more are refused with RESOURCE_EXHAUSTED and a time to retry."""
+    max_message_bytes: int = Field(default=16 << 20, ge=1 << 16)
+    """The largest gRPC message accepted from a client."""
+    max_samples: int = Field(default=16, ge=1)
+    """The largest `n` of one request."""
+    default_max_tokens: int = Field(default=256, ge=1)
+    """`max_tokens` of a request that names none."""
+
+
+class FaultConfig(_Settings):
+    """One fault to inject, for tests: see `kvtransfer.faults.FaultRule`."""
+
+    point: str
+    action: Literal["kill", "stop", "corrupt"]
+    marker: str
+    after: int = Field(default=1, ge=1)
+
+
+class DebugConfig(_Settings):
+    """Off in production."""
+
+    allow_pins: bool = False
+    """Requests may name the replicas that shall serve them."""
+    faults: tuple[FaultConfig, ...] = ()
+
+    @property
+    def fault_rules(self) -> tuple[FaultRule, ...]:
+        return tuple(FaultRule(**fault.model_dump()) for fault in self.faults)
+
+
+class ClusterConfig(_Settings):
+    """Everything `tandem serve` needs."""
+
+    app: str = Field(default="tandem", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    """The Ray Serve application's name; two applications can share a Ray cluster."""
+    model: Path
+    """A folder in Hugging Face layout; relative to the file that names it."""
+    pools: tuple[PoolConfig, ...] = Field(min_length=1)
+    router: RouterConfig = RouterConfig()
+    transfer: TransferConfig = TransferConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    secret_file: Path | None = None
+    """Holds the cluster secret; None: drawn at start. Relative to the file that names it."""
+    debug: DebugConfig = DebugConfig()
+
+    @property
+    def model_name(self) -> str:
+        return self.gateway.model_name or self.model.name
+
+    @model_validator(mode="after")
+    def _pools_work_together(self) -> Self:
+        names = Counter(pool.name for pool in self.pools)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"pools: the name {repeated[0]!r} is used more than once")
+        if all(pool.role == "prefill" for pool in self.pools):
+            raise ValueError("pools: at least one needs the role decode or both")
+        for field in ("engine.block_tokens", "dtype"):
+            if len(values := {_value(pool, field) for pool in self.pools}) > 1:
+                raise ValueError(
+                    f"pools: {field} must be equal in all pools, which exchange KV; found {sorted(values)}"
+                )
+        return self
+
+
+def load_config(path: Path) -> ClusterConfig:
+    """Read and check the file; `ConfigError` names the file and each bad field."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping with the keys model and pools")
+    config = parse_config(raw, str(path))
+    folder = path.resolve().parent
+    located: dict[str, Any] = {"model": folder / config.model}
+    if config.secret_file is not None:
+        located["secret_file"] = folder / config.secret_file
+    return config.model_copy(update=located)
+
+
+def parse_config(raw: dict[str, Any], source: str) -> ClusterConfig:
+    """Check a configuration that is already a mapping; `source` begins each line of the error."""
+    try:
+        return ClusterConfig.model_validate(raw)
+    except ValidationError as error:
+        items = error.errors()
+        implied = {item["loc"][:length] for item in items for length in range(1, len(item["loc"]))}
+        lines = [
+            f"{source}: {_field_path(item['loc'])}{item['msg'].removeprefix('Value error, ')}"
+            for item in items
+            if item["loc"] not in implied
+        ]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def default_config(
+    model: Path, *, prefill: int = 1, decode: int = 1, port: int | None = None, context_tokens: int = 0
+) -> ClusterConfig:
+    """What the command line serves without a file. `prefill` 0 makes one pool of the role `both`.
+
+    `context_tokens` is the model's context length (0: unknown): small models get small blocks.
+    """
+    block_tokens = 16 if 0 < context_tokens <= _SMALL_CONTEXT_TOKENS else 64
+    engine = {"block_tokens": block_tokens}
+    pools: list[dict[str, Any]] = [{"name": "decode", "role": "decode", "replicas": decode, "engine": engine}]
+    if prefill == 0:
+        pools = [{"name": "both", "role": "both", "replicas": decode, "engine": engine}]
+    else:
+        pools.insert(0, {"name": "prefill", "role": "prefill", "replicas": prefill, "engine": engine})
+    raw: dict[str, Any] = {"model": model.resolve(), "pools": pools}
+    if port is not None:
+        raw["gateway"] = {"port": port}
+    return parse_config(raw, "command line")
+
+
+def _value(pool: PoolConfig, field: str) -> str | int:
+    value: Any = pool
+    for name in field.split("."):
+        value = getattr(value, name)
+    assert isinstance(value, str | int)
+    return value
+
+
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """`("pools", 0, "tp")` as `pools[0].tp: `; empty at the root, where the message names the field."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return f"{path}: " if path else ""

@@ -1,0 +1,147 @@
+"""`tandem demo`: the bundled model, one prefill and one decode replica, requests that share a prefix."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.client import Client, Collector, GenerateOptions
+from cluster.config import default_config
+from cluster.display import DemoRow, demo_table, progress_line
+from cluster.errors import StartError
+from cluster.proto import tandem_pb2 as pb
+from cluster.serve import Service
+from kvtransfer.clock import Clock
+from workers.model.config import read_model_config
+
+_OPTIONS = GenerateOptions(max_tokens=48, temperature=0.7, top_p=0.9, seed=1)
+_TIMEOUT_S = 60.0
+_PREFIX = '''\
+"""Reading and writing of configuration files."""
+
+import collections
+import os
+import re
+import sys
+
+
+class ConfigError(Exception):
+    """Raised when a configuration file cannot be read."""
+
+    def __init__(self, filename, lineno, message):
+        super().__init__(filename, lineno, message)
+        self.filename = filename
+        self.lineno = lineno
+        self.message = message
+
+    def __str__(self):
+        return f"{self.filename}:{self.lineno}: {self.message}"
+
+
+class ConfigReader:
+    """Read options from a file, one section after another."""
+
+    comment = re.compile(r"\\s*[#;].*$")
+    option = re.compile(r"(?P<name>[^=:]+?)\\s*[=:]\\s*(?P<value>.*)$")
+
+    def __init__(self, defaults=None, *, strict=True):
+        self._sections = collections.OrderedDict()
+        self._defaults = dict(defaults or {})
+        self._strict = strict
+
+    def sections(self):
+        """Return the names of all sections, without the default one."""
+        return list(self._sections.keys())
+
+    def has_section(self, section):
+        """Tell whether the section is there."""
+        return section in self._sections
+
+    def add_section(self, section):
+        """Create a new section, which must not exist yet."""
+        if section in self._sections:
+            raise ValueError(f"section {section!r} already exists")
+        self._sections[section] = {}
+
+'''
+_ENDINGS = (
+    '''\
+    def get(self, section, option, fallback=None):
+        """Return the value of an option, or the fallback."""
+''',
+    '''\
+    def read(self, filenames, encoding=None):
+        """Read and parse a file, or each file of a list; files that
+        cannot be opened are ignored, so that a list of places where a
+        file may be is a fine argument. Return the names of the files
+        that were read. The encoding is that of open(), and so is what
+        happens when it does not fit the bytes of a file.
+        """
+        if isinstance(filenames, (str, bytes, os.PathLike)):
+            filenames = [filenames]
+        read_ok = []
+''',
+    '''\
+    def remove_section(self, section):
+        """Remove a section."""
+''',
+)
+
+
+def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: Console) -> None:
+    """Start, send the requests one after the other, show the table, stop. `StartError` when interrupted."""
+    context_tokens = read_model_config(model).max_context_tokens
+    config = default_config(model, prefill=1, decode=1, port=0, context_tokens=context_tokens)
+    service = Service(config, clock, ray_address="local")
+    started_at = clock.now()
+    try:
+        with console.status("starting") as status:
+            addresses = service.start(
+                lambda progress: status.update(progress_line(progress.stage, progress.ready)), interrupted
+            )
+        took_s = clock.now() - started_at
+        console.print(f"one prefill and one decode replica serve {config.model_name!r} after {took_s:.0f} s")
+        rows = asyncio.run(_send_all(addresses.gateways[0], console, interrupted))
+        console.print(demo_table(rows))
+    finally:
+        with console.status("stopping"):
+            service.stop()
+    console.print("everything is stopped")
+
+
+async def _send_all(address: str, console: Console, interrupted: threading.Event) -> list[DemoRow]:
+    rows = []
+    async with Client(address) as client:
+        for number, ending in enumerate(_ENDINGS, 1):
+            if interrupted.is_set():
+                raise StartError("interrupted")
+            console.print(f"\n[bold]request {number}[/] continues\n[dim]{escape(ending.rstrip())}[/]")
+            rows.append(await _send(client, _PREFIX + ending, console))
+            console.print()
+    return rows
+
+
+async def _send(client: Client, prompt: str, console: Console) -> DemoRow:
+    """Stream one request's text; the row is what the gateway's last message says of it."""
+    collector = Collector()
+    async for event in client.generate(prompt, _OPTIONS, timeout_s=_TIMEOUT_S):
+        collector.add(event)
+        if isinstance(event, pb.Delta):
+            console.print(event.text, end="", style="green", markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    finished = collector.completion().finished
+    usage, timing = finished.usage, finished.timing
+    return DemoRow(
+        prefill=finished.prefill_replica,
+        decode=finished.decode_replica,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached.device + usage.cached.dram + usage.cached.nvme,
+        ttft_ms=timing.ttft_ms,
+        itl_ms=(timing.e2e_ms - timing.ttft_ms) / max(usage.completion_tokens - 1, 1),
+        transfer_gb_s=timing.transfer_gb_s,
+        transport=timing.transport,
+    )

@@ -1,0 +1,250 @@
+"""The requests of one gateway: accepted here, carried by a `Walk` each, remembered for a while when ended.
+
+The Links bring news of replicas here, and each request gets its part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cluster.actions import RoutedAttempt, TimelineEntry
+from cluster.errors import (
+    AbandonedError,
+    DeadlineError,
+    DuplicateRequestError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    UnknownRequestError,
+)
+from cluster.intake import Intake, Planned
+from cluster.journey import Journey
+from cluster.proto import tandem_pb2 as pb
+from cluster.replicas import ReplicaLinks
+from cluster.validation import Limits, check_request
+from cluster.walk import Router, Walk
+from kvtransfer.clock import Clock
+from kvtransfer.keys import TOKEN_BYTES
+from kvtransfer.messages import ReplicaIdentity
+from workers.messages import Cancel, StepFrame
+
+NUM_RECORDS = 1024
+"""Ended requests that `Explain` remembers."""
+_NUM_STALE = 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What is known of a request. `state`: "running", "finished", "cancelled" or "failed"."""
+
+    request_id: str
+    state: str
+    reason: str
+    started_at: float
+    decisions: tuple[RoutedAttempt, ...]
+    timeline: tuple[TimelineEntry, ...]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the gateway's start."""
+
+    num_finished: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+
+
+class Accepted(NamedTuple):
+    """A request on its way."""
+
+    walk: Walk
+    request_id: str
+    seed: int
+    num_prompt_tokens: int
+
+
+class Desk:
+    """All requests of a gateway.
+
+    A request lives under its id on the wire, which is new for every call; under the client's own id it can
+    be found (`record`) and, when the client calls again to resume it, taken over.
+    """
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        links: ReplicaLinks,
+        router: Router,
+        clock: Clock,
+        max_requests: int,
+        on_members: Callable[[], None],
+    ) -> None:
+        self._intake = intake
+        self._links = links
+        self._router = router
+        self._clock = clock
+        self._max_requests = max_requests
+        self._members_changed = on_members
+        self._walks: dict[str, Walk] = {}
+        self._latest: dict[str, Walk] = {}
+        """Running, by the client's request id."""
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
+        self._num_arriving = 0
+        self._is_closed = False
+        self.counters = Counters()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._walks)
+
+    def limits(self) -> Limits:
+        """What a request may ask for now."""
+        return self._intake.limits(self._links.max_context_tokens)
+
+    async def accept(self, request: pb.GenerateRequest, deadline_s: float | None) -> Accepted:
+        """Check, tokenize and start the request; a `RequestError` says why not.
+
+        `deadline_s` is what remains of the client's deadline (None: none).
+        """
+        now = self._clock.now()
+        if len(self._walks) + self._num_arriving >= self._max_requests:
+            raise OverloadedError(f"this gateway has {self._max_requests} requests, the most it takes")
+        limits = self.limits()
+        check_request(request, limits)
+        self._num_arriving += 1
+        try:
+            prompt = await self._intake.prompt_tokens(request, limits)
+        finally:
+            self._num_arriving -= 1
+        compatibility = self._links.compatibility
+        if self._is_closed or compatibility is None:
+            raise UnavailableError("no replica has connected to this gateway yet")
+        planned = self._intake.plan(
+            request,
+            prompt,
+            limits,
+            fingerprint=compatibility.model_fingerprint,
+            deadline_at=None if deadline_s is None else now + deadline_s,
+        )
+        if deadline_s is not None and now + deadline_s <= self._clock.now():
+            raise DeadlineError("the deadline passed before the request was accepted")
+        request_id = request.request_id or planned.plan.request_id
+        walk = self._begin(request_id, planned, now, resumes=bool(request.resume))
+        return Accepted(walk, request_id, planned.seed, len(prompt) // TOKEN_BYTES)
+
+    def record(self, request_id: str) -> RequestRecord:
+        """Of a running or recent request; `UnknownRequestError` when there is none."""
+        walk = self._latest.get(request_id)
+        if walk is not None:
+            return _record(request_id, walk, "running", "")
+        known = self._records.get(request_id)
+        if known is None:
+            what = f"request {request_id[:128]!r} is neither running at this gateway nor"
+            raise UnknownRequestError(f"{what} one of the last {NUM_RECORDS} that ended here")
+        return known
+
+    def close(self) -> None:
+        """End every request with UNAVAILABLE, so that clients resume at another gateway; accept none."""
+        self._is_closed = True
+        for walk in list(self._walks.values()):
+            walk.abandon(UnavailableError("this gateway is stopping", 0.0))
+
+    # ------------------------------------------------------------------------------ from the Links
+
+    def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
+        """Each request gets its news, in the order in which they matter within a step."""
+        for report in frame.prefills:
+            if (walk := self._walk(source, report.request_id, report.attempt)) is not None:
+                walk.on_prefilled(report)
+        for joined in frame.hand_overs:
+            if (walk := self._walk(source, joined.request_id, joined.attempt)) is not None:
+                walk.on_handed_over(joined)
+        for delta in frame.deltas:
+            if (walk := self._walk(source, delta.request_id, delta.attempt)) is not None:
+                walk.on_delta(source, delta)
+        for failure in frame.failures:
+            if (walk := self._walks.get(failure.request_id)) is not None:
+                walk.on_failed(source, failure)
+
+    def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
+        """Every request that runs there must know."""
+        for walk in list(self._walks.values()):
+            walk.on_lost(source, reason)
+
+    def on_members(self) -> None:
+        self._members_changed()
+
+    def _walk(self, source: ReplicaIdentity, request_id: str, attempt: int) -> Walk | None:
+        """The request, if this attempt is its current one; otherwise the replica is told to stop, once."""
+        walk = self._walks.get(request_id)
+        if walk is not None and walk.journey.is_current(attempt):
+            return walk
+        key = (source, request_id, attempt)
+        if key not in self._stale:
+            self._stale[key] = None
+            if len(self._stale) > _NUM_STALE:
+                self._stale.popitem(last=False)
+            self._links.send(source, Cancel(request_id, attempt))
+        return None
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def _begin(self, request_id: str, planned: Planned, now: float, *, resumes: bool) -> Walk:
+        older = self._latest.get(request_id)
+        if older is not None and not resumes:
+            raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
+        if older is not None:
+            older.abandon(AbandonedError("taken over by a call that resumes it"))
+
+        def on_end(error: RequestError | None) -> None:
+            self._end(request_id, walk, error)
+
+        walk = Walk(
+            Journey(planned.plan, planned.texts, now),
+            links=self._links,
+            router=self._router,
+            clock=self._clock,
+            on_end=on_end,
+        )
+        self._walks[planned.plan.request_id] = self._latest[request_id] = walk
+        walk.begin()
+        return walk
+
+    def _end(self, request_id: str, walk: Walk, error: RequestError | None) -> None:
+        del self._walks[walk.journey.plan.request_id]
+        if self._latest.get(request_id) is walk:
+            del self._latest[request_id]
+        if error is None:
+            state = "finished"
+            self.counters.num_finished += 1
+        elif isinstance(error, AbandonedError):
+            state = "cancelled"
+            self.counters.num_cancelled += 1
+        else:
+            state = "failed"
+            self.counters.num_failed += 1
+            _log.info("request %s failed: %s", request_id, error)
+        self._records.pop(request_id, None)
+        self._records[request_id] = _record(request_id, walk, state, str(error) if error else "")
+        if len(self._records) > NUM_RECORDS:
+            self._records.popitem(last=False)
+
+
+def _record(request_id: str, walk: Walk, state: str, reason: str) -> RequestRecord:
+    journey = walk.journey
+    return RequestRecord(
+        request_id=request_id,
+        state=state,
+        reason=reason,
+        started_at=journey.started_at,
+        decisions=tuple(journey.decisions),
+        timeline=tuple(journey.timeline),
+    )

@@ -1,0 +1,232 @@
+"""What the command line shows people: tables, the path matrix, plots. Figures in, rich objects out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import plotext
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.bench import PERCENTILES
+from cluster.proto import tandem_pb2 as pb
+
+_NONE = "-"
+_NUM_BINS = 30
+
+
+class DemoRow(NamedTuple):
+    """One request of the demonstration. Times are milliseconds, rates 1e9 bytes a second."""
+
+    prefill: str
+    decode: str
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    itl_ms: float
+    transfer_gb_s: float
+    transport: str
+
+
+def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:
+    """`loading: prefill 1 of 1, decode 0 of 1`; `ready` is pool name to (replicas ready, wanted)."""
+    pools = ", ".join(f"{name} {num} of {wanted}" for name, (num, wanted) in ready.items())
+    return f"{stage}: {pools}" if pools else stage
+
+
+def engine_line(figures: dict[str, Any]) -> str:
+    """A line of the engine's benchmark: `prefill  tokens 512  batch 1  ...`."""
+    rest = "  ".join(f"{name} {value}" for name, value in figures.items() if name != "what")
+    return f"{figures['what']:<8} {rest}"
+
+
+def demo_table(rows: Sequence[DemoRow]) -> Table:
+    """What the requests of the demonstration met, one row each."""
+    table = Table(
+        title="requests that share a prefix", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for name in ("", "prefill replica", "decode replica"):
+        table.add_column(name, no_wrap=True)
+    for name in ("cached\ntokens", "TTFT\nms", "ITL\nms", "transfer\nGB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, row in enumerate(rows, 1):
+        cached = f"{row.cached_tokens} of {row.prompt_tokens}"
+        table.add_row(
+            str(number),
+            row.prefill,
+            row.decode,
+            f"[green]{cached}[/]" if row.cached_tokens else cached,
+            f"{row.ttft_ms:.1f}",
+            f"{row.itl_ms:.1f}",
+            f"{row.transfer_gb_s:.2f} {row.transport}" if row.transport else _NONE,
+        )
+    return table
+
+
+def status_view(status: pb.StatusResponse) -> Group:
+    """The replicas, the gateways, and the matrix of measured paths between replicas."""
+    model = status.model
+    head = Text(
+        f"{model.name}: context {model.max_context_tokens} tokens, blocks of {model.block_tokens}; "
+        f"{status.num_running_requests} running, {status.num_finished_requests} finished, "
+        f"{status.num_failed_requests} failed; {'ready' if status.ready else 'not ready'}\n"
+    )
+    parts: list[RenderableType] = [head, _replica_table(status.replicas)]
+    parts += [
+        Text(f"{replica.replica_id}: {note}")
+        for replica in status.replicas
+        for note in _replica_notes(replica)
+    ]
+    if any(replica.paths for replica in status.replicas):
+        parts.append(_path_matrix(status.replicas))
+    gateways = _table("gateways", "gateway", "address", "process")
+    for gateway in status.gateways:
+        gateways.add_row(gateway.gateway_id, gateway.address, str(gateway.process_id))
+    return Group(*parts, gateways)
+
+
+def explain_view(explained: pb.ExplainResponse) -> Group:
+    """Every decision with all its candidates, the chosen ones marked, and what happened when."""
+    end = f"{explained.state}: {explained.reason}" if explained.reason else explained.state
+    parts: list[RenderableType] = [Text(f"{explained.request_id}: {end}\n")]
+    for decision in explained.decisions:
+        parts += [_candidate_table(decision)]
+        parts += [
+            Text(f"{candidate.replica_id} ({candidate.side}): {candidate.note}")
+            for candidate in decision.candidates
+            if candidate.note
+        ]
+    timeline = _table("timeline", "ms", "event", "detail")
+    for event in explained.timeline:
+        timeline.add_row(f"{event.at_ms:.1f}", event.name, event.detail)
+    return Group(*parts, timeline)
+
+
+def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    """One column a run of `cluster.bench.summarize`, headed by its load."""
+    table = _table("serving benchmark", "", numbers=[label for label, _ in runs])
+    figures = [figure for _, figure in runs]
+    table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in figures))
+    for name, key in (
+        ("requests/s", "requests_per_s"),
+        ("input tokens/s", "input_tok_s"),
+        ("output tokens/s", "output_tok_s"),
+    ):
+        table.add_row(name, *(f"{run[key]:.1f}" for run in figures))
+    for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms")):
+        for rank in PERCENTILES:
+            cells = (f"{run[key][f'p{rank}']:.1f}" if run[key] else _NONE for run in figures)
+            table.add_row(f"{name} p{rank}, ms", *cells)
+    table.add_row("goodput, requests/s", *(f"{run['goodput_per_s']:.1f}" for run in figures))
+    table.add_row("good", *(f"{run['good_share']:.0%}" for run in figures))
+    return table
+
+
+def histogram(name: str, values_ms: Sequence[float], width: int) -> Text:
+    """The distribution of a latency, in text."""
+    figure = _empty_figure(f"{name}, ms", width, 12)
+    figure.draw(figure.hist(list(values_ms), bins=_NUM_BINS))
+    return Text(plotext.uncolorize(str(figure.build())))
+
+
+def sweep_plot(points: Sequence[tuple[float, float]], width: int) -> Text:
+    """Goodput against offered load, both in requests a second, beside the line where they are equal."""
+    rates = [rate for rate, _ in points]
+    figure = _empty_figure("goodput against offered load, requests/s", width, 16)
+    for label, values, marker in (("offered", rates, "."), ("good", [good for _, good in points], "o")):
+        figure.draw(figure.signal(rates, values, marker=marker).lines().label(label))
+    return Text(plotext.uncolorize(str(figure.build())))
+
+
+def _empty_figure(title: str, width: int, height: int) -> Any:
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, height)
+    figure.title(title)
+    return figure
+
+
+def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
+    numbers = "run/\nwait", "free\nblocks", "cached", "prefill\ntok/s", "step\nms", "moved\nGB/s"
+    table = _table("replicas", "replica", "role", "state", numbers=numbers)
+    for replica in replicas:
+        load = replica.load
+        table.add_row(
+            replica.replica_id,
+            replica.role,
+            replica.state,
+            f"{load.num_running}/{load.num_waiting}",
+            f"{load.num_free_blocks}/{load.num_total_blocks}",
+            str(load.num_cached_blocks),
+            _rate(load.prefill_tok_s, 0),
+            _rate(load.decode_step_ms, 1),
+            _rate(load.transfer_gb_s, 2),
+        )
+    return table
+
+
+def _replica_notes(replica: pb.Replica) -> list[str]:
+    """What should not be: each a line, and none for a healthy replica."""
+    load = replica.load
+    counts = (
+        (load.num_checksum_failures, "pieces failed their checksum and were computed again"),
+        (load.num_quarantined_blocks, "blocks in quarantine"),
+        (load.num_leaked_blocks, "blocks referenced although nothing runs"),
+    )
+    notes = [replica.note] if replica.note else []
+    return notes + [f"{number} {meaning}" for number, meaning in counts if number]
+
+
+def _candidate_table(decision: pb.Decision) -> Table:
+    title = f"attempt {decision.attempt}, policy {decision.policy}: {decision.reason}"
+    numbers = "matched", "uncached", "backlog", "transfer", "pressure", "cost"
+    table = _table(title, "", "replica", "side", numbers=numbers)
+    chosen = {("prefill", decision.prefill), ("decode" if decision.prefill else "local", decision.decode)}
+    for candidate in decision.candidates:
+        table.add_row(
+            "[green]*[/]" if (candidate.side, candidate.replica_id) in chosen else "",
+            candidate.replica_id,
+            candidate.side,
+            str(candidate.matched_tokens),
+            str(candidate.uncached_tokens),
+            f"{candidate.backlog_tokens:.0f}",
+            f"{candidate.transfer_tokens:.0f}",
+            f"{candidate.pressure_tokens:.0f}",
+            f"{candidate.cost:.1f}",
+        )
+    return table
+
+
+def _path_matrix(replicas: Sequence[pb.Replica]) -> Table:
+    """Rows write, columns receive; each cell is transport, measured rate and latency."""
+    cells = {
+        (
+            replica.replica_id,
+            path.peer_replica_id,
+        ): f"{path.transport} {path.gb_s:.2f} GB/s {path.latency_us:.0f} us"
+        for replica in replicas
+        for path in replica.paths
+    }
+    targets = sorted({target for _, target in cells})
+    table = _table("paths (rows write to columns)", "from", *targets)
+    for source in sorted({source for source, _ in cells}):
+        table.add_row(source, *(cells.get((source, target), _NONE) for target in targets))
+    return table
+
+
+def _table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
+    """A table that is narrow enough for 80 columns; the `numbers` stand to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _rate(value: float, num_digits: int) -> str:
+    return f"{value:.{num_digits}f}" if value else _NONE

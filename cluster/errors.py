@@ -1,0 +1,213 @@
+"""What can go wrong in the service, and the one table from an exception to a gRPC status.
+
+ClusterError
+├── RequestError              a client's request ends with this; every class has a row in `STATUS_TABLE`
+│   ├── InvalidRequestError       the client must change the named fields
+│   ├── TemplateError             the model's chat template cannot render this chat: send text instead
+│   ├── UnknownModelError         ask for a model that `ListModels` names
+│   ├── UnknownRequestError       the request is not among the running and recent ones
+│   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
+│   ├── OverloadedError           no room now: try again after `retry_after_s`
+│   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
+│   ├── DeadlineError             the deadline passed: allow more time
+│   ├── UnavailableError          nothing can serve the request now: try again after `retry_after_s`
+│   └── AbandonedError            the request was cancelled, or taken over by another call that resumes it
+├── CallError                 a call of our own client ended with a gRPC status, as the table says
+├── ConfigError               the configuration cannot be used: one line per field, named by its path
+├── StartError                the cluster cannot be brought up: the text names what is missing
+└── RosterAwayError           the roster's actor cannot be reached now: go on with the last view
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+
+class ClusterError(Exception):
+    """Base of all errors of cluster."""
+
+
+class RequestError(ClusterError):
+    """A client's request cannot be served, or not to its end."""
+
+
+class FieldViolation(NamedTuple):
+    """A field of the request, what is wrong with it and what to send instead."""
+
+    field: str
+    problem: str
+
+
+class InvalidRequestError(RequestError):
+    """One or more fields of the request are bad."""
+
+    def __init__(self, *violations: FieldViolation) -> None:
+        super().__init__("; ".join(f"{field}: {problem}" for field, problem in violations))
+        self.violations = violations
+
+
+class TemplateError(RequestError):
+    """The chat template is missing, refused these messages, or broke its bounds."""
+
+
+class UnknownModelError(RequestError):
+    """The named model is not served here."""
+
+
+class UnknownRequestError(RequestError):
+    """No running or recent request has this id."""
+
+
+class DuplicateRequestError(RequestError):
+    """A running request has this id."""
+
+
+class RetryableError(RequestError):
+    """A later or repeated call may succeed; `retry_after_s` says when to try."""
+
+    def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(RetryableError):
+    """All replicas refused the request for want of room."""
+
+
+class SlowClientError(RetryableError):
+    """More unread output than the gateway is willing to hold for one stream."""
+
+
+class UnavailableError(RetryableError):
+    """No replica can take the request, or all attempts failed."""
+
+
+class DeadlineError(RequestError):
+    """The request's deadline passed before it finished."""
+
+
+class AbandonedError(RequestError):
+    """Nobody waits for this call any more."""
+
+
+class CallError(ClusterError):
+    """A call ended with a gRPC status other than OK."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        retry_after_s: float | None = None,
+        fields: tuple[FieldViolation, ...] = (),
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+        """From RetryInfo; None: the gateway does not suggest to try again."""
+        self.fields = fields
+        """The bad fields of an INVALID_ARGUMENT."""
+
+
+class ConfigError(ClusterError):
+    """The configuration cannot be used; each line begins with the file and the field's path."""
+
+
+class StartError(ClusterError):
+    """The pools cannot be brought up: a resource is missing, or a replica cannot serve its model."""
+
+
+class RosterAwayError(ClusterError):
+    """The roster cannot be reached now; its last view stays in force."""
+
+
+STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    TemplateError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    UnknownRequestError: grpc.StatusCode.NOT_FOUND,
+    DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
+    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    AbandonedError: grpc.StatusCode.CANCELLED,
+}
+
+_MAX_MESSAGE_CHARS = 1000
+_MAX_VIOLATIONS = 12
+# Statuses travel in HTTP/2 headers, of which a peer accepts 8 KiB by default.
+
+DETAILS_KEY = "grpc-status-details-bin"
+"""The trailing metadata in which gRPC carries a google.rpc.Status."""
+
+
+class GrpcStatus(NamedTuple):
+    """What `context.abort` takes."""
+
+    code: grpc.StatusCode
+    message: str
+    trailing_metadata: tuple[tuple[str, bytes], ...]
+
+
+def to_grpc_status(error: RequestError) -> GrpcStatus:
+    """The status of `error`, with BadRequest or RetryInfo packed into its details."""
+    code = STATUS_TABLE[type(error)]
+    details: list[any_pb2.Any] = []
+    if isinstance(error, InvalidRequestError):
+        details.append(_packed(_bad_request(error.violations)))
+    elif isinstance(error, TemplateError):
+        details.append(_packed(_bad_request((FieldViolation("chat", str(error)),))))
+    elif isinstance(error, RetryableError):
+        nanos = math.ceil(error.retry_after_s * 1e9)
+        delay = duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    message = str(error)[:_MAX_MESSAGE_CHARS]
+    status = status_pb2.Status(code=code.value[0], message=message, details=details)
+    return GrpcStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
+
+
+def retry_after_s(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> float | None:
+    """The delay of a RetryInfo in the trailing metadata of a failed call; None when it has none."""
+    for key, value in trailing_metadata:
+        if key != DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            info = error_details_pb2.RetryInfo()
+            if detail.Unpack(info):
+                seconds: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+                return seconds
+    return None
+
+
+def bad_fields(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> tuple[FieldViolation, ...]:
+    """The fields that a failed call's BadRequest names."""
+    found: list[FieldViolation] = []
+    for key, value in trailing_metadata:
+        if key != DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            info = error_details_pb2.BadRequest()
+            if detail.Unpack(info):
+                found.extend(FieldViolation(item.field, item.description) for item in info.field_violations)
+    return tuple(found)
+
+
+def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
+    return error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=field, description=problem)
+            for field, problem in violations[:_MAX_VIOLATIONS]
+        ]
+    )
+
+
+def _packed(message: error_details_pb2.RetryInfo | error_details_pb2.BadRequest) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

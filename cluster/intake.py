@@ -1,0 +1,154 @@
+"""From a client's request to a plan: checks, chat template, tokenizer, seed, block keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from cluster.actions import JourneyPlan, SampleStart
+from cluster.chat import ChatRenderer, ChatTurn, load_chat_template
+from cluster.config import ClusterConfig
+from cluster.errors import TemplateError
+from cluster.proto import tandem_pb2 as pb
+from cluster.samples import sample_seed
+from cluster.text import ModelText, SampleText
+from cluster.validation import Limits, max_tokens_of, sampling_of
+from kvtransfer.clock import Clock
+from kvtransfer.keys import TOKEN_BYTES, block_keys
+from kvtransfer.secret import draw_id
+from workers.model.config import read_model_config
+
+_THREAD_CHARS = 4096
+"""A longer text is tokenized in a thread, so that the event loop goes on."""
+
+
+class Planned(NamedTuple):
+    """A request ready to go: what to do, the text of each sample so far, and the seed of them all."""
+
+    plan: JourneyPlan
+    texts: list[SampleText]
+    seed: int
+
+
+class Intake:
+    """The model's texts and limits; holds nothing of any request."""
+
+    def __init__(self, config: ClusterConfig, clock: Clock, draw_seed: Callable[[], int]) -> None:
+        self._config = config
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._model = read_model_config(config.model)
+        self._text = ModelText.load(config.model)
+        template = load_chat_template(config.model)
+        self._chat = ChatRenderer(template) if template is not None else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    def limits(self, max_context_tokens: int) -> Limits:
+        """What a request may ask for; `max_context_tokens` 0: no replica has told its own yet."""
+        gateway = self._config.gateway
+        return Limits(
+            model_name=self._config.model_name,
+            vocab_size=self._model.vocab_size,
+            max_context_tokens=max_context_tokens or self._model.max_context_tokens,
+            max_samples=gateway.max_samples,
+            default_max_tokens=gateway.default_max_tokens,
+            allow_pins=self._config.debug.allow_pins,
+        )
+
+    async def prompt_tokens(self, request: pb.GenerateRequest, limits: Limits) -> bytes:
+        """The prompt of a checked request, as uint32 little-endian."""
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            return np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
+        if kind == "text":
+            return await self.encode(request.text)
+        return await self.encode(await self.render_chat(request.chat, limits), add_special_tokens=False)
+
+    def plan(
+        self,
+        request: pb.GenerateRequest,
+        prompt: bytes,
+        limits: Limits,
+        *,
+        fingerprint: bytes,
+        deadline_at: float | None,
+    ) -> Planned:
+        """The plan of a checked and tokenized request; `InvalidRequestError` when it is too long."""
+        max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
+        seed = request.seed if request.HasField("seed") else self._draw_seed()
+        starts, texts = self._samples(request, seed, max_tokens)
+        unique = draw_id().hex()
+        block_tokens = self._config.pools[0].engine.block_tokens
+        plan = JourneyPlan(
+            request_id=f"{request.request_id}~{unique[:8]}" if request.request_id else unique,
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt=prompt,
+            block_keys=block_keys(prompt, block_tokens, fingerprint, request.tenant),
+            sampling=sampling_of(request, max_tokens),
+            samples=tuple(starts),
+            deadline_at=deadline_at,
+            max_attempts=self._config.gateway.max_attempts,
+            pinned_prefill=request.pins.prefill,
+            pinned_decode=request.pins.decode,
+        )
+        return Planned(plan, texts, seed)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
+        """Token ids as uint32 little-endian bytes."""
+        if len(text) <= _THREAD_CHARS:
+            return self._text.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._text.encode, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: bytes, *, keep_special_tokens: bool) -> str:
+        """The text of token ids."""
+        return self._text.decode(tokens, keep_special_tokens=keep_special_tokens)
+
+    async def render_chat(self, chat: pb.ChatMessages, limits: Limits) -> str:
+        """The prompt's text by the model's template; `TemplateError` when that cannot be."""
+        if self._chat is None:
+            raise TemplateError("this model has no chat template; send text instead")
+        return await self._chat.render(
+            [ChatTurn(turn.role, turn.content) for turn in chat.messages],
+            add_generation_prompt=not chat.HasField("add_generation_prompt") or chat.add_generation_prompt,
+            wall_s=self._clock.wall(),
+            max_chars=limits.max_prompt_bytes,
+        )
+
+    async def close(self) -> None:
+        """End the chat template's process."""
+        if self._chat is not None:
+            await self._chat.close()
+
+    def _samples(
+        self, request: pb.GenerateRequest, seed: int, max_tokens: int
+    ) -> tuple[list[SampleStart], list[SampleText]]:
+        """Fresh samples, or what a resuming client has of them, which may be all there is to have."""
+        resumed = {item.sample: item for item in request.resume}
+        starts: list[SampleStart] = []
+        texts: list[SampleText] = []
+        for index in range(max(1, request.n)):
+            text = SampleText(self._text.detokenizer(), request.stop)
+            output, finish = b"", ""
+            if index in resumed:
+                output = np.asarray(resumed[index].token_ids, dtype="<u4").tobytes()
+                finish = resumed[index].finish_reason
+            if output and not finish:
+                finish = text.push(output, "").finish
+                if resumed[index].token_ids[-1] in self._end_token_ids(request):
+                    finish = "stop"
+                elif len(output) >= max_tokens * TOKEN_BYTES:
+                    finish = finish or "length"
+            starts.append(SampleStart(index, sample_seed(seed, index), output, finish))
+            texts.append(text)
+        return starts, texts
+
+    def _end_token_ids(self, request: pb.GenerateRequest) -> set[int]:
+        ends = set(request.stop_token_ids)
+        return ends if request.ignore_eos else ends | set(self._model.eos_token_ids)

@@ -1,0 +1,356 @@
+"""The gateway's side of the Links: follows the roster, keeps a Link to every replica, feeds the router.
+
+What concerns requests goes to a `LinkEvents`; everything else (loads, KV events, leaving) ends here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from cluster.messages import GatewayRecord, ReplicaRecord
+from cluster.roster import RosterClient
+from kvtransfer.clock import Clock
+from kvtransfer.errors import TransferError
+from kvtransfer.messages import (
+    CompatibilityRecord,
+    KvEvents,
+    KvSnapshot,
+    KvSnapshotRequest,
+    ReplicaIdentity,
+)
+from router.messages import ReplicaLoad
+from router.service import RouterService
+from workers.links import FrameStream, open_stream
+from workers.messages import (
+    LINK_DOWN_CODEC,
+    LINK_UP_CODEC,
+    Cancel,
+    GatewayHello,
+    HandOverTarget,
+    Leaving,
+    LinkDown,
+    LoadReport,
+    PathMeasure,
+    ReplicaHello,
+    StepFrame,
+    Submission,
+)
+
+_VIEW_TIMEOUT_S = 10.0
+_MIN_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+_HELLO_TIMEOUT_S = 10.0
+_DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
+
+_log = logging.getLogger(__name__)
+
+
+class LinkEvents(Protocol):
+    """Who carries the requests."""
+
+    def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
+        """News of a replica's step."""
+
+    def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
+        """The Link to this life of the replica has ended."""
+
+    def on_members(self) -> None:
+        """A replica came, left or goes: what can be served may have changed."""
+
+
+class ReplicaState(StrEnum):
+    """Of one replica, as this gateway sees it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    LEAVING = "leaving"
+    REFUSED = "refused"
+    """It serves another model or block size than the others; see `note`."""
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """What is known of one replica of the roster. `hello` is None until it was connected."""
+
+    record: ReplicaRecord
+    state: ReplicaState = ReplicaState.CONNECTING
+    note: str = ""
+    hello: ReplicaHello | None = None
+    load: LoadReport | None = None
+    load_at: float = 0.0
+    paths: tuple[PathMeasure, ...] = ()
+    stream: FrameStream | None = field(default=None, repr=False)
+
+    @property
+    def epoch(self) -> int:
+        """Of the life that was connected last; 0 before the first."""
+        return self.hello.identity.epoch if self.hello else 0
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is ReplicaState.READY and self.stream is not None
+
+
+class ReplicaLinks:
+    """Roster, Links and router of one gateway.
+
+        roster.view --> one task per listed replica: connect -> hello -> snapshot -> frames ... -> lost
+                              ^                                                          |
+                              +------------- again after a pause, while listed ----------+
+
+    A replica that is not listed any more keeps its Link until that ends by itself: the roster may be wrong
+    for a while, and the streams must not suffer from it.
+    """
+
+    def __init__(
+        self,
+        *,
+        gateway_id: str,
+        epoch: int,
+        block_tokens: int,
+        roster: RosterClient,
+        router: RouterService,
+        secret: bytes,
+        clock: Clock,
+    ) -> None:
+        self._hello = GatewayHello(gateway_id, epoch)
+        self._block_tokens = block_tokens
+        self._roster = roster
+        self._router = router
+        self._secret = secret
+        self._clock = clock
+        self._events: LinkEvents
+        self._listed: frozenset[str] = frozenset()
+        self._views: dict[str, ReplicaView] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self.gateways: tuple[GatewayRecord, ...] = ()
+        self.compatibility: CompatibilityRecord | None = None
+        """What the connected replicas agree on; that of the first one."""
+        self.max_context_tokens = 0
+        """The least of the replicas connected so far; 0 before the first."""
+
+    def start(self, events: LinkEvents) -> None:
+        """Follow the roster from now on; must be called on the event loop."""
+        self._events = events
+        self._watching = asyncio.create_task(self._watch(), name="roster-watch")
+
+    async def stop(self) -> None:
+        """Close every Link."""
+        tasks = [*self._tasks.values(), *([self._watching] if self._watching else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for view in self._views.values():
+            if view.stream is not None:
+                view.stream.close()
+
+    def views(self) -> list[ReplicaView]:
+        """All replicas of the roster, and those still connected, by id."""
+        return [self._views[replica_id] for replica_id in sorted(self._views)]
+
+    def target(self, replica_id: str) -> HandOverTarget | None:
+        """Identity and address of the connected replica of this id; None when there is none."""
+        view = self._views.get(replica_id)
+        if view is None or view.stream is None or view.hello is None:
+            return None
+        return HandOverTarget(view.hello.identity, view.record.address)
+
+    def has_route(self) -> bool:
+        """Whether any request could be placed: a decode replica is a whole engine."""
+        return any(view.takes_requests and view.record.role != "prefill" for view in self._views.values())
+
+    def send(self, replica: ReplicaIdentity, message: Submission | Cancel) -> bool:
+        """Queue on the Link to this life of the replica; False when there is none."""
+        view = self._views.get(replica.replica_id)
+        if view is None or view.hello is None or view.hello.identity != replica:
+            return False
+        return _send(view.stream, message)
+
+    # ------------------------------------------------------------------------------------- roster
+
+    async def _watch(self) -> None:
+        version = -1
+        while True:
+            view = await self._roster.view(version, _VIEW_TIMEOUT_S if version >= 0 else 0.0)
+            if view.version <= version:
+                continue
+            version = view.version
+            self.gateways = view.gateways
+            self._update({record.identity.replica_id: record for record in view.replicas})
+
+    def _update(self, records: dict[str, ReplicaRecord]) -> None:
+        self._listed = frozenset(records)
+        for replica_id, record in records.items():
+            view = self._views.setdefault(replica_id, ReplicaView(record))
+            view.record = record
+            if view.stream is not None and view.epoch < record.identity.epoch:
+                view.stream.close()  # replaced: what still answers there is of an earlier life
+            if record.leaving and view.state is ReplicaState.READY:
+                self._set_leaving(view)
+            task = self._tasks.get(replica_id)
+            if task is None or task.done():
+                self._tasks[replica_id] = asyncio.create_task(
+                    self._follow(replica_id), name=f"link {replica_id}"
+                )
+        self._events.on_members()
+
+    # --------------------------------------------------------------------------------------- Links
+
+    async def _follow(self, replica_id: str) -> None:
+        """Keep a Link to the replica until the roster forgets it."""
+        backoff_s = _MIN_BACKOFF_S
+        view = self._views[replica_id]
+        while replica_id in self._listed:
+            try:
+                stream = await open_stream(view.record.address, "link", self._secret, self._hello.gateway_id)
+            except TransferError as error:
+                view.note = str(error)
+                _log.info("no link to %s: %s", replica_id, error)
+            else:
+                if await self._serve_link(view, stream):
+                    backoff_s = _MIN_BACKOFF_S
+            await self._clock.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        del self._views[replica_id]
+
+    async def _serve_link(self, view: ReplicaView, stream: FrameStream) -> bool:
+        """Use the Link until it ends. False when the replica did not become ready on it."""
+        reason = "the link ended"
+        try:
+            hello = await self._greet(stream)
+            if hello is None or not self._join(view, hello, stream):
+                return False
+            while (frame := await stream.receive()) is not None:
+                self._on_frame(view, hello.identity, frame)
+        except TransferError as error:
+            reason = str(error)
+            view.note = reason
+            _log.warning("link to %s closed: %s", view.record.identity.replica_id, error)
+        finally:
+            stream.close()
+            if view.stream is stream:
+                self._leave(view, reason)
+        return True
+
+    async def _greet(self, stream: FrameStream) -> ReplicaHello | None:
+        _send(stream, self._hello)
+        try:
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                frame = await stream.receive()
+        except TimeoutError:
+            return None
+        message = None if frame is None else LINK_UP_CODEC.decode(frame)
+        return message if isinstance(message, ReplicaHello) else None
+
+    def _join(self, view: ReplicaView, hello: ReplicaHello, stream: FrameStream) -> bool:
+        reason = self._refusal(view.record, hello)
+        if reason:
+            if view.note != reason:
+                _log.error("replica %s is not used: %s", hello.identity.replica_id, reason)
+            view.state, view.note = ReplicaState.REFUSED, reason
+            return False
+        if self.compatibility is None or not self._has_members():
+            self.compatibility = hello.compatibility
+            self.max_context_tokens = hello.max_context_tokens
+        self.max_context_tokens = min(self.max_context_tokens, hello.max_context_tokens)
+        view.hello, view.stream, view.note = hello, stream, ""
+        view.state = ReplicaState.READY
+        self._router.add_replica(hello.identity, hello.role)
+        self._on_load(view, hello.load)
+        _send(stream, KvSnapshotRequest("connect"))
+        if view.record.leaving:
+            self._set_leaving(view)
+        _log.info("link to %s is up: role %s", hello.identity.replica_id, hello.role)
+        self._events.on_members()
+        return True
+
+    def _refusal(self, record: ReplicaRecord, hello: ReplicaHello) -> str:
+        """Why this replica cannot be used; "" when it can."""
+        if hello.identity.replica_id != record.identity.replica_id:
+            return f"its address answers as {hello.identity.replica_id}"
+        if hello.compatibility.block_tokens != self._block_tokens:
+            return f"block_tokens {hello.compatibility.block_tokens}, configured {self._block_tokens}"
+        if self.compatibility is None or not self._has_members():
+            return ""
+        return "; ".join(self.compatibility.differences(hello.compatibility))
+
+    def _has_members(self) -> bool:
+        return any(view.stream is not None for view in self._views.values())
+
+    def _leave(self, view: ReplicaView, reason: str) -> None:
+        assert view.hello is not None
+        identity = view.hello.identity
+        view.stream = None
+        view.state = ReplicaState.CONNECTING
+        view.note = reason
+        self._router.remove_replica(identity.replica_id)
+        _log.info("link to %s is down: %s", identity.replica_id, reason)
+        self._events.on_lost(identity, reason)
+        self._events.on_members()
+
+    def _set_leaving(self, view: ReplicaView) -> None:
+        view.state = ReplicaState.LEAVING
+        self._router.set_leaving(view.record.identity.replica_id)
+
+    # -------------------------------------------------------------------------------------- frames
+
+    def _on_frame(self, view: ReplicaView, identity: ReplicaIdentity, frame: bytes) -> None:
+        message = LINK_UP_CODEC.decode(frame)
+        if isinstance(message, StepFrame):
+            if message.load is not None:
+                self._on_load(view, message.load)
+            self._events.on_step(identity, message)
+        elif isinstance(message, KvEvents):
+            in_order = self._router.on_events(message)
+            if not in_order and message.publisher == identity:
+                self._ask_snapshot(view)
+        elif isinstance(message, KvSnapshot):
+            view.note = ""
+            self._router.on_snapshot(message)
+        elif isinstance(message, Leaving):
+            self._set_leaving(view)
+            self._events.on_members()
+
+    def _ask_snapshot(self, view: ReplicaView) -> None:
+        if view.note != "waits for a snapshot":  # one request at a time
+            view.note = "waits for a snapshot"
+            _send(view.stream, KvSnapshotRequest("gap"))
+
+    def _on_load(self, view: ReplicaView, load: LoadReport) -> None:
+        view.load, view.load_at = load, self._clock.now()
+        if load.paths:
+            view.paths = load.paths
+        self._router.on_load(
+            ReplicaLoad(
+                identity=load.identity,
+                received_at=view.load_at,
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                num_landings=load.num_landings,
+                num_backlog_tokens=load.num_backlog_tokens,
+                num_free_blocks=load.num_free_blocks,
+                num_total_blocks=load.num_total_blocks,
+                prefill_tok_s=load.prefill_tok_s,
+                decode_step_s=load.decode_step_s,
+                transfer_tok_s=load.transfer_gb_s * 1e9 / _token_bytes(self.compatibility),
+            )
+        )
+
+
+def _send(stream: FrameStream | None, message: LinkDown) -> bool:
+    if stream is None or stream.closed:
+        return False
+    stream.send(LINK_DOWN_CODEC.encode(message))
+    return True
+
+
+def _token_bytes(compatibility: CompatibilityRecord | None) -> int:
+    """KV bytes of one token over all layers and heads."""
+    assert compatibility is not None
+    num_values = 2 * compatibility.num_layers * compatibility.num_kv_heads * compatibility.head_dim
+    return num_values * _DTYPE_BYTES.get(compatibility.dtype, 2)

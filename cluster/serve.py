@@ -1,0 +1,248 @@
+"""A running application, from the process that owns it: bring it up, watch it, take it down.
+
+    starting Ray -> checking resources -> deploying -> loading replicas -> serving -> stopped
+
+Called by the command line. Nothing waits without a limit: what cannot be placed is a `StartError` that names
+the resource, and so is a replica that cannot load its model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import psutil
+import ray
+from ray import serve
+from ray._private.state import available_resources_per_node
+from ray.serve.schema import ApplicationStatusOverview
+
+from cluster.app import build_application, deployment_name, read_roster, start_roster, stop_roster
+from cluster.capacity import GATEWAY_CPUS, ReplicaDemand, demands, plan_cpus, shortages
+from cluster.config import ClusterConfig
+from cluster.errors import ConfigError, StartError
+from kvtransfer.clock import Clock
+from kvtransfer.secret import draw_secret
+from workers.model.config import read_model_config
+
+SCHEDULE_S = 20.0
+"""How long resources may be missing before that is an error."""
+_POLL_S = 0.25
+_OBJECT_STORE_BYTES = 128 << 20
+_END_S = 5.0
+_MIN_SECRET_BYTES = 16
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Progress(NamedTuple):
+    """What there is to see while the application starts."""
+
+    stage: str
+    ready: dict[str, tuple[int, int]]
+    """Pool name to (replicas ready, replicas wanted)."""
+
+
+class Addresses(NamedTuple):
+    """Where a started application is reached."""
+
+    gateways: tuple[str, ...]
+    ray: str
+    """host:port of the Ray cluster, for `ray status --address` and for joining it."""
+    dashboard: str
+    """URL, or "" when the Ray cluster has none."""
+    logs: str
+    """Folder of the Ray session's logs on this host."""
+
+
+class Service:
+    """One application and, where none ran, the Ray cluster below it. `stop` may be called at any time.
+
+    `ray_address`: "auto" joins the Ray cluster of this host or starts one, "local" always starts one,
+    anything else is the address of a cluster to join.
+    """
+
+    def __init__(self, config: ClusterConfig, clock: Clock, *, ray_address: str = "auto") -> None:
+        self._config = config
+        self._clock = clock
+        self._ray_address = ray_address
+        self._owns_ray = False
+        self._deployed = False
+        self._dashboard = ""
+
+    def start(self, report: Callable[[Progress], None], interrupted: threading.Event) -> Addresses:
+        """Return when every replica serves; `StartError` or `ConfigError` when that cannot be.
+
+        `interrupted` may be set from a signal handler: start then ends with `StartError`.
+        """
+        read_model_config(self._config.model)
+        report(Progress("starting Ray", {}))
+        self._connect()
+        report(Progress("checking resources", {}))
+        cpus = self._wait_for_resources(interrupted)
+        report(Progress("deploying", {}))
+        self._deploy(cpus, self._secret())
+        return self._wait_until_serving(report, interrupted)
+
+    def stop(self) -> None:
+        """Let streams drain, end every process of the application and, if it is ours, of Ray."""
+        if ray.is_initialized():
+            if self._deployed:
+                serve.delete(self._config.app)
+                stop_roster(self._config.app)
+            family = psutil.Process().children(recursive=True) if self._owns_ray else []
+            ray.shutdown()
+            _end(family)
+        self._deployed = False
+
+    def _secret(self) -> bytes:
+        if self._config.secret_file is None:
+            return draw_secret()
+        try:
+            secret = self._config.secret_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"secret_file: {error}") from error
+        if len(secret) < _MIN_SECRET_BYTES:
+            raise ConfigError(f"secret_file: needs at least {_MIN_SECRET_BYTES} bytes, has {len(secret)}")
+        return secret
+
+    def _connect(self) -> None:
+        options: dict[str, Any] = {
+            "logging_level": logging.ERROR,
+            "log_to_driver": False,
+            "configure_logging": True,
+        }
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        context = None
+        if self._ray_address != "local":
+            try:
+                context = ray.init(address=self._ray_address, **options)
+            except ConnectionError as error:
+                if self._ray_address != "auto":
+                    raise StartError(f"no Ray cluster answers at {self._ray_address}: {error}") from error
+        if context is None:
+            self._owns_ray = True
+            context = ray.init(
+                address="local", include_dashboard=True, object_store_memory=_OBJECT_STORE_BYTES, **options
+            )
+        self._dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+
+    def _wait_for_resources(self, interrupted: threading.Event) -> dict[str, float]:
+        """CPUs per rank for each pool, once everything fits. A cluster of ours cannot grow: no wait."""
+        deadline = self._clock.now() + (0.0 if self._owns_ray else SCHEDULE_S)
+        while True:
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            self._check_hosts(len(nodes))
+            total = [node["Resources"] for node in nodes]
+            free = list(available_resources_per_node().values())
+            gateways = [
+                ReplicaDemand("gateway", ({"CPU": GATEWAY_CPUS},))
+                for _ in range(self._config.gateway.replicas)
+            ]
+            cpus = plan_cpus(self._config.pools, len(gateways), free)
+            missing = shortages(demands(self._config.pools, cpus) + gateways, free, total)
+            if not missing:
+                return cpus
+            if self._clock.now() >= deadline or interrupted.wait(1.0):
+                raise StartError("the Ray cluster lacks resources: " + "; ".join(missing))
+
+    def _check_hosts(self, num_nodes: int) -> None:
+        if num_nodes > 1 and self._config.transfer.data_host in _LOOPBACK:
+            raise ConfigError(
+                f"transfer.data_host: {self._config.transfer.data_host} cannot be reached from the other "
+                f"{num_nodes - 1} Ray nodes; set it to auto"
+            )
+
+    def _deploy(self, cpus: dict[str, float], secret: bytes) -> None:
+        serve.start(proxy_location="Disabled")
+        if self._config.app in serve.status().applications:
+            raise StartError(f"the application {self._config.app!r} already runs in this Ray cluster")
+        start_roster(self._config.app)
+        self._deployed = True
+        target = serve.RunTarget(
+            build_application(self._config, cpus, secret),
+            name=self._config.app,
+            route_prefix=None,
+            external_scaler_enabled=True,
+        )
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        )
+
+    def _wait_until_serving(
+        self, report: Callable[[Progress], None], interrupted: threading.Event
+    ) -> Addresses:
+        unplaced_since: float | None = None
+        while not interrupted.wait(_POLL_S):
+            status = serve.status().applications.get(self._config.app)
+            ready = self._ready(status)
+            report(Progress("loading", ready))
+            if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise StartError(_failure(status))
+            unplaced = _unplaced()
+            unplaced_since = (unplaced_since or self._clock.now()) if unplaced else None
+            if unplaced_since is not None and self._clock.now() > unplaced_since + SCHEDULE_S:
+                raise StartError("Ray cannot place a replica: " + "; ".join(unplaced))
+            if status is not None and status.status == "RUNNING":
+                addresses = self._addresses()
+                if addresses.gateways and all(num >= wanted for num, wanted in ready.values()):
+                    return addresses
+        raise StartError("interrupted while starting")
+
+    def _ready(self, status: ApplicationStatusOverview | None) -> dict[str, tuple[int, int]]:
+        ready = {}
+        for pool in self._config.pools:
+            deployment = status.deployments.get(deployment_name(pool.name)) if status else None
+            num_running = deployment.replica_states.get("RUNNING", 0) if deployment else 0
+            ready[pool.name] = (num_running, pool.replicas)
+        return ready
+
+    def _addresses(self) -> Addresses:
+        view = read_roster(self._config.app)
+        logs = ray._private.worker._global_node
+        return Addresses(
+            gateways=tuple(record.address for record in view.gateways),
+            ray=ray.get_runtime_context().gcs_address,
+            dashboard=self._dashboard,
+            logs=logs.get_logs_dir_path() if logs is not None else "",
+        )
+
+
+def _unplaced() -> list[str]:
+    """Why placement groups of the cluster wait: their resources against what is free."""
+    wanted = [
+        ReplicaDemand(group["name"] or "?", tuple(group["bundles"].values()))
+        for group in ray.util.placement_group_table().values()
+        if group["state"] == "PENDING"
+    ]
+    if not wanted:
+        return []
+    total = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return shortages(wanted, list(available_resources_per_node().values()), total)
+
+
+def _failure(status: ApplicationStatusOverview) -> str:
+    """One line a failed deployment, with the innermost exception of its traceback."""
+    lines = [
+        f"{name}: {_innermost(deployment.message)}"
+        for name, deployment in status.deployments.items()
+        if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY")
+    ]
+    return "\n".join(lines) or _innermost(status.message)
+
+
+def _innermost(message: str) -> str:
+    errors = re.findall(r"^\S*(?:Error|Exception)\b.*$", message, flags=re.MULTILINE)
+    return errors[-1] if errors else message.strip()
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Wait for these processes to end, then end those that stay."""
+    _, alive = psutil.wait_procs(processes, timeout=_END_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=_END_S)

@@ -1,0 +1,43 @@
+"""What the application asks of Ray Serve, read from the application itself; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from serving import TINY
+
+from cluster.app import build_application, deployment_name, resolve_dtype
+from cluster.capacity import BRAIN_CPUS
+from cluster.config import PoolConfig, default_config
+from workers.model.random_checkpoint import write_random_checkpoint
+
+
+def test_each_pool_is_a_deployment_of_placement_groups_below_the_gateway() -> None:
+    config = default_config(TINY, prefill=2, decode=3)
+    application = build_application(config, {"prefill": 0.25, "decode": 0.5}, b"secret" * 4)
+    assert application._bound_deployment.name == "Gateway"
+    pools = [pool._bound_deployment for pool in application._bound_deployment.init_args[2:]]
+    assert [pool.name for pool in pools] == ["Pool-prefill", "Pool-decode"]
+    for pool, num_replicas, cpus in zip(pools, (2, 3), (0.25, 0.5), strict=True):
+        settings = pool._deployment_config
+        assert settings.num_replicas == num_replicas
+        assert settings.health_check_period_s == 2.0
+        assert settings.health_check_timeout_s == 5.0
+        assert settings.graceful_shutdown_timeout_s > config.pools[0].drain_s
+        assert pool._replica_config.placement_group_bundles == [{"CPU": BRAIN_CPUS}, {"CPU": cpus}]
+        assert pool._replica_config.placement_group_strategy == "STRICT_PACK"
+
+
+@pytest.mark.parametrize(
+    ("saved", "resolved"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")]
+)
+def test_auto_is_what_the_checkpoint_was_saved_in(tmp_path: Path, saved: str, resolved: str) -> None:
+    write_random_checkpoint(tmp_path, "llama", seed=1, dtype=saved)
+    pool = PoolConfig(name="p", role="both")
+    assert resolve_dtype(pool, tmp_path) == resolved
+    assert resolve_dtype(pool.model_copy(update={"dtype": "fp32"}), tmp_path) == "fp32"
+
+
+def test_deployment_names_are_what_operators_scale() -> None:
+    assert deployment_name("decode") == "Pool-decode"

@@ -1,0 +1,125 @@
+"""The serving benchmark's load and figures, against hand-made records and a sender of known speed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from cluster.bench import (
+    Objectives,
+    RequestRecord,
+    Workload,
+    knee,
+    run_workload,
+    summarize,
+)
+from cluster.errors import CallError
+from kvtransfer.clock import ManualClock
+
+LOAD = Workload(
+    num_requests=8,
+    concurrency=2,
+    rate_per_s=0.0,
+    input_tokens=32,
+    output_tokens=4,
+    shared_prefix_tokens=16,
+    num_groups=2,
+    seed=7,
+    vocab_size=100,
+)
+
+
+def test_prompts_share_their_groups_prefix_and_nothing_else() -> None:
+    prompts = LOAD.prompts()
+    assert {len(prompt) for prompt in prompts} == {32}
+    assert prompts[0][:16] == prompts[2][:16] != prompts[1][:16]
+    assert prompts[0][16:] != prompts[2][16:]
+    assert prompts == LOAD.prompts()
+    assert prompts != replace(LOAD, seed=8).prompts()
+    assert all(0 <= token < 100 for prompt in prompts for token in prompt)
+
+
+def test_poisson_arrivals_have_the_rate() -> None:
+    arrivals = replace(LOAD, num_requests=4000, concurrency=0, rate_per_s=50.0).arrivals_s()
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0.0
+    assert np.mean(gaps) == pytest.approx(1 / 50, rel=0.1)
+    assert np.std(gaps) == pytest.approx(1 / 50, rel=0.1)
+
+
+def record(ttft_s: float, gaps_s: list[float], outcome: str = "ok", sent_at: float = 10.0) -> RequestRecord:
+    times = tuple(float(time) for time in np.cumsum([sent_at + ttft_s, *gaps_s]))
+    return RequestRecord(sent_at, times[-1], 100, times, outcome)
+
+
+def test_figures_of_known_records() -> None:
+    records = [record(0.1, [0.02, 0.04]), record(0.3, [0.06, 0.0])]
+    figures = summarize(records, Objectives(ttft_ms=200, tpot_ms=100))
+    assert figures["ttft_ms"]["p50"] == pytest.approx(200)
+    assert figures["tpot_ms"]["mean"] == pytest.approx(30)
+    assert figures["itl_ms"]["mean"] == pytest.approx(30)
+    assert figures["itl_ms"]["p99"] == pytest.approx(np.percentile([20, 40, 60, 0], 99))
+    assert figures["seconds"] == pytest.approx(0.36)
+    assert figures["output_tok_s"] == pytest.approx(6 / 0.36)
+    assert figures["input_tok_s"] == pytest.approx(200 / 0.36)
+    assert figures["good_share"] == 0.5
+
+
+def test_what_did_not_finish_is_never_good() -> None:
+    records = [
+        record(0.01, [0.01]),
+        record(0.01, [0.01], "timed out"),
+        RequestRecord(10, 11, 1, (), "refused"),
+    ]
+    figures = summarize(records, Objectives(1000, 1000))
+    assert (figures["num_ok"], figures["num_timed_out"], figures["num_refused"]) == (1, 1, 1)
+    assert figures["good_share"] == pytest.approx(1 / 3)
+    assert figures["goodput_per_s"] == pytest.approx(1.0)
+
+
+def test_a_run_without_a_success_has_no_percentiles() -> None:
+    figures = summarize([RequestRecord(0, 1, 1, (), "failed")], Objectives(1, 1))
+    assert figures["ttft_ms"] is None
+    assert figures["requests_per_s"] == 0
+
+
+def test_the_knee_is_the_last_rate_before_goodput_falls() -> None:
+    assert knee([(4, 0.95), (1, 1.0), (8, 0.5), (16, 0.92)]) == 4
+    assert knee([(1, 0.2)]) is None
+
+
+async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
+    clock = ManualClock()
+    running, most = 0, 0
+
+    async def send(prompt: list[int], num_tokens: int) -> AsyncIterator[int]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await clock.sleep(0.5)
+            if prompt == refused:
+                raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+            for _ in range(num_tokens):
+                yield 1
+                await clock.sleep(0.1)
+        finally:
+            running -= 1
+
+    refused = LOAD.prompts()[3]
+    done: list[RequestRecord] = []
+    run = asyncio.create_task(run_workload(LOAD, send, clock, done.append))
+    while not run.done():
+        await asyncio.sleep(0)
+        clock.advance(0.05)
+    records = await run
+    assert most == 2
+    assert [item.outcome for item in records] == ["ok"] * 3 + ["refused"] + ["ok"] * 4
+    assert len(done) == len(records)
+    assert all(len(item.token_times) == 4 for item in records if item.outcome == "ok")
+    assert records[0].ttft_s == pytest.approx(0.5, abs=0.11)

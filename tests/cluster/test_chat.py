@@ -1,0 +1,144 @@
+"""Chat templates: as transformers renders them, and walled in when they are hostile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_house import GatewayHouse
+from gateway_model import TEMPLATE, expected, write_model
+from transformers import PreTrainedTokenizerFast
+
+from cluster.chat import ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
+from cluster.client import GenerateOptions, Turn
+from cluster.errors import CallError, TemplateError
+from workers.errors import CheckpointError
+
+TURNS = [
+    ChatTurn("system", "be brief"),
+    ChatTurn("user", "say {{ 1 + 1 }} & <b>\n"),
+    ChatTurn("assistant", "ok"),
+]
+TEMPLATES = [
+    TEMPLATE,
+    # whitespace control, loop variables, namespaces, special tokens, tojson, filters
+    """{%- set ns = namespace(system='') -%}
+    {%- for message in messages %}
+        {%- if message['role'] == 'system' %}
+            {%- set ns.system = message.content | trim %}
+        {%- elif message.role == 'user' %}
+            {{- bos_token + '[INST] ' + ns.system + message.content | upper + ' [/INST]' }}
+        {%- else %}
+            {{- ' ' ~ message.content ~ eos_token }}
+        {%- endif %}
+    {%- endfor %}
+    {{ messages | length }} {{ messages[0] | tojson }}""",
+    # lines and indents that trim_blocks and lstrip_blocks remove
+    """{% for message in messages %}
+    {% if loop.first %}
+first
+    {% endif %}
+{{ loop.index }}:{{ message.role }}={{ message.content }}
+{% if message.role == 'user' %}{% continue %}{% endif %}
+{% generation %}shown{% endgeneration %}
+{% endfor %}
+{{ tools is none }} {{ undefined_thing is defined }} {{ add_generation_prompt }}""",
+]
+HOSTILE = {
+    "an endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a huge range": "{% for a in range(10**9) %}x{% endfor %}",
+    "a huge string": "{{ 'a' * 10**10 }}",
+    "a huge format": "{{ '{:>9999999999}'.format(1) }}",
+    "much output": "{% for a in range(99999) %}{{ 'abcdefgh' * 99 }}{% endfor %}",
+    "python's objects": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a change of its input": "{{ messages.append(1) }}",
+    "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a wrong type": "{{ 1 + 'a' }}",
+    "an unknown filter": "{{ messages | launch }}",
+    "no syntax": "{{ unclosed",
+    "an import": "{% import 'os' as os %}",
+    "underscore names": "{% set ns = namespace(_x=1) %}{% set ns.__class__ = 1 %}",
+}
+
+
+async def render(
+    template: ChatTemplate, turns: list[ChatTurn], timeout_s: float = 5.0, opens: bool = True
+) -> str:
+    renderer = ChatRenderer(template, render_timeout_s=timeout_s)
+    try:
+        return await renderer.render(turns, add_generation_prompt=opens, wall_s=0.0, max_chars=100_000)
+    finally:
+        await renderer.close()
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+@pytest.mark.parametrize("opens", [True, False])
+async def test_the_text_is_that_of_transformers(tmp_path: Path, source: str, opens: bool) -> None:
+    folder = write_model(tmp_path, source)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["bos_token"] = "<|im_start|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    reference: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": turn.role, "content": turn.content} for turn in TURNS]
+    wanted = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
+    template = load_chat_template(folder)
+    assert template is not None
+    assert await render(template, TURNS, opens=opens) == wanted
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_a_hostile_template_is_an_error_and_the_next_chat_works(what: str) -> None:
+    renderer = ChatRenderer(ChatTemplate(HOSTILE[what], {}), render_timeout_s=0.5)
+    for _ in range(2):
+        with pytest.raises(TemplateError):
+            await renderer.render(TURNS, add_generation_prompt=True, wall_s=0.0, max_chars=10_000)
+    await renderer.close()
+    assert "be brief" in await render(ChatTemplate(TEMPLATE, {}), TURNS)
+
+
+async def test_a_template_may_refuse_with_its_own_words() -> None:
+    source = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        await render(ChatTemplate(source, {}), TURNS)
+
+
+async def test_the_date_is_an_argument() -> None:
+    text = await render(ChatTemplate("{{ strftime_now('%Y') }}", {}), TURNS)
+    assert text in ("1969", "1970")
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, None)
+    assert load_chat_template(folder) is None
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_chat_template(folder) == ChatTemplate("d", {"eos_token": "<|end|>", "pad_token": "<|pad|>"})
+    (folder / "chat_template.jinja").write_text("file")
+    found = load_chat_template(folder)
+    assert found is not None
+    assert found.source == "file"
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="tokenizer_config"):
+        load_chat_template(folder)
+
+
+@pytest.fixture
+async def hostile_house(tmp_path: Path) -> AsyncIterator[GatewayHouse]:
+    built = GatewayHouse(write_model(tmp_path, HOSTILE["a huge string"]))
+    yield built
+    await built.close()
+
+
+async def test_a_hostile_template_ends_its_own_request_only(hostile_house: GatewayHouse) -> None:
+    await hostile_house.add_replica("d0", "decode")
+    _, address = await hostile_house.add_gateway()
+    client = hostile_house.client(address)
+    with pytest.raises(CallError, match="INVALID_ARGUMENT") as caught:
+        await client.complete([Turn("user", "hi")])
+    assert [field for field, _ in caught.value.fields] == ["chat"]
+    done = await client.complete("the fox", GenerateOptions(seed=1, max_tokens=3))
+    assert list(done.token_ids[0]) == expected(1, 3, "the fox")

@@ -1,0 +1,78 @@
+"""The command line without a cluster: what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from serving import TINY, free_port, tandem
+
+
+def test_help_names_every_command() -> None:
+    shown = tandem("--help").stdout
+    assert all(name in shown for name in ("serve", "generate", "status", "explain", "bench", "demo"))
+
+
+def test_a_bad_file_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {TINY}\npools:\n  - {{name: d, role: decode, tp: 4}}\n")
+    done = tandem("serve", "--file", str(file))
+    assert done.returncode == 1
+    assert "pools[0].tp: only 1" in done.stderr.replace("\n", "")
+
+
+def test_a_folder_that_holds_no_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = tandem("serve", "--model", str(tmp_path))
+    assert done.returncode == 1
+    assert "config.json" in done.stderr
+
+
+def test_replicas_are_not_counted_twice(tmp_path: Path) -> None:
+    done = tandem("serve", "--file", str(tmp_path / "any.yaml"), "--prefill", "2")
+    assert done.returncode == 2
+    assert "--prefill" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("status",), ("explain", "r")])
+def test_an_unreachable_gateway_is_one_line(command: tuple[str, ...]) -> None:
+    done = tandem(*command, "--address", f"127.0.0.1:{free_port()}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("tandem: UNAVAILABLE")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_deadline_bounds_the_wait_for_a_gateway() -> None:
+    done = tandem("generate", "x", "--timeout", "0.5", "--address", f"127.0.0.1:{free_port()}", timeout_s=30)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tandem: ")
+
+
+def test_a_sweep_of_nonsense_is_refused() -> None:
+    done = tandem("bench", "serve", "--sweep", "1,fast")
+    assert done.returncode == 2
+    assert "fast" in done.stderr
+
+
+@pytest.mark.cluster
+def test_a_replica_that_cannot_be_placed_is_an_error_that_names_the_resource(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        f"model: {TINY}\npools:\n  - {{name: d, role: decode, device: cuda, gpus_per_rank: 64}}\n"
+    )
+    done = tandem("serve", "--file", str(file), "--ray-address", "local")
+    assert done.returncode == 1
+    assert "GPU: 64 wanted" in done.stderr
+
+
+@pytest.mark.cluster
+def test_the_demo_shows_a_cached_prefix_and_leaves_nothing() -> None:
+    done = tandem("demo", timeout_s=180)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.lstrip()[:2] in ("1 ", "2 ", "3 ")]
+    assert len(rows) == 3
+    assert rows[0][1].startswith("prefill-")
+    assert rows[0][2].startswith("decode-")
+    cached = [int(row[3]) for row in rows]
+    assert cached[0] == 0
+    assert cached[1] > 100
+    assert done.stdout.rstrip().endswith("everything is stopped")

@@ -1,0 +1,138 @@
+"""The cluster's file: what it accepts, and that every refusal names the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig, default_config, load_config, parse_config
+from cluster.errors import ConfigError
+from kvtransfer.faults import FaultRule
+
+POOLS = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
+
+
+def refused(raw: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw, "cluster.yaml")
+    return str(caught.value)
+
+
+def test_defaults_are_one_prefill_and_one_decode_replica() -> None:
+    config = parse_config({"model": "m", "pools": POOLS}, "test")
+    assert [(pool.name, pool.role, pool.replicas, pool.num_ranks) for pool in config.pools] == [
+        ("p", "prefill", 1, 1),
+        ("d", "decode", 1, 1),
+    ]
+    assert config.pools[0].health_check_period_s == 2.0
+    assert config.pools[0].health_check_timeout_s == 5.0
+    assert not config.debug.allow_pins
+    assert config.model_name == "m"
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"tp": 2}, "pools[1].tp: only 1"),
+        ({"pp": 4}, "pools[1].pp: only 1"),
+        ({"role": "decoder"}, "pools[1].role: "),
+        ({"replicas": 0}, "pools[1].replicas: "),
+        ({"engine": {"block_tokens": 48}}, "pools[1].engine.block_tokens: "),
+        ({"engine": {"block_token": 64}}, "pools[1].engine.block_token: "),
+        ({"colour": "red"}, "pools[1].colour: "),
+        ({"cpus_per_rank": -1}, "pools[1].cpus_per_rank: "),
+        ({"device": "cuda", "gpus_per_rank": 0}, "pools[1]: device cuda needs gpus_per_rank"),
+        ({"name": "Not A Name"}, "pools[1].name: "),
+    ],
+)
+def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
+    message = refused({"model": "m", "pools": [POOLS[0], {**POOLS[1], **change}]})
+    assert f"cluster.yaml: {path}" in message
+
+
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ({"pools": POOLS}, "model: "),
+        ({"model": "m"}, "pools: "),
+        ({"model": "m", "pools": []}, "pools: "),
+        ({"model": "m", "pools": POOLS, "route": {}}, "route: "),
+        ({"model": "m", "pools": POOLS, "router": {"policy": "best"}}, "router.policy: "),
+        ({"model": "m", "pools": POOLS, "transfer": {"growth_reserve": 2}}, "transfer.growth_reserve: "),
+        ({"model": "m", "pools": POOLS, "gateway": {"port": 70000}}, "gateway.port: "),
+        ({"model": "m", "pools": [POOLS[0]]}, "pools: at least one needs the role decode"),
+        ({"model": "m", "pools": [POOLS[1], POOLS[1]]}, "pools: the name 'd' is used more than once"),
+    ],
+)
+def test_bad_field_is_named(raw: dict[str, Any], path: str) -> None:
+    assert f"cluster.yaml: {path}" in refused(raw)
+
+
+def test_every_bad_field_gets_a_line() -> None:
+    message = refused({"model": "m", "pools": [{**POOLS[0], "tp": 2}, {**POOLS[1], "pp": 2}], "x": 1})
+    assert [line.split(": ")[1] for line in message.splitlines()] == ["pools[0].tp", "pools[1].pp", "x"]
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [("dtype", {"dtype": "bf16"}), ("engine.block_tokens", {"engine": {"block_tokens": 16}})],
+)
+def test_pools_that_exchange_kv_must_agree(field: str, change: dict[str, Any]) -> None:
+    message = refused({"model": "m", "pools": [POOLS[0], {**POOLS[1], **change}]})
+    assert f"pools: {field} must be equal" in message
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "model: models/tiny\nsecret_file: secret\npools:\n  - {name: both, role: both, replicas: 2}\n"
+    )
+    config = load_config(file)
+    assert config.model == tmp_path / "models" / "tiny"
+    assert config.secret_file == tmp_path / "secret"
+    assert config.pools[0].replicas == 2
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "model: [unclosed\n", ""])
+def test_a_file_that_is_no_mapping_names_the_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_config(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_default_config_shapes() -> None:
+    two = default_config(Path("m"), prefill=2, decode=3, port=0, context_tokens=512)
+    assert [(pool.role, pool.replicas) for pool in two.pools] == [("prefill", 2), ("decode", 3)]
+    assert {pool.engine.block_tokens for pool in two.pools} == {16}
+    assert two.gateway.port == 0
+    assert two.model.is_absolute()
+    one = default_config(Path("m"), prefill=0, decode=1, context_tokens=32768)
+    assert [(pool.role, pool.engine.block_tokens) for pool in one.pools] == [("both", 64)]
+
+
+def test_faults_become_rules() -> None:
+    fault = {"point": "push.copy", "action": "stop", "marker": "/tmp/x", "after": 2}
+    config = parse_config({"model": "m", "pools": POOLS, "debug": {"faults": [fault]}}, "test")
+    assert config.debug.fault_rules == (FaultRule("push.copy", "stop", "/tmp/x", 2),)
+
+
+def test_config_survives_its_own_json() -> None:
+    config = default_config(Path("m"))
+    assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_gpu_default_follows_the_device() -> None:
+    pools = [
+        {**POOLS[1], "device": "cuda"},
+        {"name": "half", "role": "both", "device": "cuda", "gpus_per_rank": 0.5},
+    ]
+    config = parse_config({"model": "m", "pools": pools}, "test")
+    assert [pool.num_gpus_per_rank for pool in config.pools] == [1.0, 0.5]

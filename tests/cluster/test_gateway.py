@@ -1,0 +1,351 @@
+"""The gateway over real gRPC and real Links, in front of scripted replicas."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from gateway_house import GatewayHouse, Pair, until
+from gateway_model import PROMPT, decode, encode, expected, raw
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cluster.client import Collector, GenerateOptions, GenerateStream, Turn
+from cluster.errors import CallError
+from cluster.gateway import SERVICE_NAME
+from cluster.proto import tandem_pb2 as pb
+from cluster.samples import sample_seed
+from workers.messages import RequestFailed
+
+
+async def collect(stream: GenerateStream, collector: Collector) -> None:
+    async for event in stream:
+        collector.add(event)
+
+
+async def test_a_stream_is_prefilled_at_one_replica_and_decoded_at_another(pair: Pair) -> None:
+    events = [event async for event in pair.client.generate(PROMPT, GenerateOptions(seed=7, max_tokens=12))]
+    accepted, *deltas, finished = events
+    assert isinstance(accepted, pb.Accepted)
+    assert (accepted.seed, accepted.num_prompt_tokens) == (7, len(encode(PROMPT)))
+    ids = [token for delta in deltas if isinstance(delta, pb.Delta) for token in delta.token_ids]
+    assert ids == expected(7, 12)
+    assert "".join(delta.text for delta in deltas if isinstance(delta, pb.Delta)) == decode(ids)
+    assert isinstance(finished, pb.Finished)
+    assert (finished.prefill_replica, finished.decode_replica) == ("p0", "d0")
+    assert [(end.finish_reason, end.num_tokens) for end in finished.samples] == [("length", 12)]
+    usage, timing = finished.usage, finished.timing
+    assert (usage.prompt_tokens, usage.cached.device, usage.completion_tokens) == (11, 10, 12)
+    assert (timing.queue_ms, timing.prefill_ms, timing.transfer_ms) == (250.0, 750.0, 500.0)
+    assert (timing.transport, timing.transfer_gb_s, timing.transfer_bytes) == ("shm", 2.5, 4096)
+    assert timing.attempts == 1
+    assert 0 < timing.ttft_ms <= timing.e2e_ms
+    assert timing.e2e_ms == pytest.approx(timing.ttft_ms + timing.decode_ms)
+
+
+async def test_a_drawn_seed_is_told_and_gives_the_same_again(pair: Pair) -> None:
+    first = await pair.client.complete(PROMPT, GenerateOptions(max_tokens=8))
+    again = await pair.client.complete(PROMPT, GenerateOptions(max_tokens=8, seed=first.seed))
+    assert first.token_ids == again.token_ids
+    assert first.request_id != again.request_id
+
+
+async def test_samples_have_their_own_seeds_and_share_the_submission(pair: Pair) -> None:
+    done = await pair.client.complete(PROMPT, GenerateOptions(seed=3, n=3, max_tokens=9))
+    assert [list(ids) for ids in done.token_ids] == [expected(sample_seed(3, i), 9) for i in range(3)]
+    assert [len(it.samples) for it in pair.prefill.submissions] == [3]
+    assert done.finished.usage.completion_tokens == 27
+
+
+async def test_text_token_ids_and_chat_are_the_same_prompt(pair: Pair) -> None:
+    options = GenerateOptions(seed=1, max_tokens=4)
+    text = "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
+    await pair.client.complete(text, options)
+    await pair.client.complete([Turn("user", "the fox")], options)
+    await pair.client.complete(encode(text), options)
+    prompts = {it.prompt for replica in pair.house.replicas.values() for it in replica.submissions}
+    assert len(prompts) == 1
+
+
+async def test_the_text_ends_before_a_stop_string_and_the_replicas_are_told(pair: Pair) -> None:
+    ids = encode("the answer: stop here and nowhere else, the quick brown fox jumps over and over")
+    text = decode(ids)
+    for replica in pair.house.replicas.values():
+        replica.script.tokens = ids
+    cut = text.index("nowhere")
+    done = await pair.client.complete(
+        PROMPT, GenerateOptions(max_tokens=len(ids), stop=["fox", "nowhere", "xyz"])
+    )
+    assert done.texts == (text[:cut],)
+    assert done.finish_reasons == ("stop",)
+    assert list(done.token_ids[0]) == ids[: len(done.token_ids[0])]
+    assert len(done.token_ids[0]) < len(ids)
+    await until(lambda: bool(pair.decode.cancels), "the decode replica is told to stop")
+
+
+async def test_the_end_token_is_counted_and_not_shown(pair: Pair) -> None:
+    pair.prefill.script.eos_at = pair.decode.script.eos_at = 5
+    done = await pair.client.complete(PROMPT, GenerateOptions(seed=2, max_tokens=50))
+    assert done.finish_reasons == ("stop",)
+    assert list(done.token_ids[0]) == [*expected(2, 5), 0]
+    assert done.texts[0] == decode(expected(2, 5))
+
+
+async def test_logprobs_come_with_their_tokens(pair: Pair) -> None:
+    stream = pair.client.generate(PROMPT, GenerateOptions(seed=2, max_tokens=3, logprobs=2))
+    deltas = [event async for event in stream if isinstance(event, pb.Delta)]
+    found = [item for delta in deltas for item in delta.logprobs]
+    assert [(it.logprob, [top.token_id for top in it.top]) for it in found] == [(-0.5, [0, 1])] * 3
+
+
+async def test_decode_tokens_that_overtake_the_first_one_wait_for_it(pair: Pair) -> None:
+    pair.prefill.script.hand_over_first = True
+    work = asyncio.create_task(pair.client.complete(PROMPT, GenerateOptions(seed=4, max_tokens=6)))
+    await until(lambda: pair.decode.is_idle() and bool(pair.decode._running), "decode has sent everything")
+    assert not work.done()
+    pair.prefill.script.resume.set()
+    assert list((await work).token_ids[0]) == expected(4, 6)
+
+
+async def test_a_cancel_reaches_both_replicas(pair: Pair) -> None:
+    pair.decode.script.stop_after = 3
+    stream = pair.client.generate(PROMPT, GenerateOptions(seed=4, max_tokens=100))
+    events = stream.events()
+    while not isinstance(await anext(events), pb.Delta):
+        pass
+    stream.cancel()
+    with pytest.raises(CallError, match="CANCELLED"):
+        await anext(events)
+    await until(lambda: pair.decode.is_idle(), "the decode replica stops")
+    assert pair.decode.cancels
+    assert pair.prefill.cancels
+    await until(lambda: pair.gateway.desk.num_running == 0, "the gateway forgets it")
+    assert pair.gateway.desk.record(stream.request_id).state == "cancelled"
+
+
+async def test_leaving_the_iteration_cancels(pair: Pair) -> None:
+    pair.decode.script.stop_after = 3
+    events = pair.client.generate(PROMPT, GenerateOptions(max_tokens=100)).events()
+    await anext(events)
+    await anext(events)
+    await events.aclose()
+    await until(lambda: bool(pair.decode.cancels), "the decode replica is told")
+
+
+async def test_the_deadline_ends_the_stream_and_the_work(pair: Pair) -> None:
+    pair.decode.script.stop_after = 3
+    stream = pair.client.generate(PROMPT, GenerateOptions(max_tokens=100), timeout_s=0.4)
+    with pytest.raises(CallError) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    (submission,) = pair.prefill.submissions
+    assert submission.deadline_s is not None
+    assert 0 < submission.deadline_s <= 0.4
+    await until(lambda: bool(pair.decode.cancels), "the decode replica is told")
+
+
+@pytest.mark.parametrize("dying", ["prefill", "decode"])
+async def test_a_request_survives_the_death_of_a_replica(house: GatewayHouse, dying: str) -> None:
+    for replica_id, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
+        script = (await house.add_replica(replica_id, role)).script
+        script.hand_over_first = dying == "prefill"  # and its first token never comes
+        script.stop_after = 10 if dying == "decode" else None
+    _, address = await house.add_gateway()
+    client = house.client(address)
+    stream = client.generate(PROMPT, GenerateOptions(seed=9, n=2, max_tokens=40))
+    collector = Collector()
+    work = asyncio.create_task(collect(stream, collector))
+    await until(lambda: [it.role for it in house.busy()] == [dying], "only the victim still works")
+    await until(lambda: collector.num_tokens == (0 if dying == "prefill" else 22), "its tokens are here")
+    (victim,) = house.busy()
+    await victim.die()
+    for replica in house.replicas.values():
+        replica.script.resume.set()
+    await work
+    done = collector.completion()
+    assert [list(ids) for ids in done.token_ids] == [expected(sample_seed(9, i), 40) for i in range(2)]
+    assert done.texts == tuple(decode(ids) for ids in done.token_ids)
+    assert done.finished.timing.attempts == 2
+    explanation = await client.explain(done.request_id)
+    assert [it.attempt for it in explanation.decisions] == [1, 2]
+    second = explanation.decisions[1]
+    assert victim.identity.replica_id not in (second.prefill, second.decode)
+
+
+async def test_the_prefill_replica_is_not_missed_after_the_hand_over(house: GatewayHouse) -> None:
+    prefill = await house.add_replica("p0", "prefill")
+    decode_replica = await house.add_replica("d0", "decode")
+    decode_replica.script.stop_after = 5
+    _, address = await house.add_gateway()
+    client = house.client(address)
+    seen: list[int] = []
+    async for event in client.generate(PROMPT, GenerateOptions(seed=5, max_tokens=20)):
+        if isinstance(event, pb.Delta):
+            seen.extend(event.token_ids)
+            if len(seen) == 5:
+                await prefill.die()
+                decode_replica.script.resume.set()
+        if isinstance(event, pb.Finished):
+            assert event.timing.attempts == 1
+    assert seen == expected(5, 20)
+
+
+async def test_a_refused_request_waits_and_tries_again(pair: Pair) -> None:
+    pair.prefill.script.num_refusals = 2
+    done = await pair.client.complete(PROMPT, GenerateOptions(seed=6, max_tokens=5))
+    assert list(done.token_ids[0]) == expected(6, 5)
+    assert done.finished.timing.attempts == 3
+
+
+async def test_endless_refusal_is_resource_exhausted_with_a_time_to_retry(pair: Pair) -> None:
+    pair.prefill.script.num_refusals = pair.decode.script.num_refusals = 1000
+    with pytest.raises(CallError) as caught:
+        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5))
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.retry_after_s is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("invalid", grpc.StatusCode.INVALID_ARGUMENT), ("deadline", grpc.StatusCode.DEADLINE_EXCEEDED)],
+)
+async def test_what_cannot_be_retried_fails_at_once(pair: Pair, code: str, status: grpc.StatusCode) -> None:
+    pair.prefill.script.failure = RequestFailed("", 0, code, "because")
+    with pytest.raises(CallError, match="because") as caught:
+        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5))
+    assert caught.value.code is status
+    assert len(pair.prefill.submissions) == 1
+
+
+async def test_without_replicas_requests_are_unavailable_and_health_says_so(house: GatewayHouse) -> None:
+    _, address = await house.add_gateway()
+    client = house.client(address)
+    stream = client.generate(PROMPT, resume=False)
+    with pytest.raises(CallError) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.retry_after_s is not None
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await house.add_replica("d0", "decode")
+        watch = stub.Watch(request)
+        async for reply in watch:
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        watch.cancel()
+    done = await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=4))
+    assert list(done.token_ids[0]) == expected(1, 4)
+    assert done.finished.prefill_replica == done.finished.decode_replica == "d0"
+
+
+async def test_64_streams_at_once_do_not_mix(pair: Pair) -> None:
+    prompts = [f"the fox number {index} jumps" for index in range(64)]
+    jobs = [
+        pair.client.complete(prompt, GenerateOptions(seed=index, max_tokens=24))
+        for index, prompt in enumerate(prompts)
+    ]
+    results = await asyncio.gather(*jobs)
+    for index, (prompt, done) in enumerate(zip(prompts, results, strict=True)):
+        assert list(done.token_ids[0]) == expected(index, 24, prompt)
+    assert pair.gateway.desk.counters.num_finished == 64
+    assert pair.gateway.desk.num_running == 0
+
+
+async def test_a_client_that_does_not_read_holds_up_nobody(pair: Pair) -> None:
+    idle = pair.client.generate(PROMPT, GenerateOptions(seed=1, max_tokens=200, logprobs=20)).events()
+    await anext(idle)
+    done = await pair.client.complete(PROMPT, GenerateOptions(seed=2, max_tokens=20))
+    assert list(done.token_ids[0]) == expected(2, 20)
+    rest = [event async for event in idle]
+    ids = [token for event in rest if isinstance(event, pb.Delta) for token in event.token_ids]
+    assert ids == expected(1, 200)
+
+
+async def test_blocks_that_a_replica_reports_count_as_cached(pair: Pair) -> None:
+    prompt = encode(PROMPT * 4)
+    before = await pair.client.complete(prompt, GenerateOptions(seed=1, max_tokens=2, tenant="a"))
+    decisions = (await pair.client.explain(before.request_id)).decisions
+    assert decisions[0].decode_cached_tokens == 0
+    pair.decode.hold(raw(prompt), "b")
+    await pair.client.complete("x", GenerateOptions(max_tokens=4))  # later on the same Link
+    held = await pair.client.complete(prompt, GenerateOptions(seed=1, max_tokens=2, tenant="b"))
+    decision = (await pair.client.explain(held.request_id)).decisions[0]
+    assert decision.decode_cached_tokens == len(prompt) // 16 * 16
+    assert {it.side for it in decision.candidates} == {"prefill", "decode", "local"}
+
+
+async def test_status_names_replicas_and_models(pair: Pair) -> None:
+    status = await pair.client.status()
+    assert [(it.replica_id, it.role, it.state) for it in status.replicas] == [
+        ("d0", "decode", "ready"),
+        ("p0", "prefill", "ready"),
+    ]
+    assert status.replicas[0].load.num_total_blocks == 1000
+    assert status.ready
+    assert status.versions["grpcio"] == grpc.__version__
+    (model,) = await pair.client.models()
+    assert (model.name, model.max_context_tokens, model.vocab_size) == ("m", 512, 400)
+
+
+async def test_a_leaving_replica_gets_nothing_new(house: GatewayHouse) -> None:
+    first = await house.add_replica("d0", "decode")
+    await house.add_replica("d1", "decode")
+    gateway, address = await house.add_gateway()
+    first.leave()
+    leaving = lambda: [it.state for it in gateway.links.views()] == ["leaving", "ready"]  # noqa: E731
+    await until(leaving, "it leaves")
+    client = house.client(address)
+    for _ in range(4):
+        done = await client.complete(PROMPT, GenerateOptions(max_tokens=2))
+        assert done.finished.decode_replica == "d1"
+
+
+async def test_tokenize_and_detokenize(pair: Pair) -> None:
+    ids = await pair.client.tokenize("the fox €")
+    assert ids == encode("the fox €")
+    assert await pair.client.detokenize([*ids, 0]) == "the fox €"
+    chat = await pair.client.tokenize([Turn("user", "hi")])
+    assert chat == encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_a_request_id_is_unique_while_it_runs(pair: Pair) -> None:
+    pair.decode.script.stop_after = 3
+    events = pair.client.generate(PROMPT, GenerateOptions(max_tokens=10, request_id="mine")).events()
+    await anext(events)
+    with pytest.raises(CallError, match="ALREADY_EXISTS"):
+        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=10, request_id="mine"))
+    assert (await pair.client.explain("mine")).state == "running"
+    await events.aclose()
+    with pytest.raises(CallError, match="NOT_FOUND"):
+        await pair.client.explain("unheard-of")
+
+
+async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(house: GatewayHouse) -> None:
+    replica = await house.add_replica("d0", "decode")
+    replica.script.stop_after = 3
+    _, address = await house.add_gateway(house.config(max_requests=2))
+    client = house.client(address)
+    running = [client.generate(PROMPT, GenerateOptions(max_tokens=9)).events() for _ in range(2)]
+    for events in running:
+        await anext(events)
+    with pytest.raises(CallError, match="RESOURCE_EXHAUSTED") as caught:
+        await client.complete(PROMPT)
+    assert caught.value.retry_after_s == 1.0
+    for events in running:
+        await events.aclose()
+
+
+async def test_reflection_names_the_service(house: GatewayHouse) -> None:
+    _, address = await house.add_gateway()
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        reply = await anext(aiter(call))
+    names = {service.name for service in reply.list_services_response.service}
+    assert {"tandem.v1.Inference", "grpc.health.v1.Health"} <= names

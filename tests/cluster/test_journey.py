@@ -1,0 +1,258 @@
+"""The walk of one request without I/O: what each event leads to."""
+
+from __future__ import annotations
+
+import pytest
+from journey_house import (
+    D0,
+    D1,
+    P0,
+    P1,
+    delta,
+    handed_over,
+    ids_of,
+    make_journey,
+    prefilled,
+    raw,
+    route,
+    truth,
+)
+
+from cluster.actions import (
+    Action,
+    CancelAt,
+    Emit,
+    Fail,
+    Finish,
+    NotePrefilled,
+    Release,
+    Route,
+    SampleStart,
+    Submit,
+)
+from cluster.errors import (
+    AbandonedError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from cluster.samples import sample_seed
+from workers.messages import (
+    HandOverTarget,
+    RequestFailed,
+    SampleState,
+    Submission,
+    TokenDelta,
+)
+
+
+def kinds(actions: list[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def submissions(actions: list[Action]) -> list[Submission]:
+    return [action.submission for action in actions if isinstance(action, Submit)]
+
+
+def test_an_undisturbed_request() -> None:
+    journey = make_journey(max_tokens=3)
+    (first,) = journey.start(0.0)
+    assert isinstance(first, Route)
+    assert (first.request.num_tokens, first.request.max_new_tokens, first.delay_s) == (3, 3, 0.0)
+    (submit,) = route(journey, P0, D0)
+    assert isinstance(submit, Submit)
+    assert (submit.replica, submit.submission.decode) == (P0, HandOverTarget(D0, "a"))
+    assert submit.submission.samples == (SampleState(0, 5, b""),)
+    assert journey.on_prefilled(prefilled(), 2.0) == [NotePrefilled("r")]
+    assert kinds(journey.on_delta(P0, delta(0, 0, 1, 3), 2.0)) == ["Emit"]
+    assert journey.on_handed_over(handed_over(), 2.1) == []
+    assert kinds(journey.on_delta(D0, delta(0, 1, 1, 3), 3.0)) == ["Emit"]
+    *_, finish = journey.on_delta(D0, delta(0, 2, 1, 3), 4.0)
+    assert isinstance(finish, Finish)
+    summary = finish.summary
+    assert (summary.first_token_at, summary.finished_at, summary.num_attempts) == (2.0, 4.0, 1)
+    assert (summary.prefill_replica, summary.decode_replica) == ("p0", "d0")
+    assert [entry.name for entry in journey.timeline] == [
+        *("accepted", "routed", "prefilled", "first token", "handed over", "sample finished", "finished")
+    ]
+
+
+def test_without_a_prefill_replica_the_decode_replica_gets_all() -> None:
+    journey = make_journey()
+    journey.start(0.0)
+    (submit,) = route(journey, None, D0)
+    assert isinstance(submit, Submit)
+    assert (submit.replica, submit.submission.decode) == (D0, None)
+
+
+def test_early_deltas_wait_and_repeated_ones_are_dropped() -> None:
+    journey = make_journey(max_tokens=6)
+    journey.start(0.0)
+    route(journey, P0, D0)
+    assert journey.on_delta(D0, delta(0, 3, 1, 6), 1.0) == []
+    assert journey.on_delta(D0, delta(0, 1, 2, 6), 1.0) == []
+    emits = journey.on_delta(P0, delta(0, 0, 1, 6), 1.0)
+    assert [(it.first_index, ids_of(it.tokens)) for it in emits if isinstance(it, Emit)] == [
+        (0, truth(0, 1)),
+        (1, truth(0, 3)[1:]),
+        (3, truth(0, 4)[3:]),
+    ]
+    assert journey.on_delta(P0, delta(0, 0, 2, 6), 1.0) == []
+    (emit,) = journey.on_delta(D0, delta(0, 2, 3, 6), 1.0)
+    assert isinstance(emit, Emit)
+    assert (emit.first_index, ids_of(emit.tokens)) == (4, truth(0, 5)[4:])
+
+
+def test_a_lost_decode_replica_means_a_new_attempt_with_what_is_there() -> None:
+    journey = make_journey(n=3, max_tokens=4)
+    journey.start(0.0)
+    route(journey, P0, D0)
+    journey.on_delta(P0, delta(0, 0, 1, 4), 1.0)
+    journey.on_delta(P0, delta(1, 0, 4, 4), 1.0)
+    actions = journey.on_lost(D0, "reset", 2.0)
+    assert kinds(actions) == ["CancelAt", "Release", "Route"]
+    cancel, retry = actions[0], actions[2]
+    assert isinstance(cancel, CancelAt)
+    assert cancel.replica == P0
+    assert isinstance(retry, Route)
+    assert (retry.request.excluded, retry.request.num_samples, retry.request.num_tokens) == (("d0",), 2, 4)
+    fresh, resumed = submissions(route(journey, P1, D1))
+    assert (fresh.attempt, resumed.attempt) == (2, 3)
+    assert fresh.samples == (SampleState(2, sample_seed(5, 2), b""),)
+    assert resumed.samples == (SampleState(0, 5, raw(truth(0, 1))),)
+    assert journey.on_delta(D0, delta(0, 1, 1, 4), 3.0) == []  # of the old attempt
+    assert kinds(journey.on_delta(P1, delta(0, 1, 1, 4, attempt=3), 3.0)) == ["Emit"]
+    again = journey.on_lost(D1, "reset", 4.0)
+    cancels = [(it.replica, it.cancel.attempt) for it in again if isinstance(it, CancelAt)]
+    assert cancels == [(P1, 2), (P1, 3)]
+    assert [it.attempt for it in submissions(route(journey, None, D0))] == [4, 5]
+
+
+def test_a_prefill_replica_is_needed_until_all_first_tokens_and_the_hand_over_are_here() -> None:
+    for has_token, has_hand_over in ((False, True), (True, False), (True, True)):
+        journey = make_journey()
+        journey.start(0.0)
+        route(journey, P0, D0)
+        if has_token:
+            journey.on_delta(P0, delta(0, 0, 1, 6), 1.0)
+        if has_hand_over:
+            journey.on_handed_over(handed_over(), 1.0)
+        retries = kinds(journey.on_lost(P0, "reset", 2.0))
+        assert retries == ([] if has_token and has_hand_over else ["CancelAt", "Release", "Route"])
+
+
+@pytest.mark.parametrize(
+    ("code", "excluded", "avoided"),
+    [("peer", ("d0",), False), ("internal", ("p0",), False), ("refused", ("d0", "p0"), True)],
+)
+def test_who_is_blamed_for_a_failure(code: str, excluded: tuple[str, ...], avoided: bool) -> None:
+    journey = make_journey()
+    journey.start(0.0)
+    route(journey, P0, D0)
+    *_, retry = journey.on_failed(P0, RequestFailed("r", 1, code, "why", 0.5), 1.0)
+    assert isinstance(retry, Route)
+    assert retry.request.excluded == excluded
+    assert retry.delay_s == (0.5 if avoided else 0.0)
+    (again,) = journey.on_no_route("none left", 1.0, 1.0)  # then anyone will do
+    assert isinstance(again, Route)
+    assert (again.request.excluded, again.delay_s) == ((), 0.0)
+
+
+def test_attempts_are_bounded() -> None:
+    journey = make_journey(max_attempts=2)
+    journey.start(0.0)
+    route(journey, P0, D0)
+    journey.on_lost(D0, "reset", 1.0)
+    route(journey, P1, D1)
+    *_, fail = journey.on_lost(D1, "reset", 2.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, UnavailableError)
+    assert "attempt 2 of 2" in str(fail.error)
+
+
+def test_patience_without_a_route_ends() -> None:
+    journey = make_journey()
+    journey.start(0.0)
+    now, delays = 0.0, []
+    actions = journey.on_no_route("nobody", 2.0, now)
+    while isinstance(action := actions[-1], Route):
+        delays.append(action.delay_s)
+        now += action.delay_s
+        actions = journey.on_no_route("nobody", 2.0, now)
+    assert now >= journey.plan.first_patience_s
+    assert delays == sorted(delays)
+    assert isinstance(action, Fail)
+    assert isinstance(action.error, UnavailableError)
+    assert action.error.retry_after_s == 2.0
+
+
+def test_refusals_to_the_end_are_overload() -> None:
+    journey = make_journey(max_attempts=1)
+    journey.start(0.0)
+    route(journey, P0, D0)
+    *_, fail = journey.on_failed(P0, RequestFailed("r", 1, "refused", "full", 3.0), 1.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, OverloadedError)
+    assert fail.error.retry_after_s == 3.0
+
+
+@pytest.mark.parametrize(("code", "error"), [("deadline", DeadlineError), ("invalid", InvalidRequestError)])
+def test_failures_that_are_final(code: str, error: type[Exception]) -> None:
+    journey = make_journey()
+    journey.start(0.0)
+    route(journey, P0, D0)
+    *_, fail = journey.on_failed(P0, RequestFailed("r", 1, code, "why"), 1.0)
+    assert isinstance(fail, Fail)
+    assert type(fail.error) is error
+
+
+def test_a_deadline_is_handed_on_as_what_remains() -> None:
+    journey = make_journey(deadline_at=10.0)
+    journey.start(0.0)
+    (submission,) = submissions(route(journey, P0, D0))
+    assert submission.deadline_s == 9.0
+    assert kinds(journey.on_deadline(10.0)) == ["CancelAt", "CancelAt", "Release", "Fail"]
+
+
+def test_an_end_by_a_stop_string_cancels_what_still_runs() -> None:
+    journey = make_journey(max_tokens=9, stops=(chr(truth(0, 2)[1]),))
+    journey.start(0.0)
+    route(journey, P0, D0)
+    actions = journey.on_delta(P0, delta(0, 0, 4, 9), 1.0)
+    assert kinds(actions) == ["Emit", "CancelAt", "CancelAt", "Release", "Finish"]
+    emit = actions[0]
+    assert isinstance(emit, Emit)
+    assert (len(emit.tokens), emit.text, emit.finish) == (8, chr(truth(0, 1)[0]), "stop")
+
+
+def test_a_cancelled_request_gives_back_a_late_route() -> None:
+    journey = make_journey()
+    journey.start(0.0)
+    assert kinds(journey.on_cancel(AbandonedError("left"), 0.5)) == ["Fail"]
+    assert route(journey, P0, D0) == [Release("r")]
+    assert journey.on_cancel(AbandonedError("again"), 0.6) == []
+
+
+def test_a_resumed_request_that_misses_nothing_is_finished_at_once() -> None:
+    done = SampleStart(0, 5, raw(truth(0, 2)), "stop")
+    journey = make_journey(starts=(done,))
+    (finish,) = journey.start(0.0)
+    assert isinstance(finish, Finish)
+    assert [(it.finish, it.num_tokens) for it in finish.summary.samples] == [("stop", 2)]
+
+
+def test_garbled_tokens_are_the_replicas_fault() -> None:
+    journey = make_journey()
+    journey.start(0.0)
+    route(journey, P0, D0)
+    *_, retry = journey.on_delta(D0, TokenDelta("r", 1, 0, 1, b"abc", (), ""), 1.0)
+    assert isinstance(retry, Route)
+    assert retry.request.excluded == ("d0",)
+
+
+def test_seeds_of_samples_differ_and_are_64_bit() -> None:
+    seeds = {sample_seed(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(50)}
+    assert len(seeds) == 150
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert sample_seed(17, 0) == 17

@@ -1,0 +1,220 @@
+"""The roster: epochs fence lives, versions order views, and nothing is lost while its actor is away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import RosterAwayError
+from cluster.messages import GatewayRecord, ReplicaRecord
+from cluster.roster import (
+    EXPIRE_S,
+    REBUILD_S,
+    LocalRoster,
+    RemoteRoster,
+    Roster,
+    RosterActor,
+    RosterClient,
+    keep_registered,
+)
+from kvtransfer.clock import ManualClock, SystemClock
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
+
+COMPATIBILITY = CompatibilityRecord(1, b"f" * 16, "fp32", 16, 4, 2, 32)
+
+
+def replica(replica_id: str = "decode-a", epoch: int = 1, *, leaving: bool = False) -> ReplicaRecord:
+    return ReplicaRecord(
+        identity=ReplicaIdentity(replica_id, epoch),
+        pool="decode",
+        role="decode",
+        address=f"127.0.0.1:{epoch}",
+        model="tiny",
+        compatibility=COMPATIBILITY,
+        process_id=1,
+        rank_process_ids=(2,),
+        leaving=leaving,
+    )
+
+
+def gateway(epoch: int = 1) -> GatewayRecord:
+    return GatewayRecord("gateway-a", epoch, f"127.0.0.1:{epoch}", 3)
+
+
+def test_a_newer_life_replaces_an_older_and_never_the_reverse() -> None:
+    roster = Roster()
+    assert roster.register_replica(replica(epoch=2), 0.0)
+    assert not roster.register_replica(replica(epoch=1), 0.0)
+    assert roster.register_replica(replica(epoch=3), 0.0)
+    assert [record.identity.epoch for record in roster.view().replicas] == [3]
+
+
+def test_a_removed_life_cannot_come_back_and_a_newer_can() -> None:
+    roster = Roster()
+    roster.register_gateway(gateway(5), 0.0)
+    assert not roster.remove("gateway-a", 4)
+    assert roster.remove("gateway-a", 5)
+    assert roster.view().gateways == ()
+    assert not roster.register_gateway(gateway(5), 0.0)
+    assert roster.register_gateway(gateway(6), 0.0)
+
+
+def test_the_version_grows_with_changes_and_only_with_them() -> None:
+    roster = Roster(first_version=100)
+    roster.register_replica(replica(), 0.0)
+    assert roster.version == 101
+    roster.register_replica(replica(), 1.0)
+    assert roster.version == 101
+    roster.register_replica(replica(leaving=True), 2.0)
+    assert roster.version == 102
+    roster.set_desired("decode", 2)
+    roster.set_desired("decode", 2)
+    assert roster.version == 103
+    assert roster.view().desired == {"decode": 2}
+
+
+def test_members_that_do_not_renew_expire_and_may_return() -> None:
+    roster = Roster()
+    roster.register_replica(replica("a"), 0.0)
+    roster.register_replica(replica("b"), 0.0)
+    roster.register_replica(replica("b"), 8.0)
+    assert roster.expire(10.5, 10.0) == ["a"]
+    assert [record.identity.replica_id for record in roster.view().replicas] == ["b"]
+    assert roster.register_replica(replica("a"), 11.0)
+
+
+def test_remembered_desired_counts_do_not_override_known_ones() -> None:
+    roster = Roster()
+    roster.set_desired("decode", 4)
+    roster.restore_desired({"decode": 1, "prefill": 2})
+    assert roster.view().desired == {"decode": 4, "prefill": 2}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["register", "remove"]), st.integers(1, 6)), max_size=30))
+def test_only_the_newest_life_that_was_not_removed_is_shown(actions: list[tuple[str, int]]) -> None:
+    roster = Roster()
+    shown, removed = 0, 0
+    for action, epoch in actions:
+        if action == "register":
+            accepted = roster.register_replica(replica(epoch=epoch), 0.0)
+            assert accepted == (epoch >= shown and epoch > removed)
+            shown = epoch if accepted else shown
+        else:
+            roster.remove("decode-a", epoch)
+            removed = max(removed, epoch)
+            shown = 0 if epoch >= shown else shown
+        assert [record.identity.epoch for record in roster.view().replicas] == ([shown] if shown else [])
+
+
+async def test_a_long_poll_wakes_on_change() -> None:
+    roster = LocalRoster(ManualClock())
+    waiting = asyncio.create_task(roster.view(0, 60.0))
+    await roster.register_replica(replica())
+    view = await waiting
+    assert view.version == 1
+    assert [record.identity.replica_id for record in view.replicas] == ["decode-a"]
+
+
+async def test_a_long_poll_without_change_returns_the_same_view() -> None:
+    roster = LocalRoster(ManualClock())
+    await roster.register_gateway(gateway())
+    assert (await roster.view(1, 0.01)).version == 1
+    assert (await roster.view(0, 60.0)).version == 1
+
+
+class Wire:
+    """Calls a `RosterActor` in this process as if it were elsewhere; None is an actor that is away."""
+
+    def __init__(self, actor: RosterActor | None) -> None:
+        self.actor = actor
+
+    async def __call__(self, method: str, *arguments: object) -> object:
+        if self.actor is None:
+            raise RosterAwayError(method)
+        result: object = await getattr(self.actor, method)(*arguments)
+        return result
+
+
+async def test_the_remote_roster_behaves_as_the_local_one() -> None:
+    clock = SystemClock()
+    clients: list[RosterClient] = [
+        LocalRoster(clock),
+        RemoteRoster(Wire(RosterActor(clock, restarted=False)), clock),
+    ]
+    for client in clients:
+        assert await client.register_replica(replica(epoch=2))
+        assert await client.register_gateway(gateway())
+        assert not await client.register_replica(replica(epoch=1))
+        view = await client.view(0, 1.0)
+        assert [record.identity for record in view.replicas] == [ReplicaIdentity("decode-a", 2)]
+        waiting = asyncio.create_task(client.view(view.version, 60.0))
+        await client.remove("decode-a", 2)
+        assert (await waiting).replicas == ()
+
+
+async def test_the_last_view_stays_while_the_actor_is_away() -> None:
+    clock = ManualClock()
+    wire = Wire(RosterActor(clock, restarted=False))
+    client = RemoteRoster(wire, clock)
+    await client.register_replica(replica())
+    view = await client.view(0, 1.0)
+    wire.actor = None
+    assert await client.register_replica(replica())
+    waiting = asyncio.create_task(client.view(view.version, 1.0))
+    await asyncio.sleep(0)
+    clock.advance(1.0)
+    assert await waiting == view
+
+
+async def test_a_restarted_actor_shows_its_view_only_when_filled() -> None:
+    clock = ManualClock(start_s=1000.0)
+    wire = Wire(RosterActor(clock, restarted=False))
+    client = RemoteRoster(wire, clock)
+    await client.register_replica(replica("a"))
+    await client.register_replica(replica("b"))
+    await client.set_desired("decode", 3)
+    before = await client.view(0, 1.0)
+
+    clock.advance(1.0)
+    wire.actor = RosterActor(clock, restarted=True)
+    await client.register_replica(replica("a"))
+    early = asyncio.create_task(client.view(before.version, 1.0))
+    await asyncio.sleep(0)
+    clock.advance(1.0)
+    assert await early == before
+
+    await client.register_replica(replica("b"))
+    late = asyncio.create_task(client.view(before.version, 30.0))
+    await asyncio.sleep(0)
+    clock.advance(REBUILD_S)
+    after = await late
+    assert after.version > before.version
+    assert after.replicas == before.replicas
+    assert (await client.view(after.version, 1.0)).desired == {"decode": 3}
+
+
+async def test_an_expired_member_disappears_from_the_view() -> None:
+    clock = ManualClock()
+    roster = LocalRoster(clock, expire_s=EXPIRE_S)
+    await roster.register_replica(replica())
+    clock.advance(EXPIRE_S + 1)
+    assert (await roster.view(0, 0.01)).replicas == ()
+
+
+async def test_a_registration_is_renewed_until_its_life_is_over() -> None:
+    clock = ManualClock()
+    roster = LocalRoster(clock)
+    renewing = asyncio.create_task(keep_registered(lambda: roster.register_replica(replica()), clock, 2.0))
+    await roster.view(0, 5.0)
+    await roster.register_replica(replica(epoch=2))
+    clock.advance(2.0)
+    await asyncio.wait_for(renewing, 5.0)
+
+
+async def test_setting_a_count_while_the_actor_is_away_is_told() -> None:
+    client = RemoteRoster(Wire(None), ManualClock())
+    with pytest.raises(RosterAwayError):
+        await client.set_desired("decode", 2)

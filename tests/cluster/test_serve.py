@@ -1,0 +1,208 @@
+"""The service as a user runs it: Ray, Serve, pools and the command line, over one running cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from serving import TINY, RunningCluster, free_port, object_store_counters, tandem
+
+from cluster.blocking_client import BlockingClient
+from cluster.client import GenerateOptions
+from cluster.proto import tandem_pb2 as pb
+
+pytestmark = pytest.mark.cluster
+PROMPT = "".join(
+    f"def function_{number}(self, value):\n    return value + {number}\n\n" for number in range(12)
+)
+
+
+FILE = f"""
+model: {TINY}
+pools:
+  - {{name: prefill, role: prefill, dtype: fp32, engine: {{block_tokens: 16}}}}
+  - {{name: decode, role: decode, dtype: fp32, engine: {{block_tokens: 16}}}}
+"""
+"""fp32, in which a resumed stream continues with the same tokens, always."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    file = tmp_path_factory.mktemp("serve") / "cluster.yaml"
+    file.write_text(FILE)
+    running = RunningCluster("--file", str(file), "--port", str(free_port()))
+    processes = running.processes()
+    yield running
+    assert running.stop() == 0
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.fixture
+def client(cluster: RunningCluster) -> Iterator[BlockingClient]:
+    with BlockingClient(cluster.address) as opened:
+        yield opened
+
+
+def roles(status: pb.StatusResponse) -> list[str]:
+    return sorted(replica.role for replica in status.replicas if replica.state == "ready")
+
+
+def test_both_pools_serve_and_their_path_is_measured(cluster: RunningCluster) -> None:
+    status = cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas), 15)
+    assert roles(status) == ["decode", "prefill"]
+    assert status.ready
+    (path,) = cluster.replica("prefill").paths
+    assert path.transport == "shm"
+    assert path.gb_s > 0
+    assert (
+        len({pid for replica in status.replicas for pid in (replica.process_id, *replica.rank_process_ids)})
+        == 4
+    )
+
+
+def test_it_says_where_everything_is(cluster: RunningCluster) -> None:
+    assert set(cluster.addresses) == {"gateway", "Ray", "dashboard", "Ray token", "logs"}
+    assert cluster.addresses["dashboard"].startswith("http://")
+
+
+def test_a_long_prompt_is_prefilled_here_and_decoded_there(client: BlockingClient) -> None:
+    first = client.complete(PROMPT, GenerateOptions(max_tokens=12), timeout_s=60)
+    assert first.finished.prefill_replica.startswith("prefill-")
+    assert first.finished.decode_replica.startswith("decode-")
+    assert first.finished.timing.transport == "shm"
+    assert first.finished.timing.transfer_bytes > 0
+    second = client.complete(PROMPT, GenerateOptions(max_tokens=12), timeout_s=60)
+    assert second.finished.usage.cached.device > 0
+    assert second.token_ids == first.token_ids
+
+
+def test_no_token_and_no_kv_crosses_ray(cluster: RunningCluster, client: BlockingClient) -> None:
+    ray_address = cluster.addresses["Ray"]
+    first, before = object_store_counters(ray_address), object_store_counters(ray_address)
+    for number in range(4):
+        client.complete(f"# {number}\n{PROMPT}", GenerateOptions(max_tokens=16), timeout_s=60)
+    after = object_store_counters(ray_address)
+    asking = {name: before[name] - first[name] for name in before}  # who asks is a worker too
+    assert {name: after[name] - before[name] for name in before} == asking
+
+
+def test_generate_as_text_and_as_json(cluster: RunningCluster) -> None:
+    common = ("generate", "import os\n", "--address", cluster.address, "--max-tokens", "8")
+    text = tandem(*common)
+    assert text.returncode == 0
+    done = tandem(*common, "--json", "--request-id", "as-json")
+    assert done.returncode == 0
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert {"text", "token_ids", "finish_reason", "usage", "timing"} <= set(result)
+    assert result["usage"]["completion_tokens"] == len(result["token_ids"]) == 8
+    assert result["text"] == text.stdout[:-1]
+    explained = tandem("explain", "as-json", "--address", cluster.address)
+    assert "candidates" in tandem("explain", "as-json", "--address", cluster.address, "--json").stdout
+    assert "finished" in explained.stdout
+
+
+def test_status_as_table_and_as_json(cluster: RunningCluster) -> None:
+    shown = tandem("status", "--address", cluster.address).stdout
+    assert "prefill" in shown
+    assert "GB/s" in shown
+    status = json.loads(tandem("status", "--address", cluster.address, "--json").stdout)
+    assert sorted(replica["role"] for replica in status["replicas"]) == ["decode", "prefill"]
+    assert all(replica["load"]["num_leaked_blocks"] == 0 for replica in status["replicas"])
+
+
+def test_an_error_names_the_field_and_fails_the_command(cluster: RunningCluster) -> None:
+    done = tandem("generate", "x", "--temperature", "-1", "--address", cluster.address)
+    assert done.returncode == 1
+    assert "temperature" in done.stderr
+
+
+def test_the_serving_benchmark(cluster: RunningCluster) -> None:
+    shape = ("--requests", "6", "--input-tokens", "48", "--output-tokens", "6", "--address", cluster.address)
+    done = tandem("bench", "serve", "--sweep", "4,8", "--json", *shape)
+    assert done.returncode == 0, done.stderr
+    low, high, knee = (json.loads(line) for line in done.stdout.splitlines())
+    assert (low["offered_per_s"], high["offered_per_s"]) == (4, 8)
+    assert low["num_ok"] == high["num_ok"] == 6
+    assert low["ttft_ms"]["p50"] > 0
+    assert knee["what"] == "knee"
+    table = tandem("bench", "serve", "--concurrency", "3", "--shared-prefix", "32", *shape)
+    assert "TTFT p99, ms" in table.stdout
+
+
+@pytest.mark.parametrize("victim", ["rank", "brain"])
+def test_a_killed_replica_is_replaced_and_the_stream_completes(
+    cluster: RunningCluster, client: BlockingClient, victim: str
+) -> None:
+    options = GenerateOptions(max_tokens=120, temperature=0.8, seed=11, ignore_eos=True)
+    whole = client.complete(PROMPT, options, timeout_s=60)
+    replica = cluster.replica("decode")
+    process_id = replica.rank_process_ids[0] if victim == "rank" else replica.process_id
+    tokens: list[int] = []
+    for event in client.generate(PROMPT, options, timeout_s=60):
+        if isinstance(event, pb.Delta):
+            if len(tokens) < 10 <= len(tokens) + len(event.token_ids):
+                os.kill(process_id, signal.SIGKILL)
+            tokens.extend(event.token_ids)
+    assert tuple(tokens) == whole.token_ids[0]
+    cluster.wait_for(
+        lambda status: (
+            roles(status) == ["decode", "prefill"]
+            and all(other.replica_id != replica.replica_id for other in status.replicas)
+        ),
+        30,
+    )
+
+
+def test_a_killed_gateway_comes_back_and_the_stream_completes(
+    cluster: RunningCluster, client: BlockingClient
+) -> None:
+    options = GenerateOptions(max_tokens=120, temperature=0.8, seed=12, ignore_eos=True)
+    whole = client.complete(PROMPT, options, timeout_s=60)
+    process_id = cluster.status().gateways[0].process_id
+    tokens: list[int] = []
+    for event in client.generate(PROMPT, options, timeout_s=60):
+        if isinstance(event, pb.Delta):
+            if len(tokens) < 10 <= len(tokens) + len(event.token_ids):
+                os.kill(process_id, signal.SIGKILL)
+            tokens.extend(event.token_ids)
+    assert tuple(tokens) == whole.token_ids[0]
+    assert {gateway.process_id for gateway in cluster.status().gateways} - {process_id}
+
+
+@pytest.mark.slow
+def test_the_operators_lever_scales_a_pool_up_and_down(
+    cluster: RunningCluster, client: BlockingClient
+) -> None:
+    token = Path(cluster.addresses["Ray token"].removeprefix("in ")).read_text().strip()
+
+    def scale(num_replicas: int) -> None:
+        path = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
+        request = urllib.request.Request(
+            cluster.addresses["dashboard"] + path,
+            data=json.dumps({"target_num_replicas": num_replicas}).encode(),
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            assert reply.status == 200
+
+    cluster.wait_for(lambda status: roles(status) == ["decode", "prefill"], 30)
+    scale(2)
+    cluster.wait_for(lambda status: roles(status) == ["decode", "decode", "prefill"], 60)
+    options = GenerateOptions(max_tokens=200, ignore_eos=True)
+    whole = client.complete(PROMPT, options, timeout_s=60)
+    tokens: list[int] = []
+    for event in client.generate(PROMPT, options, timeout_s=60):
+        if isinstance(event, pb.Delta):
+            if not tokens:
+                scale(1)
+            tokens.extend(event.token_ids)
+    assert tuple(tokens) == whole.token_ids[0]
+    cluster.wait_for(lambda status: roles(status) == ["decode", "prefill"] and len(status.replicas) == 2, 60)

@@ -1,0 +1,182 @@
+"""Incremental text equals the text of all tokens at once; stop strings cut exactly, wherever tokens end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_model import train_tokenizer, write_model
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from cluster.text import REPLACEMENT, ModelText, SampleText, StopStrings
+from workers.errors import CheckpointError
+
+BYTE_LEVEL = train_tokenizer()
+TEXTS = st.text(st.sampled_from("ab é€ 😀\n\ufffdñ漢"), max_size=30)
+
+
+def train_byte_fallback() -> Tokenizer:
+    """As Llama 2's and Mistral's: words with a leading mark, and one token for each byte."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    bytes_as_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", "</s>"], show_progress=False, limit_alphabet=40
+    )
+    tokenizer.train_from_iterator(["the quick brown fox abab", "a bab ab\n"], trainer)
+    state = json.loads(tokenizer.to_str())
+    vocab = state["model"]["vocab"]
+    for token in bytes_as_tokens:
+        vocab.setdefault(token, len(vocab))
+    return Tokenizer.from_str(json.dumps(state))
+
+
+BYTE_FALLBACK = train_byte_fallback()
+
+
+def raw(ids: list[int]) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = ModelText(tokenizer).detokenizer()
+    return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=40))
+def test_byte_level_pieces_of_any_tokens_make_the_whole_text(ids: list[int]) -> None:
+    assert "".join(pieces_of(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS)
+@example("\ufffd\ufffdé")
+def test_no_piece_of_a_text_has_half_a_character(text: str) -> None:
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        ids = tokenizer.encode(text).ids
+        pieces = pieces_of(tokenizer, ids)
+        assert "".join(pieces) == tokenizer.decode(ids)
+        if REPLACEMENT not in text:
+            assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["</s>", "▁the", "▁", "a", "▁a", "b", "<0xE2>"]), max_size=20))
+def test_skipped_tokens_leave_spaces_alone(tokens: list[str]) -> None:
+    ids = [index for token in tokens if (index := BYTE_FALLBACK.token_to_id(token)) is not None]
+    assert "".join(pieces_of(BYTE_FALLBACK, ids)) == BYTE_FALLBACK.decode(ids, skip_special_tokens=True)
+
+
+def test_endless_broken_bytes_do_not_pile_up() -> None:
+    broken = BYTE_FALLBACK.token_to_id("<0xFF>")
+    detokenizer: Any = ModelText(BYTE_FALLBACK).detokenizer()
+    text = "".join(detokenizer.push(broken) for _ in range(500))
+    assert len(text) == 500
+    assert len(detokenizer._window) < 50
+
+
+def test_a_character_in_bytes_is_shown_with_its_last_byte() -> None:
+    detokenizer = ModelText(BYTE_FALLBACK).detokenizer()
+    ids = [BYTE_FALLBACK.token_to_id(f"<0x{byte:02X}>") or 0 for byte in "漢€".encode()]
+    assert [detokenizer.push(token) for token in ids] == ["", "", "漢", "", "", "€"]
+
+
+def cut(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The rule itself: the first stop string to be complete, and of those the one that began first."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("abc", max_size=4), max_size=12),
+)
+def test_stop_strings_cut_the_same_wherever_pieces_end(stops: list[str], pieces: list[str]) -> None:
+    matcher, shown, stopped = StopStrings(stops), "", False
+    whole = "".join(pieces)
+    for piece in pieces:
+        found, stopped = matcher.push(piece)
+        shown += found
+        assert cut(whole, stops)[0].startswith(shown)
+        if stopped:
+            break
+    if not stopped:
+        shown += matcher.flush()
+    assert (shown, stopped) == cut(whole, stops)
+
+
+def test_what_cannot_begin_a_stop_string_is_not_held_back() -> None:
+    matcher = StopStrings(["END", "\n\n"])
+    assert matcher.push("the E").text == "the "
+    assert matcher.push("x").text == "Ex"
+    assert matcher.push("y\n").text == "y"
+    assert matcher.push("z").text == "\nz"
+
+
+@settings(deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=8), st.sampled_from(["", "a", "é€", "\n"]))
+def test_grouping_of_tokens_does_not_matter(text: str, sizes: list[int], stop: str) -> None:
+    """After k tokens the same text is out, whether they came one by one or in deltas: resuming needs it."""
+    model = ModelText(BYTE_LEVEL)
+    ids = list(BYTE_LEVEL.encode(text).ids)
+    stops = [stop] if stop else []
+    grouped, single = SampleText(model.detokenizer(), stops), SampleText(model.detokenizer(), stops)
+    out_grouped = out_single = ""
+    for size in sizes:
+        group, ids = ids[:size], ids[size:]
+        step = grouped.push(raw(group), "")
+        out_grouped += step.text
+        for count, token in enumerate(group, 1):
+            one = single.push(raw([token]), "")
+            out_single += one.text
+            if one.finish:
+                assert (step.finish, step.num_tokens) == ("stop", count)
+                break
+        assert out_grouped == out_single
+        if step.finish:
+            return
+
+
+def test_an_end_token_is_counted_and_not_shown() -> None:
+    model = ModelText(BYTE_LEVEL)
+    ids = list(BYTE_LEVEL.encode("the fox").ids)
+    step = SampleText(model.detokenizer()).push(raw(ids), "stop")
+    assert (step.num_tokens, step.text) == (len(ids), BYTE_LEVEL.decode(ids[:-1]))
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    model = ModelText(BYTE_LEVEL)
+    first = BYTE_LEVEL.encode("€").ids[0]
+    text = SampleText(model.detokenizer())
+    assert text.push(raw([first]), "").text == ""
+    assert text.push(b"", "length").text == BYTE_LEVEL.decode([first])
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        ModelText.load(tmp_path)
+
+
+def test_encode_and_decode(tmp_path: Path) -> None:
+    model = ModelText.load(write_model(tmp_path))
+    tokens = model.encode("<|im_start|>the fox")
+    assert np.frombuffer(tokens, dtype="<u4").tolist() == BYTE_LEVEL.encode("<|im_start|>the fox").ids
+    assert model.decode(tokens) == "the fox"
+    assert model.decode(tokens, keep_special_tokens=True) == "<|im_start|>the fox"
