@@ -250,11 +250,10 @@ class LandingBook:
     def closed(self, report: LandingClosed) -> None:
         """A rank accepts nothing more for the landing; without a one-sided writer that frees it."""
         landing = self._landings.get(report.landing_id)
-        if landing is None or landing.state is not _State.QUARANTINED or report.writer_may_write:
-            return
-        landing.num_closed_ranks += 1
-        if landing.num_closed_ranks == self._num_ranks:
-            self._free(landing)
+        if landing is not None and landing.state is _State.QUARANTINED and not report.writer_may_write:
+            landing.num_closed_ranks += 1
+            if landing.num_closed_ranks == self._num_ranks:
+                self._free(landing)
 
     def writer_gone(self, writer: ReplicaIdentity) -> list[Action]:
         """Proof that `writer` can no longer write (one rank a replica: every connection is closed)."""

@@ -1,0 +1,60 @@
+# Everything happens in .venv; `make demo` is the place to start.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+
+.PHONY: help setup demo serve test test-all lint bench proto
+
+help:
+	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
+	@echo "make serve     the same pools, until Ctrl-C"
+	@echo "make test      lint and the fast tests"
+	@echo "make test-all  lint and all tests"
+	@echo "make bench     the benchmarks of this machine, as JSON lines"
+	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make setup     .venv with everything for development"
+	@echo "make proto     cluster/proto/*_pb2* from tandem.proto"
+
+setup: $(VENV)/.dev
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Tandem needs Python 3.11 or newer; try: make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch"
+	@$(PIP) torch
+	@echo "installing tandem-serve and what it needs"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "installing the development tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.runtime
+	@$(BIN)/tandem demo
+
+serve: $(VENV)/.runtime
+	@$(BIN)/tandem serve --model models/tiny
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	@for script in benchmarks/*.py; do $(BIN)/python -m benchmarks.$$(basename $$script .py) || exit 1; done
+
+proto: $(VENV)/.dev
+	$(BIN)/python -m grpc_tools.protoc -I cluster/proto --python_out=cluster/proto \
+		--pyi_out=cluster/proto --grpc_python_out=cluster/proto tandem.proto
+	sed -i 's/^import tandem_pb2 as/from cluster.proto import tandem_pb2 as/' cluster/proto/tandem_pb2_grpc.py

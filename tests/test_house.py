@@ -1,0 +1,190 @@
+"""The rules of the house that no other tool holds: names, floors, time as an argument, sizes, plain text."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("cluster", "workers", "router", "kvtransfer")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 90
+MAX_README_LINES = 60
+LONG_FILE_REASON = "over 400 lines because"
+"""With the reason after it, in the docstring of a file that may be longer."""
+CLOCK = Path("kvtransfer/clock.py")
+EDGES = {"cluster/server.py", "workers/brain.py", "workers/engine/rank.py"}
+"""Where an exception of any kind becomes an answer: the gRPC handlers, and the main loops of actors."""
+
+_SKIPPED = {".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+
+
+def sources(*folders: str) -> list[Path]:
+    """All Python files below these folders that people write, relative to the root."""
+    return sorted(
+        path.relative_to(ROOT)
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")) and not _SKIPPED & set(path.parts)
+    )
+
+
+def texts() -> Iterator[Path]:
+    """All text files of the repository that people write."""
+    suffixes = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".proto", ".cpp", ".sh", ""}
+    for path in sorted(ROOT.rglob("*")):
+        relative = path.relative_to(ROOT)
+        if path.is_file() and path.suffix in suffixes and not _SKIPPED & set(relative.parts):
+            yield relative
+
+
+CODE = sources(*PACKAGES)
+ALL = sources(*PACKAGES, "tests", "benchmarks", "models")
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), str(path))
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def attributes(path: Path) -> set[str]:
+    """Every dotted expression of a file, as written."""
+    return {ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+
+
+def assert_none(file_to_findings: dict[str, set[str]]) -> None:
+    assert {file: sorted(findings) for file, findings in file_to_findings.items() if findings} == {}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_four_names_are_our_four_folders(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__file__ == str(ROOT / name / "__init__.py")
+
+
+def test_no_module_below_is_named_like_a_package() -> None:
+    assert [path for path in CODE if path.stem in PACKAGES] == []
+    assert [path for path in CODE if path.parent.name in PACKAGES and len(path.parts) > 2] == []
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    nothing = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [path for path in sources(*PACKAGES, "tests") if path.stem in nothing] == []
+
+
+def test_tests_are_not_a_package() -> None:
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def test_time_and_randomness_are_arguments() -> None:
+    banned = {"asyncio.sleep", "datetime.now", "datetime.datetime.now", "torch.seed", "np.random.seed"}
+    found = {
+        str(path): (imported(path) & {"time", "random"}) | (attributes(path) & banned)
+        for path in CODE
+        if path != CLOCK
+    }
+    assert_none(found)
+
+
+def test_nothing_is_pickled() -> None:
+    banned = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "torch.load", "torch.save"}
+    assert_none({str(path): (imported(path) | attributes(path)) & banned for path in CODE})
+
+
+def test_broad_excepts_stand_at_the_edges_only() -> None:
+    found = {
+        str(path): {
+            f"line {node.lineno}"
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.ExceptHandler)
+            and (node.type is None or {"Exception", "BaseException"} & set(_names(node.type)))
+        }
+        for path in CODE
+        if path.as_posix() not in EDGES
+    }
+    assert_none(found)
+
+
+def test_the_environment_is_read_at_the_command_line_only() -> None:
+    readers = {"cluster/__main__.py", "workers/ranks.py"}  # the latter hands it on to its children
+    assert_none(
+        {
+            str(path): attributes(path) & {"os.environ", "os.getenv"}
+            for path in CODE
+            if path.as_posix() not in readers
+        }
+    )
+
+
+def test_ray_is_applied_in_two_files() -> None:
+    users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
+    assert users == ["cluster/app.py", "cluster/serve.py"]
+
+
+def test_files_have_a_docstring_and_a_size() -> None:
+    found: dict[str, set[str]] = {}
+    for path in ALL:
+        text = (ROOT / path).read_text()
+        problems = found.setdefault(str(path), set())
+        if text.strip() and not ast.get_docstring(tree(path)):
+            problems.add("no docstring")
+        num_lines = len(text.splitlines())
+        if num_lines > MAX_FILE_LINES and LONG_FILE_REASON not in text[:800]:
+            problems.add(f"{num_lines} lines")
+    assert_none(found)
+
+
+def test_functions_have_a_size() -> None:
+    found = {
+        str(path): {
+            f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.end_lineno is not None
+            and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+        }
+        for path in ALL
+    }
+    assert_none(found)
+
+
+def test_every_folder_has_a_short_readme() -> None:
+    for folder in (*PACKAGES, "tests", "benchmarks", "models"):
+        readme = ROOT / folder / "README.md"
+        assert readme.is_file(), f"{folder} has no README.md"
+        assert len(readme.read_text().splitlines()) < MAX_README_LINES, f"{folder}/README.md is long"
+
+
+def test_no_path_of_a_machine_is_written_down() -> None:
+    machine = re.compile(
+        "|".join(("/" + "work/", "/" + "home/" + "[a-z]", "/" + "Users/" + "[a-z]", "/" + "opt/"))
+    )
+    found = [
+        f"{path}:{number}"
+        for path in texts()
+        for number, line in enumerate((ROOT / path).read_text(errors="ignore").splitlines(), 1)
+        if machine.search(line)
+    ]
+    assert found == []
+
+
+def _names(node: ast.expr) -> Iterator[str]:
+    elements = node.elts if isinstance(node, ast.Tuple) else [node]
+    return (ast.unparse(element) for element in elements)
