@@ -103,7 +103,7 @@ class Front:
     """One gateway with its own roster over some replicas of a house; several can share the replicas."""
 
     def __init__(self, house: House, model_dir: Path, **router: Any) -> None:
-        """`router` are settings of it; the plain policy by default, under which every prompt is handed over."""
+        """`router`: its settings. By default the policy is plain, and every prompt is handed over."""
         number = next(_FRONT_NUMBERS)
         self.house = house
         self.clock = SystemClock()

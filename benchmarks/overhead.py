@@ -1,0 +1,397 @@
+"""What brain, Link, gateway and hand-over add to the bare engine: `python -m benchmarks.overhead`.
+
+Stages, each on top of the one before, with one process for every part as in the cluster:
+
+    executor    the step plans of the run, replayed by an Executor in this process
+    brain       a rank process and its brain, asked over a Link
+    gateway     a gateway before that brain, asked over gRPC
+    hand-over   a gateway before a prefill and a decode replica
+
+All stages take turns in every round with new prompts of the same lengths, so that other load on the machine
+falls on all of them. Each runs twice in its turn and only the second counts: caches are as warm for all.
+Times are medians over all requests and tokens; `added` is against the stage before, `ratio` against the
+executor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from cluster.client import Client, GenerateOptions
+from cluster.config import parse_config
+from cluster.gateway import Gateway
+from cluster.messages import ReplicaRecord, RosterView
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster import VIEW_CODEC, LocalRoster
+from kvtransfer.clock import SystemClock
+from kvtransfer.config import TransferConfig
+from kvtransfer.keys import block_keys
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.secret import draw_secret
+from workers.brain import Brain
+from workers.config import EngineConfig
+from workers.engine.blocks import BlockPool
+from workers.engine.executor import Executor, read_dtype
+from workers.engine.scheduler import Scheduler
+from workers.links import FrameStream, open_stream
+from workers.messages import (
+    LINK_DOWN_CODEC,
+    LINK_UP_CODEC,
+    GatewayHello,
+    SampleState,
+    SamplingParams,
+    StepFrame,
+    StepPlan,
+    Submission,
+)
+from workers.model.config import model_fingerprint, read_model_config
+from workers.ranks import ProcessLauncher
+from workers.steps import PIPELINE_DEPTH
+
+BLOCK_TOKENS = 16
+CLOCK = SystemClock()
+
+
+@dataclass
+class Times:
+    """Of one stage and batch: to the first token of each request, and between its tokens; seconds."""
+
+    ttfts: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, started_at: float, arrivals: list[tuple[float, int]]) -> None:
+        """One request: when its tokens came, and how many at a time."""
+        self.ttfts.append(arrivals[0][0] - started_at)
+        for (before, _), (at, num_tokens) in pairwise(arrivals):
+            self.gaps += [(at - before) / num_tokens] * num_tokens
+
+
+Stage = Callable[[list[bytes], Times], Awaitable[None]]
+"""Runs the prompts at once and notes their times."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run in every stage."""
+
+    model: Path
+    dtype: str
+    threads: int
+    num_tokens: int
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(block_tokens=BLOCK_TOKENS, kv_tokens=16384, num_threads=self.threads)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.num_tokens, ignore_eos=True)
+
+    def submissions(self, prompts: list[bytes], prefix: str) -> list[Submission]:
+        fingerprint = model_fingerprint(self.model)
+        return [
+            Submission(
+                request_id=f"{prefix}{index}",
+                attempt=1,
+                tenant="",
+                priority=0,
+                prompt=prompt,
+                block_keys=block_keys(prompt, BLOCK_TOKENS, fingerprint, ""),
+                samples=(SampleState(0, index),),
+                sampling=self.sampling,
+                decode=None,
+                deadline_s=None,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+# ------------------------------------------------------------------------------------------- the stages
+
+
+class BareExecutor:
+    """Replays the plans that a scheduler made for these prompts; only the executor is on the clock."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._executor = Executor(
+            model_dir=setting.model,
+            dtype=read_dtype(setting.dtype),
+            device=torch.device("cpu"),
+            block_tokens=BLOCK_TOKENS,
+            num_kv_tokens=setting.engine.kv_tokens,
+            num_threads=setting.threads,
+            clock=CLOCK,
+        )
+        self._executor.warm_up()
+
+    async def __call__(self, prompts: list[bytes], times: Times) -> None:
+        plans = self._record(prompts)
+        arrivals: dict[int, list[tuple[float, int]]] = {}
+        started_at = CLOCK.now()
+        for plan in plans:
+            report = self._executor.run(plan)
+            now = CLOCK.now()
+            for token in report.tokens:
+                arrivals.setdefault(token.slot, []).append((now, 1))
+        self._free(plans)
+        for of_slot in arrivals.values():
+            times.add(started_at, of_slot)
+
+    def _record(self, prompts: list[bytes]) -> list[StepPlan]:
+        """The plans of a run with as many plans ahead as a brain has."""
+        fields = self._executor.ready_fields
+        pool = BlockPool(fields.num_blocks, BLOCK_TOKENS)
+        scheduler = Scheduler(
+            self._setting.engine,
+            pool,
+            eos_token_ids=fields.eos_token_ids,
+            max_context_tokens=fields.max_context_tokens,
+            fingerprint=fields.compatibility.model_fingerprint,
+        )
+        for submission in self._setting.submissions(prompts, "plan"):
+            scheduler.submit(submission, CLOCK.now())
+        plans: list[StepPlan] = []
+        ahead: deque[StepPlan] = deque()
+        while not scheduler.is_idle:
+            while len(ahead) < PIPELINE_DEPTH and (plan := scheduler.plan(CLOCK.now())) is not None:
+                plans.append(plan)
+                ahead.append(plan)
+            scheduler.settle(self._executor.run(ahead.popleft()), CLOCK.now())
+        self._free(plans)
+        return plans
+
+    def _free(self, plans: list[StepPlan]) -> None:
+        """The slots that the last plans left taken."""
+        taken: set[int] = set()
+        for plan in plans:
+            taken = taken - set(plan.free_slots) | {start.slot for start in plan.starts}
+        self._executor.run(StepPlan(0, tuple(taken), (), (), ()))
+
+
+class OverLink:
+    """A gateway reduced to its Link."""
+
+    def __init__(self, setting: Setting, stream: FrameStream) -> None:
+        self._setting = setting
+        self._stream = stream
+        self._num_runs = 0
+
+    async def __call__(self, prompts: list[bytes], times: Times) -> None:
+        self._num_runs += 1
+        submissions = self._setting.submissions(prompts, f"run{self._num_runs}-")
+        arrivals: dict[str, list[tuple[float, int]]] = {it.request_id: [] for it in submissions}
+        running = set(arrivals)
+        started_at = CLOCK.now()
+        for submission in submissions:
+            self._stream.send(LINK_DOWN_CODEC.encode(submission))
+        while running:
+            frame = await self._stream.receive()
+            assert frame is not None, "the brain is gone"
+            message = LINK_UP_CODEC.decode(frame)
+            now = CLOCK.now()
+            if isinstance(message, StepFrame):
+                assert not message.failures, message.failures
+                for delta in message.deltas:
+                    arrivals[delta.request_id].append((now, len(delta.tokens) // 4))
+                    running -= {delta.request_id} if delta.finish else set()
+        for of_request in arrivals.values():
+            times.add(started_at, of_request)
+
+
+class OverGrpc:
+    """A client of a gateway."""
+
+    def __init__(self, setting: Setting, address: str) -> None:
+        self._setting = setting
+        self.client = Client(address)
+
+    async def __call__(self, prompts: list[bytes], times: Times) -> None:
+        await asyncio.gather(*(self._one(prompt, times) for prompt in prompts))
+
+    async def _one(self, prompt: bytes, times: Times) -> None:
+        ids = np.frombuffer(prompt, dtype="<u4").tolist()
+        options = GenerateOptions(max_tokens=self._setting.num_tokens, ignore_eos=True)
+        arrivals: list[tuple[float, int]] = []
+        started_at = CLOCK.now()
+        async for event in self.client.generate(ids, options):
+            if isinstance(event, pb.Delta):
+                arrivals.append((CLOCK.now(), len(event.token_ids)))
+        times.add(started_at, arrivals)
+
+
+# ---------------------------------------------------------------------------------- processes beside this
+
+
+@asynccontextmanager
+async def part(kind: str, **order: Any) -> AsyncIterator[str]:
+    """A process of this program that plays one part; gives what it prints when it is ready."""
+    command = [sys.executable, "-m", "benchmarks.overhead", "--part", kind]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(order).encode() + b"\n")
+    try:
+        line = await process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the {kind} did not start")
+        yield line.decode().strip()
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+async def play_brain(order: dict[str, Any]) -> None:
+    brain = Brain(
+        identity=ReplicaIdentity(order["name"], 1),
+        pool=order["role"],
+        role=order["role"],
+        model_dir=order["model"],
+        dtype=order["dtype"],
+        device="cpu",
+        engine=EngineConfig(**order["engine"]),
+        transfer=TransferConfig(),
+        secret=bytes.fromhex(order["secret"]),
+        launcher=ProcessLauncher(),
+        clock=CLOCK,
+        host="127.0.0.1",
+    )
+    await brain.start()
+    record = ReplicaRecord(
+        identity=brain.identity,
+        pool=order["role"],
+        role=order["role"],
+        address=brain.address,
+        model="bench",
+        compatibility=brain.compatibility,
+        process_id=0,
+        rank_process_ids=brain.rank_process_ids,
+    )
+    print(VIEW_CODEC.encode(RosterView(1, (record,))).hex(), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await brain.stop()
+
+
+async def play_gateway(order: dict[str, Any]) -> None:
+    roster = LocalRoster(CLOCK)
+    for view in order["views"]:
+        for record in VIEW_CODEC.decode(bytes.fromhex(view)).replicas:
+            await roster.register_replica(record)
+    engine = {"block_tokens": BLOCK_TOKENS}
+    config = parse_config(
+        {
+            "model": order["model"],
+            "pools": [{"name": role, "role": role, "engine": engine} for role in ("prefill", "decode")],
+            "gateway": {"port": 0},
+            "router": {"policy": "round_robin", "skip_prefill_tokens": 0},
+        },
+        "overhead",
+    )
+    secret = bytes.fromhex(order["secret"])
+    gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, secret=secret, clock=CLOCK)
+    port = await gateway.start()
+    while not all(view.takes_requests for view in gateway.links.views()) or not gateway.links.has_route():
+        await CLOCK.sleep(0.01)
+    print(f"127.0.0.1:{port}", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await gateway.stop()
+
+
+# ---------------------------------------------------------------------------------------------- the run
+
+
+async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, num_rounds: int) -> None:
+    secret = draw_secret()
+    common = {"model": str(setting.model), "secret": secret.hex()}
+    engine = setting.engine.model_dump()
+    async with AsyncExitStack() as parts:
+        views = {
+            role: await parts.enter_async_context(
+                part("brain", name=role, role=role, dtype=setting.dtype, engine=engine, **common)
+            )
+            for role in ("both", "prefill", "decode")
+        }
+        (both,) = VIEW_CODEC.decode(bytes.fromhex(views["both"])).replicas
+        link = await open_stream(both.address, "link", secret, "bench")
+        link.send(LINK_DOWN_CODEC.encode(GatewayHello("bench", 1)))
+        await link.receive()
+        one = await parts.enter_async_context(part("gateway", views=[views["both"]], **common))
+        split = [views["prefill"], views["decode"]]
+        two = await parts.enter_async_context(part("gateway", views=split, **common))
+        fronts = [OverGrpc(setting, one), OverGrpc(setting, two)]
+        stages: dict[str, Stage] = {
+            "executor": BareExecutor(setting),
+            "brain": OverLink(setting, link),
+            "gateway": fronts[0],
+            "hand-over": fronts[1],
+        }
+        vocab_size = read_model_config(setting.model).vocab_size
+        draw = np.random.default_rng(0)
+
+        def prompts(batch: int) -> list[bytes]:
+            ids = draw.integers(4, vocab_size, (batch, num_prompt_tokens), dtype="<u4")
+            return [bytes(row.tobytes()) for row in ids]
+
+        for batch in batches:
+            times = {name: Times() for name in stages}
+            for _ in range(num_rounds):
+                for name, stage in stages.items():
+                    await stage(prompts(batch), Times())
+                    await stage(prompts(batch), times[name])
+            report(times, batch, num_prompt_tokens, setting)
+        for front in fronts:
+            await front.client.close()
+
+
+def report(stage_to_times: dict[str, Times], batch: int, num_prompt_tokens: int, setting: Setting) -> None:
+    base: dict[str, float] = {}
+    before: dict[str, float] = {}
+    for name, times in stage_to_times.items():
+        now = {"ttft_ms": 1e3 * median(times.ttfts), "itl_ms": 1e3 * median(times.gaps)}
+        base, before = base or now, before or now
+        line: dict[str, Any] = {"what": name, "batch": batch}
+        line |= {key: round(value, 3) for key, value in now.items()}
+        for key, value in now.items():
+            line[f"added_{key}"] = round(value - before[key], 3)
+            line[f"ratio_{key[:-3]}"] = round(value / base[key], 3)
+        line |= {"prompt": num_prompt_tokens, "tokens": setting.num_tokens, "dtype": setting.dtype}
+        print(json.dumps(line), flush=True)
+        before = now
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("models/tiny"), help="checkpoint folder")
+    parser.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch", type=lambda text: [int(it) for it in text.split(",")], default="1,16")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--part", choices=["brain", "gateway"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        play = {"brain": play_brain, "gateway": play_gateway}[args.part]
+        asyncio.run(play(json.loads(sys.stdin.readline())))
+        return
+    setting = Setting(args.model, args.dtype, args.threads, args.tokens)
+    asyncio.run(measure(setting, args.batch, args.prompt, args.rounds))
+
+
+if __name__ == "__main__":
+    main()
