@@ -32,3 +32,15 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         return made[key]
 
     return make
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to compute on a CPU: compiled kernels, and the torch code of a machine without a compiler."""
+    from workers.model import native
+
+    if request.param == "torch":
+        monkeypatch.setattr(native, "serves", lambda device, dtype: False)
+    elif native.load() is None:
+        pytest.skip("this machine has no C++ compiler, so there are no kernels to test")
+    return str(request.param)

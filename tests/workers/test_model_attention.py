@@ -10,6 +10,8 @@ from torch import Tensor
 
 from workers.model.attention import AttentionBatch, SequenceSpan, paged_attention, write_kv
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 CPU = torch.device("cpu")
 LAYERS, HEAD_DIM = 2, 8
 
@@ -61,8 +63,8 @@ def test_it_equals_a_loop_over_tokens(
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=0, atol=tolerance)
 
 
-def test_long_and_short_decoding_sequences_share_no_padding() -> None:
-    """A group's longest context is at most twice its shortest, in blocks."""
+def test_long_and_short_decoding_sequences_share_no_padding(backend: str) -> None:
+    """A group's longest context is at most twice its shortest, in blocks. The kernels need no groups."""
     lengths = [5, 900, 40, 70, 33, 16, 500]
     tables = iter(range(1000))
     spans = [
@@ -74,6 +76,10 @@ def test_long_and_short_decoding_sequences_share_no_padding() -> None:
     query = torch.randn(len(lengths), 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     paged_attention(query, kv, 0, 0, batch)
     (plan,) = batch._plans.values()
+    if backend == "kernels":
+        assert plan.paged is not None
+        assert plan.paged.ends.tolist() == lengths
+        return
     assert sorted(row for group in plan.groups for row in group.rows.tolist()) == list(range(len(lengths)))
     for group in plan.groups:
         blocks = [-(-lengths[row] // 16) for row in group.rows.tolist()]

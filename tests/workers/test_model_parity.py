@@ -17,6 +17,8 @@ from torch import Tensor
 from workers.model.attention import AttentionBatch, SequenceSpan
 from workers.model.decoder import Decoder, load_decoder
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 64

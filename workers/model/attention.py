@@ -1,7 +1,8 @@
 """Attention over paged KV for a flattened batch of prefill chunks and decoding sequences.
 
-Plain torch on any device. It is tested on CPU; on CUDA it has not been run, and a paged Triton kernel
-belongs there behind `paged_attention`. Letters: T tokens of the step, H query heads, K key-value heads,
+On a CPU with a compiler, decoding sequences are attended where their blocks lie (`workers.model.native`);
+everything else is plain torch on any device. On CUDA it has not been run, and a paged Triton kernel belongs
+there behind `paged_attention`. Letters: T tokens of the step, H query heads, K key-value heads,
 G = H / K, D head size, B decoding sequences, S context tokens.
 """
 
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from workers.model import native
 
 # A group of decoding sequences is gathered into one padded tensor: the longest context of a group is at
 # most twice the shortest, and a group has at most this many padded tokens.
@@ -40,6 +43,17 @@ class _DecodeGroup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _PagedDecodes:
+    """All sequences with one new token each, for the kernel: `rows` [B] of the batch, block `tables` [B, n],
+    and the keys [firsts, ends) that each sees, relative to its table's first block."""
+
+    rows: Tensor
+    tables: Tensor
+    firsts: Tensor
+    ends: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
     """Several new tokens of one sequence: `rows` of the batch, `kv_rows` [2 * K * n] as above, the keys
     [first, end) of the gathered tokens, and `bias` [rows, end - first], None for a plain causal mask."""
@@ -52,6 +66,9 @@ class _Chunk:
 
 
 class _Plan(NamedTuple):
+    """`paged` or `groups` cover the decoding sequences, `chunks` the others."""
+
+    paged: _PagedDecodes | None
     groups: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
 
@@ -147,14 +164,27 @@ def paged_attention(query: Tensor, kv: Tensor, layer: int, window: int, batch: A
     blocks = kv.view(-1, shape.block_tokens * shape.head_dim)
     first_row = layer * 2 * shape.num_kv_heads
     num_tokens, num_heads, head_dim = query.shape
+    if plan.paged is not None and not plan.chunks:
+        return _decode_paged(query, kv, layer, plan.paged)
     if len(plan.groups) == 1 and not plan.chunks:
         return _decode_group(query, blocks, first_row, plan.groups[0], shape)
     output = query.new_empty(num_tokens, num_heads * head_dim)
+    if plan.paged is not None:
+        output[plan.paged.rows] = _decode_paged(query[plan.paged.rows], kv, layer, plan.paged)
     for group in plan.groups:
         output[group.rows] = _decode_group(query[group.rows], blocks, first_row, group, shape)
     for chunk in plan.chunks:
         output[chunk.rows] = _prefill_chunk(query[chunk.rows], blocks, first_row, chunk, shape)
     return output
+
+
+def _decode_paged(query: Tensor, kv: Tensor, layer: int, decodes: _PagedDecodes) -> Tensor:
+    """`query` [B, H, D] to [B, H * D]."""
+    kernels = native.load()
+    assert kernels is not None
+    return kernels.decode_attention(
+        query.contiguous(), kv, layer, decodes.tables, decodes.firsts, decodes.ends
+    )
 
 
 def _kv_shape(kv: Tensor) -> KvShape:
@@ -203,9 +233,11 @@ def _make_plan(batch: AttentionBatch, window: int, shape: KvShape, dtype: torch.
         else:
             chunks.append(_make_chunk(batch, span, row, window, shape, dtype))
         row += span.num_tokens
+    if decodes and native.serves(batch.positions.device, dtype):
+        return _Plan(_make_paged(batch, decodes, window, shape), (), tuple(chunks))
     groups = _split_by_length(batch, decodes, window, shape)
     made = [_make_group(batch, sorted(group), window, shape, dtype) for group in groups]
-    return _Plan(tuple(made), tuple(chunks))
+    return _Plan(None, tuple(made), tuple(chunks))
 
 
 def _first_block(span: SequenceSpan, window: int, shape: KvShape) -> int:
@@ -236,9 +268,18 @@ def _split_by_length(
     return groups
 
 
-def _make_group(
-    batch: AttentionBatch, decodes: list[tuple[int, int]], window: int, shape: KvShape, dtype: torch.dtype
-) -> _DecodeGroup:
+def _make_paged(
+    batch: AttentionBatch, decodes: list[tuple[int, int]], window: int, shape: KvShape
+) -> _PagedDecodes:
+    tables, firsts, ends = _tables(batch, decodes, window, shape)
+    return _PagedDecodes(torch.tensor([row for _, row in decodes]), tables, firsts, ends)
+
+
+def _tables(
+    batch: AttentionBatch, decodes: list[tuple[int, int]], window: int, shape: KvShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block tables [B, n] padded with their last block, and the keys [first, end) [B] that each sequence
+    sees, relative to its table's first block."""
     spans = [batch.spans[number] for number, _ in decodes]
     most = max(_num_blocks(span, window, shape) for span in spans)
     tables, firsts, ends = [], [], []
@@ -250,14 +291,24 @@ def _make_group(
         firsts.append(max(0, span.start - window + 1) - begin if window else 0)
         ends.append(span.start + 1 - begin)
     device = batch.positions.device
-    key = torch.arange(most * shape.block_tokens, device=device)
-    hidden = (key >= torch.tensor(ends, device=device)[:, None]) | (
-        key < torch.tensor(firsts, device=device)[:, None]
+    return (
+        torch.tensor(tables, device=device),
+        torch.tensor(firsts, device=device),
+        torch.tensor(ends, device=device),
     )
+
+
+def _make_group(
+    batch: AttentionBatch, decodes: list[tuple[int, int]], window: int, shape: KvShape, dtype: torch.dtype
+) -> _DecodeGroup:
+    tables, firsts, ends = _tables(batch, decodes, window, shape)
+    device = batch.positions.device
+    key = torch.arange(tables.shape[1] * shape.block_tokens, device=device)
+    hidden = (key >= ends[:, None]) | (key < firsts[:, None])
     bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
     return _DecodeGroup(
         rows=torch.tensor([row for _, row in decodes], device=device),
-        kv_rows=_kv_rows(torch.tensor(tables, device=device), shape),
+        kv_rows=_kv_rows(tables, shape),
         bias=bias.repeat_interleave(shape.num_kv_heads, 0)[:, None],
     )
 

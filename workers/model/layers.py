@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.model import native
 from workers.model.attention import AttentionBatch, paged_attention, write_kv
 from workers.model.config import RopeConfig
 from workers.model.weights import LayerWeights, LinearWeights
@@ -53,6 +54,10 @@ def _can_pack(weight: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale the last dimension to unit mean square in float32, round, then multiply by `weight`."""
+    if native.serves(x.device, x.dtype) and x.stride(-1) == 1:
+        kernels = native.load()
+        assert kernels is not None
+        return kernels.rms_norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
 
 
@@ -121,6 +126,12 @@ class DecoderLayer:
         qkv = self._qkv(normed).view(hidden.shape[0], -1, self._head_dim)
         num_rotated = self._num_heads + self._num_kv_heads
         rotated = qkv[:, :num_rotated]
+        kernels = native.load() if native.serves(qkv.device, qkv.dtype) else None
+        if kernels is not None:
+            if self._qk_norm is not None:
+                kernels.rms_norm(rotated, self._qk_norm, self._eps, out=rotated)
+            blocks, offsets = batch.token_blocks[rows], batch.token_offsets[rows]
+            return kernels.rotate_and_write(qkv, cos, sin, blocks, offsets, kv, self._index)
         if self._qk_norm is not None:
             rotated = rms_norm(rotated, self._qk_norm, self._eps)
         rotated = rotate(rotated, cos, sin)

@@ -1,0 +1,161 @@
+// The small operations of a decoder layer on a CPU, each in one pass over its data: RMS norm, rotary embedding
+// with the KV write, and decode attention that reads the paged blocks where they lie. `workers/model/native`
+// compiles and binds this file; without a compiler the torch code beside each call does the same.
+//
+// Elements are float or bfloat16 (kept as uint16_t); arithmetic is float. Rounding follows the torch code:
+// a bfloat16 intermediate is rounded wherever torch would store one.
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(Bf16 value) {
+  uint32_t bits = uint32_t(value.bits) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, 4);
+  return result;
+}
+
+inline void store(float value, float* to) { *to = value; }
+
+inline void store(float value, Bf16* to) {  // round to nearest even; NaN stays NaN
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  to->bits = uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+template <typename T>
+inline float rounded(float value) {
+  T stored;
+  store(value, &stored);
+  return to_float(stored);
+}
+
+// x: [rows, heads, size], rows `x_stride` elements apart; weight: [heads, size]; out: [rows, heads, size] with
+// rows `out_stride` apart, may be x.
+template <typename T>
+void rms_norm(const T* x, int64_t x_stride, const T* weight, T* out, int64_t out_stride, int64_t rows,
+              int64_t heads, int64_t size, float eps) {
+#pragma omp parallel for if (rows * heads * size > 16384)
+  for (int64_t row = 0; row < rows; row++) {
+    for (int64_t head = 0; head < heads; head++) {
+      const T* from = x + row * x_stride + head * size;
+      const T* scale = weight + head * size;
+      T* to = out + row * out_stride + head * size;
+      float sum = 0;
+      for (int64_t i = 0; i < size; i++) sum += to_float(from[i]) * to_float(from[i]);
+      float factor = 1.0f / std::sqrt(sum / float(size) + eps);
+      for (int64_t i = 0; i < size; i++)
+        store(rounded<T>(to_float(from[i]) * factor) * to_float(scale[i]), to + i);
+    }
+  }
+}
+
+// qkv: [rows, H + 2K, D]; cos, sin: [rows, D], sin signed for the pairs (d, d + D/2). Writes the rotated
+// queries [rows, H, D] to `query`, rotated keys and the values into the blocks: block b starts at
+// kv + b * block_stride, the layer's keys at + layer_offset, its values K * block_tokens * D later.
+template <typename T>
+void rotate_and_write(const T* qkv, const T* cos, const T* sin, const int64_t* blocks, const int64_t* offsets,
+                      T* query, T* kv, int64_t block_stride, int64_t layer_offset, int64_t rows, int64_t H,
+                      int64_t K, int64_t D, int64_t block_tokens) {
+#pragma omp parallel for if (rows * (H + 2 * K) * D > 16384)
+  for (int64_t row = 0; row < rows; row++) {
+    T* keys = kv + blocks[row] * block_stride + layer_offset + offsets[row] * D;
+    T* values = keys + K * block_tokens * D;
+    for (int64_t head = 0; head < H + 2 * K; head++) {
+      const T* from = qkv + (row * (H + 2 * K) + head) * D;
+      if (head >= H + K) {
+        __builtin_memcpy(values + (head - H - K) * block_tokens * D, from, D * sizeof(T));
+        continue;
+      }
+      T* to = head < H ? query + (row * H + head) * D : keys + (head - H) * block_tokens * D;
+      const T *c = cos + row * D, *s = sin + row * D;
+      int64_t half = D / 2;
+      for (int64_t i = 0; i < half; i++) {
+        float low = to_float(from[i]), high = to_float(from[i + half]);
+        store(rounded<T>(low * to_float(c[i])) + high * to_float(s[i]), to + i);
+        store(rounded<T>(high * to_float(c[i + half])) + low * to_float(s[i + half]), to + i + half);
+      }
+    }
+  }
+}
+
+// One new token each of B sequences. query, out: [B, H, D]; tables: [B, max_blocks] block ids, of which the
+// keys [first, end) count, relative to the table's first block. One task a (sequence, key-value head).
+template <typename T>
+void decode_attention(const T* query, const T* kv, int64_t block_stride, int64_t layer_offset,
+                      const int64_t* tables, const int64_t* firsts, const int64_t* ends, T* out, int64_t B,
+                      int64_t H, int64_t K, int64_t D, int64_t block_tokens, int64_t max_blocks, float scale) {
+  int64_t G = H / K;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t b = 0; b < B; b++) {
+    for (int64_t k = 0; k < K; k++) {
+      int64_t first = firsts[b], end = ends[b], length = end - first;
+      std::vector<float> scratch(G * length + 2 * G * D + D);
+      float *scores = scratch.data(), *q = scores + G * length, *sums = q + G * D, *lane = sums + G * D;
+      for (int64_t i = 0; i < G * D; i++) q[i] = to_float(query[(b * H + k * G) * D + i]) * scale;
+      auto head = [&](int64_t position, int64_t offset) {
+        int64_t block = tables[b * max_blocks + position / block_tokens];
+        return kv + block * block_stride + layer_offset + offset + (k * block_tokens + position % block_tokens) * D;
+      };
+      for (int64_t j = 0; j < length; j++) {
+        const T* key = head(first + j, 0);
+        for (int64_t i = 0; i < D; i++) lane[i] = to_float(key[i]);
+        for (int64_t g = 0; g < G; g++) {
+          float dot = 0;
+          for (int64_t i = 0; i < D; i++) dot += q[g * D + i] * lane[i];
+          scores[g * length + j] = dot;
+        }
+      }
+      for (int64_t g = 0; g < G; g++) {
+        float *row = scores + g * length, top = row[0], total = 0;
+        for (int64_t j = 1; j < length; j++) top = row[j] > top ? row[j] : top;
+        for (int64_t j = 0; j < length; j++) total += row[j] = std::exp(row[j] - top);
+        for (int64_t j = 0; j < length; j++) row[j] /= total;
+      }
+      for (int64_t j = 0; j < length; j++) {
+        const T* value = head(first + j, K * block_tokens * D);
+        for (int64_t i = 0; i < D; i++) lane[i] = to_float(value[i]);
+        for (int64_t g = 0; g < G; g++) {
+          float part = scores[g * length + j];
+          for (int64_t i = 0; i < D; i++) sums[g * D + i] += part * lane[i];
+        }
+      }
+      for (int64_t i = 0; i < G * D; i++) store(sums[i], out + (b * H + k * G) * D + i);
+    }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(NAME, TYPE)                                                                                     \
+  extern "C" void rms_norm_##NAME(const TYPE* x, int64_t x_stride, const TYPE* weight, TYPE* out,              \
+                                  int64_t out_stride, int64_t rows, int64_t heads, int64_t size, float eps) {  \
+    rms_norm<TYPE>(x, x_stride, weight, out, out_stride, rows, heads, size, eps);                              \
+  }                                                                                                            \
+  extern "C" void rotate_and_write_##NAME(const TYPE* qkv, const TYPE* cos, const TYPE* sin,                   \
+                                          const int64_t* blocks, const int64_t* offsets, TYPE* query,          \
+                                          TYPE* kv, int64_t block_stride, int64_t layer_offset, int64_t rows,  \
+                                          int64_t H, int64_t K, int64_t D, int64_t block_tokens) {             \
+    rotate_and_write<TYPE>(qkv, cos, sin, blocks, offsets, query, kv, block_stride, layer_offset, rows, H, K,  \
+                           D, block_tokens);                                                                   \
+  }                                                                                                            \
+  extern "C" void decode_attention_##NAME(const TYPE* query, const TYPE* kv, int64_t block_stride,             \
+                                          int64_t layer_offset, const int64_t* tables, const int64_t* firsts,  \
+                                          const int64_t* ends, TYPE* out, int64_t B, int64_t H, int64_t K,     \
+                                          int64_t D, int64_t block_tokens, int64_t max_blocks, float scale) {  \
+    decode_attention<TYPE>(query, kv, block_stride, layer_offset, tables, firsts, ends, out, B, H, K, D,       \
+                           block_tokens, max_blocks, scale);                                                   \
+  }
+
+EXPORT(float32, float)
+EXPORT(bfloat16, Bf16)
