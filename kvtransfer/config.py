@@ -15,7 +15,10 @@ class TransferConfig(BaseModel):
     min_gb_s: float = Field(default=0.0, ge=0)
     """A path measured below this is refused (0: no floor)."""
     landing_lease_s: float = Field(default=10.0, gt=0)
-    """A landing without progress for this long is aborted."""
+    """A landing whose writer is not heard of for this long is aborted."""
+    landing_stall_s: float = Field(default=30.0, gt=0)
+    """A writer whose prompt has not moved on for this long stops renewing the lease. It is longer than any
+    step may take; two replicas that wait for each other's room part by it."""
     landing_queue: int = Field(default=256, ge=1)
     """Landings waiting for room at a decode replica before it refuses."""
     growth_reserve: float = Field(default=0.1, ge=0, lt=1)

@@ -77,8 +77,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
     """Queue one frame for sending."""
-    writer.write(_LENGTH.pack(len(frame)))
-    writer.write(frame)
+    writer.write(_LENGTH.pack(len(frame)) + frame)
 
 
 async def prove_as_async_server(

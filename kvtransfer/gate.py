@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
+from kvtransfer.secret import draw_id
 
 EARLY_WAIT_S = 5.0
 """A connection waits this long for the order that opens a landing: the writer may be faster than it."""
@@ -44,7 +45,7 @@ class OpenedLanding:
         self.is_open = True
         self.writer = writer
         self.block_ids = block_ids
-        self.admitted: set[int] = set()
+        self.admitted: set[bytes] = set()
         """The one-sided connections that may be writing it."""
 
 
@@ -56,8 +57,7 @@ class Gate:
         self._changed = threading.Condition(threading.RLock())
         self._landings: dict[bytes, OpenedLanding] = {}
         self._closed = RecentIds()
-        self._connections: dict[int, ReplicaIdentity] = {}
-        self._num_connections = 0
+        self._connections: dict[bytes, ReplicaIdentity] = {}
         self._is_shut = False
 
     def open(self, order: OpenLanding) -> None:
@@ -74,17 +74,17 @@ class Gate:
             self._changed.notify_all()
 
     def close(self, landing_id: bytes) -> None:
-        """Accept nothing more and report whether a one-sided writer was let in and is still connected."""
+        """Accept nothing more and report which one-sided connections were let in and are still open."""
         with self._changed:
             landing = self._landings.pop(landing_id, None)
             self._closed.add(landing_id)
             self._changed.notify_all()
-            may_write = False
+            connections: tuple[bytes, ...] = ()
             if landing is not None:
                 with landing.lock:
                     landing.is_open = False
-                may_write = bool(landing.admitted)
-            self._report(LandingClosed(landing_id, may_write))
+                connections = tuple(sorted(landing.admitted))
+            self._report(LandingClosed(landing_id, connections))
 
     def find(self, landing_id: bytes, writer: ReplicaIdentity) -> OpenedLanding | None:
         """The open landing, waiting for the order that opens it; None when it is closed or another's."""
@@ -93,7 +93,7 @@ class Gate:
             landing = self._landings.get(landing_id)
             return landing if landing is not None and landing.writer == writer else None
 
-    def admit(self, landing_id: bytes, connection: int) -> bool:
+    def admit(self, landing_id: bytes, connection: bytes) -> bool:
         """Let a one-sided connection write the landing from now until the connection ends."""
         landing = self.find(landing_id, self._connections[connection])
         with self._changed:
@@ -102,21 +102,20 @@ class Gate:
             landing.admitted.add(connection)
             return True
 
-    def enter(self, writer: ReplicaIdentity) -> int:
-        """Count a one-sided connection; call it before the writer can reach the memory."""
+    def enter(self, writer: ReplicaIdentity) -> bytes:
+        """Name a one-sided connection; call it before the writer can reach the memory."""
+        connection = draw_id()
         with self._changed:
-            self._num_connections += 1
-            self._connections[self._num_connections] = writer
-            return self._num_connections
+            self._connections[connection] = writer
+        return connection
 
-    def leave(self, connection: int) -> None:
+    def leave(self, connection: bytes) -> None:
         """The connection's other end is closed: it can write no more."""
         with self._changed:
             writer = self._connections.pop(connection)
             for landing in self._landings.values():
                 landing.admitted.discard(connection)
-            if writer not in self._connections.values():
-                self._report(WriterGone(writer))
+            self._report(WriterGone(writer, connection))
 
     def shut(self) -> None:
         """The rank is closing: nobody waits for a landing any more."""

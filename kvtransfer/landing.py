@@ -6,7 +6,7 @@ The brain feeds in messages, reports and the time, and carries out the returned 
                         |                 |
                      refused           aborted (cancel, deadline, lease, peer lost, writer's abort)
                                           |
-                                     QUARANTINED --WriterStopped | no one-sided writer | WriterGone--> freed
+                                     QUARANTINED --WriterStopped | every one-sided connection is gone--> freed
 
 A landing's blocks return to the pool only when no writer can touch them any more; no timer ends quarantine.
 """
@@ -17,25 +17,26 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from kvtransfer.actions import Landed, LandingAction, Lost, ToRanks, ToWriter
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     CloseLanding,
     LandingAbort,
     LandingClosed,
     LandingGrant,
+    LandingProgress,
     LandingRefusal,
     LandingRequest,
     LandingResult,
     Manifest,
     OpenLanding,
-    PeerMessage,
     PieceCheck,
     ReplicaIdentity,
-    TransferOrder,
     Verified,
     VerifyOrder,
+    WriterGone,
     WriterStopped,
 )
 
@@ -58,42 +59,6 @@ class BlockSource(Protocol):
     def release_quarantine(self, block_ids: Sequence[int]) -> None: ...
 
 
-class ToWriter(NamedTuple):
-    """Action: send `message` on the Peer link of `writer`."""
-
-    writer: ReplicaIdentity
-    message: PeerMessage
-
-
-class ToRanks(NamedTuple):
-    """Action: send `order` to every rank of this replica."""
-
-    order: TransferOrder
-
-
-class Landed(NamedTuple):
-    """Action: join the sequence. `block_ids` cover the whole prompt; their references pass to the caller.
-    The KV of the first `num_valid_tokens` tokens is held or verified."""
-
-    landing_id: bytes
-    block_ids: tuple[int, ...]
-    num_valid_tokens: int
-    num_held_tokens: int
-    num_bad_pieces: int
-
-
-class Lost(NamedTuple):
-    """Action: an open landing ended here without hand-over (for the caller's records)."""
-
-    landing_id: bytes
-    request_id: str
-    attempt: int
-    reason: str
-
-
-Action = ToWriter | ToRanks | Landed | Lost
-
-
 class _State(Enum):
     WAITING = "waiting"
     OPEN = "open"
@@ -113,8 +78,11 @@ class _Landing:
     """Block indices of each `VerifyOrder` that is not answered yet."""
     good: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
+    num_tokens_computed: int = 0
     handed_over: bool = False
     num_closed_ranks: int = 0
+    connections: set[bytes] = field(default_factory=set)
+    """In quarantine: what may still write."""
 
 
 class LandingBook:
@@ -130,7 +98,7 @@ class LandingBook:
         self._landings: dict[bytes, _Landing] = {}
         self._seconds_per_grant = 0.0
         self._last_grant_at = 0.0
-        self.num_refused = 0
+        self._refusal = ""
 
     @property
     def num_waiting(self) -> int:
@@ -147,18 +115,30 @@ class LandingBook:
             len(item.held) + len(item.blocks) for item in self._landings.values() if item.state is _State.OPEN
         )
 
+    def is_open(self, landing_id: bytes) -> bool:
+        landing = self._landings.get(landing_id)
+        return landing is not None and landing.state is _State.OPEN
+
     # ------------------------------------------------------------------------------------- messages
 
     def request(
         self, writer: ReplicaIdentity, request: LandingRequest, now: float, *, idle: bool
-    ) -> list[Action]:
+    ) -> list[LandingAction]:
         """A prefill replica wants a place. `idle`: nothing runs here that could need the growth reserve."""
-        needed = self._num_blocks(request.num_tokens) + 1
+        if request.landing_id in self._landings:  # its blocks must not be forgotten
+            return []
+        num_keys, num_full = len(request.block_keys), request.num_tokens // self._block_tokens
+        if request.num_tokens < 1 or request.num_samples < 1 or num_keys > num_full:
+            reason = f"{request.num_samples} samples, {request.num_tokens} tokens, {num_keys} block keys"
+            return [self._refuse(writer, request, reason, retry_after_s=0.0)]
+        needed = self._num_blocks(request.num_tokens) + request.num_samples
         if needed > self._pool.num_total:
             reason = f"the prompt needs {needed} blocks, this replica has {self._pool.num_total}"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
         num_waiting = self.num_waiting
         wait_s = self._seconds_per_grant * (num_waiting + 1)
+        if self._refusal:
+            return [self._refuse(writer, request, self._refusal, retry_after_s=0.0)]
         if num_waiting >= self._config.landing_queue:
             return [self._refuse(writer, request, "the landing queue is full", wait_s)]
         if request.deadline_s is not None and num_waiting and wait_s > request.deadline_s:
@@ -167,13 +147,13 @@ class LandingBook:
         self._landings[request.landing_id] = _Landing(request, writer, now)
         return self.grant(now, idle=idle)
 
-    def grant(self, now: float, *, idle: bool) -> list[Action]:
+    def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
         """Open as many waiting landings as fit, oldest and most urgent first."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (-(item.request.priority + (now - item.arrived_at) / _AGING_S), item.arrived_at)
         )
-        actions: list[Action] = []
+        actions: list[LandingAction] = []
         for landing in waiting:
             if not self._open(landing, now, idle=idle):
                 break
@@ -185,7 +165,7 @@ class LandingBook:
             )
         return actions
 
-    def manifest(self, writer: ReplicaIdentity, manifest: Manifest, now: float) -> list[Action]:
+    def manifest(self, writer: ReplicaIdentity, manifest: Manifest, now: float) -> list[LandingAction]:
         """Pieces are written: verify them where they lie."""
         landing = self._of(writer, manifest.landing_id)
         if landing is None or landing.state is not _State.OPEN:
@@ -202,13 +182,14 @@ class LandingBook:
         landing.pending.append(tuple(check.block_index for check in checks))
         return [ToRanks(VerifyOrder(manifest.landing_id, tuple(checks)))]
 
-    def progress(self, writer: ReplicaIdentity, landing_id: bytes, now: float) -> None:
+    def progress(self, writer: ReplicaIdentity, progress: LandingProgress, now: float) -> None:
         """The writer is alive and working: renew the lease."""
-        landing = self._of(writer, landing_id)
+        landing = self._of(writer, progress.landing_id)
         if landing is not None:
             landing.lease_end = now + self._config.landing_lease_s
+            landing.num_tokens_computed = progress.num_tokens_computed
 
-    def verified(self, report: Verified) -> list[Action]:
+    def verified(self, report: Verified) -> list[LandingAction]:
         """A rank has summed the pieces of the oldest unanswered `VerifyOrder`."""
         landing = self._landings.get(report.landing_id)
         if landing is None or landing.state is not _State.OPEN:
@@ -217,23 +198,31 @@ class LandingBook:
         landing.good.update(landing.pending.popleft())
         return self._land(landing)
 
-    def hand_over(self, writer: ReplicaIdentity, landing_id: bytes, now: float) -> list[Action] | None:
-        """The sequence state arrived. None: there is no such landing (any more)."""
+    def hand_over(
+        self, writer: ReplicaIdentity, landing_id: bytes, name: tuple[str, int], num_tokens: int, now: float
+    ) -> list[LandingAction]:
+        """The sequence state of attempt `name` arrived, with `num_tokens` tokens whose KV was to land."""
         landing = self._of(writer, landing_id)
-        if landing is None or landing.state is not _State.OPEN:
-            return None
+        if landing is None:  # aborted, and freed since: its writer must hear of it
+            return [ToWriter(writer, LandingAbort(landing_id, "there is no such landing", False))]
+        if landing.state is not _State.OPEN:
+            return []
+        if _name(landing) != (landing_id, *name) or num_tokens != landing.request.num_tokens:
+            return self.abort(landing_id, f"{num_tokens} tokens of {name} are not what was to land here")
         landing.handed_over = True
         landing.lease_end = now + self._config.landing_lease_s
         return self._land(landing)
 
-    def aborted_by_writer(self, writer: ReplicaIdentity, abort: LandingAbort) -> list[Action]:
+    def aborted_by_writer(self, writer: ReplicaIdentity, abort: LandingAbort) -> list[LandingAction]:
         """The prefill side gave up."""
         landing = self._of(writer, abort.landing_id)
         if landing is None:
             return []
         if not abort.writers_stopped:
             return self.abort(abort.landing_id, abort.reason)
-        actions: list[Action] = [Lost(*_name(landing), abort.reason)] if landing.state is _State.OPEN else []
+        actions: list[LandingAction] = (
+            [Lost(*_name(landing), abort.reason)] if landing.state is _State.OPEN else []
+        )
         if landing.state is not _State.WAITING:
             actions.append(ToRanks(CloseLanding(abort.landing_id)))
         self._free(landing)
@@ -250,24 +239,28 @@ class LandingBook:
     def closed(self, report: LandingClosed) -> None:
         """A rank accepts nothing more for the landing; without a one-sided writer that frees it."""
         landing = self._landings.get(report.landing_id)
-        if landing is not None and landing.state is _State.QUARANTINED and not report.writer_may_write:
+        if landing is not None and landing.state is _State.QUARANTINED:
             landing.num_closed_ranks += 1
-            if landing.num_closed_ranks == self._num_ranks:
-                self._free(landing)
+            landing.connections.update(report.connections)
+            self._free_if_unreachable(landing)
 
-    def writer_gone(self, writer: ReplicaIdentity) -> list[Action]:
-        """Proof that `writer` can no longer write (one rank a replica: every connection is closed)."""
-        actions: list[Action] = []
-        for landing in self._of_writer(writer):
-            if landing.state is _State.OPEN:
-                actions.append(Lost(*_name(landing), "the writer is gone"))
-                actions.append(ToRanks(CloseLanding(landing.request.landing_id)))
-            self._free(landing)
-        return actions
+    def writer_gone(self, report: WriterGone) -> None:
+        """Proof that nothing is written over a connection any more. It ends quarantine only: an open landing
+        is aborted when the Peer link ends, and what the rank then answers leaves this connection out."""
+        for landing in self._of_writer(report.writer):
+            if landing.state is _State.QUARANTINED and report.connection in landing.connections:
+                landing.connections.discard(report.connection)
+                self._free_if_unreachable(landing)
 
     # ------------------------------------------------------------------------------------- our side
 
-    def abort(self, landing_id: bytes, reason: str) -> list[Action]:
+    def refuse_all(self, reason: str) -> list[LandingAction]:
+        """Grant nothing from now on; landings that are open go on."""
+        self._refusal = reason
+        waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
+        return [action for item in waiting for action in self.abort(item.request.landing_id, reason)]
+
+    def abort(self, landing_id: bytes, reason: str) -> list[LandingAction]:
         """End a landing from this side (cancel, deadline, lease, nonsense from the peer)."""
         landing = self._landings.get(landing_id)
         if landing is None or landing.state is _State.QUARANTINED:
@@ -285,7 +278,7 @@ class LandingBook:
             ToWriter(landing.writer, LandingAbort(landing_id, reason, writers_stopped=False)),
         ]
 
-    def cancel(self, request_id: str, attempt: int) -> list[Action]:
+    def cancel(self, request_id: str, attempt: int) -> list[LandingAction]:
         """Abort whatever lands for this attempt of a request."""
         return [
             action
@@ -294,9 +287,9 @@ class LandingBook:
             for action in self.abort(landing.request.landing_id, "cancelled")
         ]
 
-    def writer_lost(self, writer: ReplicaIdentity) -> list[Action]:
+    def writer_lost(self, writer: ReplicaIdentity) -> list[LandingAction]:
         """The Peer link ended. That is no proof of death: open landings go to quarantine."""
-        actions: list[Action] = []
+        actions: list[LandingAction] = []
         for landing in self._of_writer(writer):
             if landing.state is _State.WAITING:
                 del self._landings[landing.request.landing_id]
@@ -304,13 +297,15 @@ class LandingBook:
                 actions += self.abort(landing.request.landing_id, "the peer link was lost")
         return actions
 
-    def expire(self, now: float) -> list[Action]:
+    def expire(self, now: float) -> list[LandingAction]:
         """Abort landings without progress and refuse those whose deadline passed while they waited."""
-        actions: list[Action] = []
+        actions: list[LandingAction] = []
         for landing in list(self._landings.values()):
             request = landing.request
             if landing.state is _State.OPEN and now > landing.lease_end:
-                actions += self.abort(request.landing_id, f"no progress for {self._config.landing_lease_s} s")
+                done = f"{landing.num_tokens_computed} of {request.num_tokens} tokens were computed"
+                reason = f"no progress for {self._config.landing_lease_s} s: {done}"
+                actions += self.abort(request.landing_id, reason)
             elif (
                 landing.state is _State.WAITING
                 and request.deadline_s is not None
@@ -349,7 +344,7 @@ class LandingBook:
         self._last_grant_at = now
         return True
 
-    def _land(self, landing: _Landing) -> list[Action]:
+    def _land(self, landing: _Landing) -> list[LandingAction]:
         if not landing.handed_over or landing.pending:
             return []
         landing_id, num_held = landing.request.landing_id, len(landing.held)
@@ -371,6 +366,10 @@ class LandingBook:
             ),
         ]
 
+    def _free_if_unreachable(self, landing: _Landing) -> None:
+        if landing.num_closed_ranks == self._num_ranks and not landing.connections:
+            self._free(landing)
+
     def _free(self, landing: _Landing) -> None:
         if landing.state is _State.OPEN:
             self._pool.release(landing.held)
@@ -382,7 +381,6 @@ class LandingBook:
     def _refuse(
         self, writer: ReplicaIdentity, request: LandingRequest, reason: str, retry_after_s: float
     ) -> ToWriter:
-        self.num_refused += 1
         return ToWriter(writer, LandingRefusal(request.landing_id, reason, retry_after_s))
 
     def _num_blocks(self, num_tokens: int) -> int:

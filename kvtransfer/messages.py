@@ -88,8 +88,7 @@ class LandingRequest(Message, frozen=True):
     """Prefill to decode: a place is wanted for the KV of `num_tokens` prompt tokens.
 
     `block_keys` are the chained keys of the prompt's full blocks. `deadline_s` is what remains of the
-    request's deadline (None: none), `max_new_tokens` bounds the growth the decode side must expect,
-    `num_samples` how many sequences will fork from the prompt.
+    request's deadline (None: none), `num_samples` how many sequences will fork from the prompt.
     """
 
     landing_id: bytes
@@ -99,7 +98,6 @@ class LandingRequest(Message, frozen=True):
     priority: int
     block_keys: tuple[bytes, ...]
     num_tokens: int
-    max_new_tokens: int
     num_samples: int
     deadline_s: float | None
 
@@ -139,7 +137,7 @@ class Manifest(Message, frozen=True):
 
 
 class LandingProgress(Message, frozen=True):
-    """Prefill to decode: still at work (tokens computed so far). Renews the lease."""
+    """Prefill to decode: the prompt moves on (tokens computed so far). Renews the lease."""
 
     landing_id: bytes
     num_tokens_computed: int
@@ -299,27 +297,26 @@ class PushStopped(Message, frozen=True):
 
 
 class LandingClosed(Message, frozen=True):
-    """Answer to `CloseLanding`. `writer_may_write` is true when a one-sided writer is still connected, so
-    that the blocks must stay in quarantine."""
+    """Answer to `CloseLanding`. `connections` are those of a one-sided writer that were let in and are still
+    open: until each of them is gone (`WriterGone`), the blocks must stay in quarantine."""
 
     landing_id: bytes
-    writer_may_write: bool
+    connections: tuple[bytes, ...]
 
 
 class WriterGone(Message, frozen=True):
-    """Every one-sided connection of that writer to this rank is closed by the kernel or by the writer
-    itself after it unmapped: proof that it can no longer write."""
+    """This one-sided connection of the writer is closed, by the kernel or by the writer itself after it
+    unmapped: proof that nothing is written over it any more. A writer that reconnects gets another."""
 
     writer: ReplicaIdentity
+    connection: bytes
 
 
 class Verified(Message, frozen=True):
     """Answer to `VerifyOrder`: the block indices whose sums differ (empty: all is well)."""
 
     landing_id: bytes
-    num_pieces: int
     bad_block_indices: tuple[int, ...]
-    seconds: float
 
 
 # ------------------------------------------------------------------------ KV events: brain to watchers

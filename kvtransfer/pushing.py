@@ -14,12 +14,19 @@ certain that nothing writes any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
+from kvtransfer.actions import (
+    Granted,
+    HandOverReady,
+    KillRanks,
+    PushAction,
+    PushEnded,
+    ToPeer,
+    ToRanks,
+)
 from kvtransfer.config import TransferConfig
-from kvtransfer.landing import ToRanks
 from kvtransfer.messages import (
     BlockMove,
     LandingAbort,
@@ -38,53 +45,6 @@ from kvtransfer.messages import (
     StopPush,
     WriterStopped,
 )
-
-
-class ToPeer(NamedTuple):
-    """Action: send `message` on the Peer link to `peer`."""
-
-    peer: ReplicaIdentity
-    message: PeerMessage
-
-
-class Granted(NamedTuple):
-    """Action: the prompt may be computed now."""
-
-    request_id: str
-    attempt: int
-
-
-class HandOverReady(NamedTuple):
-    """Action: everything is written; send the sequence state."""
-
-    landing_id: bytes
-    request_id: str
-    attempt: int
-    peer: ReplicaIdentity
-    num_moved_bytes: int
-    transport: str
-    push_started_at: float
-    push_seconds: float
-
-
-class PushEnded(NamedTuple):
-    """Action: the landing is over on this side; the prompt's blocks may go. `error` "" when it was joined,
-    else "refused" or "peer"."""
-
-    request_id: str
-    attempt: int
-    error: str
-    reason: str
-    retry_after_s: float
-
-
-class KillRanks(NamedTuple):
-    """Action: a writer did not acknowledge a stop in time; end its process."""
-
-    reason: str
-
-
-PushAction = ToPeer | ToRanks | Granted | HandOverReady | PushEnded | KillRanks
 
 
 class _State(Enum):
@@ -111,6 +71,8 @@ class _Push:
     transport: str = ""
     started_at: float = 0.0
     push_seconds: float = 0.0
+    progress_at: float = 0.0
+    """When it was granted, or when something of it was computed or pushed last."""
     asked_by_peer: bool = False
     stop_reason: str = ""
     stop_deadline: float = 0.0
@@ -121,10 +83,7 @@ class PushCounters:
     """Totals for metrics."""
 
     num_bytes: int = 0
-    seconds: float = 0.0
-    num_stopped: int = 0
-    num_failed: int = 0
-    gb_s: float = field(default=0.0)
+    gb_s: float = 0.0
     """Moving average of the rate of pushes of at least 64 KiB, in 1e9 bytes a second."""
 
 
@@ -137,15 +96,17 @@ class PushBook:
         self._pushes: dict[bytes, _Push] = {}
         self._by_request: dict[tuple[str, int], bytes] = {}
         self._next_push_id = 0
+        self._next_renewal_at = 0.0
         self.counters = PushCounters()
 
     @property
     def num_active(self) -> int:
         return len(self._pushes)
 
-    def landing_of(self, request_id: str, attempt: int) -> bytes | None:
-        """The landing of this attempt, while there is one."""
-        return self._by_request.get((request_id, attempt))
+    def attempt_of(self, landing_id: bytes) -> tuple[str, int] | None:
+        """Whose landing it is, as (request id, attempt), while it is known here."""
+        push = self._pushes.get(landing_id)
+        return None if push is None else (push.request.request_id, push.request.attempt)
 
     # ---------------------------------------------------------------------------------- from the engine
 
@@ -156,12 +117,13 @@ class PushBook:
         return [ToPeer(peer, request)]
 
     def computed(
-        self, request_id: str, attempt: int, num_computed_tokens: int, block_ids: Sequence[int]
+        self, request_id: str, attempt: int, num_computed_tokens: int, block_ids: Sequence[int], now: float
     ) -> list[PushAction]:
         """A chunk of the prompt is in the pool: push what is whole and not yet pushed."""
         push = self._find(request_id, attempt)
         if push is None or push.state is not _State.OPEN:
             return []
+        push.progress_at = now
         push.num_computed_tokens = num_computed_tokens
         push.prompt_done = num_computed_tokens >= push.request.num_tokens
         if push.prompt_done:
@@ -178,13 +140,17 @@ class PushBook:
 
     # -------------------------------------------------------------------------------------- from the peer
 
-    def granted(self, peer: ReplicaIdentity, grant: LandingGrant) -> list[PushAction]:
+    def granted(self, peer: ReplicaIdentity, grant: LandingGrant, now: float) -> list[PushAction]:
         """The place is there."""
         push = self._of(peer, grant.landing_id)
         if push is None or push.state is not _State.ASKED:
             return []
+        push.first_block, num_cut_tokens = divmod(grant.num_held_tokens, self._block_tokens)
+        num_blocks = -(-push.request.num_tokens // self._block_tokens)
+        if num_cut_tokens or push.first_block < 0 or push.first_block + len(grant.block_ids) != num_blocks:
+            return self._stop(push, "the landing that was granted does not fit the prompt", now)
         push.state = _State.OPEN
-        push.first_block = grant.num_held_tokens // self._block_tokens
+        push.progress_at = now
         push.target_blocks = grant.block_ids
         return [Granted(push.request.request_id, push.request.attempt)]
 
@@ -217,17 +183,17 @@ class PushBook:
 
     # -------------------------------------------------------------------------------------- from the rank
 
-    def push_done(self, report: PushDone) -> list[PushAction]:
+    def push_done(self, report: PushDone, now: float) -> list[PushAction]:
         """Pieces are written: tell the decode side their sums."""
         counters = self.counters
         counters.num_bytes += report.num_bytes
-        counters.seconds += report.seconds
         if report.num_bytes >= 1 << 16 and report.seconds > 0:
             gb_s = report.num_bytes / report.seconds / 1e9
             counters.gb_s = gb_s if counters.gb_s == 0 else 0.8 * counters.gb_s + 0.2 * gb_s
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.OPEN:
             return []
+        push.progress_at = now
         push.num_running_pushes -= 1
         push.num_moved_bytes += report.num_bytes
         push.push_seconds += report.seconds
@@ -240,7 +206,6 @@ class PushBook:
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is _State.STOPPING:
             return []
-        self.counters.num_failed += 1
         return self._stop(push, report.reason, now)
 
     def push_stopped(self, report: PushStopped) -> list[PushAction]:
@@ -253,15 +218,19 @@ class PushBook:
     # ------------------------------------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[PushAction]:
-        """Call every `landing_lease_s` / 4: keeps leases alive and enforces acknowledgement of stops."""
+        """Call often: renews leases, and ends the ranks when one of them ignores a stop."""
         actions: list[PushAction] = []
+        is_due = now >= self._next_renewal_at
+        if is_due:
+            self._next_renewal_at = now + self._config.landing_lease_s / 4
         for push in self._pushes.values():
-            if push.state in (_State.OPEN, _State.HANDED):
+            is_moving = now <= push.progress_at + self._config.landing_stall_s
+            if is_due and is_moving and push.state in (_State.OPEN, _State.HANDED):
                 progress = LandingProgress(push.request.landing_id, push.num_computed_tokens)
                 actions.append(ToPeer(push.peer, progress))
             elif push.state is _State.STOPPING and now > push.stop_deadline:
                 waited = f"{self._config.writer_ack_s} s"
-                actions.append(KillRanks(f"a writer did not acknowledge a stop within {waited}"))
+                return [KillRanks(f"a writer did not acknowledge a stop within {waited}")]
         return actions
 
     # ---------------------------------------------------------------------------------------- private
@@ -314,7 +283,6 @@ class PushBook:
 
     def _acknowledge(self, push: _Push) -> list[PushAction]:
         landing_id = push.request.landing_id
-        self.counters.num_stopped += 1
         message: PeerMessage
         if push.asked_by_peer:
             message = WriterStopped(landing_id)

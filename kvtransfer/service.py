@@ -41,6 +41,9 @@ from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank
 from kvtransfer.writer import WriterConnection
 
+TRANSFER_THREADS = "kv-"
+"""The names of the threads without which nothing moves or is verified start with this."""
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
@@ -78,7 +81,9 @@ class TransferAgent:
         self._fence = PushFence(self._report)
         self._connections: dict[bytes, WriterConnection] = {}
         self._checks: queue.SimpleQueue[VerifyOrder | None] = queue.SimpleQueue()
-        self._verifier = threading.Thread(target=self._verify_all, name="kv-verify", daemon=True)
+        self._verifier = threading.Thread(
+            target=self._verify_all, name=f"{TRANSFER_THREADS}verify", daemon=True
+        )
         self._verifier.start()
         target = TargetRank(layout, memory, self._gate, secret, data_host)
         offered = (TRANSPORTS[name].listen(target) for name in transports)
@@ -147,11 +152,8 @@ class TransferAgent:
         checksummer = Checksummer()
         while (order := self._checks.get()) is not None:
             self._faults.at("verify")
-            started = self._clock.now()
             bad = {piece.block_index for piece in order.pieces if not self._is_good(checksummer, piece)}
-            self._report(
-                Verified(order.landing_id, len(order.pieces), tuple(sorted(bad)), self._clock.now() - started)
-            )
+            self._report(Verified(order.landing_id, tuple(sorted(bad))))
 
     def _is_good(self, checksummer: Checksummer, piece: PieceCheck) -> bool:
         """Whether the piece has its sum; a piece that this rank cannot hold is bad, for peers may lie."""

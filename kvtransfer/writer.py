@@ -103,7 +103,7 @@ class WriterConnection:
 
     def _run(self) -> None:
         connection_id = self._order.connection_id
-        ended: TransferReport | None = None
+        ended: TransferReport = PeerLost(connection_id, "its thread failed")
         try:
             self._connect()
             ended = PeerLost(connection_id, self._work())
@@ -113,7 +113,7 @@ class WriterConnection:
             self._fence.remove_connection(connection_id, "its connection was lost")
             for channel in self._channels:
                 channel.close()
-            if ended is not None and not self._closing:
+            if not self._closing:
                 self._report(ended)
 
     # ------------------------------------------------------------------------------------ connecting

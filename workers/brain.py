@@ -23,8 +23,6 @@ from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultRule
 from kvtransfer.messages import (
     CompatibilityRecord,
-    KvEvents,
-    KvSnapshot,
     KvSnapshotRequest,
     LandingClosed,
     PeerConnected,
@@ -50,7 +48,6 @@ from workers.messages import (
     GatewayHello,
     HandOverTarget,
     Leaving,
-    LoadReport,
     RankReady,
     RankSpec,
     RankUp,
@@ -61,6 +58,7 @@ from workers.messages import (
 from workers.outbound import Outbound
 from workers.peers import Peers
 from workers.ranks import RankGroup, RankLauncher
+from workers.reports import Reports
 from workers.requests import Requests
 from workers.steps import StepLoop
 
@@ -117,12 +115,10 @@ class Brain:
         )
         self._group = RankGroup(secret, launcher, self._on_rank_message, self._on_rank_died)
         self._server = LinkServer(secret, self._serve_gateway, self._serve_peer)
-        self._gateways = Gateways(clock, self._load_report)
+        self._gateways = Gateways(clock, lambda: self.reports.load())
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump_scheduled = False
         self._death = ""
-        self._kv_sequence = 0
-        self._load_sequence = 0
         self.address = ""
         self.ready: RankReady
 
@@ -131,6 +127,8 @@ class Brain:
     async def start(self) -> None:
         """Load and warm up the ranks, then listen. `RankDiedError` tells why they cannot serve."""
         (self.ready,) = await self._group.start([self._spec], self._host)
+        times = self.ready.load_s, self.ready.warm_up_s
+        _log.info("%s: loaded in %.1f s, warmed up in %.1f s", self.identity.replica_id, *times)
         self._furnish(self.ready)
         port = await self._server.start(self._host)
         self.address = f"{self._host}:{port}"
@@ -155,7 +153,7 @@ class Brain:
             order=self._group.send,
             on_failed=lambda failure: self.requests.failed(failure),
             on_ended=lambda key: self.requests.ended(key),
-            kill_ranks=self._kill_ranks,
+            kill_ranks=self._on_rank_died,
         )
         self.inbound = Inbound(
             config=self._transfer,
@@ -167,6 +165,7 @@ class Brain:
             on_joined=lambda *news: self.requests.joined(*news),
         )
         self.requests = Requests(
+            identity=self.identity,
             scheduler=self.scheduler,
             gateways=self._gateways,
             outbound=self.outbound,
@@ -185,8 +184,18 @@ class Brain:
             prefill_side=self.outbound,
             decode_side=self.inbound,
             wake=self._wake,
+            on_error=self._broke,
         )
         self.outbound.peers = self.inbound.peers = self.peers
+        self.reports = Reports(
+            identity=self.identity,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            steps=self.steps,
+            outbound=self.outbound,
+            inbound=self.inbound,
+            peers=self.peers,
+        )
 
     async def stop(self) -> None:
         """End everything at once."""
@@ -203,12 +212,17 @@ class Brain:
         """Take no new work, and return when all that runs has finished or `drain_s` is over; what is left
         then fails over to other replicas, which resume it."""
         self.requests.refusal = "the replica leaves"
+        self.inbound.leave(self.requests.refusal)
         self._gateways.broadcast(Leaving(drain_s))
         deadline = self._clock.now() + drain_s
-        while self.requests and not self._death and self._clock.now() < deadline:
+        while self._has_work and not self._death and self._clock.now() < deadline:
             await self._clock.sleep(TICK_S / 5)
         self.requests.fail_all("the replica leaves")
         self._gateways.flush()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.requests) or self.inbound.book.num_open > 0
 
     def check_health(self) -> None:
         """Raise `RankDiedError` when a rank ended, or hangs in a step."""
@@ -249,7 +263,7 @@ class Brain:
                 self.role,
                 self.compatibility,
                 self.ready.max_context_tokens,
-                self._load_report(),
+                self.reports.load(),
             ),
         )
         try:
@@ -257,6 +271,8 @@ class Brain:
                 self._on_gateway_message(key, frame)
         except TransferError as error:
             _log.warning("gateway %s sent nonsense: %s", hello.gateway_id, error)
+        except Exception as error:
+            self._broke(error)
         finally:
             self._gateways.disconnected(key, stream)
 
@@ -269,9 +285,7 @@ class Brain:
                 self.requests.cancel((request_id, attempt))
             case KvSnapshotRequest():
                 self._publish_kv()
-                self._gateways.send(
-                    gateway, KvSnapshot(self.identity, self._kv_sequence, self.pool.snapshot())
-                )
+                self._gateways.send(gateway, self.reports.kv_snapshot())
             case _:
                 _log.warning("gateway %s introduced itself twice", gateway[0])
 
@@ -282,6 +296,8 @@ class Brain:
             await self.peers.serve(stream)
         except TransferError as error:
             _log.warning("peer %s sent nonsense: %s", stream.name, error)
+        except Exception as error:
+            self._broke(error)
 
     # ------------------------------------------------------------------------------------------ engine
 
@@ -313,20 +329,24 @@ class Brain:
         try:
             self._pump()
         except Exception as error:
-            _log.exception("%s: the brain failed", self.identity.replica_id)
-            self._on_rank_died(f"the brain failed: {error!r}")
+            self._broke(error)
 
     def _pump(self) -> None:
         if self._death:
             self._gateways.flush()
             return
         self.inbound.grant()
-        self.outbound.wanted([(wish.request_id, wish.attempt) for wish in self.scheduler.landings_wanted()])
+        self.outbound.wanted(self.scheduler.landings_wanted())
         self.steps.feed()
         for failure in self.scheduler.take_failures():
             self.requests.dropped(failure)
         self._publish_kv()
         self._gateways.flush()
+
+    def _publish_kv(self) -> None:
+        events = self.reports.kv_events()
+        if events is not None:
+            self._gateways.broadcast(events)
 
     async def _tick_forever(self) -> None:
         while not self._death:
@@ -335,46 +355,16 @@ class Brain:
                 self.requests.cancel_all_of(gateway)
             self.outbound.tick()
             self.inbound.tick()
-            self.steps.probe(self._engine.canary_idle_s)
+            if self.steps.probe(self._engine.canary_idle_s):
+                self.reports.check_when_idle()
             self._wake()
-
-    # ---------------------------------------------------------------------------------------- reports
-
-    def _publish_kv(self) -> None:
-        stored, removed = self.pool.take_events()
-        if stored or removed:
-            self._kv_sequence += 1
-            self._gateways.broadcast(KvEvents(self.identity, self._kv_sequence, stored, removed))
-
-    def _load_report(self) -> LoadReport:
-        self._load_sequence += 1
-        scheduler, pool, landings = self.scheduler, self.pool, self.inbound.book
-        return LoadReport(
-            identity=self.identity,
-            sequence=self._load_sequence,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_landings=landings.num_open + landings.num_waiting,
-            num_backlog_tokens=scheduler.num_backlog_tokens,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_quarantined_blocks=pool.num_quarantined,
-            num_total_blocks=pool.num_total,
-            num_leaked_blocks=pool.num_references - scheduler.num_references - landings.num_references,
-            prefill_tok_s=self.steps.rates.prefill_tok_s,
-            decode_step_s=self.steps.rates.decode_step_s,
-            num_steps=self.steps.num_steps,
-            num_checksum_failures=self.inbound.num_checksum_failures,
-            num_preemptions=scheduler.num_preemptions,
-            transfer_gb_s=self.outbound.book.counters.gb_s,
-            paths=self.peers.paths(),
-        )
 
     # ------------------------------------------------------------------------------------------ death
 
-    def _kill_ranks(self, reason: str) -> None:
-        _log.error("%s: ranks are killed: %s", self.identity.replica_id, reason)
-        self._group.kill()
+    def _broke(self, error: BaseException) -> None:
+        """An error of ours: what this replica holds may be wrong, so its requests go on elsewhere."""
+        _log.error("%s: the brain failed", self.identity.replica_id, exc_info=error)
+        self._on_rank_died(f"the brain failed: {error!r}")
 
     def _on_rank_died(self, reason: str) -> None:
         if self._death:
@@ -395,4 +385,4 @@ class Brain:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_rank_died(f"the brain failed: {error!r}")
+            self._broke(error)

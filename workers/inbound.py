@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from kvtransfer.actions import Landed, LandingAction, Lost, ToRanks, ToWriter
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
-from kvtransfer.landing import Action, Landed, LandingBook, Lost, ToRanks, ToWriter
+from kvtransfer.keys import TOKEN_BYTES
+from kvtransfer.landing import LandingBook
 from kvtransfer.messages import (
     LandingAbort,
     LandingClosed,
@@ -31,6 +33,7 @@ from workers.messages import (
     HandOverReport,
     PeerLinkMessage,
     StageTimes,
+    Submission,
     TokenDelta,
 )
 from workers.peers import Peers
@@ -74,19 +77,13 @@ class Inbound:
             case Manifest():
                 self._do(self.book.manifest(writer, message, now))
             case LandingProgress():
-                self.book.progress(writer, message.landing_id, now)
+                self.book.progress(writer, message, now)
             case LandingAbort():
-                self._hand_overs.pop(message.landing_id, None)
                 self._do(self.book.aborted_by_writer(writer, message))
             case WriterStopped():
                 self.book.writer_stopped(writer, message)
             case HandOver():
-                self._hand_overs[message.landing_id] = message
-                actions = self.book.hand_over(writer, message.landing_id, now)
-                if actions is None:
-                    del self._hand_overs[message.landing_id]
-                else:
-                    self._do(actions)
+                self._take_over(writer, message, now)
             case _:
                 _log.warning("%s sent %s to its reader", writer.replica_id, type(message).__name__)
 
@@ -98,7 +95,7 @@ class Inbound:
             case LandingClosed():
                 self.book.closed(report)
             case WriterGone():
-                self._do(self.book.writer_gone(report.writer))
+                self.book.writer_gone(report)
 
     def writer_lost(self, writer: ReplicaIdentity) -> None:
         """The Peer link of a writer ended."""
@@ -107,6 +104,10 @@ class Inbound:
     def cancel(self, key: tuple[str, int]) -> None:
         """Abort what lands for this attempt."""
         self._do(self.book.cancel(*key))
+
+    def leave(self, reason: str) -> None:
+        """Take nothing new; what is landing may still join."""
+        self._do(self.book.refuse_all(reason))
 
     def grant(self) -> None:
         """Blocks may have become free: open waiting landings."""
@@ -121,7 +122,7 @@ class Inbound:
     def _idle(self) -> bool:
         return self._scheduler.num_running == 0
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: list[LandingAction]) -> None:
         for action in actions:
             match action:
                 case ToWriter(writer, message):
@@ -133,6 +134,17 @@ class Inbound:
                 case Lost(landing_id, request_id, attempt, reason):
                     self._hand_overs.pop(landing_id, None)
                     _log.info("landing of %s attempt %d ended: %s", request_id, attempt, reason)
+
+    def _take_over(self, writer: ReplicaIdentity, hand_over: HandOver, now: float) -> None:
+        submission, landing_id = hand_over.submission, hand_over.landing_id
+        name = submission.request_id, submission.attempt
+        if self._scheduler.is_here(*name):
+            self._do(self.book.abort(landing_id, f"{name} runs here already"))
+            return
+        self._hand_overs[landing_id] = hand_over
+        self._do(self.book.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))
+        if not self.book.is_open(landing_id):
+            self._hand_overs.pop(landing_id, None)
 
     def _join(self, landed: Landed) -> None:
         hand_over = self._hand_overs.pop(landed.landing_id)
@@ -152,3 +164,11 @@ class Inbound:
         )
         ended = self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
         self._on_joined(hand_over, report, ended)
+
+
+def _num_landed_tokens(submission: Submission) -> int:
+    """Tokens whose KV was handed over: all but each sample's last one. -1 where that is not one number."""
+    lengths = {len(sample.output) for sample in submission.samples}
+    if len(lengths) != 1 or 0 in lengths:
+        return -1
+    return (len(submission.prompt) + lengths.pop()) // TOKEN_BYTES - 1

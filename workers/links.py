@@ -7,6 +7,7 @@ of the cluster secret; then the messages of `workers.messages` follow. gRPC keep
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal
 
@@ -22,6 +23,10 @@ LinkKind = Literal["link", "peer"]
 _SERVICE = "tandem.internal.Frames"
 _METHOD = {"link": "Link", "peer": "Peer"}
 _CONNECT_TIMEOUT_S = 10.0
+_STOP_GRACE_S = 1.0
+_MAX_QUEUED_BYTES = 2 * MAX_FRAME_BYTES
+_ENDED = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+"""What reads and writes of a stream raise when it is over."""
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
@@ -33,57 +38,70 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),
 ]
 
+_log = logging.getLogger("tandem.links")
+
 _Handler = Callable[["FrameStream"], Awaitable[None]]
 
 
 class FrameStream:
-    """One side of an open, proven stream. `send` never blocks; frames are written in order by one task."""
+    """One side of an open, proven stream. `send` never blocks; frames are written in order by one task.
+
+    A reader that falls `_MAX_QUEUED_BYTES` behind loses the stream, or it would take all memory here.
+    """
 
     def __init__(self, name: str, read: Callable[[], Awaitable[bytes | None]]) -> None:
         self.name = name
         self._read = read
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._closed = asyncio.Event()
+        self._num_queued_bytes = 0
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def closed(self) -> bool:
-        return self._closed.is_set()
+        return self._end.done()
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; dropped when the stream is closed (its reader sees the end)."""
-        if not self._closed.is_set():
-            self._outgoing.put_nowait(frame)
+        if self.closed:
+            return
+        self._num_queued_bytes += len(frame)
+        self._outgoing.put_nowait(frame)
+        if self._num_queued_bytes > _MAX_QUEUED_BYTES:
+            _log.error("%s does not read: %d bytes wait for it", self.name, self._num_queued_bytes)
+            while not self._outgoing.empty():
+                self._outgoing.get_nowait()
+            self.close()
 
     async def receive(self) -> bytes | None:
         """The next frame, or None when the stream has ended (for whatever reason)."""
-        if self._closed.is_set():
+        if self.closed:
             return None
         read = asyncio.ensure_future(self._read())
-        closed = asyncio.ensure_future(self._closed.wait())
         try:
-            await asyncio.wait((read, closed), return_when=asyncio.FIRST_COMPLETED)
-            if not read.done():
-                return None
-            frame = None if read.cancelled() else read.result()
-        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            await asyncio.wait((read, self._end), return_when=asyncio.FIRST_COMPLETED)
+            frame = read.result() if read.done() and not read.cancelled() else None
+        except _ENDED:
             frame = None
         finally:
-            read.cancel()
-            closed.cancel()
+            if self.closed:  # it ends with the call: to cancel it would cancel what is still to be written
+                read.add_done_callback(_retrieve)
+            else:
+                read.cancel()
         if frame is None:
             self.close()
         return frame
 
     def close(self) -> None:
-        """End the stream; both sides' `receive` return None."""
-        if not self._closed.is_set():
-            self._closed.set()
+        """End the stream after what was sent; both sides' `receive` return None."""
+        if not self.closed:
+            self._end.set_result(None)
             self._outgoing.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[bytes]:
         """What to write, until closed (used by the gRPC plumbing)."""
         while (frame := await self._outgoing.get()) is not None:
             yield frame
+            self._num_queued_bytes -= len(frame)
 
 
 async def open_stream(address: str, kind: LinkKind, secret: bytes, name: str) -> FrameStream:
@@ -135,8 +153,8 @@ class LinkServer:
         return self.port
 
     async def stop(self) -> None:
-        """Close all streams at once."""
-        await self._server.stop(grace=0)
+        """Take no new streams; those that do not end within a moment are cut."""
+        await self._server.stop(grace=_STOP_GRACE_S)
 
     def _rpc_handler(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
@@ -157,7 +175,7 @@ class LinkServer:
 
             try:
                 name = await _prove_as_server(context, read, self._secret)
-            except TransferError as error:
+            except (TransferError, TimeoutError) as error:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
                 return
             stream = FrameStream(name, read)
@@ -207,7 +225,12 @@ async def _write_client(
     try:
         async for frame in stream.outgoing():
             await call.write(frame)
-    except (grpc.RpcError, asyncio.InvalidStateError):
+        await call.done_writing()  # to cancel at once would drop what is on its way
+        async with asyncio.timeout(_STOP_GRACE_S):
+            await call.code()
+    except TimeoutError:
+        _log.info("%s did not end its side of the stream", stream.name)
+    except _ENDED:
         stream.close()
     finally:
         call.cancel()
@@ -218,5 +241,11 @@ async def _write_server(context: grpc.aio.ServicerContext, stream: FrameStream) 
     try:
         async for frame in stream.outgoing():
             await context.write(frame)
-    except (grpc.RpcError, asyncio.InvalidStateError):
+    except _ENDED:
         stream.close()
+
+
+def _retrieve(read: asyncio.Future[bytes | None]) -> None:
+    """Take note of a read's end, whatever it was."""
+    if not read.cancelled():
+        read.exception()

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvtransfer.actions import Granted, HandOverReady, PushAction, PushEnded, ToPeer, ToRanks
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
-from kvtransfer.landing import ToRanks
 from kvtransfer.messages import (
     LandingAbort,
     LandingGrant,
@@ -25,9 +25,9 @@ from kvtransfer.messages import (
     ReplicaIdentity,
     TransferOrder,
 )
-from kvtransfer.pushing import Granted, HandOverReady, PushAction, PushBook, PushEnded, ToPeer
+from kvtransfer.pushing import PushBook
 from kvtransfer.secret import draw_id
-from workers.engine.batch import ChunkDone, PromptDone
+from workers.engine.batch import ChunkDone, LandingWish, PromptDone
 from workers.engine.scheduler import Scheduler
 from workers.gateways import GatewayKey
 from workers.messages import (
@@ -50,7 +50,9 @@ class _Outgoing:
     submission: Submission
     gateway: GatewayKey
     arrived_at: float
-    asked: bool = False
+    wish: LandingWish | None = None
+    """A landing that is to be asked for as soon as there is a path."""
+    all_finished: bool = False
     samples: tuple[SampleState, ...] = ()
     trace: list[tuple[str, float]] = field(default_factory=list)
 
@@ -94,12 +96,12 @@ class Outbound:
         )
         self.peers.ensure(submission.decode)
 
-    def wanted(self, keys: Iterable[RequestKey]) -> None:
+    def wanted(self, wishes: Iterable[LandingWish]) -> None:
         """These prompts are near the head of the queue: ask for their landings, when the path is ready."""
-        for key in keys:
-            outgoing = self._outgoing[key]
-            outgoing.asked = True
-            self._ask(outgoing)
+        for wish in wishes:
+            outgoing = self._outgoing[wish.request_id, wish.attempt]
+            outgoing.wish = wish
+            self._ask(outgoing, wish)
 
     def chunk_done(self, chunk: ChunkDone) -> None:
         """A chunk is in the pool: push it while the next one is computed."""
@@ -108,15 +110,18 @@ class Outbound:
             return
         outgoing.trace.append(("chunk.start", chunk.started_at))
         outgoing.trace.append(("chunk.end", chunk.finished_at))
-        self._do(
-            self.book.computed(chunk.request_id, chunk.attempt, chunk.num_computed_tokens, chunk.block_ids)
-        )
+        if not outgoing.all_finished:
+            now = self._clock.now()
+            key = chunk.request_id, chunk.attempt
+            self._do(self.book.computed(*key, chunk.num_computed_tokens, chunk.block_ids, now))
 
     def prompt_done(self, prompt: PromptDone) -> None:
-        """The prompt is complete: keep what will be handed over."""
+        """The prompt is complete: keep what will be handed over. Comes before the prompt's last chunk, which
+        is not pushed when nothing is left to hand over."""
         outgoing = self._outgoing.get((prompt.request_id, prompt.attempt))
         if outgoing is not None:
             outgoing.samples = prompt.samples
+            outgoing.all_finished = prompt.all_finished
 
     def finished_here(self, key: RequestKey) -> None:
         """Every sample ended with its first token: the landing is given back."""
@@ -130,9 +135,8 @@ class Outbound:
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         """Stop pushing for this request; the scheduler has dropped it already."""
-        if key in self._outgoing:
+        if self._outgoing.pop(key, None) is not None:
             self._do(self.book.stop(*key, reason, self._clock.now()))
-            self._outgoing.pop(key, None)
 
     # ---------------------------------------------------------------------------------- peers, ranks
 
@@ -140,8 +144,8 @@ class Outbound:
         """The path to `peer` is measured: ask for what waited for it."""
         for outgoing in list(self._outgoing.values()):
             target = outgoing.submission.decode
-            if outgoing.asked and target is not None and target.identity == peer:
-                self._ask(outgoing)
+            if outgoing.wish is not None and target is not None and target.identity == peer:
+                self._ask(outgoing, outgoing.wish)
 
     def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
         """No way to `peer`: its requests must be routed again."""
@@ -155,12 +159,15 @@ class Outbound:
         """From a decode replica."""
         match message:
             case LandingGrant():
-                self._do(self.book.granted(peer, message))
+                self._do(self.book.granted(peer, message, self._clock.now()))
             case LandingRefusal():
                 self._do(self.book.refused(peer, message))
             case LandingAbort():
                 self._do(self.book.aborted(peer, message, self._clock.now()))
-            case LandingResult():
+            case LandingResult(_, num_tokens, num_bad_pieces):
+                if num_bad_pieces:
+                    name = peer.replica_id
+                    _log.error("%s: %d pieces were bad, %d tokens good", name, num_bad_pieces, num_tokens)
                 self._do(self.book.joined(peer, message))
             case _:
                 _log.warning("%s sent %s to its writer", peer.replica_id, type(message).__name__)
@@ -170,7 +177,7 @@ class Outbound:
         match report:
             case PushDone():
                 self._trace_push(report)
-                self._do(self.book.push_done(report))
+                self._do(self.book.push_done(report, self._clock.now()))
             case PushFailed():
                 self._do(self.book.push_failed(report, self._clock.now()))
             case PushStopped():
@@ -182,7 +189,7 @@ class Outbound:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _ask(self, outgoing: _Outgoing) -> None:
+    def _ask(self, outgoing: _Outgoing, wish: LandingWish) -> None:
         submission = outgoing.submission
         target = submission.decode
         assert target is not None
@@ -190,7 +197,7 @@ class Outbound:
         if connection_id is None:
             self.peers.ensure(target)
             return
-        outgoing.asked = False
+        outgoing.wish = None
         request = LandingRequest(
             landing_id=draw_id(),
             request_id=submission.request_id,
@@ -198,8 +205,7 @@ class Outbound:
             tenant=submission.tenant,
             priority=submission.priority,
             block_keys=submission.block_keys,
-            num_tokens=_num_prompt_tokens(submission),
-            max_new_tokens=submission.sampling.max_tokens,
+            num_tokens=wish.num_tokens,
             num_samples=len(submission.samples),
             deadline_s=self._remaining_s(outgoing),
         )
@@ -253,10 +259,11 @@ class Outbound:
         )
 
     def _trace_push(self, report: PushDone) -> None:
-        for key, outgoing in self._outgoing.items():
-            if self.book.landing_of(*key) == report.landing_id:
-                outgoing.trace.append(("push.start", report.started_at))
-                outgoing.trace.append(("push.end", report.started_at + report.seconds))
+        key = self.book.attempt_of(report.landing_id)
+        outgoing = None if key is None else self._outgoing.get(key)
+        if outgoing is not None:
+            outgoing.trace.append(("push.start", report.started_at))
+            outgoing.trace.append(("push.end", report.started_at + report.seconds))
 
     def _remaining_s(self, outgoing: _Outgoing) -> float | None:
         deadline_s = outgoing.submission.deadline_s
@@ -274,8 +281,3 @@ class Outbound:
         if self._outgoing.pop(key, None) is not None:
             self._scheduler.finish_outbound(*key)
             self._on_ended(key)
-
-
-def _num_prompt_tokens(submission: Submission) -> int:
-    """Tokens whose KV is handed over: the prompt, and for a resumed request the output it came with."""
-    return (len(submission.prompt) + sum(len(s.output) for s in submission.samples[:1])) // 4

@@ -36,6 +36,8 @@ from kvtransfer.secret import draw_id
 from workers.links import FrameStream, open_stream
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 
+_HELLO_TIMEOUT_S = 10.0
+
 _log = logging.getLogger("tandem.peers")
 
 
@@ -77,7 +79,9 @@ class Peers:
         prefill_side: PrefillSide,
         decode_side: DecodeSide,
         wake: Callable[[], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
+        """`on_error` hears of errors of ours, after which nothing here may be trusted."""
         self._identity = identity
         self._compatibility = compatibility
         self._ranks = ranks
@@ -87,6 +91,7 @@ class Peers:
         self._prefill_side = prefill_side
         self._decode_side = decode_side
         self._wake = wake
+        self._on_error = on_error
         self._outbound: dict[ReplicaIdentity, _Outbound] = {}
         self._inbound: dict[ReplicaIdentity, FrameStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -153,7 +158,8 @@ class Peers:
                 peer.target.address, "peer", self._secret, self._identity.replica_id
             )
             stream.send(PEER_CODEC.encode(PeerHello(self._identity, self._compatibility, ())))
-            hello = await stream.receive()
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                hello = await stream.receive()
             self._check_hello(peer, None if hello is None else PEER_CODEC.decode(hello))
             while (frame := await stream.receive()) is not None:
                 self._prefill_side.message(peer.target.identity, PEER_CODEC.decode(frame))
@@ -161,6 +167,8 @@ class Peers:
             self._fail(peer, "the peer link closed")
         except TransferError as error:
             self._fail(peer, str(error))
+        except TimeoutError:
+            self._fail(peer, f"no answer within {_HELLO_TIMEOUT_S} s")
 
     def _check_hello(self, peer: _Outbound, hello: PeerLinkMessage | None) -> None:
         if isinstance(hello, PeerRefusal):
@@ -207,6 +215,10 @@ class Peers:
             await stream.receive()
             return
         writer = hello.identity
+        earlier = self._inbound.pop(writer, None)
+        if earlier is not None:  # the writer lost it before this side has seen its end
+            earlier.close()
+            self._decode_side.writer_lost(writer)
         self._inbound[writer] = stream
         stream.send(PEER_CODEC.encode(PeerHello(self._identity, self._compatibility, self._ranks)))
         try:
@@ -236,4 +248,9 @@ class Peers:
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(error)

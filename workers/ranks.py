@@ -64,8 +64,9 @@ class ProcessHandle:
         return f"rank process {self._process.pid} ended with status {await self._process.wait()}"
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # after its end the number may be another process's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
 
 class ProcessLauncher:

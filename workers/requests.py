@@ -6,10 +6,14 @@ last sample ends, it fails, it is cancelled, or it has been handed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvtransfer.clock import Clock
+from kvtransfer.keys import TOKEN_BYTES
+from kvtransfer.messages import ReplicaIdentity
 from workers.engine.batch import PromptDone, StepOutcome
 from workers.engine.scheduler import Scheduler
 from workers.errors import CapacityError, QueueFullError
@@ -41,6 +45,7 @@ class Requests:
     def __init__(
         self,
         *,
+        identity: ReplicaIdentity,
         scheduler: Scheduler,
         gateways: Gateways,
         outbound: Outbound,
@@ -49,6 +54,7 @@ class Requests:
         vocab_size: int,
         wake: Callable[[], None],
     ) -> None:
+        self._identity = identity
         self._scheduler = scheduler
         self._gateways = gateways
         self._outbound = outbound
@@ -67,6 +73,8 @@ class Requests:
 
     def submit(self, gateway: GatewayKey, submission: Submission) -> None:
         """Queue the request, or tell its gateway why not."""
+        if submission.decode is not None and submission.decode.identity == self._identity:
+            submission = replace(submission, decode=None)  # no hand-over to itself
         failure = self._refuse(submission)
         if failure is not None:
             self._gateways.post(gateway, failure)
@@ -152,8 +160,11 @@ class Requests:
         key = submission.request_id, submission.attempt
         if self.refusal:
             return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
-        if max(memoryview(submission.prompt).cast("I"), default=0) >= self._vocab_size:
-            return RequestFailed(*key, "invalid", f"prompt: a token id is not below {self._vocab_size}")
+        for field, tokens in _token_fields(submission):
+            if len(tokens) % TOKEN_BYTES:
+                return RequestFailed(*key, "invalid", f"{field}: {len(tokens)} bytes are no token ids")
+            if max(memoryview(tokens).cast("I"), default=0) >= self._vocab_size:
+                return RequestFailed(*key, "invalid", f"{field}: a token id is not below {self._vocab_size}")
         if key in self._requests:
             return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
         try:
@@ -168,7 +179,7 @@ class Requests:
         key = prompt.request_id, prompt.attempt
         request = self._requests.get(key)
         if request is not None:
-            num_prompt_tokens = len(prompt.submission.prompt) // 4
+            num_prompt_tokens = len(prompt.submission.prompt) // TOKEN_BYTES
             trace = self._outbound.trace(key)
             self._gateways.post(
                 request.gateway,
@@ -185,3 +196,9 @@ class Requests:
             request.samples.discard(delta.sample)
             if not request.samples and not request.outbound:
                 del self._requests[key]
+
+
+def _token_fields(submission: Submission) -> Iterator[tuple[str, bytes]]:
+    yield "prompt", submission.prompt
+    for sample in submission.samples:
+        yield f"samples[{sample.index}].output", sample.output

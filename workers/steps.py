@@ -53,11 +53,13 @@ class StepLoop:
         while len(self._unreported) < PIPELINE_DEPTH and (plan := self._scheduler.plan(now)) is not None:
             self._issue(plan, now)
 
-    def probe(self, idle_s: float) -> None:
-        """Send a canary when nothing was reported for `idle_s` and nothing is on its way."""
+    def probe(self, idle_s: float) -> bool:
+        """Send a canary, and tell so, when nothing was reported for `idle_s` and nothing is on its way."""
         now = self._clock.now()
-        if not self._unreported and now > self._last_report_at + idle_s:
+        is_due = not self._unreported and now > self._last_report_at + idle_s
+        if is_due:
             self._issue(_CANARY, now)
+        return is_due
 
     def settle(self, report: StepReport) -> StepOutcome | None:
         """Take the report of the oldest plan; None for a canary's."""

@@ -88,7 +88,7 @@ class ShmListener(Listener):
             if not self._closing.is_set():
                 self._target.gate.leave(connection)
 
-    def _answer(self, sock: socket.socket, connection: int) -> None:
+    def _answer(self, sock: socket.socket, connection: bytes) -> None:
         num_done = 0
         while True:
             try:

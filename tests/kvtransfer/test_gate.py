@@ -11,7 +11,7 @@ WRITER = ReplicaIdentity("w", 1)
 OTHER = ReplicaIdentity("w", 2)
 
 
-def test_closing_says_whether_an_admitted_writer_is_connected() -> None:
+def test_closing_names_the_admitted_connections_and_leaving_names_one() -> None:
     reports: list[TransferReport] = []
     gate = Gate(reports.append)
     first, second = gate.enter(WRITER), gate.enter(WRITER)
@@ -20,9 +20,14 @@ def test_closing_says_whether_an_admitted_writer_is_connected() -> None:
     assert gate.admit(b"a", first)
     gate.close(b"a")
     gate.close(b"b")
-    gate.leave(first)
     gate.leave(second)
-    assert reports == [LandingClosed(b"a", True), LandingClosed(b"b", False), WriterGone(WRITER)]
+    gate.leave(first)
+    assert reports == [
+        LandingClosed(b"a", (first,)),
+        LandingClosed(b"b", ()),
+        WriterGone(WRITER, second),
+        WriterGone(WRITER, first),
+    ]
 
 
 def test_a_writer_that_left_before_the_closing_cannot_write() -> None:
@@ -33,7 +38,7 @@ def test_a_writer_that_left_before_the_closing_cannot_write() -> None:
     assert gate.admit(b"a", connection)
     gate.leave(connection)
     gate.close(b"a")
-    assert reports == [WriterGone(WRITER), LandingClosed(b"a", False)]
+    assert reports == [WriterGone(WRITER, connection), LandingClosed(b"a", ())]
 
 
 def test_another_life_of_the_writer_is_another_writer() -> None:
@@ -44,7 +49,7 @@ def test_another_life_of_the_writer_is_another_writer() -> None:
     assert not gate.admit(b"a", new)
     assert gate.find(b"a", OTHER) is None
     gate.leave(old)
-    assert reports == [WriterGone(WRITER)]
+    assert reports == [WriterGone(WRITER, old)]
 
 
 def test_nobody_is_admitted_after_the_closing() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landing_world import BLOCK, PREFILL, World, request
+from landing_world import BLOCK, DECODE, PREFILL, World, request
 
+from kvtransfer.actions import KillRanks
 from kvtransfer.messages import (
+    LandingAbort,
+    LandingClosed,
     LandingGrant,
     LandingRefusal,
     LandingRequest,
+    WriterGone,
 )
-from kvtransfer.pushing import KillRanks
 from workers.engine.blocks import BlockPool
 
 
@@ -45,7 +48,8 @@ def test_a_bad_piece_ends_what_counts_as_valid() -> None:
     world.ask(request(6, 4 * BLOCK))
     world.settle()
     sums_refused_by_the_target = 6012  # 6 modulo 7, see `run_target`
-    world.do_push(world.push.computed("r6", 0, 4 * BLOCK, [6000, sums_refused_by_the_target, 6001, 6002]))
+    block_ids = [6000, sums_refused_by_the_target, 6001, 6002]
+    world.do_push(world.push.computed("r6", 0, 4 * BLOCK, block_ids, 0.0))
     world.settle()
     landed = world.joined[bytes([6]) * 16]
     assert (landed.num_bad_pieces, landed.num_valid_tokens) == (1, BLOCK)
@@ -84,6 +88,10 @@ def test_the_growth_reserve_is_kept_while_the_replica_is_busy() -> None:
     [
         (request(1, 100 * BLOCK), "needs 101 blocks"),
         (request(2, BLOCK, deadline_s=0.001), "deadline"),
+        (request(3, 4 * BLOCK, num_samples=3), "needs 7 blocks"),
+        (request(4, 0), "0 tokens"),
+        (request(5, BLOCK, num_samples=0), "0 samples"),
+        (request(6, BLOCK, block_keys=(b"k", b"l")), "2 block keys"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(wanted: LandingRequest, word: str) -> None:
@@ -153,6 +161,132 @@ def test_two_sided_writers_need_no_quarantine() -> None:
     world.run_target()
     assert (pool.num_quarantined, pool.num_referenced) == (0, 0)
     world.settle()
+
+
+def test_a_prompt_whose_samples_never_fit_does_not_hold_up_the_others() -> None:
+    world = World(BlockPool(6, BLOCK))
+    world.ask(request(1, 5 * BLOCK, num_samples=4))
+    world.ask(request(2, BLOCK))
+    world.settle()
+    assert world.ended == {"r1": "refused"}
+    assert world.landing.num_open == 1
+
+
+def test_a_landing_asked_for_twice_keeps_its_blocks() -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool)
+    for _ in range(2):
+        world.do_landing(world.landing.request(PREFILL, request(1, 2 * BLOCK), 0.0, idle=True))
+    assert pool.num_references == world.landing.num_references == 2
+
+
+def test_a_leaving_replica_grants_nothing_and_lets_open_landings_join() -> None:
+    pool = BlockPool(3, BLOCK)
+    world = World(pool)
+    for number in (1, 2):  # the second one waits for room
+        world.ask(request(number, 2 * BLOCK))
+    world.settle()
+    world.do_landing(world.landing.refuse_all("it leaves"))
+    world.ask(request(3, BLOCK))
+    world.compute(1, 2 * BLOCK)
+    world.settle()
+    assert world.ended == {"r2": "refused", "r3": "refused", "r1": ""}
+    assert pool.num_references == 0
+
+
+def quarantined(pool: BlockPool, *connections: bytes) -> World:
+    """A landing of two blocks that was aborted while `connections` may write it."""
+    world = World(pool)
+    world.ask(request(1, 2 * BLOCK))
+    world.settle()
+    world.do_landing(world.landing.writer_lost(PREFILL))
+    assert pool.num_quarantined == 2
+    world.landing.closed(LandingClosed(bytes([1]) * 16, connections))
+    return world
+
+
+def test_quarantine_ends_with_the_connections_that_could_write_whatever_else_the_writer_opened() -> None:
+    pool = BlockPool(8, BLOCK)
+    world = quarantined(pool, b"old", b"older")
+    for connection in (b"old", b"new"):
+        world.landing.writer_gone(WriterGone(PREFILL, connection))
+        assert pool.num_quarantined == 2
+    world.landing.writer_gone(WriterGone(PREFILL, b"older"))
+    assert (pool.num_quarantined, pool.num_referenced) == (0, 0)
+
+
+def test_the_end_of_an_old_connection_does_not_free_what_a_new_one_may_write() -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool)
+    world.ask(request(1, 2 * BLOCK))
+    world.settle()
+    world.landing.writer_gone(WriterGone(PREFILL, b"old"))
+    assert (world.landing.num_open, pool.num_references) == (1, 2)
+
+
+def test_a_hand_over_to_a_landing_that_is_gone_is_answered() -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool)
+    world.ask(request(1, BLOCK))
+    world.settle()
+    world.compute(1, BLOCK)
+    world.run_writer()
+    world.landing.aborted_by_writer(PREFILL, LandingAbort(bytes([1]) * 16, "lost on the way", True))
+    world.settle()
+    assert world.ended == {"r1": "peer"}, "the prefill side would wait for ever"
+    assert pool.num_references == 0
+
+
+@pytest.mark.parametrize(("name", "num_tokens"), [(("r2", 0), BLOCK), (("r1", 1), BLOCK), (("r1", 0), 5)])
+def test_a_hand_over_that_does_not_match_its_landing_is_refused(
+    name: tuple[str, int], num_tokens: int
+) -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool)
+    world.ask(request(1, BLOCK))
+    world.settle()
+    world.do_landing(world.landing.hand_over(PREFILL, bytes([1]) * 16, name, num_tokens, 0.0))
+    assert world.joined == {}
+    assert pool.num_quarantined == 1
+    world.settle()
+    assert (world.ended, pool.num_quarantined, pool.num_references) == ({"r1": "peer"}, 0, 0)
+
+
+def test_a_prompt_that_does_not_move_on_loses_its_lease() -> None:
+    """Two replicas that wait for each other's room must not keep each other waiting by heartbeats."""
+    pool = BlockPool(8, BLOCK)
+    world = World(pool)
+    world.ask(request(1, 2 * BLOCK))
+    world.settle()
+    for second in range(100):
+        world.now = float(second)
+        world.do_push(world.push.tick(world.now))
+        world.settle()
+        world.do_landing(world.landing.expire(world.now))
+        if second == 35:
+            assert world.landing.num_open == 1
+    world.settle()
+    assert (world.ended, pool.num_references) == ({"r1": "peer"}, 0)
+
+
+@pytest.mark.parametrize(("num_held_tokens", "num_blocks"), [(0, 1), (0, 3), (5, 1), (-BLOCK, 3), (BLOCK, 2)])
+def test_a_grant_that_does_not_fit_the_prompt_is_given_back(num_held_tokens: int, num_blocks: int) -> None:
+    world = World(BlockPool(8, BLOCK))
+    world.ask(request(1, 2 * BLOCK))
+    grant = LandingGrant(bytes([1]) * 16, num_held_tokens, tuple(range(num_blocks)))
+    world.do_push(world.push.granted(DECODE, grant, 0.0))
+    world.compute(1, 2 * BLOCK)
+    assert world.ended == {"r1": "peer"}
+    assert list(world.writer) == []
+
+
+def test_a_lease_is_renewed_four_times_while_it_runs_not_at_every_tick() -> None:
+    world = World(BlockPool(8, BLOCK))
+    world.ask(request(1, BLOCK))
+    world.settle()
+    for tick in range(40):
+        world.do_push(world.push.tick(tick * 0.25))
+    assert len(world.to_decode) == 4
 
 
 EVENTS = st.lists(

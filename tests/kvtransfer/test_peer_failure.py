@@ -18,12 +18,14 @@ from kvtransfer.faults import FaultRule
 from kvtransfer.framing import prove_as_client, prove_as_server, receive_frame, send_frame
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
+    CloseLanding,
     ConnectPeer,
     Endpoint,
     LandingClosed,
     PeerConnected,
     PeerConnectFailed,
     PeerLost,
+    PushDone,
     PushFailed,
     RankEndpoints,
     ReplicaIdentity,
@@ -85,15 +87,22 @@ def test_a_two_sided_writer_killed_mid_write_leaves_nothing_behind(
     assert house.block(2) == fresh.block(0)
 
 
-def test_a_writer_is_gone_when_its_last_mapping_is(house: TargetRankHouse) -> None:
+def test_each_mapping_of_a_writer_is_proven_gone_by_itself(house: TargetRankHouse) -> None:
+    """A writer that reconnects before its old connection has ended must not hide the old one's end."""
     writer = house.writer()
-    writer.connected(house, "shm")
+    landing_id = house.open(writer, 1)
+    writer.push(1, writer.connected(house, "shm"), landing_id, [(4, 1)])
+    writer.reports.take(PushDone)
     second = house.writer()  # the same replica's identity from another process
     second.connected(house, "shm")
+    house.agent.handle(CloseLanding(landing_id))
+    closed = house.reports.take(LandingClosed)
+    assert len(closed.connections) == 1
     assert writer.close() == 0
-    assert not house.reports.has(WriterGone)
+    gone = house.reports.take(WriterGone)
+    assert (gone.writer, gone.connection) == (writer.identity, closed.connections[0])
     assert second.close() == 0
-    assert house.reports.take(WriterGone).writer == writer.identity
+    assert house.reports.take(WriterGone).connection != gone.connection
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

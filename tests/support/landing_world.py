@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvtransfer.actions import (
+    Granted,
+    HandOverReady,
+    KillRanks,
+    Landed,
+    LandingAction,
+    PushAction,
+    PushEnded,
+    ToPeer,
+    ToRanks,
+    ToWriter,
+)
 from kvtransfer.config import TransferConfig
-from kvtransfer.landing import Action, Landed, LandingBook, ToRanks, ToWriter
+from kvtransfer.landing import LandingBook
 from kvtransfer.messages import (
     CloseLanding,
     LandingAbort,
@@ -29,9 +41,10 @@ from kvtransfer.messages import (
     TransferOrder,
     Verified,
     VerifyOrder,
+    WriterGone,
     WriterStopped,
 )
-from kvtransfer.pushing import Granted, HandOverReady, KillRanks, PushAction, PushBook, PushEnded, ToPeer
+from kvtransfer.pushing import PushBook
 from workers.engine.blocks import BlockPool
 
 BLOCK = 16
@@ -50,7 +63,6 @@ def request(number: int, num_tokens: int, **fields: object) -> LandingRequest:
         "priority": 0,
         "block_keys": (),
         "num_tokens": num_tokens,
-        "max_new_tokens": 8,
         "num_samples": 1,
         "deadline_s": None,
     }
@@ -75,6 +87,7 @@ class World:
     stopped: set[bytes] = field(default_factory=set)
     ended: dict[str, str] = field(default_factory=dict)
     joined: dict[bytes, Landed] = field(default_factory=dict)
+    asked: dict[bytes, LandingRequest] = field(default_factory=dict)
     connected: bool = True
 
     def __post_init__(self) -> None:
@@ -85,11 +98,12 @@ class World:
     # each of these is one event that may happen at any time
 
     def ask(self, wanted: LandingRequest) -> None:
+        self.asked[wanted.landing_id] = wanted
         self.do_push(self.push.ask(wanted, DECODE, CONNECTION))
 
     def compute(self, number: int, num_tokens: int) -> None:
         blocks = list(range(1000 * number, 1000 * number + 64))
-        self.do_push(self.push.computed(f"r{number}", 0, num_tokens, blocks))
+        self.do_push(self.push.computed(f"r{number}", 0, num_tokens, blocks, self.now))
 
     def deliver_to_decode(self) -> None:
         message = self.to_decode.popleft()
@@ -103,9 +117,14 @@ class World:
             case WriterStopped():
                 self.landing.writer_stopped(PREFILL, message)
             case HandOverReady():
-                self.do_landing(self.landing.hand_over(PREFILL, message.landing_id, self.now) or [])
+                wanted = self.asked[message.landing_id]
+                name = wanted.request_id, wanted.attempt
+                landing_id = wanted.landing_id
+                self.do_landing(
+                    self.landing.hand_over(PREFILL, landing_id, name, wanted.num_tokens, self.now)
+                )
             case LandingProgress():
-                self.landing.progress(PREFILL, message.landing_id, self.now)
+                self.landing.progress(PREFILL, message, self.now)
             case _:
                 raise AssertionError(message)
 
@@ -113,7 +132,7 @@ class World:
         message = self.to_prefill.popleft()
         match message:
             case LandingGrant():
-                self.do_push(self.push.granted(DECODE, message))
+                self.do_push(self.push.granted(DECODE, message, self.now))
             case LandingRefusal():
                 self.do_push(self.push.refused(DECODE, message))
             case LandingAbort():
@@ -134,7 +153,7 @@ class World:
                     assert self.owner.get(move.dst_block) == order.landing_id, "write into a foreign block"
             pieces = tuple(PieceSum(move.block_index, SHARD, move.src_block) for move in order.moves)
             done = PushDone(order.push_id, order.landing_id, pieces, 64, 0.1, self.now, "shm")
-            self.do_push(self.push.push_done(done))
+            self.do_push(self.push.push_done(done, self.now))
 
     def run_target(self) -> None:
         order = self.target.popleft()
@@ -143,12 +162,12 @@ class World:
                 self.open_at_target.add(order.landing_id)
             case CloseLanding():
                 self.open_at_target.discard(order.landing_id)
-                may_write = self.one_sided and self.connected
-                self.landing.closed(LandingClosed(order.landing_id, may_write))
+                connections = (CONNECTION,) if self.one_sided and self.connected else ()
+                self.landing.closed(LandingClosed(order.landing_id, connections))
                 self.sync_owners()
             case VerifyOrder():
                 bad = tuple(check.block_index for check in order.pieces if check.checksum % 7 == 6)
-                verified = Verified(order.landing_id, len(order.pieces), bad, 0.0)
+                verified = Verified(order.landing_id, bad)
                 self.do_landing(self.landing.verified(verified))
 
     def writer_dies(self) -> None:
@@ -156,7 +175,8 @@ class World:
         self.writer.clear()
         self.to_decode.clear()
         self.do_landing(self.landing.writer_lost(PREFILL))
-        self.do_landing(self.landing.writer_gone(PREFILL))
+        self.landing.writer_gone(WriterGone(PREFILL, CONNECTION))
+        self.sync_owners()
 
     # plumbing
 
@@ -175,7 +195,7 @@ class World:
                 case Granted() | KillRanks():
                     pass
 
-    def do_landing(self, actions: list[Action]) -> None:
+    def do_landing(self, actions: list[LandingAction]) -> None:
         for action in actions:
             match action:
                 case ToWriter(_, message):

@@ -224,11 +224,11 @@ class TargetRankHouse:
         return landing_id
 
     def close_landing(self, landing_id: bytes) -> bool:
-        """Returns `writer_may_write`."""
+        """Returns whether a one-sided writer may still write it."""
         self.agent.handle(CloseLanding(landing_id))
         closed = self.reports.take(LandingClosed)
         assert closed.landing_id == landing_id
-        return closed.writer_may_write
+        return bool(closed.connections)
 
     def verify(self, landing_id: bytes, pieces: Sequence[PieceSum], block_ids: dict[int, int]) -> Verified:
         """Verify sums; `block_ids` maps block indices to this rank's blocks."""

@@ -40,6 +40,23 @@ IDENTITY = ReplicaIdentity("replica", 1)
 START_TIMEOUT_S = 60.0
 
 
+END_OF_A_TRANSFER_THREAD = """
+import threading
+from workers.engine import rank
+
+class Channel:
+    def send(self, message):
+        print(message.reason, flush=True)
+
+rank._end_with_transfer_threads(Channel(), 0)
+for name in ("another", "kv-verify"):
+    thread = threading.Thread(target=lambda: 1 / 0, name=name)
+    thread.start()
+    thread.join()
+    print("survived", name, flush=True)
+"""
+
+
 class Brain:
     """Listens, starts one rank, and speaks with it."""
 
@@ -181,7 +198,7 @@ def test_a_rank_serves_and_shuts_down(brain: Brain, model_dir: Path) -> None:
     landing_id = b"l" * 16
     brain.send(OpenLanding(landing_id, ReplicaIdentity("writer", 1), (3, 4)))
     brain.send(CloseLanding(landing_id))
-    assert brain.receive() == LandingClosed(landing_id, writer_may_write=False)
+    assert brain.receive() == LandingClosed(landing_id, connections=())
     brain.send(Shutdown("the test is over"))
     assert brain.process.wait(START_TIMEOUT_S) == 0
 
@@ -256,3 +273,15 @@ def test_a_rank_does_not_serve_a_stranger(brain: Brain, model_dir: Path) -> None
     assert process.wait(START_TIMEOUT_S) == 1
     assert process.stderr is not None
     assert b"does not know the cluster secret" in process.stderr.read()
+
+
+def test_a_rank_ends_with_its_transfer_threads() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", END_OF_A_TRANSFER_THREAD],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert ended.stdout.splitlines() == ["survived another", "ZeroDivisionError: division by zero"]
+    assert ended.returncode == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvtransfer.keys import TOKEN_BYTES
@@ -60,16 +60,18 @@ class Limits:
 
 
 def landing_wishes(
-    running: Iterable[Sequence], waiting: Iterable[Sequence], window_tokens: int
+    running: Iterable[Sequence], waiting: Collection[Sequence], window_tokens: int
 ) -> list[LandingWish]:
     """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
 
     A request that waits for its landing holds back only those behind it that go to the same replica, so that
     one full decode replica does not idle the others.
     """
+    wishes: list[LandingWish] = []
+    if not waiting:
+        return wishes
     num_ready_tokens = sum(sequence.num_remaining for sequence in running)
     target_to_asked_tokens: dict[str, int] = {}
-    wishes: list[LandingWish] = []
     for sequence in waiting:
         request = sequence.request
         num_uncached_tokens = sequence.num_tokens - sequence.num_expected_cached_tokens
@@ -95,8 +97,6 @@ def _wish(sequence: Sequence) -> LandingWish:
         attempt=request.submission.attempt,
         submission=request.submission,
         num_tokens=sequence.num_tokens,
-        max_new_tokens=request.output_limit - sequence.num_output_tokens,
-        deadline=request.deadline,
     )
 
 

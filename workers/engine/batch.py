@@ -22,17 +22,12 @@ from workers.messages import (
 
 @dataclass(frozen=True, slots=True)
 class LandingWish:
-    """An outbound request will be scheduled soon: ask its decode replica for a landing of `num_tokens`.
-
-    `deadline` is absolute, on the clock of `submit`'s `now`.
-    """
+    """An outbound request will be scheduled soon: ask its decode replica for a landing of `num_tokens`."""
 
     request_id: str
     attempt: int
     submission: Submission
     num_tokens: int
-    max_new_tokens: int
-    deadline: float | None
 
 
 @dataclass(frozen=True, slots=True)

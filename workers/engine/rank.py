@@ -41,7 +41,7 @@ from kvtransfer.messages import (
     TransferOrder,
     TransferReport,
 )
-from kvtransfer.service import TransferAgent
+from kvtransfer.service import TRANSFER_THREADS, TransferAgent
 from workers.engine.executor import Executor, read_dtype
 from workers.errors import WorkerError
 from workers.messages import (
@@ -67,6 +67,7 @@ def run_rank(spec: RankSpec) -> None:
     `RankFailed`, on any exception. Raises `TransferError` when the brain cannot be reached at all.
     """
     channel = _BrainChannel(_connect(spec))
+    _end_with_transfer_threads(channel, spec.rank)
     with _FailureReport(channel, spec.rank):
         _Rank(spec, channel, SystemClock()).serve()
 
@@ -215,6 +216,21 @@ class _FailureReport:
         os._exit(1)
 
 
+def _end_with_transfer_threads(channel: _BrainChannel, rank: int) -> None:
+    """A rank whose transfer threads are gone would take hand-overs and never finish one."""
+    of_others = threading.excepthook
+
+    def on_failure(failure: threading.ExceptHookArgs) -> None:
+        error, thread = failure.exc_value, failure.thread
+        if error is None or thread is None or not thread.name.startswith(TRANSFER_THREADS):
+            of_others(failure)
+            return
+        with _FailureReport(channel, rank):
+            raise error
+
+    threading.excepthook = on_failure
+
+
 def _connect(spec: RankSpec) -> socket.socket:
     host, _, port = spec.brain_address.rpartition(":")
     try:
@@ -258,7 +274,7 @@ class _NoTransfer:
         elif isinstance(order, StopPush):
             self._report(PushStopped(order.landing_id))
         elif isinstance(order, CloseLanding):
-            self._report(LandingClosed(order.landing_id, writer_may_write=False))
+            self._report(LandingClosed(order.landing_id, connections=()))
 
     def close(self) -> None:
         pass

@@ -164,6 +164,10 @@ class Scheduler:
             self._life.drop(request)
         return request is not None
 
+    def is_here(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt waits, runs or is held here."""
+        return (request_id, attempt) in self._life.requests
+
     def finish_outbound(self, request_id: str, attempt: int) -> bool:
         """The hand-over is over, well or not: release the prompt's blocks. False when none are held."""
         request = self._life.requests.get((request_id, attempt))

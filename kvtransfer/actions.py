@@ -1,0 +1,88 @@
+"""What the two sides of the landing protocol ask the brain to do; `landing` and `pushing` return them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvtransfer.messages import PeerMessage, ReplicaIdentity, TransferOrder
+
+
+class ToWriter(NamedTuple):
+    """Action: send `message` on the Peer link of `writer`."""
+
+    writer: ReplicaIdentity
+    message: PeerMessage
+
+
+class ToRanks(NamedTuple):
+    """Action: send `order` to every rank of this replica."""
+
+    order: TransferOrder
+
+
+class Landed(NamedTuple):
+    """Action: join the sequence. `block_ids` cover the whole prompt; their references pass to the caller.
+    The KV of the first `num_valid_tokens` tokens is held or verified."""
+
+    landing_id: bytes
+    block_ids: tuple[int, ...]
+    num_valid_tokens: int
+    num_held_tokens: int
+    num_bad_pieces: int
+
+
+class Lost(NamedTuple):
+    """Action: an open landing ended here without hand-over (for the caller's records)."""
+
+    landing_id: bytes
+    request_id: str
+    attempt: int
+    reason: str
+
+
+class ToPeer(NamedTuple):
+    """Action: send `message` on the Peer link to `peer`."""
+
+    peer: ReplicaIdentity
+    message: PeerMessage
+
+
+class Granted(NamedTuple):
+    """Action: the prompt may be computed now."""
+
+    request_id: str
+    attempt: int
+
+
+class HandOverReady(NamedTuple):
+    """Action: everything is written; send the sequence state."""
+
+    landing_id: bytes
+    request_id: str
+    attempt: int
+    peer: ReplicaIdentity
+    num_moved_bytes: int
+    transport: str
+    push_started_at: float
+    push_seconds: float
+
+
+class PushEnded(NamedTuple):
+    """Action: the landing is over on this side; the prompt's blocks may go. `error` "" when it was joined,
+    else "refused" or "peer"."""
+
+    request_id: str
+    attempt: int
+    error: str
+    reason: str
+    retry_after_s: float
+
+
+class KillRanks(NamedTuple):
+    """Action: a writer did not acknowledge a stop in time; end its process."""
+
+    reason: str
+
+
+LandingAction = ToWriter | ToRanks | Landed | Lost
+PushAction = ToPeer | ToRanks | Granted | HandOverReady | PushEnded | KillRanks

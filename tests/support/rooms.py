@@ -1,0 +1,172 @@
+"""The rooms of a brain that hand-overs go through, with a model of the rank and without any wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, VOCABULARY, HashRank, pack
+
+from kvtransfer.clock import ManualClock
+from kvtransfer.config import TransferConfig
+from kvtransfer.messages import LandingGrant, LandingRequest, ReplicaIdentity, TransferOrder
+from workers.config import EngineConfig
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.gateways import Gateways
+from workers.inbound import Inbound
+from workers.links import FrameStream
+from workers.messages import (
+    LINK_UP_CODEC,
+    HandOverTarget,
+    LoadReport,
+    PathMeasure,
+    PeerLinkMessage,
+    RequestFailed,
+    SampleState,
+    SamplingParams,
+    StepFrame,
+    Submission,
+    TokenDelta,
+)
+from workers.outbound import Outbound
+from workers.requests import Requests
+
+HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
+GATEWAY = ("gateway", 1)
+
+
+class PeersStub:
+    """Links that are always ready; what is sent is kept."""
+
+    def __init__(self) -> None:
+        self.to_reader: list[PeerLinkMessage] = []
+        self.to_writer: list[PeerLinkMessage] = []
+
+    def paths(self) -> tuple[PathMeasure, ...]:
+        return ()
+
+    def ensure(self, target: HandOverTarget) -> None:
+        pass
+
+    def connection(self, peer: ReplicaIdentity) -> bytes:
+        return b"c" * 16
+
+    def send_outbound(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
+        self.to_reader.append(message)
+
+    def send_inbound(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
+        self.to_writer.append(message)
+
+
+class Rooms:
+    """Scheduler, requests and both sides of hand-overs of one replica, and a Link that keeps its frames."""
+
+    def __init__(self, num_blocks: int = 16) -> None:
+        self.clock = ManualClock(100.0)
+        self.pool = BlockPool(num_blocks, BLOCK_TOKENS)
+        self.scheduler = Scheduler(
+            EngineConfig(max_sequences=4),
+            self.pool,
+            eos_token_ids=(END,),
+            max_context_tokens=MAX_CONTEXT,
+            fingerprint=FINGERPRINT,
+        )
+        self.rank = HashRank()
+        self.orders: list[TransferOrder] = []
+        self.peers = PeersStub()
+        self.gateways = Gateways(self.clock, self._no_load)
+        self.gateways.connected(GATEWAY, FrameStream("gateway", self._never))
+        self._stream = self.gateways._ports[GATEWAY].stream
+        self.outbound = Outbound(
+            config=TransferConfig(),
+            block_tokens=BLOCK_TOKENS,
+            scheduler=self.scheduler,
+            clock=self.clock,
+            order=self.orders.append,
+            on_failed=lambda failure: self.requests.failed(failure),
+            on_ended=lambda key: self.requests.ended(key),
+            kill_ranks=self._kill,
+        )
+        self.inbound = Inbound(
+            config=TransferConfig(),
+            block_tokens=BLOCK_TOKENS,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            clock=self.clock,
+            order=self.orders.append,
+            on_joined=lambda *news: self.requests.joined(*news),
+        )
+        self.outbound.peers = self.inbound.peers = self.peers  # type: ignore[assignment]
+        self.requests = Requests(
+            identity=HERE,
+            scheduler=self.scheduler,
+            gateways=self.gateways,
+            outbound=self.outbound,
+            inbound=self.inbound,
+            clock=self.clock,
+            vocab_size=VOCABULARY,
+            wake=lambda: None,
+        )
+        self.failures: list[RequestFailed] = []
+        self.deltas: list[TokenDelta] = []
+
+    def submission(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        decode: ReplicaIdentity | None = None,
+        outputs: Sequence[Sequence[int]] = ((),),
+        deadline_s: float | None = None,
+        max_tokens: int = 8,
+    ) -> Submission:
+        return Submission(
+            request_id=request_id,
+            attempt=1,
+            tenant="",
+            priority=0,
+            prompt=pack(list(prompt)),
+            block_keys=(),
+            samples=tuple(SampleState(i, i, pack(list(output))) for i, output in enumerate(outputs)),
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            decode=None if decode is None else HandOverTarget(decode, "address"),
+            deadline_s=deadline_s,
+        )
+
+    def pump(self) -> None:
+        """What the brain does after every event, and what the rank answers."""
+        self.inbound.grant()
+        self.outbound.wanted(self.scheduler.landings_wanted())
+        plan = self.scheduler.plan(self.clock.now())
+        if plan is not None:
+            self.requests.settle(self.scheduler.settle(self.rank.run(plan), self.clock.now()))
+        for failure in self.scheduler.take_failures():
+            self.requests.dropped(failure)
+        self.gateways.flush()
+        self._listen()
+
+    def grant(self, num_held_tokens: int, block_ids: tuple[int, ...]) -> None:
+        """The peer answers the last landing that was asked for."""
+        asked = [message for message in self.peers.to_reader if isinstance(message, LandingRequest)][-1]
+        self.outbound.message(PEER, LandingGrant(asked.landing_id, num_held_tokens, block_ids))
+
+    def _listen(self) -> None:
+        assert self._stream is not None
+        while not self._stream._outgoing.empty():
+            frame = self._stream._outgoing.get_nowait()
+            assert frame is not None
+            message = LINK_UP_CODEC.decode(frame)
+            if isinstance(message, StepFrame):
+                self.failures.extend(message.failures)
+                self.deltas.extend(message.deltas)
+
+    def _no_load(self) -> LoadReport:
+        return LoadReport(HERE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)
+
+    async def _never(self) -> bytes | None:
+        await asyncio.Event().wait()
+        return None
+
+    def _kill(self, reason: str) -> None:
+        raise AssertionError(reason)

@@ -1,0 +1,64 @@
+"""What a replica tells of itself: leaked blocks are counted, and books that do not balance are noticed."""
+
+from __future__ import annotations
+
+import pytest
+from rooms import GATEWAY, HERE, PEER, Rooms
+
+from kvtransfer.messages import LandingRequest
+from workers.reports import Reports
+from workers.steps import StepLoop
+
+
+class Told(Rooms):
+    """Rooms with their reports; steps go through the step loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = StepLoop(self.scheduler, lambda plan: None, self.clock)
+        self.reports = Reports(
+            identity=HERE,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            steps=self.steps,
+            outbound=self.outbound,
+            inbound=self.inbound,
+            peers=self.peers,  # type: ignore[arg-type]
+        )
+
+
+async def test_blocks_of_sequences_and_landings_are_not_leaked_and_others_are() -> None:
+    told = Told()
+    told.requests.submit(GATEWAY, told.submission("a", [1, 2, 3]))
+    told.pump()
+    told.inbound.message(PEER, LandingRequest(bytes(16), "r", 1, "", 0, (), 9, 1, None))
+    load = told.reports.load()
+    assert (load.num_running, load.num_landings, load.num_leaked_blocks) == (1, 1, 0)
+    assert told.pool.num_references == 4
+    told.pool.allocate(2)
+    assert told.reports.load().num_leaked_blocks == 2
+
+
+async def test_an_idle_replica_checks_its_books_once_after_work() -> None:
+    told = Told()
+    told.reports.check_when_idle()
+    told.requests.submit(GATEWAY, told.submission("a", [1, 2, 3]))
+    told.pool.allocate(1)  # nobody's
+    told.steps.num_steps = 1
+    told.reports.check_when_idle()  # not idle
+    told.requests.cancel(("a", 1))
+    with pytest.raises(AssertionError, match="1 references in the pool, 0 of sequences"):
+        told.reports.check_when_idle()
+    told.reports.check_when_idle()  # only once
+
+
+async def test_events_are_numbered_without_gaps() -> None:
+    told = Told()
+    for number, prompt in enumerate(([1] * 4, [2] * 4), 1):
+        told.requests.submit(GATEWAY, told.submission(f"r{number}", prompt))
+        told.pump()
+        events = told.reports.kv_events()
+        assert events is not None
+        assert events.sequence == number
+        assert told.reports.kv_events() is None
+    assert told.reports.kv_snapshot().sequence == 2

@@ -1,0 +1,82 @@
+"""What a replica tells of itself: loads, KV events, and whether its books balance. Called by the brain."""
+
+from __future__ import annotations
+
+from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.inbound import Inbound
+from workers.messages import LoadReport
+from workers.outbound import Outbound
+from workers.peers import Peers
+from workers.steps import StepLoop
+
+
+class Reports:
+    """Makes the reports, each with its sequence number, from the rooms that know."""
+
+    def __init__(
+        self,
+        *,
+        identity: ReplicaIdentity,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        steps: StepLoop,
+        outbound: Outbound,
+        inbound: Inbound,
+        peers: Peers,
+    ) -> None:
+        self._identity = identity
+        self._pool = pool
+        self._scheduler = scheduler
+        self._steps = steps
+        self._outbound = outbound
+        self._inbound = inbound
+        self._peers = peers
+        self._kv_sequence = 0
+        self._load_sequence = 0
+        self._num_steps_checked = 0
+
+    def kv_events(self) -> KvEvents | None:
+        """What changed in the prefix cache since the last call; None when nothing did."""
+        stored, removed = self._pool.take_events()
+        if not (stored or removed):
+            return None
+        self._kv_sequence += 1
+        return KvEvents(self._identity, self._kv_sequence, stored, removed)
+
+    def kv_snapshot(self) -> KvSnapshot:
+        """The whole prefix cache; events that were not yet told must be told before."""
+        return KvSnapshot(self._identity, self._kv_sequence, self._pool.snapshot())
+
+    def load(self) -> LoadReport:
+        """The state of this moment."""
+        self._load_sequence += 1
+        scheduler, pool, landings = self._scheduler, self._pool, self._inbound.book
+        return LoadReport(
+            identity=self._identity,
+            sequence=self._load_sequence,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_landings=landings.num_open + landings.num_waiting,
+            num_backlog_tokens=scheduler.num_backlog_tokens,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_quarantined_blocks=pool.num_quarantined,
+            num_total_blocks=pool.num_total,
+            num_leaked_blocks=pool.num_references - scheduler.num_references - landings.num_references,
+            prefill_tok_s=self._steps.rates.prefill_tok_s,
+            decode_step_s=self._steps.rates.decode_step_s,
+            num_steps=self._steps.num_steps,
+            num_checksum_failures=self._inbound.num_checksum_failures,
+            num_preemptions=scheduler.num_preemptions,
+            transfer_gb_s=self._outbound.book.counters.gb_s,
+            paths=self._peers.paths(),
+        )
+
+    def check_when_idle(self) -> None:
+        """Assert every invariant of pool, sequences and landings, once after each time of work."""
+        if self._scheduler.is_idle and self._steps.num_steps != self._num_steps_checked:
+            self._num_steps_checked = self._steps.num_steps
+            self._scheduler.check(self._inbound.book.num_references)
+            self._inbound.book.check()
