@@ -21,8 +21,8 @@ from cluster import commands
 from cluster.bench import Objectives, Workload
 from cluster.client import GenerateOptions, Turn
 from cluster.config import ClusterConfig, default_config, load_config
-from cluster.display import engine_line, progress_line
-from cluster.errors import ClusterError
+from cluster.display import engine_line, progress_line, stages
+from cluster.errors import CallError, ClusterError
 from kvtransfer.clock import SystemClock
 from workers.errors import WorkerError
 from workers.model.config import read_model_config
@@ -34,20 +34,28 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
+    # Ray prints this for every process that ends early, over our own one line that says why.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GRPC_VERBOSITY": "ERROR",
 }
 """For Ray and for every process below this one, where the environment does not say otherwise."""
 
-cli = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=_HELP)
+cli = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=_HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 bench = typer.Typer(no_args_is_help=True, help="Measure a running cluster, or the engine alone.")
 cli.add_typer(bench, name="bench")
 out, err = Console(), Console(stderr=True)
 
 Address = Annotated[str, typer.Option(envvar="TANDEM_ADDRESS", help="The gateway, host:port.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]
 RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
 DEFAULT_ADDRESS = "127.0.0.1:8780"
 
@@ -59,6 +67,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         cli()
+    except CallError as error:
+        hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
+        _die(f"{error}{hint}")
     except (ClusterError, WorkerError) as error:
         _die(str(error))
 
@@ -79,20 +90,23 @@ def serve(
     interrupted = _catch_signals(threading.Event())
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
-        with err.status("starting") as status:
+        with stages(err, "starting") as tell:
             addresses = service.start(
-                lambda progress: status.update(progress_line(progress.stage, progress.ready)), interrupted
+                lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
             )
         _catch_signals(interrupted)  # again: Ray set handlers of its own
-        out.print(f"gateway    [bold]{', '.join(addresses.gateways)}[/]")
-        out.print(f"Ray        {addresses.ray}")
-        out.print(f"dashboard  {addresses.dashboard or 'none'}")
-        out.print(f"Ray token  {_token_place()}")
-        out.print(f"logs       {addresses.logs or 'of the Ray cluster'}")
+        for name, place in (
+            ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
+            ("Ray", addresses.ray),
+            ("dashboard", addresses.dashboard or "none"),
+            ("Ray token", _token_place()),
+            ("logs", addresses.logs or "on the nodes of the Ray cluster"),
+        ):
+            out.print(f"{name:<10} {place}", soft_wrap=True)
         out.print("Ctrl-C stops everything.")
         interrupted.wait()
     finally:
-        with err.status("stopping"):
+        with stages(err, "stopping"):
             service.stop()
     out.print("stopped")
 
@@ -153,7 +167,7 @@ def generate(
         tenant=tenant,
         request_id=request_id,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     asked = [Turn("user", text)] if chat else text
     _run(commands.generate(address, asked, options, timeout, as_json=as_json))
 
@@ -185,7 +199,7 @@ def bench_serve(
     slo_ttft_ms: Annotated[float, typer.Option(min=0)] = 1000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 100.0,
     seed: Annotated[int, typer.Option()] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds; a later answer counts as lost.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds; a later answer is lost.")] = 60.0,
 ) -> None:
     """Load a running cluster; latencies, throughput and goodput."""
     rates = [_positive(part) for part in sweep.split(",")] if sweep else [rate]
@@ -280,6 +294,13 @@ def _catch_signals(interrupted: threading.Event) -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: interrupted.set())
     return interrupted
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8: {error}", param_hint="PROMPT") from error
 
 
 def _token_place() -> str:

@@ -71,6 +71,8 @@ class RequestRecord(NamedTuple):
     token_times: tuple[float, ...]
     outcome: str
     """"ok", "refused", "timed out" or "failed"."""
+    reason: str = ""
+    """Why it is not "ok"."""
 
     @property
     def ttft_s(self) -> float:
@@ -128,16 +130,16 @@ async def _record(
     clock: Clock,
     on_done: Callable[[RequestRecord], None],
 ) -> RequestRecord:
-    sent_at, outcome = clock.now(), "ok"
+    sent_at, outcome, reason = clock.now(), "ok", ""
     times: list[float] = []
     try:
         async for count in send(prompt, workload.output_tokens):
             times += [clock.now()] * count
         if not times:
-            outcome = "failed"
+            outcome, reason = "failed", "it ended without a token"
     except CallError as error:
-        outcome = _OUTCOMES.get(error.code, "failed")
-    record = RequestRecord(sent_at, clock.now(), len(prompt), tuple(times), outcome)
+        outcome, reason = _OUTCOMES.get(error.code, "failed"), str(error)
+    record = RequestRecord(sent_at, clock.now(), len(prompt), tuple(times), outcome, reason)
     on_done(record)
     return record
 
@@ -164,6 +166,7 @@ def summarize(records: Sequence[RequestRecord], objectives: Objectives) -> dict[
         "num_refused": sum(record.outcome == "refused" for record in records),
         "num_timed_out": sum(record.outcome == "timed out" for record in records),
         "num_failed": sum(record.outcome == "failed" for record in records),
+        "first_reason": next((record.reason for record in records if record.reason), None),
         "seconds": seconds,
         "requests_per_s": len(done) / seconds,
         "input_tok_s": sum(record.num_input for record in done) / seconds,

@@ -78,7 +78,11 @@ class BlockingClient:
         return self._wait(self._client.explain(request_id))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # when Ctrl-C ended the wait; otherwise it is done
 
 
 async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:

@@ -9,18 +9,31 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from cluster.errors import CallError, bad_fields, retry_after_s
+from cluster.options import GenerateOptions, Prompt, Turn, chat_messages, generate_request
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from kvtransfer.clock import Clock, SystemClock
 
-_MAX_RESUMES = 8
-"""Attempts in a row without a new token."""
+__all__ = [
+    "Client",
+    "Collector",
+    "Completion",
+    "Event",
+    "GenerateOptions",
+    "GenerateStream",
+    "Prompt",
+    "Turn",
+]
+_FIRST_PATIENCE_S = 10.0
+"""How long a request that no gateway has accepted yet is tried again."""
+_PATIENCE_S = 60.0
+"""How long an accepted request is tried again without a new token; a gateway is replaced in less."""
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _UNARY_TIMEOUT_S = 30.0
@@ -29,6 +42,8 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # The wait for the answer to a ping, else a minute: a stopped gateway is noticed by this alone.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -36,48 +51,12 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-class Turn(NamedTuple):
-    """One message of a chat prompt."""
-
-    role: str
-    content: str
-
-
-Prompt = str | Sequence[int] | Sequence[Turn]
-"""Text, token ids, or a chat for the model's template."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
-    """The fields of `GenerateRequest` other than the prompt; None leaves the gateway's default."""
-
-    model: str = ""
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    n: int | None = None
-    logprobs: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool | None = None
-    priority: int = 0
-    tenant: str = ""
-    request_id: str = ""
-    pinned_prefill: str = ""
-    pinned_decode: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole stream: per sample, the text, the token ids and the finish reason; usage and timing."""
+    """A whole stream: per sample, the text, the token ids and the finish reason; usage and timing.
+
+    `logprobs` has one entry per token of each sample, and none where they were not asked for.
+    """
 
     request_id: str
     seed: int
@@ -85,6 +64,7 @@ class Completion:
     token_ids: tuple[tuple[int, ...], ...]
     finish_reasons: tuple[str, ...]
     finished: pb.Finished
+    logprobs: tuple[tuple[pb.TokenLogprob, ...], ...] = ()
 
 
 Event = pb.Accepted | pb.Delta | pb.Finished
@@ -121,7 +101,7 @@ class GenerateStream:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """What iterating gives; closing the generator early cancels the request."""
-        num_failures = 0
+        num_failures, failing_since = 0, 0.0
         while True:
             num_tokens = self._num_tokens()
             try:
@@ -132,7 +112,9 @@ class GenerateStream:
                 raise CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended without its last message")
             except CallError as error:
                 num_failures = 1 if self._num_tokens() > num_tokens else num_failures + 1
-                if not self._should_resume(error, num_failures):
+                if num_failures == 1:
+                    failing_since = self._client.clock.now()
+                if not self._should_resume(error, failing_since):
                     raise
                 await self._client.pause(error.retry_after_s, num_failures)
             finally:
@@ -170,10 +152,12 @@ class GenerateStream:
                 raise
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client") from None
 
-    def _should_resume(self, error: CallError, num_failures: int) -> bool:
-        if not self._may_resume or self._is_cancelled or num_failures > _MAX_RESUMES:
+    def _should_resume(self, error: CallError, failing_since: float) -> bool:
+        now = self._client.clock.now()
+        patience_s = _PATIENCE_S if self._accepted is not None else _FIRST_PATIENCE_S
+        if not self._may_resume or self._is_cancelled or now >= failing_since + patience_s:
             return False
-        if self._deadline_at is not None and self._client.clock.now() >= self._deadline_at:
+        if self._deadline_at is not None and now >= self._deadline_at:
             return False
         return error.code is grpc.StatusCode.UNAVAILABLE
 
@@ -247,7 +231,7 @@ class Client:
         if isinstance(prompt, str):
             request = pb.TokenizeRequest(text=prompt)
         else:
-            request = pb.TokenizeRequest(chat=_chat(prompt))
+            request = pb.TokenizeRequest(chat=chat_messages(prompt))
         reply: pb.TokenizeResponse = await self._unary("Tokenize", request)
         return list(reply.token_ids)
 
@@ -329,42 +313,8 @@ class Collector:
             token_ids=tuple(tuple(output.token_ids) for output in outputs),
             finish_reasons=tuple(end.finish_reason for end in self._finished.samples),
             finished=self._finished,
+            logprobs=tuple(tuple(output.logprobs) for output in outputs),
         )
-
-
-def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message for a prompt and options."""
-    request = pb.GenerateRequest(
-        model=options.model,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        logit_bias=options.logit_bias,
-        seed=options.seed,
-        n=options.n,
-        logprobs=options.logprobs,
-        max_tokens=options.max_tokens,
-        min_tokens=options.min_tokens,
-        stop=options.stop,
-        stop_token_ids=options.stop_token_ids,
-        ignore_eos=options.ignore_eos,
-        priority=options.priority,
-        tenant=options.tenant,
-        request_id=options.request_id,
-    )
-    if options.pinned_prefill or options.pinned_decode:
-        request.pins.CopyFrom(pb.Pins(prefill=options.pinned_prefill, decode=options.pinned_decode))
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif len(prompt) > 0 and isinstance(prompt[0], Turn):
-        request.chat.CopyFrom(_chat([turn for turn in prompt if isinstance(turn, Turn)]))
-    else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=[it for it in prompt if isinstance(it, int)]))
-    return request
 
 
 @dataclass(slots=True)
@@ -373,6 +323,7 @@ class _Output:
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
 
     def add(self, delta: pb.Delta) -> None:
@@ -383,11 +334,8 @@ class _Output:
             )
         self.token_ids.extend(delta.token_ids)
         self.texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
-
-
-def _chat(turns: Sequence[Turn]) -> pb.ChatMessages:
-    return pb.ChatMessages(messages=[pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns])
 
 
 def _call_error(error: Any) -> CallError:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cluster.bench import Objectives, RequestRecord, Workload, knee, run_workload, summarize
 from cluster.client import Client, Collector, Completion, GenerateOptions, Prompt
 from cluster.display import bench_table, explain_view, histogram, status_view, sweep_plot
+from cluster.errors import BenchError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 
@@ -24,7 +25,7 @@ async def generate(
 ) -> None:
     """Stream the text to standard output as it comes, or print one JSON object at the end.
 
-    Several samples stream one after the other as their texts arrive, each line begun with its number.
+    Several samples do not stream: their texts would mix. They follow one another at the end.
     """
     collector = Collector()
     async with Client(address) as client:
@@ -45,12 +46,22 @@ async def generate(
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
-    """One object: text, token_ids, finish_reason, usage, timing; with more samples, `samples` holds each."""
+    """One object: text, token_ids, finish_reason, usage, timing, and logprobs where they were asked for;
+    with more samples, `samples` holds each."""
     finished = completion.finished
     samples = [
-        {"text": text, "token_ids": list(ids), "finish_reason": reason}
-        for text, ids, reason in zip(
-            completion.texts, completion.token_ids, completion.finish_reasons, strict=True
+        {
+            "text": text,
+            "token_ids": list(ids),
+            "finish_reason": reason,
+            **({"logprobs": [_as_dict(item) for item in logprobs]} if logprobs else {}),
+        }
+        for text, ids, reason, logprobs in zip(
+            completion.texts,
+            completion.token_ids,
+            completion.finish_reasons,
+            completion.logprobs,
+            strict=True,
         )
     ]
     return {
@@ -119,6 +130,9 @@ async def bench_serve(
             runs.append((label, figures))
             if as_json:
                 print(json.dumps(figures), flush=True)
+    reasons = [figures["first_reason"] for _, figures in runs if figures["first_reason"]]
+    if reasons and not any(figures["num_ok"] for _, figures in runs):
+        raise BenchError(f"no request finished; the first: {reasons[0]}")
     rates = [(figures["offered_per_s"], figures["good_share"]) for _, figures in runs]
     is_sweep = len(runs) > 1
     if is_sweep and as_json:
@@ -126,6 +140,8 @@ async def bench_serve(
     if as_json:
         return
     console.print(bench_table(runs))
+    if reasons:
+        console.print(f"not every request finished; the first: {reasons[0]}", markup=False, soft_wrap=True)
     if is_sweep:
         points = [(figures["offered_per_s"], figures["goodput_per_s"]) for _, figures in runs]
         console.print(sweep_plot(points, min(console.width, 100)))

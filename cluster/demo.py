@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from cluster.client import Client, Collector, GenerateOptions
 from cluster.config import default_config
-from cluster.display import DemoRow, demo_table, progress_line
+from cluster.display import DemoRow, demo_table, progress_line, stages
 from cluster.errors import StartError
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve import Service
@@ -99,16 +99,16 @@ def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: C
     service = Service(config, clock, ray_address="local")
     started_at = clock.now()
     try:
-        with console.status("starting") as status:
+        with stages(console, "starting") as tell:
             addresses = service.start(
-                lambda progress: status.update(progress_line(progress.stage, progress.ready)), interrupted
+                lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
             )
         took_s = clock.now() - started_at
         console.print(f"one prefill and one decode replica serve {config.model_name!r} after {took_s:.0f} s")
         rows = asyncio.run(_send_all(addresses.gateways[0], console, interrupted))
         console.print(demo_table(rows))
     finally:
-        with console.status("stopping"):
+        with stages(console, "stopping"):
             service.stop()
     console.print("everything is stopped")
 

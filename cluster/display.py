@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import plotext
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +17,8 @@ from cluster.proto import tandem_pb2 as pb
 
 _NONE = "-"
 _NUM_BINS = 30
+_LATE_S = 3.0
+"""Replicas report several times a second; an older report is worth a note."""
 
 
 class DemoRow(NamedTuple):
@@ -37,6 +40,24 @@ def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:
     return f"{stage}: {pools}" if pools else stage
 
 
+@contextlib.contextmanager
+def stages(console: Console, first: str) -> Iterator[Callable[[str], None]]:
+    """Tell what is going on: by a spinner on a terminal, elsewhere by a line whenever it changes."""
+    if console.is_terminal:
+        with console.status(first) as status:
+            yield status.update
+        return
+    told: list[str] = []
+
+    def tell(stage: str) -> None:
+        if told[-1:] != [stage]:
+            told.append(stage)
+            console.print(stage, soft_wrap=True, highlight=False)
+
+    tell(first)
+    yield tell
+
+
 def engine_line(figures: dict[str, Any]) -> str:
     """A line of the engine's benchmark: `prefill  tokens 512  batch 1  ...`."""
     rest = "  ".join(f"{name} {value}" for name, value in figures.items() if name != "what")
@@ -45,13 +66,11 @@ def engine_line(figures: dict[str, Any]) -> str:
 
 def demo_table(rows: Sequence[DemoRow]) -> Table:
     """What the requests of the demonstration met, one row each."""
-    table = Table(
-        title="requests that share a prefix", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    for name in ("", "prefill replica", "decode replica"):
-        table.add_column(name, no_wrap=True)
-    for name in ("cached\ntokens", "TTFT\nms", "ITL\nms", "transfer\nGB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = "cached\ntokens", "TTFT\nms", "ITL\nms", "transfer\nGB/s"
+    table = _table("requests that share a prefix", "", "prefill replica", "decode replica", numbers=numbers)
+    if any(row.prefill == row.decode for row in rows):
+        table.caption = "the same replica twice: it held most of the prompt and computed the rest itself"
+        table.caption_justify = "left"
     for number, row in enumerate(rows, 1):
         cached = f"{row.cached_tokens} of {row.prompt_tokens}"
         table.add_row(
@@ -70,9 +89,10 @@ def status_view(status: pb.StatusResponse) -> Group:
     """The replicas, the gateways, and the matrix of measured paths between replicas."""
     model = status.model
     head = Text(
-        f"{model.name}: context {model.max_context_tokens} tokens, blocks of {model.block_tokens}; "
-        f"{status.num_running_requests} running, {status.num_finished_requests} finished, "
-        f"{status.num_failed_requests} failed; {'ready' if status.ready else 'not ready'}\n"
+        f"{model.name}: {'ready' if status.ready else 'not ready'}; "
+        f"context {model.max_context_tokens} tokens, blocks of {model.block_tokens}\n"
+        f"requests: {status.num_running_requests} running, {status.num_finished_requests} finished, "
+        f"{status.num_cancelled_requests} cancelled, {status.num_failed_requests} failed\n"
     )
     parts: list[RenderableType] = [head, _replica_table(status.replicas)]
     parts += [
@@ -110,6 +130,9 @@ def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     table = _table("serving benchmark", "", numbers=[label for label, _ in runs])
     figures = [figure for _, figure in runs]
     table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in figures))
+    for name, key in (("refused", "num_refused"), ("timed out", "num_timed_out"), ("failed", "num_failed")):
+        if any(run[key] for run in figures):
+            table.add_row(name, *(str(run[key]) for run in figures))
     for name, key in (
         ("requests/s", "requests_per_s"),
         ("input tokens/s", "input_tok_s"),
@@ -177,6 +200,8 @@ def _replica_notes(replica: pb.Replica) -> list[str]:
         (load.num_leaked_blocks, "blocks referenced although nothing runs"),
     )
     notes = [replica.note] if replica.note else []
+    if load.age_s > _LATE_S:
+        notes.append(f"its last report is {load.age_s:.0f} s old")
     return notes + [f"{number} {meaning}" for number, meaning in counts if number]
 
 

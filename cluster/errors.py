@@ -14,6 +14,7 @@ ClusterError
 │   └── AbandonedError            the request was cancelled, or taken over by another call that resumes it
 ├── CallError                 a call of our own client ended with a gRPC status, as the table says
 ├── ConfigError               the configuration cannot be used: one line per field, named by its path
+├── BenchError                nothing could be measured: the text says why
 ├── StartError                the cluster cannot be brought up: the text names what is missing
 └── RosterAwayError           the roster's actor cannot be reached now: go on with the last view
 """
@@ -116,6 +117,10 @@ class CallError(ClusterError):
 
 class ConfigError(ClusterError):
     """The configuration cannot be used; each line begins with the file and the field's path."""
+
+
+class BenchError(ClusterError):
+    """Not one request of a benchmark finished."""
 
 
 class StartError(ClusterError):

@@ -103,6 +103,7 @@ class Gateway:
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ]
         )
@@ -115,7 +116,8 @@ class Gateway:
         try:
             bound = int(self._server.add_insecure_port(f"{host}:{port}"))
         except RuntimeError as error:
-            raise StartError(f"the gateway cannot listen on {host}:{port}: {error}") from error
+            problem = "the port is taken, or the address is not one of this host"
+            raise StartError(f"the gateway cannot listen on {host}:{port}: {problem}") from error
         await self._server.start()
         self._links.start(self.desk)
         return bound

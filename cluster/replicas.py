@@ -44,6 +44,8 @@ _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
+SILENCE_S = 8.0
+"""A brain reports several times a second. One that says nothing for this long is stopped or hangs."""
 _DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 
 _log = logging.getLogger(__name__)
@@ -225,8 +227,12 @@ class ReplicaLinks:
             hello = await self._greet(stream)
             if hello is None or not self._join(view, hello, stream):
                 return False
-            while (frame := await stream.receive()) is not None:
+            while (frame := await _receive(stream)) is not None:
                 self._on_frame(view, hello.identity, frame)
+        except TimeoutError:
+            reason = f"nothing was heard for {SILENCE_S:g} s"
+            view.note = reason
+            _log.warning("link to %s closed: %s", view.record.identity.replica_id, reason)
         except TransferError as error:
             reason = str(error)
             view.note = reason
@@ -340,6 +346,12 @@ class ReplicaLinks:
                 transfer_tok_s=load.transfer_gb_s * 1e9 / _token_bytes(self.compatibility),
             )
         )
+
+
+async def _receive(stream: FrameStream) -> bytes | None:
+    """The next frame, None at the end; `TimeoutError` when nothing comes."""
+    async with asyncio.timeout(SILENCE_S):
+        return await stream.receive()
 
 
 def _send(stream: FrameStream | None, message: LinkDown) -> bool:

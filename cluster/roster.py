@@ -22,6 +22,8 @@ RENEW_S = 2.0
 """How often a member renews its registration."""
 EXPIRE_S = 10.0
 """A member that has not renewed for this long is gone."""
+NUM_REMOVED = 4096
+"""Removed members that are remembered; the oldest are forgotten first."""
 REBUILD_S = 6.0
 """How long a restarted actor collects registrations before it shows its view."""
 
@@ -94,7 +96,9 @@ class Roster:
 
     def remove(self, member_id: str, epoch: int) -> bool:
         """True when the member was registered with this epoch or an earlier one, and now is not."""
-        self._removed_epoch[member_id] = max(epoch, self._removed_epoch.get(member_id, epoch))
+        self._removed_epoch[member_id] = max(epoch, self._removed_epoch.pop(member_id, epoch))
+        if len(self._removed_epoch) > NUM_REMOVED:
+            del self._removed_epoch[next(iter(self._removed_epoch))]
         replica, gateway = self._replicas.get(member_id), self._gateways.get(member_id)
         registered = replica.identity.epoch if replica else gateway.epoch if gateway else None
         if registered is None or registered > epoch:

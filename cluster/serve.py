@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from cluster.app import build_application, deployment_name, read_roster, start_r
 from cluster.capacity import GATEWAY_CPUS, ReplicaDemand, demands, plan_cpus, shortages
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, StartError
+from cluster.text import ModelText
 from kvtransfer.clock import Clock
 from kvtransfer.secret import draw_secret
 from workers.model.config import read_model_config
@@ -34,6 +36,7 @@ SCHEDULE_S = 20.0
 _POLL_S = 0.25
 _OBJECT_STORE_BYTES = 128 << 20
 _END_S = 5.0
+_REACH_S = 5.0
 _MIN_SECRET_BYTES = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -79,12 +82,14 @@ class Service:
         `interrupted` may be set from a signal handler: start then ends with `StartError`.
         """
         read_model_config(self._config.model)
+        ModelText.load(self._config.model)
+        secret = self._secret()
         report(Progress("starting Ray", {}))
         self._connect()
         report(Progress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
         report(Progress("deploying", {}))
-        self._deploy(cpus, self._secret())
+        self._deploy(cpus, secret)
         return self._wait_until_serving(report, interrupted)
 
     def stop(self) -> None:
@@ -117,6 +122,8 @@ class Service:
         }
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         context = None
+        if self._ray_address not in ("auto", "local"):
+            check_reachable(self._ray_address)
         if self._ray_address != "local":
             try:
                 context = ray.init(address=self._ray_address, **options)
@@ -135,7 +142,7 @@ class Service:
         deadline = self._clock.now() + (0.0 if self._owns_ray else SCHEDULE_S)
         while True:
             nodes = [node for node in ray.nodes() if node["Alive"]]
-            self._check_hosts(len(nodes))
+            check_hosts(self._config, len(nodes))
             total = [node["Resources"] for node in nodes]
             free = list(available_resources_per_node().values())
             gateways = [
@@ -148,13 +155,6 @@ class Service:
                 return cpus
             if self._clock.now() >= deadline or interrupted.wait(1.0):
                 raise StartError("the Ray cluster lacks resources: " + "; ".join(missing))
-
-    def _check_hosts(self, num_nodes: int) -> None:
-        if num_nodes > 1 and self._config.transfer.data_host in _LOOPBACK:
-            raise ConfigError(
-                f"transfer.data_host: {self._config.transfer.data_host} cannot be reached from the other "
-                f"{num_nodes - 1} Ray nodes; set it to auto"
-            )
 
     def _deploy(self, cpus: dict[str, float], secret: bytes) -> None:
         serve.start(proxy_location="Disabled")
@@ -209,6 +209,32 @@ class Service:
             dashboard=self._dashboard,
             logs=logs.get_logs_dir_path() if logs is not None else "",
         )
+
+
+def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
+    """`ConfigError` where an address or a port cannot do on that many hosts."""
+    gateway, data_host = config.gateway, config.transfer.data_host
+    if num_nodes > 1 and data_host in _LOOPBACK:
+        raise ConfigError(
+            f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
+            "set it to auto"
+        )
+    if gateway.port and gateway.replicas > num_nodes:
+        raise ConfigError(
+            f"gateway.port: {gateway.replicas} gateways on {num_nodes} Ray nodes cannot all have the port "
+            f"{gateway.port}; set it to 0, which gives each a free one"
+        )
+
+
+def check_reachable(ray_address: str) -> None:
+    """`StartError` when nothing listens at host:port: Ray itself would try for minutes."""
+    host, _, port = ray_address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise StartError(f"the Ray address must be auto, local or host:port, not {ray_address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise StartError(f"no Ray cluster answers at {ray_address}: {error}") from error
 
 
 def _unplaced() -> list[str]:

@@ -86,8 +86,12 @@ def check_tokenize(request: pb.TokenizeRequest, limits: Limits) -> None:
 
 
 def check_detokenize(request: pb.DetokenizeRequest, limits: Limits) -> None:
-    """`UnknownModelError`, or `InvalidRequestError` for ids that the model does not have."""
+    """`UnknownModelError`, or `InvalidRequestError` for ids that the model does not have, or too many."""
     check_model(request.model, limits)
+    num_tokens = len(request.token_ids)
+    if num_tokens > limits.max_context_tokens:
+        problem = f"has {num_tokens} tokens; at most the model's context, {limits.max_context_tokens}"
+        raise InvalidRequestError(FieldViolation("token_ids", problem))
     found = list(_vocab_violations("token_ids", request.token_ids, limits))
     if found:
         raise InvalidRequestError(*found)
@@ -162,7 +166,8 @@ def _chat_violations(chat: pb.ChatMessages, limits: Limits) -> Iterator[FieldVio
         yield FieldViolation("chat", f"has {len(turns)} messages; at most {MAX_CHAT_MESSAGES} are accepted")
     if any(not turn.role for turn in turns):
         yield FieldViolation("chat", "a message has no role; use system, user or assistant")
-    yield from _size_violations("prompt", sum(len(turn.content.encode()) for turn in turns), limits)
+    num_bytes = sum(len(turn.role.encode()) + len(turn.content.encode()) for turn in turns)
+    yield from _size_violations("prompt", num_bytes, limits)
 
 
 def _choice_violations(request: pb.GenerateRequest, limits: Limits) -> Iterator[FieldViolation]:

@@ -228,8 +228,8 @@ class Brain:
         """Raise `RankDiedError` when a rank ended, or hangs in a step."""
         if self._death:
             raise RankDiedError(self._death)
-        if self.steps.stalled_s() > self._engine.stall_s:
-            self._on_rank_died(f"a step has run for more than {self._engine.stall_s} s")
+        if self.steps.is_stalled(self._engine.stall_s):
+            self._on_rank_died(f"a step has run {self._engine.stall_s} s longer than its size explains")
             raise RankDiedError(self._death)
 
     def join_peers(self, targets: Sequence[HandOverTarget]) -> None:

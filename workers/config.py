@@ -25,8 +25,9 @@ class EngineConfig(BaseModel):
     """CPU threads of each rank."""
     canary_idle_s: float = Field(default=2.0, gt=0)
     """An idle engine runs an empty step this often, so that its health is known."""
-    stall_s: float = Field(default=20.0, gt=0)
-    """A step that takes longer than this means the ranks hang: the replica reports itself unhealthy."""
+    stall_s: float = Field(default=5.0, gt=0)
+    """A step that takes this much longer than its size explains means that the ranks hang: the replica
+    reports itself unhealthy."""
 
     @field_validator("block_tokens")
     @classmethod

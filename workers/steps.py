@@ -1,7 +1,7 @@
 """The step loop of a brain: keeps the ranks fed with plans and takes their reports.
 
 At most `PIPELINE_DEPTH` plans are unreported: one runs while the next is on its way. Idle ranks get an empty
-plan from time to time, the canary, so that `stalled_s` tells a hung rank from an idle one.
+plan from time to time, the canary, so that `is_stalled` tells a hung rank from an idle one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from workers.engine.scheduler import Scheduler
 from workers.messages import StepPlan, StepReport
 
 PIPELINE_DEPTH = 2
+_PATIENCE = 4.0
+"""A step may take this many times what the measured rates predict before `stall_s` begins to count."""
+_SLOW_TOK_S = 20.0
+"""Assumed until a rate is measured."""
 _CANARY = StepPlan(0, (), (), (), ())
 
 
@@ -74,11 +78,19 @@ class StepLoop:
         self.rates.add(num_tokens, has_prefill, report.finished_at - report.started_at)
         return self._scheduler.settle(report, self._last_report_at)
 
-    def stalled_s(self) -> float:
-        """How long the oldest unreported plan has been running; 0 when there is none."""
+    def is_stalled(self, stall_s: float) -> bool:
+        """Whether the oldest unreported plan has run `stall_s` longer than its size can explain."""
         if not self._unreported:
-            return 0.0
-        return self._clock.now() - max(self._unreported[0][1], self._last_report_at)
+            return False
+        plan, sent_at = self._unreported[0]
+        waited_s = self._clock.now() - max(sent_at, self._last_report_at)
+        return waited_s > stall_s + _PATIENCE * self._expected_s(plan)
+
+    def _expected_s(self, plan: StepPlan) -> float:
+        num_tokens = sum(entry.num_tokens for entry in plan.entries)
+        if any(entry.num_tokens > 1 for entry in plan.entries):
+            return num_tokens / (self.rates.prefill_tok_s or _SLOW_TOK_S)
+        return self.rates.decode_step_s or num_tokens / _SLOW_TOK_S
 
     def _issue(self, plan: StepPlan, now: float) -> None:
         self._unreported.append((plan, now))

@@ -10,6 +10,8 @@ from serving import TINY
 from cluster.app import build_application, deployment_name, resolve_dtype
 from cluster.capacity import BRAIN_CPUS
 from cluster.config import PoolConfig, default_config
+from cluster.errors import ConfigError, StartError
+from cluster.serve import check_hosts, check_reachable
 from workers.model.random_checkpoint import write_random_checkpoint
 
 
@@ -41,3 +43,26 @@ def test_auto_is_what_the_checkpoint_was_saved_in(tmp_path: Path, saved: str, re
 
 def test_deployment_names_are_what_operators_scale() -> None:
     assert deployment_name("decode") == "Pool-decode"
+
+
+def test_several_gateways_of_one_host_need_ports_of_their_own() -> None:
+    config = default_config(TINY, port=8780)
+    two = config.model_copy(update={"gateway": config.gateway.model_copy(update={"replicas": 2})})
+    with pytest.raises(ConfigError, match=r"gateway\.port: 2 gateways on 1 Ray nodes"):
+        check_hosts(two, 1)
+    check_hosts(config, 1)
+    free = two.model_copy(update={"gateway": two.gateway.model_copy(update={"port": 0})})
+    check_hosts(free, 1)
+
+
+def test_loopback_does_not_reach_other_hosts() -> None:
+    config = default_config(TINY)
+    far = config.transfer.model_copy(update={"data_host": "127.0.0.1"})
+    with pytest.raises(ConfigError, match=r"transfer\.data_host: 127\.0\.0\.1"):
+        check_hosts(config.model_copy(update={"transfer": far}), 2)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", ":", "127.0.0.1:99999"])
+def test_a_ray_address_must_be_one(address: str) -> None:
+    with pytest.raises(StartError, match="Ray"):
+        check_reachable(address)

@@ -18,6 +18,7 @@ from cluster.bench import (
     run_workload,
     summarize,
 )
+from cluster.display import bench_table
 from cluster.errors import CallError
 from kvtransfer.clock import ManualClock
 
@@ -123,3 +124,18 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
     assert len(done) == len(records)
     assert all(len(item.token_times) == 4 for item in records if item.outcome == "ok")
     assert records[0].ttft_s == pytest.approx(0.5, abs=0.11)
+
+
+async def test_the_first_reason_of_a_failure_is_kept() -> None:
+    async def refuse(prompt: list[int], num_tokens: int) -> AsyncIterator[int]:
+        if prompt != LOAD.prompts()[0]:
+            raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        yield num_tokens
+
+    records = await run_workload(LOAD, refuse, ManualClock(), lambda _: None)
+    figures = summarize(records, Objectives(1000, 1000))
+    assert (figures["num_ok"], figures["num_refused"]) == (1, 7)
+    assert figures["first_reason"] == "RESOURCE_EXHAUSTED: full"
+    names = list(bench_table([("1 at once", figures)]).columns[0].cells)
+    assert "refused" in names
+    assert "timed out" not in names

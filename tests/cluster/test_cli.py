@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from serving import TINY, free_port, tandem
+from serving import ROOT, TINY, environment, free_port, tandem
 
 
 def test_help_names_every_command() -> None:
@@ -65,6 +67,18 @@ def test_a_replica_that_cannot_be_placed_is_an_error_that_names_the_resource(tmp
 
 
 @pytest.mark.cluster
+def test_a_checkpoint_that_cannot_be_read_is_one_line_that_says_so(tmp_path: Path) -> None:
+    for file in TINY.iterdir():
+        if file.is_file():
+            data = file.read_bytes()
+            (tmp_path / file.name).write_bytes(data[:100_000] if file.suffix == ".safetensors" else data)
+    done = tandem("serve", "--model", str(tmp_path), "--ray-address", "local")
+    assert done.returncode == 1
+    assert "model.safetensors: unreadable" in done.stderr
+    assert "raylet" not in done.stdout + done.stderr
+
+
+@pytest.mark.cluster
 def test_the_demo_shows_a_cached_prefix_and_leaves_nothing() -> None:
     done = tandem("demo", timeout_s=180)
     assert done.returncode == 0, done.stderr
@@ -76,3 +90,48 @@ def test_the_demo_shows_a_cached_prefix_and_leaves_nothing() -> None:
     assert cached[0] == 0
     assert cached[1] > 100
     assert done.stdout.rstrip().endswith("everything is stopped")
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
+    done = tandem("serve", "--model", str(tmp_path), "--ray-address", "local")
+    assert done.returncode == 1
+    assert "tokenizer.json is missing" in done.stderr
+    assert "starting Ray" not in done.stderr
+
+
+def test_a_ray_address_where_nothing_answers_is_refused_at_once() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    done = tandem("serve", "--model", str(TINY), "--ray-address", address, timeout_s=30)
+    assert done.returncode == 1
+    assert f"no Ray cluster answers at {address}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--seed", "-1"), "seed: "),
+        (("--priority", "99999999999"), "priority: "),
+        (("--stop-token-id", "-1"), "stop_token_ids: "),
+        (("--timeout", "-1"), "--timeout"),
+    ],
+)
+def test_an_option_that_cannot_be_sent_is_named(arguments: tuple[str, str], named: str) -> None:
+    done = tandem("generate", "x", *arguments)
+    assert done.returncode in (1, 2)
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_prompt_that_is_not_utf8_is_refused() -> None:
+    command = [sys.executable, "-m", "cluster", "generate", "-"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), input=b"caf\xe9", capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert b"not UTF-8" in done.stderr
+
+
+def test_an_unreachable_gateway_comes_with_a_hint() -> None:
+    done = tandem("status", "--address", f"127.0.0.1:{free_port()}")
+    assert "does `tandem serve` run there?" in done.stderr

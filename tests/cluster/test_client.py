@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
 import threading
+from pathlib import Path
+from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from gateway_house import GatewayHouse, Pair, until
 from gateway_model import PROMPT, decode, expected
 
+from cluster import client as client_module
 from cluster.blocking_client import BlockingClient
-from cluster.client import Client, Collector, GenerateOptions, GenerateStream, generate_request
-from cluster.errors import CallError
+from cluster.client import Client, Collector, GenerateOptions, GenerateStream, Prompt, Turn
+from cluster.errors import CallError, InvalidRequestError
+from cluster.options import generate_request
 from cluster.proto import tandem_pb2 as pb
 from cluster.samples import sample_seed
 
@@ -156,3 +163,85 @@ async def test_the_blocking_client_does_the_same(pair: Pair) -> None:
         "finished",
         (True, "m"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "name"),
+    [
+        ("x", GenerateOptions(seed=-1), "seed"),
+        ("x", GenerateOptions(priority=1 << 40), "priority"),
+        ("x", GenerateOptions(stop_token_ids=[-1]), "stop_token_ids"),
+        ("\ud800", GenerateOptions(), "text"),
+        ([-1], GenerateOptions(), "ids"),
+        ([Turn("user", "\ud800")], GenerateOptions(), "messages"),
+    ],
+)
+def test_what_does_not_fit_in_its_field_is_named(prompt: Prompt, options: GenerateOptions, name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate_request(prompt, options)
+    assert [violation.field for violation in caught.value.violations] == [name]
+
+
+def test_token_ids_may_be_any_integers() -> None:
+    ids: Any = np.array([3, 5], dtype=np.int64)
+    request = generate_request(ids, GenerateOptions())
+    assert list(request.token_ids.ids) == [3, 5]
+
+
+async def test_logprobs_are_collected(pair: Pair) -> None:
+    options = GenerateOptions(seed=4, n=2, max_tokens=6, logprobs=2)
+    done = await pair.client.complete(PROMPT, options)
+    assert [len(items) for items in done.logprobs] == [6, 6]
+    bare = await pair.client.complete(PROMPT, GenerateOptions(max_tokens=6))
+    assert bare.logprobs == ((),)
+
+
+async def test_an_accepted_stream_outlives_a_long_absence_of_its_gateway(
+    house: GatewayHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patience is measured in time: a gateway that is replaced slowly must not end its streams."""
+    monkeypatch.setattr(client_module, "_FIRST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(client_module, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(client_module, "_MAX_BACKOFF_S", 0.001)
+    replica = await house.add_replica("d0", "decode")
+    replica.script.stop_after = 2
+    first, address = await house.add_gateway()
+    _, other_address = await house.add_gateway()
+    stream = house.client(address, *["127.0.0.1:1"] * 30, other_address).generate(
+        PROMPT, GenerateOptions(seed=4, max_tokens=8)
+    )
+    collector = Collector()
+    work = asyncio.create_task(collect(stream, collector))
+    await until(lambda: collector.num_tokens >= 1, "a token is there")
+    await first.stop()
+    replica.script.resume.set()
+    await work
+    assert list(collector.completion().token_ids[0]) == expected(4, 8)
+    assert stream.num_resumes == 31
+    with pytest.raises(CallError, match="UNAVAILABLE"):
+        await house.client("127.0.0.1:1").complete(PROMPT)
+
+
+def test_ctrl_c_ends_a_blocking_call_and_nothing_else() -> None:
+    """Also in the middle of a stream, whose generator is then still running."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    timer = threading.Timer(0.3, signal.pthread_kill, (main_thread, signal.SIGINT))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        BlockingClient(f"127.0.0.1:{silent.getsockname()[1]}") as client,
+    ):
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            list(client.generate("x"))
+
+
+async def test_the_readmes_example_works(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    example = readme.split("```python\n")[1].split("```")[0]
+    assert example.count('"127.0.0.1:8780"') == 1
+    own = example.replace("127.0.0.1:8780", pair.client.address)
+    await asyncio.to_thread(exec, compile(own, "README.md", "exec"), {})
+    prompt, question = "def read_file(path):", "import os\n"
+    text = f"{decode(expected(1, 60, prompt))} length\n{decode(expected(1, 60, question))}\n"
+    assert capsys.readouterr().out == text

@@ -6,8 +6,10 @@ import pytest
 from gateway_house import GatewayHouse, until
 from gateway_model import PROMPT, expected
 
+from cluster import replicas
 from cluster.client import GenerateOptions
 from cluster.gateway import Gateway
+from cluster.proto import tandem_pb2 as pb
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents
 
 
@@ -105,3 +107,23 @@ async def test_a_replica_is_told_to_stop_what_nobody_wants(house: GatewayHouse) 
     await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=3))
     assert [(it.request_id, it.attempt) for it in replica.cancels] == [(first.request_id, 1)]
     assert gateway.desk.num_running == 0
+
+
+async def test_a_replica_that_falls_silent_is_left_and_found_again(
+    house: GatewayHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is stopped: its connection stays open, but nothing comes."""
+    monkeypatch.setattr(replicas, "SILENCE_S", 0.5)
+    silent = await house.add_replica("d0", "decode")
+    gateway, address = await house.add_gateway()
+    silent.script.stop_after = 2
+    stream = house.client(address).generate(PROMPT, GenerateOptions(seed=3, max_tokens=8)).events()
+    while not isinstance(await anext(stream), pb.Delta):
+        pass
+    other = await house.add_replica("d1", "decode")
+    ids = [token async for event in stream if isinstance(event, pb.Delta) for token in event.token_ids]
+    assert ids == expected(3, 8)[1:]
+    assert other.submissions
+    note = "nothing was heard for 0.5 s"
+    await until(lambda: any(view.note == note for view in gateway.links.views()), "the reason is told")
+    await until(lambda: len(silent.snapshot_requests) > 1, "it is connected again")

@@ -62,6 +62,15 @@ def test_a_removed_life_cannot_come_back_and_a_newer_can() -> None:
     assert roster.register_gateway(gateway(6), 0.0)
 
 
+def test_only_so_many_removed_members_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.roster.NUM_REMOVED", 3)
+    roster = Roster()
+    for number in range(5):
+        roster.remove(f"decode-{number}", 1)
+    accepted = [roster.register_replica(replica(f"decode-{number}", 1), 0.0) for number in range(5)]
+    assert accepted == [True, True, False, False, False]
+
+
 def test_the_version_grows_with_changes_and_only_with_them() -> None:
     roster = Roster(first_version=100)
     roster.register_replica(replica(), 0.0)

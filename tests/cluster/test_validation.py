@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from gateway_house import Pair
-from gateway_model import PROMPT, expected
+from gateway_model import MAX_CONTEXT, PROMPT, expected
 
 from cluster.client import GenerateOptions
 from cluster.errors import STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
@@ -122,7 +122,11 @@ async def test_tokenize_and_detokenize_check_too(pair: Pair) -> None:
     for call in (
         stub.Tokenize(pb.TokenizeRequest()),
         stub.Tokenize(pb.TokenizeRequest(text="x" * (10 << 20))),
+        stub.Tokenize(
+            pb.TokenizeRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="x" * (10 << 20))]))
+        ),
         stub.Detokenize(pb.DetokenizeRequest(token_ids=[400])),
+        stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * (MAX_CONTEXT + 1))),
         stub.Explain(pb.ExplainRequest()),
     ):
         with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
