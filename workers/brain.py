@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Sequence
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import TransferError
-from kvtransfer.faults import FaultRule
+from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.messages import (
     CompatibilityRecord,
     KvSnapshotRequest,
@@ -95,6 +95,7 @@ class Brain:
         self._secret = secret
         self._clock = clock
         self._host = host
+        self._faults = Faults(faults)
         self._spec = RankSpec(
             replica=identity,
             rank=0,
@@ -154,6 +155,7 @@ class Brain:
             on_failed=lambda failure: self.requests.failed(failure),
             on_ended=lambda key: self.requests.ended(key),
             kill_ranks=self._on_rank_died,
+            faults=self._faults,
         )
         self.inbound = Inbound(
             config=self._transfer,
@@ -163,6 +165,7 @@ class Brain:
             clock=self._clock,
             order=self._group.send,
             on_joined=lambda *news: self.requests.joined(*news),
+            faults=self._faults,
         )
         self.requests = Requests(
             identity=self.identity,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvtransfer.actions import Landed, LandingAction, Lost, ToRanks, ToWriter
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
+from kvtransfer.faults import Faults
 from kvtransfer.keys import TOKEN_BYTES
 from kvtransfer.landing import LandingBook
 from kvtransfer.messages import (
@@ -58,9 +59,11 @@ class Inbound:
         clock: Clock,
         order: Callable[[TransferOrder], None],
         on_joined: Callable[[HandOver, HandOverReport, list[TokenDelta]], None],
+        faults: Faults,
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
+        self._faults = faults
         self._order = order
         self._on_joined = on_joined
         self._hand_overs: dict[bytes, HandOver] = {}
@@ -147,6 +150,7 @@ class Inbound:
             self._hand_overs.pop(landing_id, None)
 
     def _join(self, landed: Landed) -> None:
+        self._faults.at("brain.join")
         hand_over = self._hand_overs.pop(landed.landing_id)
         now = self._clock.now()
         self.num_checksum_failures += landed.num_bad_pieces

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvtransfer.actions import Granted, HandOverReady, PushAction, PushEnded, ToPeer, ToRanks
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
+from kvtransfer.faults import Faults
 from kvtransfer.messages import (
     LandingAbort,
     LandingGrant,
@@ -75,6 +76,7 @@ class Outbound:
         on_failed: Callable[[RequestFailed], None],
         on_ended: Callable[[RequestKey], None],
         kill_ranks: Callable[[str], None],
+        faults: Faults,
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
@@ -82,6 +84,7 @@ class Outbound:
         self._on_failed = on_failed
         self._on_ended = on_ended
         self._kill_ranks = kill_ranks
+        self._faults = faults
         self._outgoing: dict[RequestKey, _Outgoing] = {}
         self.book = PushBook(config, block_tokens)
         self.peers: Peers
@@ -231,6 +234,7 @@ class Outbound:
                     self._kill_ranks(action.reason)
 
     def _hand_over(self, ready: HandOverReady) -> None:
+        self._faults.at("brain.hand_over")
         outgoing = self._outgoing[ready.request_id, ready.attempt]
         submission = outgoing.submission
         state = Submission(

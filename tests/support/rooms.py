@@ -9,6 +9,7 @@ from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, VOCABULARY, H
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.config import TransferConfig
+from kvtransfer.faults import Faults
 from kvtransfer.messages import LandingGrant, LandingRequest, ReplicaIdentity, TransferOrder
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
@@ -87,6 +88,7 @@ class Rooms:
             on_failed=lambda failure: self.requests.failed(failure),
             on_ended=lambda key: self.requests.ended(key),
             kill_ranks=self._kill,
+            faults=Faults(),
         )
         self.inbound = Inbound(
             config=TransferConfig(),
@@ -96,6 +98,7 @@ class Rooms:
             clock=self.clock,
             order=self.orders.append,
             on_joined=lambda *news: self.requests.joined(*news),
+            faults=Faults(),
         )
         self.outbound.peers = self.inbound.peers = self.peers  # type: ignore[assignment]
         self.requests = Requests(
