@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +84,17 @@ def test_a_compiler_that_fails_is_a_warning(
         pytest.skip("this machine has no C++ compiler that could fail")
     assert native.load() is None
     assert "the torch code is used" in caplog.text
+
+
+@pytest.mark.usefixtures("forget_kernels")
+def test_code_from_a_folder_that_others_can_write_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    if native.load() is None:
+        pytest.skip("this machine has no C++ compiler, so there are no kernels to load")
+    native.load.cache_clear()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"tandem-kernels-{os.getuid()}").mkdir()
+    (tmp_path / f"tandem-kernels-{os.getuid()}").chmod(0o777)
+    assert native.load() is None
+    assert "only this user" in caplog.text

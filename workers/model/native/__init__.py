@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -111,8 +112,9 @@ def _compile(compiler: str) -> Path:
     key = hashlib.sha256(f"{_FLAGS}{cpu}{_SOURCE.read_text()}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to somebody else")
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} is not a folder that only this user can write to; remove it")
     path = folder / f"{key}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
