@@ -62,11 +62,6 @@ class BlockPool:
         return self._num_cached
 
     @property
-    def num_registered(self) -> int:
-        """All blocks of the prefix index, referenced or not."""
-        return len(self._key_to_block)
-
-    @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 

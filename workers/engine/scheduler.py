@@ -82,11 +82,6 @@ class Scheduler:
         return self._life.num_preemptions
 
     @property
-    def num_unreported(self) -> int:
-        """Plans that are out."""
-        return len(self._issued)
-
-    @property
     def num_backlog_tokens(self) -> int:
         """Prompt tokens accepted and not yet planned, those expected in the prefix cache excluded."""
         waiting = sum(
