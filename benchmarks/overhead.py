@@ -43,7 +43,7 @@ from kvtransfer.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.secret import draw_secret
 from workers.brain import Brain
-from workers.config import EngineConfig
+from workers.config import EngineConfig, Parallel
 from workers.engine.blocks import BlockPool
 from workers.engine.executor import Executor, read_dtype
 from workers.engine.scheduler import Scheduler
@@ -263,7 +263,7 @@ async def play_brain(order: dict[str, Any]) -> None:
         role=order["role"],
         model_dir=order["model"],
         dtype=order["dtype"],
-        device="cpu",
+        parallel=Parallel(),
         engine=EngineConfig(**order["engine"]),
         transfer=TransferConfig(),
         secret=bytes.fromhex(order["secret"]),

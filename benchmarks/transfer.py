@@ -1,199 +1,324 @@
-"""How fast KV moves between two processes of this machine, beside memcpy block by block, as JSON lines.
+"""How fast KV moves between two processes of this machine, beside what the machine gives, as JSON lines.
 
-256 MiB in blocks of 256 KiB, per transport: the bytes alone (`checksum` false), and through the transfer
-agent, which sums every piece while it is in the cache (`checksum` true). Every repetition measures memcpy,
-the checksum alone and both ways of each transport one after the other.
+256 MiB in blocks of 256 KiB. Ways: each transport of `--transports`, through its channel, in pushes of 32
+blocks with a flush each. `checksum`: "writer" is what a channel does by itself, it sums each piece when it
+moves it; "both" lets the target sum it again in its own process, push by push, before the clock stops; "none"
+is TCP from a pool that does not sum (elsewhere the sum is part of the copy).
+Limits, in the same run: for shared memory a memcpy of the blocks between two prefaulted shared mappings; for
+TCP a plain loop of sendmsg and recvmsg_into between the same two processes, with as many connections and
+threads. Shapes: "equal"; "1 to 4": one rank writes to four that hold a quarter of its heads each (runs of
+4 KiB at the source); "4 to 1": such a quarter to a rank that holds all. Every repetition measures every way,
+and a ratio is the median of those within one repetition. Each process has one half of the cores.
 
-    python benchmarks/transfer.py [--mib 256] [--repeat 5] [--transports shm,tcp]
+    python -m benchmarks.transfer [--mib 256] [--repeat 7] [--transports shm,tcp] [--streams 2]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import queue
+import os
+import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from operator import truediv
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvtransfer.checksum import Checksummer
 from kvtransfer.clock import SystemClock
 from kvtransfer.faults import Faults
-from kvtransfer.layout import BlockLayout
+from kvtransfer.gate import Gate
+from kvtransfer.layout import BlockLayout, intersect
 from kvtransfer.memory import KvMemory
 from kvtransfer.messages import (
     BlockMove,
-    ConnectPeer,
+    Lane,
     OpenLanding,
-    PeerConnected,
-    PushDone,
-    PushOrder,
     RankEndpoints,
     ReplicaIdentity,
     Shard,
-    TransferReport,
+    TransferSettings,
 )
+from kvtransfer.pool import HostPool
 from kvtransfer.secret import draw_secret
-from kvtransfer.service import TransferAgent
 from kvtransfer.transports import TRANSPORTS
-from kvtransfer.transports.base import WriterRank
+from kvtransfer.transports.base import Channel, TargetRank, WriterRank
 
-LAYOUT = BlockLayout(Shard(0, 8, 0, 8), head_dim=64, block_tokens=16, item_bytes=2)
-WRITER, TARGET = ReplicaIdentity("writer", 1), ReplicaIdentity("target", 1)
+ALL_HEADS = Shard(0, 8, 0, 8)
+QUARTERS = [Shard(0, 8, first, first + 2) for first in (0, 2, 4, 6)]
+SHAPES = {
+    "equal": (ALL_HEADS, [ALL_HEADS]),
+    "1 to 4": (ALL_HEADS, QUARTERS),
+    "4 to 1": (QUARTERS[1], [ALL_HEADS]),
+}
+WRITER = ReplicaIdentity("writer", 1)
 LANDING = bytes(range(16))
+PUSH_BLOCKS = 32
 CLOCK = SystemClock()
 
 
-class Writer:
-    """This process: a pool of random bytes, the target's endpoints, and the ways to move everything."""
-
-    def __init__(self, num_blocks: int, secret: bytes, target: RankEndpoints) -> None:
-        self.num_blocks = num_blocks
-        self.memory = KvMemory.allocate(num_blocks * LAYOUT.block_bytes)
-        self.memory.buffer[:] = np.random.default_rng(0).bytes(self.memory.num_bytes)
-        self._copy = KvMemory.allocate(self.memory.num_bytes)
-        self._reports: queue.SimpleQueue[TransferReport] = queue.SimpleQueue()
-        self._secret = secret
-        self._target = target
-        self._rank = WriterRank(WRITER, 0, LAYOUT, self.memory, secret)
-        self._agent = TransferAgent(
-            identity=WRITER,
-            rank=0,
-            layout=LAYOUT,
-            memory=self.memory,
-            secret=secret,
-            clock=CLOCK,
-            faults=Faults(),
-            report=self._reports.put,
-            transports=(),
-            data_host="127.0.0.1",
-        )
-
-    def memcpy(self) -> None:
-        source = np.frombuffer(self.memory.buffer, dtype=np.uint8)
-        target = np.frombuffer(self._copy.buffer, dtype=np.uint8)
-        for start in range(0, self.memory.num_bytes, LAYOUT.block_bytes):
-            np.copyto(target[start : start + LAYOUT.block_bytes], source[start : start + LAYOUT.block_bytes])
-
-    def checksum(self) -> None:
-        checksummer = Checksummer()
-        for block in range(self.num_blocks):
-            checksummer.sum((self._block(block),))
-
-    def bytes_alone(self, transport: str) -> Callable[[], None]:
-        """Moves everything without sums."""
-        address = {each.transport: each.address for each in self._target.endpoints}[transport]
-        channel = TRANSPORTS[transport].connect(
-            self._rank, self._target, address, b"b" * 16, lambda reason: None
-        )
-
-        def move() -> None:
-            channel.begin(LANDING, lambda: False)
-            for block in range(self.num_blocks):
-                channel.write(LANDING, block, self._block(block), lambda: None, lambda: False)
-            channel.flush(LANDING, lambda: False)
-
-        return move
-
-    def through_the_agent(self, transport: str) -> Callable[[], None]:
-        """Moves everything as a brain would order it, sums included."""
-        connection_id = transport.encode().ljust(16)
-        self._agent.handle(ConnectPeer(connection_id, WRITER, TARGET, (self._target,), (transport,), 0.0))
-        report = self._reports.get()
-        assert isinstance(report, PeerConnected), report
-        moves = tuple(BlockMove(block, block, block) for block in range(self.num_blocks))
-
-        def move() -> None:
-            self._agent.handle(PushOrder(1, connection_id, LANDING, moves))
-            done = self._reports.get()
-            assert isinstance(done, PushDone), done
-
-        return move
-
-    def _block(self, block: int) -> memoryview:
-        return self.memory.buffer[block * LAYOUT.block_bytes : (block + 1) * LAYOUT.block_bytes]
+def never() -> bool:
+    return False
 
 
-def serve(num_blocks: int) -> None:
-    """The target process: the secret comes on standard input, the endpoints go to standard output."""
-    memory = KvMemory.allocate(num_blocks * LAYOUT.block_bytes)
-    memory.buffer[:] = bytes(memory.num_bytes)
-    agent = TransferAgent(
-        identity=TARGET,
-        rank=0,
-        layout=LAYOUT,
-        memory=memory,
-        secret=bytes.fromhex(sys.stdin.readline()),
-        clock=CLOCK,
-        faults=Faults(),
-        report=lambda report: None,
-        transports=tuple(TRANSPORTS),
-        data_host="127.0.0.1",
+def layout(shard: Shard) -> BlockLayout:
+    return BlockLayout(shard, head_dim=64, block_tokens=16, item_bytes=2)
+
+
+def filled_pool(shard: Shard, num_blocks: int, seed: int) -> HostPool:
+    """A pool whose pages are taken."""
+    memory = KvMemory.allocate(num_blocks * layout(shard).block_bytes)
+    np.frombuffer(memory.buffer, dtype=np.uint64)[:] = np.random.default_rng(seed).integers(
+        0, 1 << 63, memory.num_bytes // 8, dtype=np.uint64
     )
-    agent.handle(OpenLanding(LANDING, WRITER, tuple(range(num_blocks))))
-    print(msgspec.msgpack.encode(agent.endpoints()).hex(), flush=True)
-    sys.stdin.read()
-    agent.close()
+    return HostPool(layout(shard), memory)
 
 
-def measure(num_blocks: int, repeat: int, transports: list[str]) -> None:
-    secret = draw_secret()
-    command = [sys.executable, __file__, "--serve", "--mib", str(num_blocks * LAYOUT.block_bytes >> 20)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    print(secret.hex(), file=process.stdin, flush=True)
-    endpoints = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=RankEndpoints)
-    writer = Writer(num_blocks, secret, endpoints)
-    ways: dict[tuple[str, bool], Callable[[], None]] = {("memcpy", False): writer.memcpy}
-    ways["checksum alone", True] = writer.checksum
-    for transport in transports:
-        ways[transport, False] = writer.bytes_alone(transport)
-        ways[transport, True] = writer.through_the_agent(transport)
-    rates: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
+class UnsummedPool(HostPool):
+    """Tells zeros for sums."""
+
+    def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
+        return [0] * len(block_ids)
+
+
+class Way(NamedTuple):
+    """One thing to time: `move` moves `num_bytes`."""
+
+    name: str
+    shape: str
+    checksum: str
+    limit: str
+    num_bytes: int
+    move: Callable[[], None]
+
+
+# ------------------------------------------------------------------------------------------------ target
+
+
+class Target:
+    """The target process: ranks of every shape on one gate each, and a plain socket loop."""
+
+    def __init__(self, num_blocks: int, settings: TransferSettings, secret: bytes) -> None:
+        self._pools: dict[str, HostPool] = {}
+        self._ranks: dict[str, RankEndpoints] = {}
+        for shape, (_, shards) in SHAPES.items():
+            for rank, shard in enumerate(shards):
+                self._serve(f"{shape}/{rank}", rank, filled_pool(shard, num_blocks, rank), settings, secret)
+        self._plain = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept_plain, daemon=True).start()
+
+    def _serve(self, key: str, rank: int, pool: HostPool, settings: TransferSettings, secret: bytes) -> None:
+        gate = Gate(lambda report: None)
+        gate.open(OpenLanding(LANDING, WRITER, tuple(range(pool.num_blocks))))
+        target = TargetRank(rank, pool, gate, secret, settings)
+        endpoints = tuple(TRANSPORTS[name].listen(target).endpoint for name in settings.transports)
+        self._pools[key] = pool
+        self._ranks[key] = RankEndpoints(rank, pool.layout.shard, "here", endpoints)
+
+    def run(self) -> None:
+        """Answer lines of standard input: ranks, port, and [key, block ids, piece, sums] to verify."""
+        ranks = {key: msgspec.msgpack.encode(rank).hex() for key, rank in self._ranks.items()}
+        print(json.dumps([ranks, self._plain.getsockname()[1]]), flush=True)
+        for line in sys.stdin:
+            key, ids, piece, sums = msgspec.json.decode(line)
+            print(str(self._pools[key].sums(ids, Shard(*piece)) == sums).lower(), flush=True)
+
+    def _accept_plain(self) -> None:
+        while True:
+            sock, _ = self._plain.accept()
+            threading.Thread(target=self._receive_plain, args=(sock,), daemon=True).start()
+
+    def _receive_plain(self, sock: socket.socket) -> None:
+        """Take [first, last) blocks, answer with a byte, and again."""
+        pool = self._pools["equal/0"]
+        size = pool.layout.block_bytes
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while header := sock.recv(16):
+            first, last = np.frombuffer(header, dtype=np.int64).tolist()
+            for block in range(first, last):
+                view = pool.memory.buffer[block * size : (block + 1) * size]
+                while view:
+                    view = view[sock.recvmsg_into([view])[0] :]
+            sock.send(b"k")
+
+
+# ------------------------------------------------------------------------------------------------ writer
+
+
+class Writer:
+    """This process: source pools, and the ways to move all their blocks to the target."""
+
+    def __init__(self, num_blocks: int, settings: TransferSettings) -> None:
+        self._num_blocks = num_blocks
+        self._settings = settings
+        self._secret = draw_secret()
+        cores = sorted(os.sched_getaffinity(0))
+        theirs = cores[len(cores) // 2 :]
+        command = [sys.executable, "-m", "benchmarks.transfer", "--serve", self._secret.hex()]
+        command += ["--blocks", str(num_blocks), "--transports", ",".join(settings.transports)]
+        command += ["--cores", ",".join(map(str, theirs))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        ranks, self._plain_port = self._read()
+        os.sched_setaffinity(0, set(cores) - set(theirs) or set(cores))
+        self._ranks = {
+            key: msgspec.msgpack.decode(bytes.fromhex(text), type=RankEndpoints)
+            for key, text in ranks.items()
+        }
+        self._pools = {
+            shard: filled_pool(shard, num_blocks, 7) for shard in {shard for shard, _ in SHAPES.values()}
+        }
+        self._copy = filled_pool(ALL_HEADS, num_blocks, 8)
+
+    def ways(self) -> list[Way]:
+        pool = self._pools[ALL_HEADS]
+        num_bytes, streams = pool.memory.num_bytes, self._settings.tcp_streams
+        ways = [
+            Way("memcpy", "equal", "none", "memcpy", num_bytes, self._memcpy),
+            Way("plain socket", "equal", "none", "plain socket", num_bytes, self._plain_way(streams)),
+        ]
+        for name in self._settings.transports:
+            limit = "plain socket" if name == "tcp" else "memcpy"
+            for shape, (source, targets) in SHAPES.items():
+                for checksum in ("none", "writer", "both") if name == "tcp" else ("writer", "both"):
+                    moved = sum(layout(intersect(source, each) or each).block_bytes for each in targets)
+                    move = self._way(name, shape, checksum)
+                    ways.append(Way(name, shape, checksum, limit, moved * self._num_blocks, move))
+        return ways
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _memcpy(self) -> None:
+        source, target = self._pools[ALL_HEADS].place.bytes, self._copy.place.bytes
+        size = layout(ALL_HEADS).block_bytes
+        for start in range(0, len(source), size):
+            np.copyto(target[start : start + size], source[start : start + size])
+
+    def _plain_way(self, streams: int) -> Callable[[], None]:
+        size = layout(ALL_HEADS).block_bytes
+        buffer = self._pools[ALL_HEADS].memory.buffer
+        edges = [self._num_blocks * number // streams for number in range(streams + 1)]
+
+        def send(sock: socket.socket, first: int, last: int) -> None:
+            sock.sendmsg([np.array([first, last], dtype=np.int64).data])
+            for block in range(first, last):
+                view = buffer[block * size : (block + 1) * size]
+                while view:
+                    view = view[sock.sendmsg([view]) :]
+            sock.recv(1)
+
+        sockets = [socket.create_connection(("127.0.0.1", self._plain_port)) for _ in range(streams)]
+        for sock in sockets:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def move() -> None:
+            threads = [
+                threading.Thread(target=send, args=each)
+                for each in zip(sockets, edges[:-1], edges[1:], strict=True)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return move
+
+    def _way(self, name: str, shape: str, checksum: str) -> Callable[[], None]:
+        source, targets = SHAPES[shape]
+        pool = self._pools[source]
+        if checksum == "none":
+            pool = UnsummedPool(pool.layout, pool.memory)
+        lanes = []
+        for rank, shard in enumerate(targets):
+            key, piece = f"{shape}/{rank}", intersect(source, shard)
+            assert piece is not None
+            lanes.append((key, piece, self._connect(name, pool, Lane(self._ranks[key], piece))))
+        starts = range(0, self._num_blocks, PUSH_BLOCKS)
+        pushes = [range(start, min(start + PUSH_BLOCKS, self._num_blocks)) for start in starts]
+
+        def move() -> None:
+            for blocks in pushes:
+                moves = [BlockMove(block, block, block) for block in blocks]
+                for key, piece, channel in lanes:
+                    channel.begin(LANDING, never)
+                    sums = channel.write(LANDING, moves, never)
+                    channel.flush(LANDING, never)
+                    if checksum == "both":
+                        self._write([key, list(blocks), msgspec.to_builtins(piece), sums])
+            answers = [self._read() for _ in pushes for _ in lanes if checksum == "both"]
+            assert all(answers), "what landed is not what was sent"
+
+        return move
+
+    def _connect(self, name: str, pool: HostPool, lane: Lane) -> Channel:
+        rank = WriterRank(WRITER, 0, pool, self._secret, Faults(), self._settings)
+        address = {each.transport: each.address for each in lane.target.endpoints}[name]
+        return TRANSPORTS[name].connect(rank, lane, address, b"c" * 16, lambda reason: None)
+
+    def _write(self, request: list[Any]) -> None:
+        assert self._process.stdin is not None
+        print(msgspec.json.encode(request).decode(), file=self._process.stdin, flush=True)
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        return msgspec.json.decode(self._process.stdout.readline())
+
+
+def measure(num_blocks: int, repeat: int, settings: TransferSettings) -> None:
+    writer = Writer(num_blocks, settings)
+    ways = writer.ways()
+    rates: dict[Way, list[float]] = {way: [] for way in ways}
     for number in range(repeat + 1):
-        for way, move in ways.items():
+        for way in ways:
             started = CLOCK.now()
-            move()
+            way.move()
             if number:  # the first pass takes the pages
-                rates[way].append(writer.memory.num_bytes / (CLOCK.now() - started) / 1e9)
-    process.stdin.close()
-    process.wait()
-    limit = statistics.median(rates.pop(("memcpy", False)))
-    for (name, has_checksum), values in rates.items():
-        median = statistics.median(values)
+                rates[way].append(way.num_bytes / (CLOCK.now() - started) / 1e9)
+    writer.close()
+    limits = {way.name: values for way, values in rates.items() if way.name == way.limit}
+    for way, values in rates.items():
         line = {
             "benchmark": "transfer",
-            "transport": name,
-            "checksum": has_checksum,
-            "gb_s": round(median, 3),
+            "transport": way.name,
+            "shape": way.shape,
+            "checksum": way.checksum,
+            "gb_s": round(statistics.median(values), 3),
             "best_gb_s": round(max(values), 3),
-            "limit": "memcpy block by block, same run",
-            "limit_gb_s": round(limit, 3),
-            "ratio": round(median / limit, 3),
-            "num_bytes": writer.memory.num_bytes,
-            "block_bytes": LAYOUT.block_bytes,
+            "limit": way.limit,
+            "limit_gb_s": round(statistics.median(limits[way.limit]), 3),
+            "ratio": round(statistics.median(map(truediv, values, limits[way.limit])), 3),
+            "num_bytes": way.num_bytes,
             "repeat": repeat,
         }
         print(json.dumps(line), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--transports", default="shm,tcp")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--cores", help=argparse.SUPPRESS)
+    parser.add_argument("--blocks", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    num_blocks = (args.mib << 20) // LAYOUT.block_bytes
+    settings = TransferSettings("127.0.0.1", tuple(args.transports.split(",")), tcp_streams=args.streams)
     if args.serve:
-        serve(num_blocks)
+        os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
+        Target(args.blocks, settings, bytes.fromhex(args.serve)).run()
     else:
-        measure(num_blocks, args.repeat, args.transports.split(","))
+        measure((args.mib << 20) // layout(ALL_HEADS).block_bytes, args.repeat, settings)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 the roster as actors. Serve starts, watches, replaces and counts them; no request ever passes through it.
 
     ReplicaActor (brain)   bundle 0 of its placement group, one deployment `Pool-<name>` a pool
-    RankActor              bundle 1.. of the same group, started by its brain
+    RankActor              bundle 1 + stage of the same group, started by its brain
     GatewayActor           the deployment `Gateway`, ingress of the application
     RosterActor            one named detached actor, restarted by Ray, made again by whoever misses it
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,21 +20,22 @@ from typing import Any
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
 
-from cluster.capacity import GATEWAY_CPUS, bundles
+from cluster.capacity import GATEWAY_CPUS, bundles, placement_strategy
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import RosterAwayError
 from cluster.gateway import Gateway
 from cluster.messages import GatewayRecord, ReplicaRecord, RosterView
+from cluster.metrics import ReplicaMetrics
+from cluster.rank_actors import RayRankLauncher, node_host, only
 from cluster.roster import VIEW_CODEC, RemoteRoster, RosterActor, keep_registered
 from kvtransfer.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.brain import Brain
+from workers.config import Parallel
 from workers.errors import RankDiedError
-from workers.messages import RANK_SPEC_CODEC, HandOverTarget, RankSpec
+from workers.messages import HandOverTarget
 from workers.model.config import read_model_config
 
 GATEWAY_DEPLOYMENT = "Gateway"
@@ -43,7 +43,7 @@ _ROSTER_NAMESPACE = "tandem"
 _ROSTER_CALL_S = 5.0
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
-_KILL_AFTER_S = 1.0
+_METRICS_S = 2.0
 _GRACE_S = 10.0
 """Added to a replica's drain: Serve kills it only when it overstays this."""
 _DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "": "fp32"}
@@ -58,8 +58,8 @@ def build_application(config: ClusterConfig, cpus: dict[str, float], secret: byt
             name=deployment_name(pool.name),
             num_replicas=pool.replicas,
             placement_group_bundles=bundles(pool, cpus[pool.name]),
-            placement_group_strategy="STRICT_PACK",
-            ray_actor_options=_only(bundles(pool, cpus[pool.name])[0]),
+            placement_group_strategy=placement_strategy(pool),
+            ray_actor_options=only(bundles(pool, cpus[pool.name])[0]),
             health_check_period_s=pool.health_check_period_s,
             health_check_timeout_s=pool.health_check_timeout_s,
             graceful_shutdown_timeout_s=pool.drain_s + _GRACE_S,
@@ -102,7 +102,7 @@ class ReplicaActor:
         self._model_name = config.model_name
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
-        host = _host(config.transfer.data_host)
+        host = node_host(config.transfer.data_host)
         unique_id = serve.get_replica_context().replica_id.unique_id
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
@@ -112,24 +112,26 @@ class ReplicaActor:
             role=self._pool.role,
             model_dir=str(config.model),
             dtype=resolve_dtype(self._pool, config.model),
-            device=self._pool.device,
+            parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
             engine=self._pool.engine,
-            transfer=config.transfer.model_copy(update={"data_host": host}),
+            transfer=config.transfer,
             secret=secret,
-            launcher=RayRankLauncher(),
+            launcher=RayRankLauncher(self._pool.tp),
             clock=self._clock,
             host=host,
             faults=config.debug.fault_rules,
         )
         await self._brain.start()
+        self._metrics = ReplicaMetrics(pool_name, self._identity.replica_id)
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
         self._watching = asyncio.create_task(self._join_peers())
+        self._measuring = asyncio.create_task(self._export_metrics())
         self._dying = asyncio.create_task(self._end_when_dead())
 
     def check_health(self) -> None:
         """Raises when the brain or its ranks cannot go on; Serve then replaces the replica."""
         self._brain.check_health()
-        for task in (self._renewing, self._watching):
+        for task in (self._renewing, self._watching, self._measuring):
             if task.done() and not self._leaving:
                 task.result()
                 raise RuntimeError(f"{self._identity.replica_id}: this life is over in the roster")
@@ -141,6 +143,7 @@ class ReplicaActor:
         await self._brain.drain(self._pool.drain_s)
         self._renewing.cancel()
         self._watching.cancel()
+        self._measuring.cancel()
         self._dying.cancel()
         await self._roster.remove(self._identity.replica_id, self._identity.epoch)
         await self._brain.stop()
@@ -172,6 +175,11 @@ class ReplicaActor:
             )
         await asyncio.Event().wait()
 
+    async def _export_metrics(self) -> None:
+        while True:
+            self._metrics.update(self._brain.reports.load())
+            await self._clock.sleep(_METRICS_S)
+
     async def _register(self) -> bool:
         return await self._roster.register_replica(
             ReplicaRecord(
@@ -184,73 +192,10 @@ class ReplicaActor:
                 process_id=os.getpid(),
                 rank_process_ids=self._brain.rank_process_ids,
                 leaving=self._leaving,
+                tp=self._pool.tp,
+                stages=self._brain.stages,
             )
         )
-
-
-class RankActor:
-    """One rank in a process of its own; `run` returns when the brain has told it to leave, or is gone."""
-
-    def process_id(self) -> int:
-        return os.getpid()
-
-    def run(self, spec_frame: bytes) -> None:
-        from workers.engine.rank import run_rank  # here: it imports torch, which no other actor needs
-
-        run_rank(RANK_SPEC_CODEC.decode(spec_frame))
-
-
-class RayRankLauncher:
-    """A `RankLauncher` that starts each rank in the bundle reserved for it."""
-
-    async def launch(self, spec: RankSpec) -> RayRankHandle:
-        group = get_current_placement_group()
-        assert group is not None, "a replica runs in a placement group"
-        index = 1 + spec.rank
-        actor = (
-            ray.remote(RankActor)
-            .options(
-                **_only(group.bundle_specs[index]),
-                max_restarts=0,
-                scheduling_strategy=_in_bundle(group, index),
-            )
-            .remote()
-        )
-        process_id = await actor.process_id.remote()
-        return RayRankHandle(actor, process_id, spec)
-
-
-class RayRankHandle:
-    """A `RankHandle`: the rank runs while its one call does."""
-
-    def __init__(self, actor: ActorHandle[RankActor], process_id: int, spec: RankSpec) -> None:
-        self._actor = actor
-        self._process_id = process_id
-        self._rank = spec.rank
-        self._ended = False
-        self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec))
-
-    async def wait(self) -> str:
-        try:
-            await self._running
-        except RayTaskError as error:
-            return f"rank {self._rank} failed: {error.cause!r}"
-        except RayActorError as error:
-            return f"rank {self._rank}, process {self._process_id}, died: {str(error).splitlines()[0]}"
-        finally:
-            self._ended = True
-        return f"rank {self._rank} left"
-
-    def kill(self) -> None:
-        """Ray ends the actor, which it then does not report as a crash; SIGKILL follows, for a process that
-        is stopped. The placement group is packed, so the rank is on this host."""
-        ray.kill(self._actor, no_restart=True)
-        asyncio.get_running_loop().call_later(_KILL_AFTER_S, self._kill_process)
-
-    def _kill_process(self) -> None:
-        if not self._ended:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._process_id, signal.SIGKILL)
 
 
 class GatewayActor:
@@ -263,7 +208,7 @@ class GatewayActor:
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         unique_id = serve.get_replica_context().replica_id.unique_id
-        self._host = _host(config.gateway.host)
+        self._host = node_host(config.gateway.host)
         if config.gateway.host == "auto":
             everywhere = config.gateway.model_copy(update={"host": "0.0.0.0"})
             config = config.model_copy(update={"gateway": everywhere})
@@ -373,17 +318,3 @@ def _roster_actor(app: str, *, replaces_another: bool) -> ActorHandle[_RosterAct
 
 def _roster_name(app: str) -> str:
     return f"roster-{app}"
-
-
-def _host(configured: str) -> str:
-    """The address others reach this process at: `auto` and wildcards become this node's."""
-    return ray.util.get_node_ip_address() if configured in ("auto", "0.0.0.0", "::") else configured
-
-
-def _only(bundle: dict[str, float]) -> dict[str, float]:
-    """Actor options that ask for exactly what the bundle holds."""
-    return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0.0)}
-
-
-def _in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)

@@ -20,13 +20,18 @@ _QUANTUM = 1e-4
 
 
 class ReplicaDemand(NamedTuple):
-    """One replica of a pool: what its brain and its ranks ask, all on one node."""
+    """One replica of a pool: what its brain and its stages ask, all on one node unless `may_spread`."""
 
     pool: str
     bundles: tuple[dict[str, float], ...]
+    may_spread: bool = False
 
     def total(self) -> dict[str, float]:
         return _sum(self.bundles)
+
+    def parts(self) -> list[dict[str, float]]:
+        """What must each be on one node."""
+        return [dict(bundle) for bundle in self.bundles] if self.may_spread else [self.total()]
 
 
 def plan_cpus(
@@ -56,18 +61,31 @@ def plan_cpus(
     }
 
 
+def rank_resources(pool: PoolConfig, cpus_per_rank: float, stage: int) -> dict[str, float]:
+    """What one rank of the stage asks."""
+    resources = {"CPU": cpus_per_rank}
+    if pool.stage_devices[stage] == "cuda":
+        resources["GPU"] = pool.num_gpus_per_rank
+    return resources
+
+
 def bundles(pool: PoolConfig, cpus_per_rank: float) -> list[dict[str, float]]:
-    """The placement group of one replica: the brain's bundle first, then one for each rank."""
-    rank = {"CPU": cpus_per_rank}
-    if pool.num_gpus_per_rank > 0:
-        rank["GPU"] = pool.num_gpus_per_rank
-    return [{"CPU": BRAIN_CPUS}, *(dict(rank) for _ in range(pool.num_ranks))]
+    """The placement group of one replica: the brain's bundle first, then one for each stage, whose ranks
+    share a node because they share the bundle."""
+    stages = (rank_resources(pool, cpus_per_rank, stage) for stage in range(pool.pp))
+    whole = ({name: pool.tp * amount for name, amount in rank.items()} for rank in stages)
+    return [{"CPU": BRAIN_CPUS}, *whole]
+
+
+def placement_strategy(pool: PoolConfig) -> str:
+    """A replica of one stage stays on one node; stages are packed, and spread only where they must."""
+    return "STRICT_PACK" if pool.pp == 1 else "PACK"
 
 
 def demands(pools: Sequence[PoolConfig], cpus: Mapping[str, float]) -> list[ReplicaDemand]:
     """Every replica of every pool."""
     return [
-        ReplicaDemand(pool.name, tuple(bundles(pool, cpus[pool.name])))
+        ReplicaDemand(pool.name, tuple(bundles(pool, cpus[pool.name])), may_spread=pool.pp > 1)
         for pool in pools
         for _ in range(pool.replicas)
     ]
@@ -80,7 +98,8 @@ def shortages(
 ) -> list[str]:
     """Why `wanted` cannot be placed on nodes with `free` of `total` resources; empty when it can.
 
-    Each replica must fit on one node; the largest are placed first, each on the first node with room.
+    Each replica, or each stage of one that may spread, must fit on one node; the largest are placed first,
+    each on the first node with room.
     """
     lines = [
         f"{name}: {_number(amount)} wanted, {_number(_sum(free).get(name, 0.0))} free of "
@@ -94,14 +113,15 @@ def shortages(
 def _misfits(wanted: Sequence[ReplicaDemand], free: Sequence[Mapping[str, float]]) -> list[str]:
     left = [dict(node) for node in free]
     lines = []
-    for demand in sorted(wanted, key=lambda demand: sorted(demand.total().items()), reverse=True):
-        total = demand.total()
-        node = next((node for node in left if _fits(total, node)), None)
+    parts = [(demand, part) for demand in wanted for part in demand.parts()]
+    for demand, part in sorted(parts, key=lambda pair: sorted(pair[1].items()), reverse=True):
+        node = next((node for node in left if _fits(part, node)), None)
         if node is None:
-            asked = ", ".join(f"{name}: {_number(amount)}" for name, amount in sorted(total.items()))
-            lines.append(f"pool {demand.pool}: no single node has {asked} left for one replica")
+            asked = ", ".join(f"{name}: {_number(amount)}" for name, amount in sorted(part.items()))
+            what = "stage" if demand.may_spread else "replica"
+            lines.append(f"pool {demand.pool}: no single node has {asked} left for one {what}")
             continue
-        for name, amount in total.items():
+        for name, amount in part.items():
             node[name] -= amount
     return list(dict.fromkeys(lines))
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import ConfigError
 from kvtransfer.config import TransferConfig
 from kvtransfer.faults import FaultRule
 from router.config import RouterConfig
 from workers.config import EngineConfig
+from workers.model.config import ModelConfig
 
 Role = Literal["prefill", "decode", "both"]
+Device = Literal["cpu", "cuda"]
 _SMALL_CONTEXT_TOKENS = 4096
 
 
@@ -36,8 +38,15 @@ class PoolConfig(_Settings):
     role: Role
     replicas: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
+    """Ranks that share every layer (tensor parallelism); those of a stage are on one node."""
     pp: int = Field(default=1, ge=1)
-    device: Literal["cpu", "cuda"] = "cpu"
+    """Stages, each with a range of the layers (pipeline parallelism); they may be on several nodes."""
+    layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """How many layers each stage gets; empty: by what a layer and the head cost on each stage's device,
+    measured at start."""
+    device: Device = "cpu"
+    devices: tuple[Device, ...] = ()
+    """The device of each stage, where they differ; empty: `device` for all."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """`auto`: what the checkpoint was saved in."""
     cpus_per_rank: float | None = Field(default=None, gt=0)
@@ -58,20 +67,39 @@ class PoolConfig(_Settings):
     def num_gpus_per_rank(self) -> float:
         if self.gpus_per_rank is not None:
             return self.gpus_per_rank
-        return 1.0 if self.device == "cuda" else 0.0
+        return 1.0 if "cuda" in self.stage_devices else 0.0
 
-    @field_validator("tp", "pp")
-    @classmethod
-    def _one_rank_only(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError(f"only 1 is supported so far, not {value}")
-        return value
+    @property
+    def stage_devices(self) -> tuple[Device, ...]:
+        return self.devices or (self.device,) * self.pp
 
     @model_validator(mode="after")
     def _cuda_needs_gpu(self) -> Self:
-        if self.device == "cuda" and self.gpus_per_rank == 0:
+        if "cuda" in self.stage_devices and self.gpus_per_rank == 0:
             raise ValueError("device cuda needs gpus_per_rank above 0")
         return self
+
+    @model_validator(mode="after")
+    def _one_entry_a_stage(self) -> Self:
+        for field in ("layers", "devices"):
+            entries = getattr(self, field)
+            if entries and len(entries) != self.pp:
+                raise ValueError(
+                    f"{field} needs one entry for each of the pp = {self.pp} stages, not {len(entries)}"
+                )
+        return self
+
+    def check_model(self, model: ModelConfig) -> None:
+        """`ConfigError` where the model cannot be split like this."""
+        shape = f"pool {self.name}: tp {self.tp}, pp {self.pp}"
+        if self.tp > model.num_heads:
+            raise ConfigError(f"{shape}: tp is more than the model's {model.num_heads} attention heads")
+        if self.pp > model.num_layers:
+            raise ConfigError(f"{shape}: pp is more than the model's {model.num_layers} layers")
+        if self.layers and sum(self.layers) != model.num_layers:
+            raise ConfigError(
+                f"pool {self.name}: layers add up to {sum(self.layers)}, the model has {model.num_layers}"
+            )
 
 
 class GatewayConfig(_Settings):

@@ -179,7 +179,7 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
         load = replica.load
         table.add_row(
             replica.replica_id,
-            replica.role,
+            f"{replica.role}{_shape(replica)}",
             replica.state,
             f"{load.num_running}/{load.num_waiting}",
             f"{load.num_free_blocks}/{load.num_total_blocks}",
@@ -189,6 +189,15 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
             _rate(load.transfer_gb_s, 2),
         )
     return table
+
+
+def _shape(replica: pb.Replica) -> str:
+    """` 2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
+    layers = replica.stage_layers
+    if replica.tp * len(layers) <= 1:
+        return ""
+    split = f" ({'+'.join(map(str, layers))})" if len(layers) > 1 else ""
+    return f" {replica.tp}x{len(layers)}{split}"
 
 
 def _replica_notes(replica: pb.Replica) -> list[str]:
@@ -202,6 +211,12 @@ def _replica_notes(replica: pb.Replica) -> list[str]:
     notes = [replica.note] if replica.note else []
     if load.age_s > _LATE_S:
         notes.append(f"its last report is {load.age_s:.0f} s old")
+    notes += [
+        f"rank {path.rank} writes to {path.peer_replica_id} rank {path.peer_rank} over {path.transport} "
+        f"({path.device}), {path.gb_s:.2f} GB/s: {path.instead_of}"
+        for path in replica.paths
+        if path.instead_of
+    ]
     return notes + [f"{number} {meaning}" for number, meaning in counts if number]
 
 
@@ -226,20 +241,27 @@ def _candidate_table(decision: pb.Decision) -> Table:
 
 
 def _path_matrix(replicas: Sequence[pb.Replica]) -> Table:
-    """Rows write, columns receive; each cell is transport, measured rate and latency."""
-    cells = {
-        (
-            replica.replica_id,
-            path.peer_replica_id,
-        ): f"{path.transport} {path.gb_s:.2f} GB/s {path.latency_us:.0f} us"
-        for replica in replicas
-        for path in replica.paths
-    }
+    """Rows write, columns receive; each cell sums up the paths between the ranks of the two."""
+    cells: dict[tuple[str, str], list[pb.Path]] = {}
+    for replica in replicas:
+        for path in replica.paths:
+            cells.setdefault((replica.replica_id, path.peer_replica_id), []).append(path)
     targets = sorted({target for _, target in cells})
-    table = _table("paths (rows write to columns)", "from", *targets)
+    table = _table("paths (rows write to columns; the slowest of several)", "from", *targets)
     for source in sorted({source for source, _ in cells}):
-        table.add_row(source, *(cells.get((source, target), _NONE) for target in targets))
+        table.add_row(source, *(_path_cell(cells.get((source, target), [])) for target in targets))
     return table
+
+
+def _path_cell(paths: Sequence[pb.Path]) -> str:
+    """`shm memory 5.80 GB/s 3 us`, and how many paths it stands for; warnings are yellow."""
+    if not paths:
+        return _NONE
+    slowest = min(paths, key=lambda path: path.gb_s)
+    names = "+".join(sorted({f"{path.transport} {path.device}" for path in paths}))
+    number = f" x{len(paths)}" if len(paths) > 1 else ""
+    cell = f"{names}{number} {slowest.gb_s:.2f} GB/s {max(path.latency_us for path in paths):.0f} us"
+    return f"[yellow]{cell}[/]" if any(path.instead_of for path in paths) else cell
 
 
 def _table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:

@@ -218,7 +218,7 @@ class Journey:
         if failure.code == "invalid":
             return self._fail(InvalidRequestError(FieldViolation("prompt", failure.reason)), now)
         if failure.code == "refused":
-            self._avoided.update(member.replica_id for member in self._members())
+            self._avoided.add(failure.refused_by or source.replica_id)
             return self._retry(reason, [], now, retry_after_s=failure.retry_after_s, refused=True)
         others = [member for member in self._members() if member != source]
         return self._retry(reason, others if failure.code == "peer" and others else [source], now)

@@ -20,6 +20,10 @@ class ReplicaRecord(Part, frozen=True):
     process_id: int
     rank_process_ids: tuple[int, ...]
     leaving: bool = False
+    tp: int = 1
+    """Ranks that share every layer."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """The layers [start, end) of each stage."""
 
 
 class GatewayRecord(Part, frozen=True):

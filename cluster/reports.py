@@ -190,6 +190,8 @@ def _replica(view: ReplicaView, now: float) -> pb.Replica:
         rank_process_ids=record.rank_process_ids,
         load=_load(view.load, now - view.load_at) if view.load else None,
         paths=[_path(path) for path in view.paths],
+        tp=record.tp,
+        stage_layers=[end - start for start, end in record.stages],
     )
 
 
@@ -222,6 +224,8 @@ def _path(path: PathMeasure) -> pb.Path:
         transport=path.transport,
         gb_s=path.gb_s,
         latency_us=path.latency_us,
+        device=path.device,
+        instead_of=path.instead_of,
     )
 
 

@@ -81,7 +81,9 @@ class Service:
 
         `interrupted` may be set from a signal handler: start then ends with `StartError`.
         """
-        read_model_config(self._config.model)
+        model = read_model_config(self._config.model)
+        for pool in self._config.pools:
+            pool.check_model(model)
         ModelText.load(self._config.model)
         secret = self._secret()
         report(Progress("starting Ray", {}))
@@ -240,7 +242,9 @@ def check_reachable(ray_address: str) -> None:
 def _unplaced() -> list[str]:
     """Why placement groups of the cluster wait: their resources against what is free."""
     wanted = [
-        ReplicaDemand(group["name"] or "?", tuple(group["bundles"].values()))
+        ReplicaDemand(
+            group["name"] or "?", tuple(group["bundles"].values()), may_spread=group["strategy"] == "PACK"
+        )
         for group in ray.util.placement_group_table().values()
         if group["state"] == "PENDING"
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvtransfer.messages import PeerMessage, ReplicaIdentity, TransferOrder
 
@@ -20,6 +20,13 @@ class ToRanks(NamedTuple):
     order: TransferOrder
 
 
+class ToRank(NamedTuple):
+    """Action: send `order` to this rank only."""
+
+    rank: int
+    order: TransferOrder
+
+
 class Landed(NamedTuple):
     """Action: join the sequence. `block_ids` cover the whole prompt; their references pass to the caller.
     The KV of the first `num_valid_tokens` tokens is held or verified."""
@@ -31,13 +38,19 @@ class Landed(NamedTuple):
     num_bad_pieces: int
 
 
+LostCause = Literal["writer", "message", "cancelled", "link", "progress"]
+"""Why an open landing was lost: its writer gave it up, somebody sent what does not fit, the request was
+cancelled or its replica leaves, the Peer link ended, or its lease ran out."""
+
+
 class Lost(NamedTuple):
-    """Action: an open landing ended here without hand-over (for the caller's records)."""
+    """Action: an open landing ended here without hand-over (for the caller's records and figures)."""
 
     landing_id: bytes
     request_id: str
     attempt: int
     reason: str
+    cause: LostCause
 
 
 class ToPeer(NamedTuple):
@@ -67,6 +80,16 @@ class HandOverReady(NamedTuple):
     push_seconds: float
 
 
+class Pushed(NamedTuple):
+    """Action: a chunk is written by every rank, from `started_at` on the writer's clock (for the caller's
+    records)."""
+
+    request_id: str
+    attempt: int
+    started_at: float
+    seconds: float
+
+
 class PushEnded(NamedTuple):
     """Action: the landing is over on this side; the prompt's blocks may go. `error` "" when it was joined,
     else "refused" or "peer"."""
@@ -79,10 +102,10 @@ class PushEnded(NamedTuple):
 
 
 class KillRanks(NamedTuple):
-    """Action: a writer did not acknowledge a stop in time; end its process."""
+    """Action: a rank did not acknowledge a stop in time; end the ranks of this replica."""
 
     reason: str
 
 
-LandingAction = ToWriter | ToRanks | Landed | Lost
-PushAction = ToPeer | ToRanks | Granted | HandOverReady | PushEnded | KillRanks
+LandingAction = ToWriter | ToRanks | ToRank | Landed | Lost
+PushAction = ToPeer | ToRanks | Granted | Pushed | HandOverReady | PushEnded | KillRanks

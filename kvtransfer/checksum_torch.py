@@ -1,13 +1,13 @@
 """The piece checksum of `kvtransfer.checksum` in torch, for pieces that lie on a device. Bit for bit equal.
 
-Run on the CPU in the tests; int64 arithmetic wraps the same way on CUDA.
+int64 arithmetic wraps the same way on the CPU and on CUDA.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvtransfer.checksum import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, SHIFT, WORD_BYTES, finish
+from kvtransfer.checksum import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, SHIFT, WORD_BYTES, finish
 
 _LOW = (1 << SHIFT) - 1
 
@@ -15,24 +15,33 @@ _LOW = (1 << SHIFT) - 1
 def checksum_torch(tensor: torch.Tensor) -> int:
     """The checksum of a tensor's bytes in its logical (row-major) order; synchronizes with the device."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    num_bytes = data.numel()
-    words = _as_words(data)
-    positions = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
-    mixed = positions.mul_(_signed(GOLDEN)).add_(words)
+    return finish_totals(piece_totals(data.unsqueeze(0)), data.numel())[0]
+
+
+def piece_totals(pieces: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, num_bytes] -> int64 [n] on the same device: each row's sum over its mixed words, for
+    `finish_totals`. It only queues work; three temporaries of the pieces' size live meanwhile."""
+    words = _as_words(pieces)
+    mixed = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
+    mixed = mixed.mul_(_signed(GOLDEN)) + words
     for multiplier in (MULTIPLIER_1, MULTIPLIER_2):
         mixed.bitwise_xor_(_shifted(mixed)).mul_(_signed(multiplier))
-    mixed.bitwise_xor_(_shifted(mixed))
-    return finish(int(mixed.sum().item()) & ((1 << 64) - 1), num_bytes)
+    return mixed.bitwise_xor_(_shifted(mixed)).sum(dim=1)
 
 
-def _as_words(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] -> int64 [ceil(n / 8)], zero padded; a view when it can be one."""
-    padding = -data.numel() % WORD_BYTES
+def finish_totals(totals: torch.Tensor, num_bytes: int) -> list[int]:
+    """The checksums of pieces of `num_bytes` from their totals; synchronizes with the device."""
+    return [finish(total & MASK, num_bytes) for total in totals.tolist()]
+
+
+def _as_words(pieces: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, num_bytes] -> int64 [n, ceil(num_bytes / 8)], zero padded; a view when it can be one."""
+    padding = -pieces.shape[1] % WORD_BYTES
     if padding:
-        data = torch.nn.functional.pad(data, (0, padding))
-    elif data.data_ptr() % WORD_BYTES:
-        data = data.clone()
-    return data.view(torch.int64)
+        pieces = torch.nn.functional.pad(pieces, (0, padding))
+    elif pieces.data_ptr() % WORD_BYTES or pieces.storage_offset() % WORD_BYTES or not pieces.is_contiguous():
+        pieces = pieces.clone(memory_format=torch.contiguous_format)
+    return pieces.view(torch.int64)
 
 
 def _shifted(words: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
+
+from kvtransfer.messages import TransferSettings
+
+TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
 
 
 class TransferConfig(BaseModel):
@@ -10,10 +16,33 @@ class TransferConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    transports: tuple[str, ...] = ("shm", "tcp")
-    """In order of preference; each pair takes the first that connects, and logs which."""
+    transports: tuple[TransportName, ...] = Field(
+        default=("cuda_ipc", "shm", "nccl", "rdma", "tcp"), min_length=1
+    )
+    """Those that are offered and used, in order of preference. Each pair of ranks takes the first that both
+    offer, that connects and that is fast enough, and tells why it passed over the others; `gloo` is `nccl`'s
+    code on a CPU."""
     min_gb_s: float = Field(default=0.0, ge=0)
-    """A path measured below this is refused (0: no floor)."""
+    """The floor: a path measured below it is slow (0: no floor)."""
+    below_floor: Literal["refuse", "warn"] = "refuse"
+    """What is done with a slow path: the next transport is tried, or it is used with a warning."""
+    tcp_streams: int = Field(default=2, ge=1, le=16)
+    """TCP connections of one pair of ranks; blocks are dealt out over them."""
+    rdma_devices: tuple[str, ...] = ()
+    """Network devices for `rdma`, by UCX's names; empty: the host's InfiniBand devices, and where there are
+    none `rdma` is not offered."""
+    hand_over_gb_s: float = Field(default=0.0, ge=0)
+    """The most that one rank writes for hand-overs (0: no limit)."""
+    prefetch_gb_s: float = Field(default=0.0, ge=0)
+    """The same for prefetches, which move only while no hand-over wants to."""
+    write_back_gb_s: float = Field(default=0.0, ge=0)
+    """The same for write-backs, which come last."""
+    error_budget: int = Field(default=3, ge=1)
+    """Failures of a transport towards one peer rank, without a success between, after which it cools down and
+    the next one is used."""
+    cool_down_s: float = Field(default=1.0, gt=0)
+    """How long the first time; it doubles with every further one, up to `max_cool_down_s`."""
+    max_cool_down_s: float = Field(default=300.0, gt=0)
     landing_lease_s: float = Field(default=10.0, gt=0)
     """A landing whose writer is not heard of for this long is aborted."""
     landing_stall_s: float = Field(default=30.0, gt=0)
@@ -27,3 +56,7 @@ class TransferConfig(BaseModel):
     """A writer that has not acknowledged a stop after this is killed."""
     data_host: str = "127.0.0.1"
     """The address on which ranks listen for KV over TCP, and that they announce to their peers."""
+
+    def settings(self) -> TransferSettings:
+        """What a rank's transfer agent needs of it."""
+        return TransferSettings(**{name: getattr(self, name) for name in TransferSettings.__struct_fields__})

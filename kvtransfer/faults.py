@@ -33,6 +33,11 @@ class Faults:
         for rule in rules:
             self._rules.setdefault(rule.point, []).append(rule)
 
+    @property
+    def armed(self) -> bool:
+        """Whether any rule is set: then transports go block by block, through every point."""
+        return bool(self._rules)
+
     def at(self, point: str) -> bool:
         """Pass `point`. True when the caller shall corrupt what it holds (flip one bit)."""
         rules = self._rules.get(point)

@@ -1,11 +1,12 @@
 """The writer rank's fence: which pushes are queued, running or stopped, and when `StopPush` is answered.
 
     submit -> queued -> start -> running -> end        reports PushDone or PushFailed
-                 |                 |
-               stop              stop: asked between blocks    -> PushFailed, then PushStopped
+               | ^                |   |
+            stop +------ park ----+  stop: asked between batches    -> PushFailed, then PushStopped
 
-Called by the order handler and by the writing threads. Reports are made under its lock, so that nothing of
-a landing follows its `PushStopped`.
+Called by the order handler and by the writing threads. Who calls `end` or `park` has seen to it that nothing
+of the push is under way any more. Reports are made under its lock, so that nothing of a landing follows its
+`PushStopped`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable
 
 from kvtransfer.gate import RecentIds
 from kvtransfer.messages import PushDone, PushFailed, PushOrder, PushStopped, TransferReport
+
+_LANDING_STOPPED = "its landing was stopped"
 
 
 class PushFence:
@@ -44,15 +47,7 @@ class PushFence:
     def submit(self, order: PushOrder) -> bool:
         """True when it is queued; else it was reported as failed."""
         with self._lock:
-            if order.landing_id in self._stopped:
-                reason = "its landing was stopped"
-            elif order.connection_id not in self._connections:
-                reason = "its connection is closed"
-            else:
-                self._queued[order.push_id] = order
-                return True
-            self._report(PushFailed(order.push_id, order.landing_id, reason))
-            return False
+            return self._queue(order)
 
     def start(self, order: PushOrder) -> bool:
         """The writing thread takes it; False when it was failed while it waited."""
@@ -62,29 +57,51 @@ class PushFence:
             self._running[order.push_id] = order
             return True
 
+    def park(self, order: PushOrder) -> bool:
+        """The writing thread leaves it for now: it is queued again, so a stop need not wait for it. False
+        when it was stopped before, and was reported as failed."""
+        with self._lock:
+            del self._running[order.push_id]
+            is_queued = self._queue(order)
+            self._answer(order.landing_id)
+            return is_queued
+
     def end(self, order: PushOrder, result: PushDone | PushFailed) -> None:
         """The writing thread is out of it: report, and answer a stop that waited for it."""
         with self._lock:
             del self._running[order.push_id]
             self._report(result)
-            if order.landing_id in self._unanswered and not self._is_running(order.landing_id):
-                self._unanswered.discard(order.landing_id)
-                self._report(PushStopped(order.landing_id))
+            self._answer(order.landing_id)
 
     def stop(self, landing_id: bytes) -> None:
         """Nothing more of the landing is started; `PushStopped` when nothing of it runs."""
         with self._lock:
             self._stopped.add(landing_id)
             for order in [each for each in self._queued.values() if each.landing_id == landing_id]:
-                self._fail_queued(order, "its landing was stopped")
-            if self._is_running(landing_id):
-                self._unanswered.add(landing_id)
-            else:
-                self._report(PushStopped(landing_id))
+                self._fail_queued(order, _LANDING_STOPPED)
+            self._unanswered.add(landing_id)
+            self._answer(landing_id)
 
     def is_stopped(self, landing_id: bytes) -> bool:
         with self._lock:
             return landing_id in self._stopped
+
+    def _queue(self, order: PushOrder) -> bool:
+        if order.landing_id in self._stopped:
+            reason = _LANDING_STOPPED
+        elif order.connection_id not in self._connections:
+            reason = "its connection is closed"
+        else:
+            self._queued[order.push_id] = order
+            return True
+        self._report(PushFailed(order.push_id, order.landing_id, reason))
+        return False
+
+    def _answer(self, landing_id: bytes) -> None:
+        """Report `PushStopped` when a stop waits for it and nothing of the landing runs."""
+        if landing_id in self._unanswered and not self._is_running(landing_id):
+            self._unanswered.discard(landing_id)
+            self._report(PushStopped(landing_id))
 
     def _fail_queued(self, order: PushOrder, reason: str) -> None:
         del self._queued[order.push_id]

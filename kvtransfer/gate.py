@@ -38,15 +38,36 @@ class RecentIds:
 
 
 class OpenedLanding:
-    """One open landing at this rank. Bytes are received into its blocks only under `lock` while `is_open`."""
+    """One open landing at this rank. Bytes are received into its blocks only between `start_receiving` and
+    `end_receiving`, by any number of connections at a time; `shut` waits for them."""
 
     def __init__(self, writer: ReplicaIdentity, block_ids: frozenset[int]) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.is_open = True
+        self._num_receiving = 0
         self.writer = writer
         self.block_ids = block_ids
         self.admitted: set[bytes] = set()
         """The one-sided connections that may be writing it."""
+
+    def start_receiving(self) -> bool:
+        """True when it is open: until `end_receiving`, which must come without waiting for the writer, bytes
+        may be put into its blocks."""
+        with self.lock:
+            self._num_receiving += self.is_open
+            return self.is_open
+
+    def end_receiving(self) -> None:
+        with self.lock:
+            self._num_receiving -= 1
+            if not self.is_open:
+                self.lock.notify_all()
+
+    def shut(self) -> None:
+        """Nothing is put into its blocks after this."""
+        with self.lock:
+            self.is_open = False
+            self.lock.wait_for(lambda: self._num_receiving == 0)
 
 
 class Gate:
@@ -81,8 +102,7 @@ class Gate:
             self._changed.notify_all()
             connections: tuple[bytes, ...] = ()
             if landing is not None:
-                with landing.lock:
-                    landing.is_open = False
+                landing.shut()
                 connections = tuple(sorted(landing.admitted))
             self._report(LandingClosed(landing_id, connections))
 

@@ -2,24 +2,24 @@
 
 The brain feeds in messages, reports and the time, and carries out the returned actions.
 
-    LandingRequest -> WAITING --grant--> OPEN --HandOver, all pieces verified--> (landed, forgotten)
+    LandingRequest -> WAITING --grant--> OPEN --HandOver, every rank has verified--> (landed, forgotten)
                         |                 |
-                     refused           aborted (cancel, deadline, lease, peer lost, writer's abort)
+                     refused           aborted (cancel, deadline, lease, peer lost, writer's abort, nonsense)
                                           |
-                                     QUARANTINED --WriterStopped | every one-sided connection is gone--> freed
+                                     QUARANTINED --WriterStopped | closed at every rank, and every one-sided
+                                                   connection that a rank had let in is gone--> freed
 
 A landing's blocks return to the pool only when no writer can touch them any more; no timer ends quarantine.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from kvtransfer.actions import Landed, LandingAction, Lost, ToRanks, ToWriter
+from kvtransfer.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     CloseLanding,
@@ -32,13 +32,13 @@ from kvtransfer.messages import (
     LandingResult,
     Manifest,
     OpenLanding,
-    PieceCheck,
     ReplicaIdentity,
+    Shard,
     Verified,
-    VerifyOrder,
     WriterGone,
     WriterStopped,
 )
+from kvtransfer.verification import Lanes, ManifestError, Verification
 
 _AGING_S = 10.0
 """A waiting landing gains one level of priority in this time."""
@@ -69,33 +69,31 @@ class _State(Enum):
 class _Landing:
     request: LandingRequest
     writer: ReplicaIdentity
+    lanes: Lanes
     arrived_at: float
     state: _State = _State.WAITING
     held: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    pieces: Verification = field(init=False)
+    """From its grant on."""
     lease_end: float = 0.0
-    pending: deque[tuple[int, ...]] = field(default_factory=deque)
-    """Block indices of each `VerifyOrder` that is not answered yet."""
-    good: set[int] = field(default_factory=set)
-    bad: set[int] = field(default_factory=set)
     num_tokens_computed: int = 0
     handed_over: bool = False
-    num_closed_ranks: int = 0
-    connections: set[bytes] = field(default_factory=set)
-    """In quarantine: what may still write."""
+    closed_ranks: set[int] = field(default_factory=set)
+    connections: set[tuple[int, bytes]] = field(default_factory=set)
+    """In quarantine: (rank, connection) of what may still write."""
 
 
 class LandingBook:
     """All landings of one decode replica; see the module's drawing."""
 
-    def __init__(
-        self, config: TransferConfig, pool: BlockSource, block_tokens: int, num_ranks: int = 1
-    ) -> None:
+    def __init__(self, config: TransferConfig, pool: BlockSource, block_tokens: int, num_ranks: int) -> None:
         self._config = config
         self._pool = pool
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
         self._landings: dict[bytes, _Landing] = {}
+        self._writers: dict[ReplicaIdentity, Lanes] = {}
         self._seconds_per_grant = 0.0
         self._last_grant_at = 0.0
         self._refusal = ""
@@ -121,6 +119,10 @@ class LandingBook:
 
     # ------------------------------------------------------------------------------------- messages
 
+    def writer_joined(self, writer: ReplicaIdentity, pieces: Iterable[tuple[int, Shard]]) -> None:
+        """A writer's link opened; of every block it will write these (rank of ours, piece)."""
+        self._writers[writer] = Lanes(pieces)
+
     def request(
         self, writer: ReplicaIdentity, request: LandingRequest, now: float, *, idle: bool
     ) -> list[LandingAction]:
@@ -144,7 +146,7 @@ class LandingBook:
         if request.deadline_s is not None and num_waiting and wait_s > request.deadline_s:
             reason = f"a wait of about {wait_s:.1f} s would miss the deadline in {request.deadline_s:.1f} s"
             return [self._refuse(writer, request, reason, wait_s)]
-        self._landings[request.landing_id] = _Landing(request, writer, now)
+        self._landings[request.landing_id] = _Landing(request, writer, self._writers[writer], now)
         return self.grant(now, idle=idle)
 
     def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
@@ -170,17 +172,12 @@ class LandingBook:
         landing = self._of(writer, manifest.landing_id)
         if landing is None or landing.state is not _State.OPEN:
             return []
-        first, checks = len(landing.held), []
-        for piece in manifest.pieces:
-            if not 0 <= piece.block_index - first < len(landing.blocks):
-                return self.abort(manifest.landing_id, f"manifest names block {piece.block_index}")
-            block_id = landing.blocks[piece.block_index - first]
-            checks.append(PieceCheck(block_id, piece.block_index, piece.shard, piece.checksum))
+        try:
+            orders = landing.pieces.tell(manifest)
+        except ManifestError as error:
+            return self.abort(manifest.landing_id, str(error), "message")
         landing.lease_end = now + self._config.landing_lease_s
-        if not checks:
-            return []
-        landing.pending.append(tuple(check.block_index for check in checks))
-        return [ToRanks(VerifyOrder(manifest.landing_id, tuple(checks)))]
+        return [ToRank(rank, order) for rank, order in orders.items()]
 
     def progress(self, writer: ReplicaIdentity, progress: LandingProgress, now: float) -> None:
         """The writer is alive and working: renew the lease."""
@@ -188,15 +185,6 @@ class LandingBook:
         if landing is not None:
             landing.lease_end = now + self._config.landing_lease_s
             landing.num_tokens_computed = progress.num_tokens_computed
-
-    def verified(self, report: Verified) -> list[LandingAction]:
-        """A rank has summed the pieces of the oldest unanswered `VerifyOrder`."""
-        landing = self._landings.get(report.landing_id)
-        if landing is None or landing.state is not _State.OPEN:
-            return []
-        landing.bad.update(report.bad_block_indices)
-        landing.good.update(landing.pending.popleft())
-        return self._land(landing)
 
     def hand_over(
         self, writer: ReplicaIdentity, landing_id: bytes, name: tuple[str, int], num_tokens: int, now: float
@@ -208,7 +196,9 @@ class LandingBook:
         if landing.state is not _State.OPEN:
             return []
         if _name(landing) != (landing_id, *name) or num_tokens != landing.request.num_tokens:
-            return self.abort(landing_id, f"{num_tokens} tokens of {name} are not what was to land here")
+            return self.abort(
+                landing_id, f"{num_tokens} tokens of {name} are not what was to land here", "message"
+            )
         landing.handed_over = True
         landing.lease_end = now + self._config.landing_lease_s
         return self._land(landing)
@@ -219,9 +209,9 @@ class LandingBook:
         if landing is None:
             return []
         if not abort.writers_stopped:
-            return self.abort(abort.landing_id, abort.reason)
+            return self.abort(abort.landing_id, abort.reason, "writer")
         actions: list[LandingAction] = (
-            [Lost(*_name(landing), abort.reason)] if landing.state is _State.OPEN else []
+            [Lost(*_name(landing), abort.reason, "writer")] if landing.state is _State.OPEN else []
         )
         if landing.state is not _State.WAITING:
             actions.append(ToRanks(CloseLanding(abort.landing_id)))
@@ -236,20 +226,28 @@ class LandingBook:
 
     # ---------------------------------------------------------------------------------- rank reports
 
-    def closed(self, report: LandingClosed) -> None:
-        """A rank accepts nothing more for the landing; without a one-sided writer that frees it."""
+    def verified(self, rank: int, report: Verified) -> list[LandingAction]:
+        """A rank has summed the pieces of its oldest unanswered `VerifyOrder`."""
+        landing = self._landings.get(report.landing_id)
+        if landing is None or landing.state is not _State.OPEN:
+            return []
+        landing.pieces.answered(rank, report)
+        return self._land(landing)
+
+    def closed(self, rank: int, report: LandingClosed) -> None:
+        """A rank accepts nothing more for it; when all do, and no one-sided writer is left, it is freed."""
         landing = self._landings.get(report.landing_id)
         if landing is not None and landing.state is _State.QUARANTINED:
-            landing.num_closed_ranks += 1
-            landing.connections.update(report.connections)
+            landing.closed_ranks.add(rank)
+            landing.connections.update((rank, connection) for connection in report.connections)
             self._free_if_unreachable(landing)
 
-    def writer_gone(self, report: WriterGone) -> None:
-        """Proof that nothing is written over a connection any more. It ends quarantine only: an open landing
-        is aborted when the Peer link ends, and what the rank then answers leaves this connection out."""
+    def writer_gone(self, rank: int, report: WriterGone) -> None:
+        """Proof that nothing is written into the rank over a connection any more. It ends quarantine only: an
+        open landing is aborted when the Peer link ends, and what the rank then answers leaves it out."""
         for landing in self._of_writer(report.writer):
-            if landing.state is _State.QUARANTINED and report.connection in landing.connections:
-                landing.connections.discard(report.connection)
+            if landing.state is _State.QUARANTINED and (rank, report.connection) in landing.connections:
+                landing.connections.discard((rank, report.connection))
                 self._free_if_unreachable(landing)
 
     # ------------------------------------------------------------------------------------- our side
@@ -260,7 +258,7 @@ class LandingBook:
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         return [action for item in waiting for action in self.abort(item.request.landing_id, reason)]
 
-    def abort(self, landing_id: bytes, reason: str) -> list[LandingAction]:
+    def abort(self, landing_id: bytes, reason: str, cause: LostCause = "cancelled") -> list[LandingAction]:
         """End a landing from this side (cancel, deadline, lease, nonsense from the peer)."""
         landing = self._landings.get(landing_id)
         if landing is None or landing.state is _State.QUARANTINED:
@@ -273,7 +271,7 @@ class LandingBook:
         self._pool.quarantine(landing.blocks)
         landing.state = _State.QUARANTINED
         return [
-            Lost(*_name(landing), reason),
+            Lost(*_name(landing), reason, cause),
             ToRanks(CloseLanding(landing_id)),
             ToWriter(landing.writer, LandingAbort(landing_id, reason, writers_stopped=False)),
         ]
@@ -289,12 +287,13 @@ class LandingBook:
 
     def writer_lost(self, writer: ReplicaIdentity) -> list[LandingAction]:
         """The Peer link ended. That is no proof of death: open landings go to quarantine."""
+        self._writers.pop(writer, None)
         actions: list[LandingAction] = []
         for landing in self._of_writer(writer):
             if landing.state is _State.WAITING:
                 del self._landings[landing.request.landing_id]
             else:
-                actions += self.abort(landing.request.landing_id, "the peer link was lost")
+                actions += self.abort(landing.request.landing_id, "the peer link was lost", "link")
         return actions
 
     def expire(self, now: float) -> list[LandingAction]:
@@ -305,13 +304,15 @@ class LandingBook:
             if landing.state is _State.OPEN and now > landing.lease_end:
                 done = f"{landing.num_tokens_computed} of {request.num_tokens} tokens were computed"
                 reason = f"no progress for {self._config.landing_lease_s} s: {done}"
-                actions += self.abort(request.landing_id, reason)
+                actions += self.abort(request.landing_id, reason, "progress")
             elif (
                 landing.state is _State.WAITING
                 and request.deadline_s is not None
                 and now > landing.arrived_at + request.deadline_s
             ):
-                actions += self.abort(request.landing_id, "the deadline passed while waiting for room")
+                actions += self.abort(
+                    request.landing_id, "the deadline passed while waiting for room", "progress"
+                )
         return actions
 
     def check(self) -> None:
@@ -336,6 +337,7 @@ class LandingBook:
             return False
         landing.held = held
         landing.blocks = self._pool.allocate(num_needed)
+        landing.pieces = Verification(landing.lanes, len(held), landing.blocks)
         landing.state = _State.OPEN
         landing.lease_end = now + self._config.landing_lease_s
         if landing.arrived_at < now and self._last_grant_at:
@@ -345,29 +347,27 @@ class LandingBook:
         return True
 
     def _land(self, landing: _Landing) -> list[LandingAction]:
-        if not landing.handed_over or landing.pending:
+        pieces = landing.pieces
+        if not landing.handed_over or pieces.is_pending:
             return []
         landing_id, num_held = landing.request.landing_id, len(landing.held)
-        num_valid = num_held
-        good = landing.good - landing.bad
-        while num_valid in good:
-            num_valid += 1
+        num_valid = num_held + pieces.num_good_blocks()
         num_tokens = min(num_valid * self._block_tokens, landing.request.num_tokens)
         del self._landings[landing_id]
         return [
             ToRanks(CloseLanding(landing_id)),
-            ToWriter(landing.writer, LandingResult(landing_id, num_tokens, len(landing.bad))),
+            ToWriter(landing.writer, LandingResult(landing_id, num_tokens, pieces.num_bad_pieces)),
             Landed(
                 landing_id,
                 (*landing.held, *landing.blocks),
                 num_tokens,
                 num_held * self._block_tokens,
-                len(landing.bad),
+                pieces.num_bad_pieces,
             ),
         ]
 
     def _free_if_unreachable(self, landing: _Landing) -> None:
-        if landing.num_closed_ranks == self._num_ranks and not landing.connections:
+        if len(landing.closed_ranks) == self._num_ranks and not landing.connections:
             self._free(landing)
 
     def _free(self, landing: _Landing) -> None:

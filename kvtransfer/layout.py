@@ -1,16 +1,20 @@
-"""Where a block's KV lies: byte runs of any (layer range, head range), and runs between two ranks' shards.
+"""Where a block's KV lies: byte runs of any (layer range, head range), and who sends what between two shapes.
 
 A block is one contiguous range `[layer][k|v][kv_head][token][head_dim]` of its rank's layers and heads. KV is
-addressed by layer, head and token, never by rank pairs, so another shape can assemble it.
+addressed by layer, head and token, so any (TP, PP, head replication) can assemble what any other computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvtransfer.errors import IncompatibleError
 from kvtransfer.messages import Shard
+
+_RANK = itemgetter(0)
 
 
 class Run(NamedTuple):
@@ -19,6 +23,14 @@ class Run(NamedTuple):
     src_offset: int
     dst_offset: int
     num_bytes: int
+
+
+class PlannedPiece(NamedTuple):
+    """Of every block, `piece` goes from rank `source_rank` to rank `target_rank`; both hold it."""
+
+    source_rank: int
+    target_rank: int
+    piece: Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +76,59 @@ def intersect(first: Shard, second: Shard) -> Shard | None:
     return both if both.layer_start < both.layer_end and both.head_start < both.head_end else None
 
 
-def plan_runs(src: BlockLayout, dst: BlockLayout) -> list[Run]:
-    """The copies that move what both layouts hold, in ascending order, as few and as long as possible.
+def plan_pieces(
+    sources: Sequence[tuple[int, Shard]], targets: Sequence[tuple[int, Shard]]
+) -> tuple[PlannedPiece, ...]:
+    """Who sends what, from (rank, shard) of a writing replica to (rank, shard) of a reading one.
 
-    Equal layouts are one run; disjoint ones none. `IncompatibleError` when the blocks' shapes differ.
+    Each target's shard is covered exactly once, by at most one piece from each source. Sources with the same
+    shard share what all targets need of it: each takes a contiguous part, cut between layers, so that equal
+    shapes are paired one to one. Both sides of a Peer link compute this, with the same result.
+    `IncompatibleError` names what no source holds, or what two hold without being copies of each other.
     """
+    copies: dict[Shard, list[int]] = {}
+    for rank, shard in sorted(sources, key=_RANK):
+        copies.setdefault(shard, []).append(rank)
+    _check_disjoint(list(copies))
+    pieces: list[PlannedPiece] = []
+    for shard, ranks in copies.items():
+        needed = [
+            (rank, both) for rank, want in sorted(targets, key=_RANK) if (both := intersect(shard, want))
+        ]
+        pieces += _shared(ranks, needed)
+    for rank, shard in targets:
+        sent = [piece for _, target_rank, piece in pieces if target_rank == rank]
+        missing = next(_without(shard, sent), None)
+        if missing is not None:
+            raise IncompatibleError(f"no rank of the writer holds {_named(missing)}, which rank {rank} needs")
+    return tuple(sorted(pieces, key=itemgetter(0, 1)))
+
+
+def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
+    """The copies that move `piece`, in ascending order, as few and as long as possible: one for all of two
+    equal layouts. `IncompatibleError` when the blocks' shapes differ, `ValueError` when one of the two does
+    not hold the piece."""
     for field in ("head_dim", "block_tokens", "item_bytes"):
         if getattr(src, field) != getattr(dst, field):
             raise IncompatibleError(
                 f"{field}: {getattr(src, field)} at the source, {getattr(dst, field)} there"
             )
-    both = intersect(src.shard, dst.shard)
-    if both is None:
-        return []
-    num_bytes = (both.head_end - both.head_start) * src.head_bytes
+    for shard in (src.shard, dst.shard):
+        if intersect(shard, piece) != piece:
+            raise ValueError(f"{piece} is not part of {shard}")
+    num_bytes = (piece.head_end - piece.head_start) * src.head_bytes
     runs: list[Run] = []
-    for layer in range(both.layer_start, both.layer_end):
+    for layer in range(piece.layer_start, piece.layer_end):
         for kind in (0, 1):
-            src_offset = src.offset(layer, kind, both.head_start)
-            _append(runs, Run(src_offset, dst.offset(layer, kind, both.head_start), num_bytes))
+            src_offset = src.offset(layer, kind, piece.head_start)
+            _append(runs, Run(src_offset, dst.offset(layer, kind, piece.head_start), num_bytes))
     return runs
 
 
 def piece_runs(layout: BlockLayout, shard: Shard) -> list[Run]:
     """Where the piece `shard` lies in a block: `src_offset` in the block, `dst_offset` in the piece's own
     bytes (the concatenation over which its checksum runs). `ValueError` when the block does not hold it."""
-    if intersect(layout.shard, shard) != shard:
-        raise ValueError(f"{shard} is not part of {layout.shard}")
-    return plan_runs(layout, replace(layout, shard=shard))
+    return plan_runs(layout, replace(layout, shard=shard), shard)
 
 
 def split_runs(runs: list[Run], num_bytes: int) -> tuple[list[Run], list[Run]]:
@@ -117,3 +154,62 @@ def _append(runs: list[Run], run: Run) -> None:
             runs[-1] = Run(last.src_offset, last.dst_offset, last.num_bytes + run.num_bytes)
             return
     runs.append(run)
+
+
+def _shared(ranks: Sequence[int], needed: Sequence[tuple[int, Shard]]) -> Iterator[PlannedPiece]:
+    """Deal the pieces that targets need of one shard to the ranks that hold it, laid end to end by size: the
+    i-th of n takes what lies between i/n and (i+1)/n of the whole, to the nearest layer."""
+    total = sum(_size(piece) for _, piece in needed)
+    begin = 0
+    for target_rank, piece in needed:
+        num_heads = piece.head_end - piece.head_start
+        num_layers = piece.layer_end - piece.layer_start
+        for index, rank in enumerate(ranks):
+            first, last = (
+                min(max(_nearest(total * border - begin * len(ranks), num_heads * len(ranks)), 0), num_layers)
+                for border in (index, index + 1)
+            )
+            if first < last:
+                layers = piece.layer_start + first, piece.layer_start + last
+                yield PlannedPiece(rank, target_rank, Shard(*layers, piece.head_start, piece.head_end))
+        begin += _size(piece)
+
+
+def _nearest(numerator: int, denominator: int) -> int:
+    return (2 * numerator + denominator) // (2 * denominator)
+
+
+def _size(shard: Shard) -> int:
+    """Heads of all layers."""
+    return (shard.layer_end - shard.layer_start) * (shard.head_end - shard.head_start)
+
+
+def _check_disjoint(shards: Sequence[Shard]) -> None:
+    for index, shard in enumerate(shards):
+        for other in shards[:index]:
+            both = intersect(shard, other)
+            if both is not None:
+                raise IncompatibleError(f"the writer's ranks overlap in {_named(both)} but are no copies")
+
+
+def _without(shard: Shard, taken: Sequence[Shard]) -> Iterator[Shard]:
+    """Rectangles of `shard` that none of `taken` covers."""
+    both = None
+    rest = taken
+    while rest and both is None:
+        both, rest = intersect(shard, rest[0]), rest[1:]
+    if both is None:
+        yield shard
+        return
+    above = Shard(shard.layer_start, both.layer_start, shard.head_start, shard.head_end)
+    below = Shard(both.layer_end, shard.layer_end, shard.head_start, shard.head_end)
+    left = Shard(both.layer_start, both.layer_end, shard.head_start, both.head_start)
+    right = Shard(both.layer_start, both.layer_end, both.head_end, shard.head_end)
+    for part in (above, below, left, right):
+        if _size(part):
+            yield from _without(part, rest)
+
+
+def _named(shard: Shard) -> str:
+    layers = f"layers {shard.layer_start} to {shard.layer_end - 1}"
+    return f"{layers} of KV heads {shard.head_start} to {shard.head_end - 1}"

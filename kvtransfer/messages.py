@@ -2,14 +2,20 @@
 
 Three borders: between the brains of two replicas (Peer link), between a brain and its ranks (transfer
 orders and their reports), and from a brain to whoever watches its cache (KV events). No tensors; ids are
-`str`, keys and landing ids are `bytes`, sizes are bytes, times are seconds.
+`str`, keys and landing ids are `bytes`, sizes are bytes, times are seconds. It is over 400 lines because what
+crosses a wall is listed in one place.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvtransfer.wire import Message, Part
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+TrafficClass = Literal["hand_over", "prefetch", "write_back"]
+"""What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to."""
 
 
 # ---------------------------------------------------------------------------------------------- identity
@@ -71,7 +77,8 @@ class ReplicaIdentity(Part, frozen=True):
 
 
 class PeerHello(Message, frozen=True):
-    """First message each way on a Peer link. The answering side sends `endpoints`, the writer none."""
+    """First message each way on a Peer link. `ranks` are all of this side's, in rank order; from them both
+    sides plan the same pieces (`kvtransfer.layout.plan_pieces`). The writer's need no endpoints."""
 
     identity: ReplicaIdentity
     compatibility: CompatibilityRecord
@@ -122,9 +129,11 @@ class LandingRefusal(Message, frozen=True):
 
 
 class PieceSum(Part, frozen=True):
-    """The checksum of one piece: prompt block `block_index`, restricted to `shard`."""
+    """The checksum of one piece: prompt block `block_index`, restricted to `shard`, written to the target's
+    rank `rank`."""
 
     block_index: int
+    rank: int
     shard: Shard
     checksum: int
 
@@ -169,16 +178,42 @@ class LandingResult(Message, frozen=True):
 # ------------------------------------------------------------------------ brain to rank: orders
 
 
+class TransferSettings(Part, frozen=True):
+    """What a rank's transfer agent is started with; `kvtransfer.config.TransferConfig` says what each means.
+    Rates of traffic classes are 1e9 bytes a second (0: no limit)."""
+
+    data_host: str
+    transports: tuple[str, ...]
+    tcp_streams: int = 2
+    rdma_devices: tuple[str, ...] = ()
+    hand_over_gb_s: float = 0.0
+    prefetch_gb_s: float = 0.0
+    write_back_gb_s: float = 0.0
+    error_budget: int = 3
+    cool_down_s: float = 1.0
+    max_cool_down_s: float = 300.0
+
+
+class Lane(Part, frozen=True):
+    """From one writer rank to one rank of the peer: of every block, `piece` goes there. `piece` is part of
+    both ranks' shards; a pair of ranks has at most one lane."""
+
+    target: RankEndpoints
+    piece: Shard
+
+
 class ConnectPeer(Message, frozen=True):
-    """Open the best path from this rank to the peer's ranks and measure it. `transports` is the order of
-    preference; `min_gb_s` is the floor below which the path is refused (0: none)."""
+    """To one rank: open the best path of each of its lanes to the peer (none: its copy is not needed there)
+    and measure it. `transports` is the order of preference; `min_gb_s` is the floor (0: none) below which a
+    path is refused when `refuse_slow`, else used with a warning."""
 
     connection_id: bytes
     writer: ReplicaIdentity
     peer: ReplicaIdentity
-    ranks: tuple[RankEndpoints, ...]
+    lanes: tuple[Lane, ...]
     transports: tuple[str, ...]
     min_gb_s: float
+    refuse_slow: bool = True
 
 
 class ClosePeer(Message, frozen=True):
@@ -197,12 +232,14 @@ class BlockMove(Part, frozen=True):
 
 
 class PushOrder(Message, frozen=True):
-    """Write these blocks (this rank's shard of them) through the connection, and sum each piece."""
+    """Write these blocks (this rank's lanes' pieces of them) through the connection, and sum each piece.
+    Every rank of the writer answers for itself, also one without lanes."""
 
     push_id: int
     connection_id: bytes
     landing_id: bytes
     moves: tuple[BlockMove, ...]
+    traffic: TrafficClass = "hand_over"
 
 
 class StopPush(Message, frozen=True):
@@ -246,14 +283,25 @@ class VerifyOrder(Message, frozen=True):
 # ------------------------------------------------------------------------ rank to brain: reports
 
 
-class PeerConnected(Message, frozen=True):
-    """The path is open and measured: `gb_s` (1e9 bytes a second) and one-way latency."""
+class LanePath(Part, frozen=True):
+    """The measured path of one lane: `gb_s` (1e9 bytes a second) and one-way latency. `device` is what
+    carries the bytes ("memory", "lo", "eth0", "mlx5_0", "cuda:0"). `instead_of` says why each transport that
+    is preferred to this one is not used, and of one below the floor that it is; "" when all is as wanted."""
 
-    connection_id: bytes
     peer_rank: int
     transport: str
+    device: str
     gb_s: float
     latency_us: float
+    instead_of: str = ""
+
+
+class PeerConnected(Message, frozen=True):
+    """All lanes of this rank are open and measured; sent again when a lane has failed over to another
+    transport."""
+
+    connection_id: bytes
+    paths: tuple[LanePath, ...]
 
 
 class PeerConnectFailed(Message, frozen=True):

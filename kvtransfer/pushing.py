@@ -4,17 +4,17 @@
       |                      |                                             |
     LandingRefusal         abort, push failed, peer lost               (the same)
                              |
-                          STOPPING --PushStopped from the rank--> LandingAbort | WriterStopped sent, forgotten
+                          STOPPING --PushStopped of all ranks--> LandingAbort | WriterStopped sent, forgotten
 
 While OPEN, every chunk that the engine reports is pushed at once, so that it moves while the next one is
-computed. A rank that does not acknowledge a stop in time must be killed (`KillRanks`): only then is it
-certain that nothing writes any more.
+computed. Every rank writes its part of a chunk and answers for itself. A rank that does not acknowledge a
+stop in time must be killed (`KillRanks`): only then is it certain that nothing writes any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.actions import (
@@ -22,6 +22,7 @@ from kvtransfer.actions import (
     HandOverReady,
     KillRanks,
     PushAction,
+    Pushed,
     PushEnded,
     ToPeer,
     ToRanks,
@@ -55,6 +56,17 @@ class _State(Enum):
 
 
 @dataclass(slots=True)
+class _Order:
+    """A push that not every rank has reported."""
+
+    ranks: set[int] = field(default_factory=set)
+    """Those that have."""
+    num_bytes: int = 0
+    started_at: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class _Push:
     request: LandingRequest
     peer: ReplicaIdentity
@@ -63,12 +75,13 @@ class _Push:
     first_block: int = 0
     target_blocks: tuple[int, ...] = ()
     num_pushed_blocks: int = 0
-    num_running_pushes: int = 0
+    running: dict[int, _Order] = field(default_factory=dict)
+    """By push id."""
     num_orders: int = 0
     num_computed_tokens: int = 0
     prompt_done: bool = False
     num_moved_bytes: int = 0
-    transport: str = ""
+    transports: set[str] = field(default_factory=set)
     started_at: float = 0.0
     push_seconds: float = 0.0
     progress_at: float = 0.0
@@ -76,6 +89,7 @@ class _Push:
     asked_by_peer: bool = False
     stop_reason: str = ""
     stop_deadline: float = 0.0
+    stopped_ranks: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -84,15 +98,16 @@ class PushCounters:
 
     num_bytes: int = 0
     gb_s: float = 0.0
-    """Moving average of the rate of pushes of at least 64 KiB, in 1e9 bytes a second."""
+    """Moving average of the rate of pushes of at least 64 KiB, all ranks together, in 1e9 bytes a second."""
 
 
 class PushBook:
     """All landings that one prefill replica writes to; see the module's drawing."""
 
-    def __init__(self, config: TransferConfig, block_tokens: int) -> None:
+    def __init__(self, config: TransferConfig, block_tokens: int, num_ranks: int) -> None:
         self._config = config
         self._block_tokens = block_tokens
+        self._num_ranks = num_ranks
         self._pushes: dict[bytes, _Push] = {}
         self._by_request: dict[tuple[str, int], bytes] = {}
         self._next_push_id = 0
@@ -102,11 +117,6 @@ class PushBook:
     @property
     def num_active(self) -> int:
         return len(self._pushes)
-
-    def attempt_of(self, landing_id: bytes) -> tuple[str, int] | None:
-        """Whose landing it is, as (request id, attempt), while it is known here."""
-        push = self._pushes.get(landing_id)
-        return None if push is None else (push.request.request_id, push.request.attempt)
 
     # ---------------------------------------------------------------------------------- from the engine
 
@@ -181,39 +191,43 @@ class PushBook:
             actions += self._stop(push, f"the peer link to {peer.replica_id} was lost", now)
         return actions
 
-    # -------------------------------------------------------------------------------------- from the rank
+    # ------------------------------------------------------------------------------------- from the ranks
 
-    def push_done(self, report: PushDone, now: float) -> list[PushAction]:
-        """Pieces are written: tell the decode side their sums."""
-        counters = self.counters
-        counters.num_bytes += report.num_bytes
-        if report.num_bytes >= 1 << 16 and report.seconds > 0:
-            gb_s = report.num_bytes / report.seconds / 1e9
-            counters.gb_s = gb_s if counters.gb_s == 0 else 0.8 * counters.gb_s + 0.2 * gb_s
+    def push_done(self, rank: int, report: PushDone, now: float) -> list[PushAction]:
+        """A rank has written its pieces: tell the decode side their sums. The push is done when all have."""
+        self.counters.num_bytes += report.num_bytes
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.OPEN:
             return []
         push.progress_at = now
-        push.num_running_pushes -= 1
-        push.num_moved_bytes += report.num_bytes
-        push.push_seconds += report.seconds
-        push.transport = report.transport
-        push.started_at = push.started_at or report.started_at
-        return [ToPeer(push.peer, Manifest(report.landing_id, report.pieces)), *self._ready(push)]
+        order = push.running[report.push_id]
+        order.ranks.add(rank)
+        actions: list[PushAction] = []
+        if report.pieces:
+            order.num_bytes += report.num_bytes
+            order.seconds = max(order.seconds, report.seconds)
+            order.started_at = min(order.started_at or report.started_at, report.started_at)
+            push.transports.update(report.transport.split("+"))
+            actions.append(ToPeer(push.peer, Manifest(report.landing_id, report.pieces)))
+        if len(order.ranks) < self._num_ranks:
+            return actions
+        del push.running[report.push_id]
+        return [*actions, self._pushed(push, order), *self._ready(push)]
 
-    def push_failed(self, report: PushFailed, now: float) -> list[PushAction]:
-        """A push broke off; the landing cannot be completed."""
+    def push_failed(self, rank: int, report: PushFailed, now: float) -> list[PushAction]:
+        """A push broke off at a rank; the landing cannot be completed."""
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is _State.STOPPING:
             return []
-        return self._stop(push, report.reason, now)
+        return self._stop(push, f"rank {rank}: {report.reason}", now)
 
-    def push_stopped(self, report: PushStopped) -> list[PushAction]:
-        """The fence: nothing of the landing is written any more."""
+    def push_stopped(self, rank: int, report: PushStopped) -> list[PushAction]:
+        """The fence of one rank; after the last one nothing of the landing is written any more."""
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.STOPPING:
             return []
-        return self._acknowledge(push)
+        push.stopped_ranks.add(rank)
+        return self._acknowledge(push) if len(push.stopped_ranks) == self._num_ranks else []
 
     # ------------------------------------------------------------------------------------------- time
 
@@ -229,8 +243,9 @@ class PushBook:
                 progress = LandingProgress(push.request.landing_id, push.num_computed_tokens)
                 actions.append(ToPeer(push.peer, progress))
             elif push.state is _State.STOPPING and now > push.stop_deadline:
-                waited = f"{self._config.writer_ack_s} s"
-                return [KillRanks(f"a writer did not acknowledge a stop within {waited}")]
+                silent = sorted(set(range(self._num_ranks)) - push.stopped_ranks)
+                reason = f"{_named(silent)} did not acknowledge a stop within {self._config.writer_ack_s} s"
+                return [KillRanks(reason)]
         return actions
 
     # ---------------------------------------------------------------------------------------- private
@@ -248,13 +263,22 @@ class PushBook:
             for index in range(begin, end)
         )
         push.num_pushed_blocks = end
-        push.num_running_pushes += 1
         push.num_orders += 1
         self._next_push_id += 1
+        push.running[self._next_push_id] = _Order()
         return [ToRanks(PushOrder(self._next_push_id, push.connection_id, push.request.landing_id, moves))]
 
+    def _pushed(self, push: _Push, order: _Order) -> Pushed:
+        push.num_moved_bytes += order.num_bytes
+        push.push_seconds += order.seconds
+        push.started_at = push.started_at or order.started_at
+        if order.num_bytes >= 1 << 16 and order.seconds > 0:
+            counters, gb_s = self.counters, order.num_bytes / order.seconds / 1e9
+            counters.gb_s = gb_s if counters.gb_s == 0 else 0.8 * counters.gb_s + 0.2 * gb_s
+        return Pushed(push.request.request_id, push.request.attempt, order.started_at, order.seconds)
+
     def _ready(self, push: _Push) -> list[PushAction]:
-        if not push.prompt_done or push.num_running_pushes > 0:
+        if not push.prompt_done or push.running:
             return []
         push.state = _State.HANDED
         request = push.request
@@ -265,7 +289,7 @@ class PushBook:
                 request.attempt,
                 push.peer,
                 push.num_moved_bytes,
-                push.transport,
+                "+".join(sorted(push.transports)),
                 push.started_at,
                 push.push_seconds,
             )
@@ -303,3 +327,8 @@ class PushBook:
     def _of(self, peer: ReplicaIdentity, landing_id: bytes) -> _Push | None:
         push = self._pushes.get(landing_id)
         return push if push is not None and push.peer == peer else None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

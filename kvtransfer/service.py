@@ -8,20 +8,22 @@ time, and must not wait for anything that another report brings.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtransfer.checksum import Checksummer
 from kvtransfer.clock import Clock
+from kvtransfer.errors import PathError
 from kvtransfer.faults import Faults
 from kvtransfer.fence import PushFence
 from kvtransfer.gate import Gate
-from kvtransfer.layout import BlockLayout, piece_runs
-from kvtransfer.memory import KvMemory
+from kvtransfer.health import PathHealth
+from kvtransfer.lanes import WriterHouse
+from kvtransfer.layout import intersect
 from kvtransfer.messages import (
     CloseLanding,
     ClosePeer,
@@ -31,18 +33,24 @@ from kvtransfer.messages import (
     PushOrder,
     RankEndpoints,
     ReplicaIdentity,
+    Shard,
     StopPush,
     TransferOrder,
     TransferReport,
+    TransferSettings,
     Verified,
     VerifyOrder,
 )
+from kvtransfer.pool import KvPool
+from kvtransfer.traffic import TrafficGovernor
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank
 from kvtransfer.writer import WriterConnection
 
 TRANSFER_THREADS = "kv-"
 """The names of the threads without which nothing moves or is verified start with this."""
+
+_log = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
@@ -56,27 +64,25 @@ class TransferAgent:
         *,
         identity: ReplicaIdentity,
         rank: int,
-        layout: BlockLayout,
-        memory: KvMemory,
+        pool: KvPool,
         secret: bytes,
         clock: Clock,
         faults: Faults,
         report: Callable[[TransferReport], None],
-        transports: tuple[str, ...],
-        data_host: str,
+        settings: TransferSettings,
     ) -> None:
-        """`transports` are those that this rank offers to writers; `ValueError` for an unknown one."""
-        unknown = sorted(set(transports) - set(TRANSPORTS))
+        """Offers those of `settings.transports` to writers that can listen here, and logs why the others
+        cannot; `ValueError` for an unknown one. The pool stays the caller's."""
+        unknown = sorted(set(settings.transports) - set(TRANSPORTS))
         if unknown:
             raise ValueError(f"unknown transports {unknown}; there are {sorted(TRANSPORTS)}")
-        self._clock = clock
         self._faults = faults
         self._unlocked_report = report
         self._report_lock = threading.RLock()
-        self._layout = layout
-        self._memory = memory
-        self._rank = WriterRank(identity, rank, layout, memory, secret)
-        self._host_id = host_id()
+        self._rank = rank
+        self._pool = pool
+        self.governor = TrafficGovernor(settings, clock)
+        """Decides about every copy of the rank that has a traffic class."""
         self._gate = Gate(self._report)
         self._fence = PushFence(self._report)
         self._connections: dict[bytes, WriterConnection] = {}
@@ -85,16 +91,21 @@ class TransferAgent:
             target=self._verify_all, name=f"{TRANSFER_THREADS}verify", daemon=True
         )
         self._verifier.start()
-        target = TargetRank(layout, memory, self._gate, secret, data_host)
-        offered = (TRANSPORTS[name].listen(target) for name in transports)
-        self._listeners: list[Listener] = [listener for listener in offered if listener is not None]
+        self._listeners = _listen(TargetRank(rank, pool, self._gate, secret, settings))
+        self._house = WriterHouse(
+            WriterRank(identity, rank, pool, secret, faults, settings),
+            host_id(),
+            frozenset(listener.endpoint.transport for listener in self._listeners),
+            PathHealth(settings.error_budget, settings.cool_down_s, settings.max_cool_down_s),
+            clock,
+        )
 
     def endpoints(self) -> RankEndpoints:
         """How writers reach this rank."""
         return RankEndpoints(
-            self._rank.rank,
-            self._layout.shard,
-            self._host_id,
+            self._rank,
+            self._pool.layout.shard,
+            self._house.host_id,
             tuple(listener.endpoint for listener in self._listeners),
         )
 
@@ -104,8 +115,10 @@ class TransferAgent:
             case PushOrder():
                 if self._fence.submit(order):
                     self._connections[order.connection_id].submit(order)
+                    self.governor.wake()
             case StopPush():
                 self._fence.stop(order.landing_id)
+                self.governor.wake()
             case OpenLanding():
                 self._gate.open(order)
             case CloseLanding():
@@ -118,12 +131,14 @@ class TransferAgent:
                 connection = self._connections.pop(order.connection_id, None)
                 if connection is not None:
                     connection.close()
+                    self.governor.wake()
 
     def close(self) -> None:
         """End every connection and thread; pushes that still run fail."""
         self._gate.shut()
         for connection in self._connections.values():
             connection.close()
+        self.governor.wake()
         self._checks.put(None)
         for connection in self._connections.values():
             connection.join()
@@ -136,11 +151,9 @@ class TransferAgent:
             del self._connections[connection_id]
         self._connections[order.connection_id] = WriterConnection(
             order,
-            rank=self._rank,
-            host_id=self._host_id,
+            house=self._house,
             fence=self._fence,
-            clock=self._clock,
-            faults=self._faults,
+            governor=self.governor,
             report=self._report,
         )
 
@@ -149,26 +162,41 @@ class TransferAgent:
             self._unlocked_report(report)
 
     def _verify_all(self) -> None:
-        checksummer = Checksummer()
         while (order := self._checks.get()) is not None:
             self._faults.at("verify")
-            bad = {piece.block_index for piece in order.pieces if not self._is_good(checksummer, piece)}
-            self._report(Verified(order.landing_id, tuple(sorted(bad))))
+            self._report(Verified(order.landing_id, tuple(sorted(self._bad_blocks(order.pieces)))))
 
-    def _is_good(self, checksummer: Checksummer, piece: PieceCheck) -> bool:
-        """Whether the piece has its sum; a piece that this rank cannot hold is bad, for peers may lie."""
-        num_blocks = self._memory.num_bytes // self._layout.block_bytes
-        if not 0 <= piece.block_id < num_blocks:
-            return False
+    def _bad_blocks(self, pieces: Sequence[PieceCheck]) -> set[int]:
+        """The indices of blocks with a piece that has another sum, or that this rank cannot hold: peers may
+        lie."""
+        bad: set[int] = set()
+        batches: dict[Shard, list[PieceCheck]] = {}
+        for piece in pieces:
+            if intersect(self._pool.layout.shard, piece.shard) == piece.shard and (
+                0 <= piece.block_id < self._pool.num_blocks
+            ):
+                batches.setdefault(piece.shard, []).append(piece)
+            else:
+                bad.add(piece.block_index)
+        for shard, batch in batches.items():
+            sums = self._pool.sums([piece.block_id for piece in batch], shard)
+            bad |= {
+                piece.block_index
+                for piece, checksum in zip(batch, sums, strict=True)
+                if piece.checksum != checksum
+            }
+        return bad
+
+
+def _listen(target: TargetRank) -> list[Listener]:
+    listeners: list[Listener] = []
+    for name in target.settings.transports:
         try:
-            runs = piece_runs(self._layout, piece.shard)
-        except ValueError:
-            return False
-        base = piece.block_id * self._layout.block_bytes
-        parts = [
-            self._memory.buffer[base + run.src_offset : base + run.src_offset + run.num_bytes] for run in runs
-        ]
-        return checksummer.sum(parts) == piece.checksum
+            listeners.append(TRANSPORTS[name].listen(target))
+        except PathError as error:
+            _log.info("rank %d does not offer %s: %s", target.rank, name, error)
+    _log.info("rank %d offers %s", target.rank, [listener.endpoint for listener in listeners])
+    return listeners
 
 
 def host_id() -> str:

@@ -1,8 +1,11 @@
-"""A writer rank's connection to a peer: opens and measures the best path, then pushes on its own thread.
+"""A writer rank's connection to a peer: opens and measures its lanes, then pushes on its own thread.
 
-ConnectPeer -> connecting -> open -> closed            reports PeerConnected (one per peer rank)
-                   |          |                        or PeerConnectFailed, or PeerLost
-PushOrder  --------+--> queue +--> copy and sum block by block -> PushDone or PushFailed
+ConnectPeer -> connecting -> open -> closed    reports PeerConnected or PeerConnectFailed, or PeerLost
+                              |  ^
+                              v  | a lane was lost: the best path left, PeerConnected again
+PushOrder ---> queue ---> batch by batch over all lanes -> PushDone or PushFailed
+                 ^            |
+                 +--- park ---+ a higher class waits for the thread, or a lane was lost
 """
 
 from __future__ import annotations
@@ -10,16 +13,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from kvtransfer.checksum import Checksummer
-from kvtransfer.clock import Clock
-from kvtransfer.errors import PathError, PushStoppedError, TransferError
-from kvtransfer.faults import Faults
+from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.fence import PushFence
-from kvtransfer.layout import Run, intersect, piece_runs
-from kvtransfer.memory import SCRATCH_BYTES, scratch_offset
+from kvtransfer.lanes import OpenLane, Paths, WriterHouse
 from kvtransfer.messages import (
     BlockMove,
     ConnectPeer,
@@ -30,23 +30,34 @@ from kvtransfer.messages import (
     PushDone,
     PushFailed,
     PushOrder,
-    RankEndpoints,
-    Shard,
     TransferReport,
 )
-from kvtransfer.transports import TRANSPORTS
-from kvtransfer.transports.base import Channel, Measured, WriterRank
+from kvtransfer.traffic import BATCH_BYTES, ClassQueue, Flow, TrafficGovernor
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """The way to one peer rank: what of a block goes there."""
+@dataclass
+class _Push:
+    """A push and how far it is: the first `num_moved` moves are written, and visible when it is parked."""
 
-    channel: Channel
-    shard: Shard
-    runs: tuple[Run, ...]
+    order: PushOrder
+    num_moved: int = 0
+    pieces: list[PieceSum] = field(default_factory=list)
+    started_at: float | None = None
+    num_failures: int = 0
+
+    def start_over(self) -> None:
+        """Repeat it, over whatever carries its lanes then.
+
+        The source blocks stay as they are until the push is done; the target's belong to its landing, and
+        nobody reads them before a manifest tells of them: so the same bytes go to the same place once more.
+        Nor can the first attempt come later, when the blocks have another use: a one-sided channel is drained
+        and closed before the push is repeated, and what a two-sided one left on the way is dropped by the
+        target once the landing is closed.
+        """
+        self.num_moved = 0
+        self.pieces.clear()
 
 
 class WriterConnection:
@@ -56,42 +67,41 @@ class WriterConnection:
         self,
         order: ConnectPeer,
         *,
-        rank: WriterRank,
-        host_id: str,
+        house: WriterHouse,
         fence: PushFence,
-        clock: Clock,
-        faults: Faults,
+        governor: TrafficGovernor,
         report: Callable[[TransferReport], None],
     ) -> None:
         self._order = order
-        self._rank = rank
-        self._host_id = host_id
+        self._clock = house.clock
         self._fence = fence
-        self._clock = clock
-        self._faults = faults
+        self._governor = governor
         self._report = report
-        self._checksummer = Checksummer()
-        self._queue: queue.SimpleQueue[PushOrder | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._channels: list[Channel] = []
-        self._lanes: list[_Lane] = []
+        self._queue: ClassQueue[_Push] = ClassQueue()
+        self._paths = Paths(order, house, lambda _: self._queue.wake())
+        self._lanes: list[OpenLane] = []
+        self._block_bytes = sum(house.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
+        self._batch_moves = max(1, BATCH_BYTES // max(1, self._block_bytes))  # no lanes: no bytes
+        self._max_failures = house.rank.settings.error_budget * max(1, len(order.transports))
+        self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
+        """What `_seek` has found: the lane as it was, and its better path."""
+        self._seeker: threading.Thread | None = None
         self._closing = False
         fence.add_connection(order.connection_id)
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
     def submit(self, order: PushOrder) -> None:
-        """Queue a push that the fence has accepted."""
-        self._queue.put(order)
+        """Queue a push that the fence has accepted. The caller wakes the governor."""
+        self._queue.put(order.traffic, _Push(order))
 
     def close(self) -> None:
-        """End soon: a running push stops before its next block and queued ones fail."""
-        with self._lock:
-            self._closing = True
-            for channel in self._channels:
-                channel.interrupt()
+        """End soon: a running push stops before its next batch and queued ones fail. The caller wakes the
+        governor."""
+        self._closing = True
+        self._paths.interrupt()
         self._fence.remove_connection(self._order.connection_id, "its connection was closed")
-        self._queue.put(None)
+        self._queue.wake()
 
     @property
     def has_ended(self) -> bool:
@@ -104,170 +114,196 @@ class WriterConnection:
     def _run(self) -> None:
         connection_id = self._order.connection_id
         ended: TransferReport = PeerLost(connection_id, "its thread failed")
+        reason = "its connection was lost"
         try:
-            self._connect()
-            ended = PeerLost(connection_id, self._work())
-        except TransferError as error:
-            ended = PeerConnectFailed(connection_id, str(error))
+            self._open_all()
+            reason = self._work()
+            ended = PeerLost(connection_id, reason)
+        except PathError as error:
+            reason = str(error)
+            ended = PeerConnectFailed(connection_id, reason)
         finally:
-            self._fence.remove_connection(connection_id, "its connection was lost")
-            for channel in self._channels:
-                channel.close()
+            self._fence.remove_connection(connection_id, reason)
+            self._paths.interrupt()
+            if self._seeker is not None:
+                self._seeker.join()
+            self._paths.close_all()
             if not self._closing:
                 self._report(ended)
 
-    # ------------------------------------------------------------------------------------ connecting
-
-    def _connect(self) -> None:
-        """Open a lane to every peer rank that holds part of our shard; `PathError` names what was tried."""
-        reports: list[PeerConnected] = []
-        for target in self._order.ranks:
-            shard = intersect(self._rank.layout.shard, target.shard)
-            if shard is None:
-                continue
-            channel, measured = self._open_best(target)
-            self._lanes.append(_Lane(channel, shard, tuple(piece_runs(self._rank.layout, shard))))
-            reports.append(
-                PeerConnected(
-                    self._order.connection_id,
-                    target.rank,
-                    channel.transport,
-                    measured.gb_s,
-                    measured.latency_us,
-                )
-            )
-        if not reports:
-            raise PathError("no rank of the peer holds any of this rank's layers and heads")
-        for report in reports:
-            self._report(report)
-
-    def _open_best(self, target: RankEndpoints) -> tuple[Channel, Measured]:
-        """The first transport that connects and is fast enough, with its measure."""
-        addresses = {endpoint.transport: endpoint.address for endpoint in target.endpoints}
-        tried: list[str] = []
-        for name in self._order.transports:
+    def _work(self) -> str:
+        """Push until no path is left or it is closed; returns why. A lost channel wakes it."""
+        while not self._closing:
+            push = self._queue.get()
+            has_ended = push is not None and self._fence.start(push.order) and self._advance(push)
+            self._take_better()
             try:
-                channel, measured = self._open(name, addresses.get(name), target)
-            except TransferError as error:
-                tried.append(f"{name}: {error}")
-                continue
-            _log.info(
-                "rank %d -> %s rank %d over %s: %.2f GB/s, %.0f us%s",
-                self._rank.rank,
-                self._order.peer.replica_id,
-                target.rank,
-                name,
-                measured.gb_s,
-                measured.latency_us,
-                f" (instead of {'; '.join(tried)})" if tried else "",
-            )
-            return channel, measured
-        raise PathError(f"no path to rank {target.rank}: {'; '.join(tried) or 'no transport allowed'}")
+                self._reopen_lost()
+            except PathError as error:
+                return str(error)
+            if has_ended:
+                self._seek_better()
+        return "closed"
 
-    def _open(self, name: str, address: str | None, target: RankEndpoints) -> tuple[Channel, Measured]:
-        transport = TRANSPORTS.get(name)
-        if transport is None:
-            raise PathError("no such transport")
-        if address is None:
-            raise PathError("not offered by the peer")
-        if transport.same_host and target.host_id != self._host_id:
-            raise PathError("another host")
-        channel = transport.connect(
-            self._rank, target, address, self._order.connection_id, lambda _: self._queue.put(None)
-        )
-        with self._lock:
-            self._channels.append(channel)
-            if self._closing:
-                channel.interrupt()
-        memory = self._rank.memory
-        start = scratch_offset(memory.num_bytes)
-        try:
-            measured = channel.measure(self._clock, memory.whole[start : start + SCRATCH_BYTES])
-            if measured.gb_s < self._order.min_gb_s:
-                raise PathError(f"{measured.gb_s:.3f} GB/s is below the floor of {self._order.min_gb_s} GB/s")
-        except TransferError:
-            with self._lock:
-                self._channels.remove(channel)
-            channel.close()
-            raise
-        return channel, measured
+    # ----------------------------------------------------------------------------------------- lanes
+
+    def _open_all(self) -> None:
+        for lane in self._order.lanes:
+            self._lanes.append(self._paths.open(lane, self._order.transports))
+        self._report_paths()
+
+    def _reopen_lost(self) -> None:
+        """Open the best path left for every lane whose channel is lost. `PathError` when there is none."""
+        lost = [index for index, opened in enumerate(self._lanes) if opened.channel.lost]
+        if self._closing or not lost:
+            return
+        for index in lost:
+            opened = self._lanes[index]
+            reason = f"{opened.path.transport} was lost: {opened.channel.lost}"
+            _log.warning("%s rank %d: %s", self._order.peer.replica_id, opened.path.peer_rank, reason)
+            self._paths.note_lost(opened)
+            self._paths.close(opened.channel)
+            try:
+                self._lanes[index] = self._paths.open(opened.lane, self._order.transports)
+            except PathError as error:
+                raise PathError(f"{reason}; {error}") from error
+        self._report_paths()
+
+    def _seek_better(self) -> None:
+        """Try the transports again that had failed and are preferred to what a lane uses now; on a thread of
+        its own, for pushes must not wait for a peer that does not answer."""
+        wanted = [(opened, names) for opened in self._lanes if (names := self._paths.better(opened))]
+        if wanted and not self._closing and (self._seeker is None or not self._seeker.is_alive()):
+            self._seeker = threading.Thread(target=self._seek, args=(wanted,), name="kv-seek", daemon=True)
+            self._seeker.start()
+
+    def _seek(self, wanted: Sequence[tuple[OpenLane, Sequence[str]]]) -> None:
+        for opened, names in wanted:
+            try:
+                self._better.put((opened, self._paths.open(opened.lane, names)))
+            except PathError as error:
+                _log.info("rank %d stays on %s: %s", opened.path.peer_rank, opened.path.transport, error)
+        self._queue.wake()
+
+    def _take_better(self) -> None:
+        """Move lanes to the better paths that were found, between two pushes."""
+        has_changed = False
+        while not self._better.empty():
+            old, better = self._better.get()
+            if old in self._lanes and not better.channel.lost:
+                self._lanes[self._lanes.index(old)] = better
+                self._paths.close(old.channel)
+                has_changed = True
+            else:
+                self._paths.close(better.channel)
+        if has_changed:
+            self._report_paths()
+
+    def _report_paths(self) -> None:
+        paths = tuple(opened.path for opened in self._lanes)
+        self._report(PeerConnected(self._order.connection_id, paths))
 
     # --------------------------------------------------------------------------------------- pushing
 
-    def _work(self) -> str:
-        """Push until a channel is lost or closed; returns why. A lost channel wakes it with None."""
-        while True:
-            order = self._queue.get()
-            if order is not None and self._fence.start(order):
-                self._fence.end(order, self._push(order))
-            for lane in self._lanes:
-                if lane.channel.lost:
-                    return lane.channel.lost
-
-    def _push(self, order: PushOrder) -> PushDone | PushFailed:
-        started_at = self._clock.now()
-        pieces: list[PieceSum] = []
-
-        def stopped() -> bool:
-            return self._closing or self._fence.is_stopped(order.landing_id)
-
+    def _advance(self, push: _Push) -> bool:
+        """Push until it is done or has failed (True), or has to be parked."""
+        order = push.order
         try:
-            self._check_blocks(order)
-            for lane in self._lanes:
-                lane.channel.begin(order.landing_id, stopped)
-            for move in order.moves:
-                if stopped():
-                    raise PushStoppedError("stopped on request")
-                pieces.extend(self._push_block(order.landing_id, move, stopped))
-            for lane in self._lanes:
-                lane.channel.flush(order.landing_id, stopped)
+            is_done = self._move(push)
         except TransferError as error:
-            return PushFailed(order.push_id, order.landing_id, str(error))
+            for opened in self._lanes:
+                opened.channel.drain()
+            push.num_failures += 1
+            if self._can_repeat(push, error):
+                push.start_over()
+                self._park(push)
+                return False
+            self._fence.end(order, PushFailed(order.push_id, order.landing_id, str(error)))
+            return True
+        if not is_done:
+            self._park(push)
+            return False
+        if order.moves:
+            for opened in self._lanes:
+                self._paths.note_success(opened)
+        self._fence.end(order, self._done(push))
+        return True
+
+    def _park(self, push: _Push) -> None:
+        if self._fence.park(push.order):
+            self._queue.put_first(push.order.traffic, push)
+
+    def _can_repeat(self, push: _Push, error: TransferError) -> bool:
+        """Whether it failed because a lane was lost. One that breaks all that carries it is no use."""
+        return isinstance(error, PeerGoneError) and push.num_failures < self._max_failures
+
+    def _move(self, push: _Push) -> bool:
+        """Write what is left of it. True when all is visible in the target's memory; False when it gives way
+        to a higher class that waits for this thread: then what was written is visible."""
+        order = push.order
+        if push.started_at is None:
+            push.started_at = self._clock.now()
+        for opened in self._lanes:
+            with _marking_lost(opened):
+                opened.channel.begin(order.landing_id, lambda: self._is_stopped(order))
+        with self._governor.flow(order.traffic) as flow:
+            self._write(push, flow)
+            for opened in self._lanes:
+                with _marking_lost(opened):
+                    opened.channel.flush(order.landing_id, lambda: self._is_stopped(order))
+        return push.num_moved == len(order.moves)
+
+    def _write(self, push: _Push, flow: Flow) -> None:
+        """Write batch after batch, until the end or until a higher class waits for this thread."""
+        order = push.order
+        if not self._lanes:
+            push.num_moved = len(order.moves)
+        while push.num_moved < len(order.moves):
+            batch = order.moves[push.num_moved : push.num_moved + self._batch_moves]
+            may_move = flow.next(len(batch) * self._block_bytes, lambda: self._gives_way(order))
+            if self._is_stopped(order):
+                raise PushStoppedError("stopped on request")
+            if not may_move:
+                return
+            for opened in self._lanes:
+                push.pieces += self._write_lane(opened, order, batch)
+            push.num_moved += len(batch)
+
+    def _write_lane(self, opened: OpenLane, order: PushOrder, batch: tuple[BlockMove, ...]) -> list[PieceSum]:
+        lane = opened.lane
+        with _marking_lost(opened):
+            sums = opened.channel.write(order.landing_id, batch, lambda: self._is_stopped(order))
+        return [
+            PieceSum(move.block_index, lane.target.rank, lane.piece, checksum)
+            for move, checksum in zip(batch, sums, strict=True)
+        ]
+
+    def _is_stopped(self, order: PushOrder) -> bool:
+        return self._closing or self._fence.is_stopped(order.landing_id)
+
+    def _gives_way(self, order: PushOrder) -> bool:
+        return self._is_stopped(order) or self._queue.has_above(order.traffic)
+
+    def _done(self, push: _Push) -> PushDone:
+        order = push.order
+        now = self._clock.now()
+        started_at = now if push.started_at is None else push.started_at
         return PushDone(
             order.push_id,
             order.landing_id,
-            tuple(pieces),
-            len(order.moves) * sum(lane.channel.num_bytes for lane in self._lanes),
-            self._clock.now() - started_at,
+            tuple(push.pieces),
+            len(order.moves) * self._block_bytes,
+            now - started_at,
             started_at,
-            "+".join(sorted({lane.channel.transport for lane in self._lanes})),
+            "+".join(sorted({opened.path.transport for opened in self._lanes})),
         )
 
-    def _check_blocks(self, order: PushOrder) -> None:
-        num_blocks = self._rank.memory.num_bytes // self._rank.layout.block_bytes
-        for move in order.moves:
-            if not 0 <= move.src_block < num_blocks:
-                raise PathError(f"block {move.src_block} is outside this rank's pool of {num_blocks} blocks")
 
-    def _push_block(self, landing_id: bytes, move: BlockMove, stopped: Callable[[], bool]) -> list[PieceSum]:
-        """Write one block's pieces, then sum them where they lie here (they are in the cache now)."""
-        block_bytes = self._rank.layout.block_bytes
-        start = move.src_block * block_bytes
-        block = self._rank.memory.buffer[start : start + block_bytes]
-        self._faults.at("push.copy")
-        corrupt = self._faults.at("push.corrupt")
-        for lane in self._lanes:
-            lane.channel.write(
-                landing_id,
-                move.dst_block,
-                _with_flipped_bit(block, lane.runs[0].src_offset) if corrupt else block,
-                self._half,
-                stopped,
-            )
-        return [
-            PieceSum(move.block_index, lane.shard, self._checksummer.sum(_parts(block, lane.runs)))
-            for lane in self._lanes
-        ]
-
-    def _half(self) -> None:
-        self._faults.at("push.half")
-
-
-def _parts(block: memoryview, runs: tuple[Run, ...]) -> list[memoryview]:
-    return [block[run.src_offset : run.src_offset + run.num_bytes] for run in runs]
-
-
-def _with_flipped_bit(block: memoryview, offset: int) -> memoryview:
-    copy = bytearray(block)
-    copy[offset] ^= 1
-    return memoryview(copy)
+@contextmanager
+def _marking_lost(opened: OpenLane) -> Iterator[None]:
+    """A channel that reports its peer gone is lost, also when it has not noticed that itself yet."""
+    try:
+        yield
+    except PeerGoneError as error:
+        opened.channel.interrupt(str(error))
+        raise

@@ -35,7 +35,7 @@ from kvtransfer.messages import (
     Verified,
     WriterGone,
 )
-from workers.config import EngineConfig
+from workers.config import EngineConfig, Parallel
 from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
 from workers.errors import RankDiedError
@@ -49,7 +49,6 @@ from workers.messages import (
     HandOverTarget,
     Leaving,
     RankReady,
-    RankSpec,
     RankUp,
     ReplicaHello,
     StepReport,
@@ -60,6 +59,8 @@ from workers.peers import Peers
 from workers.ranks import RankGroup, RankLauncher
 from workers.reports import Reports
 from workers.requests import Requests
+from workers.shape import Shape
+from workers.stages import Stages
 from workers.steps import StepLoop
 
 _log = logging.getLogger("tandem.brain")
@@ -78,7 +79,7 @@ class Brain:
         role: str,
         model_dir: str,
         dtype: str,
-        device: str,
+        parallel: Parallel,
         engine: EngineConfig,
         transfer: TransferConfig,
         secret: bytes,
@@ -96,23 +97,16 @@ class Brain:
         self._clock = clock
         self._host = host
         self._faults = Faults(faults)
-        self._spec = RankSpec(
-            replica=identity,
-            rank=0,
-            num_ranks=1,
-            brain_address="",
-            secret=secret,
+        self._shape = Shape(
+            identity=identity,
+            role=role,
             model_dir=model_dir,
             dtype=dtype,
-            device=device,
-            num_threads=engine.num_threads,
-            block_tokens=engine.block_tokens,
-            num_kv_tokens=engine.kv_tokens,
-            max_batch_tokens=engine.max_batch_tokens,
-            max_sequences=engine.max_sequences,
-            data_host=transfer.data_host,
-            transports=transfer.transports,
-            faults=tuple(faults),
+            parallel=parallel,
+            engine=engine,
+            transfer=transfer,
+            secret=secret,
+            faults=faults,
         )
         self._group = RankGroup(secret, launcher, self._on_rank_message, self._on_rank_died)
         self._server = LinkServer(secret, self._serve_gateway, self._serve_peer)
@@ -121,22 +115,23 @@ class Brain:
         self._pump_scheduled = False
         self._death = ""
         self.address = ""
-        self.ready: RankReady
+        self.ready: list[RankReady] = []
 
     # ------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Load and warm up the ranks, then listen. `RankDiedError` tells why they cannot serve."""
-        (self.ready,) = await self._group.start([self._spec], self._host)
-        times = self.ready.load_s, self.ready.warm_up_s
+        self.ready = await self._group.start(self._shape.specs, self._host, self._shape.plan_stages)
+        times = max(ready.load_s for ready in self.ready), max(ready.warm_up_s for ready in self.ready)
         _log.info("%s: loaded in %.1f s, warmed up in %.1f s", self.identity.replica_id, *times)
-        self._furnish(self.ready)
+        self._furnish(self.ready[0])
         port = await self._server.start(self._host)
         self.address = f"{self._host}:{port}"
         self._spawn(self._tick_forever(), "brain-tick")
 
     def _furnish(self, ready: RankReady) -> None:
         """Build the rooms, now that the ranks have told their sizes."""
+        tp, pp = self._shape.parallel.tp, self._shape.parallel.pp
         self.pool = BlockPool(ready.num_blocks, self._engine.block_tokens)
         self.scheduler = Scheduler(
             self._engine,
@@ -144,13 +139,16 @@ class Brain:
             eos_token_ids=ready.eos_token_ids,
             max_context_tokens=ready.max_context_tokens,
             fingerprint=ready.compatibility.model_fingerprint,
+            num_stages=pp,
+            attention_ratio=self._shape.attention_ratio,
         )
-        self.steps = StepLoop(self.scheduler, self._group.send, self._clock)
+        self.steps = StepLoop(self.scheduler, self._group.send, self._clock, tp, pp)
         self.outbound = Outbound(
             config=self._transfer,
             block_tokens=self._engine.block_tokens,
             scheduler=self.scheduler,
             clock=self._clock,
+            num_ranks=len(self.ready),
             order=self._group.send,
             on_failed=lambda failure: self.requests.failed(failure),
             on_ended=lambda key: self.requests.ended(key),
@@ -163,7 +161,9 @@ class Brain:
             pool=self.pool,
             scheduler=self.scheduler,
             clock=self._clock,
+            num_ranks=len(self.ready),
             order=self._group.send,
+            order_to=self._group.send_to,
             on_joined=lambda *news: self.requests.joined(*news),
             faults=self._faults,
         )
@@ -180,10 +180,12 @@ class Brain:
         self.peers = Peers(
             identity=self.identity,
             compatibility=ready.compatibility,
-            ranks=(ready.endpoints,),
+            ranks=tuple(each.endpoints for each in self.ready),
             config=self._transfer,
             secret=self._secret,
+            clock=self._clock,
             order=self._group.send,
+            order_to=self._group.send_to,
             prefill_side=self.outbound,
             decode_side=self.inbound,
             wake=self._wake,
@@ -243,11 +245,15 @@ class Brain:
 
     @property
     def compatibility(self) -> CompatibilityRecord:
-        return self.ready.compatibility
+        return self.ready[0].compatibility
+
+    @property
+    def stages(self) -> Stages:
+        return self._shape.stages
 
     @property
     def rank_process_ids(self) -> tuple[int, ...]:
-        return (self.ready.process_id,)
+        return tuple(ready.process_id for ready in self.ready)
 
     # ------------------------------------------------------------------------------------- gateways
 
@@ -265,7 +271,7 @@ class Brain:
                 self.pool_name,
                 self.role,
                 self.compatibility,
-                self.ready.max_context_tokens,
+                self.ready[0].max_context_tokens,
                 self.reports.load(),
             ),
         )
@@ -307,15 +313,15 @@ class Brain:
     def _on_rank_message(self, rank: int, message: RankUp) -> None:
         match message:
             case StepReport():
-                outcome = self.steps.settle(message)
+                outcome = self.steps.settle(rank, message)
                 if outcome is not None:
                     self.requests.settle(outcome)
             case PushDone() | PushFailed() | PushStopped():
-                self.outbound.report(message)
+                self.outbound.report(rank, message)
             case Verified() | LandingClosed() | WriterGone():
-                self.inbound.report(message)
+                self.inbound.report(rank, message)
             case PeerConnected() | PeerConnectFailed() | PeerLost():
-                self.peers.path_report(message)
+                self.peers.path_report(rank, message)
             case _:
                 _log.warning("rank %d sent %s", rank, type(message).__name__)
         self._wake()

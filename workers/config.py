@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Parallel(NamedTuple):
+    """How a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages. `devices` is
+    one torch device a stage; `layers` how many each stage has (empty: by measured cost)."""
+
+    tp: int = 1
+    pp: int = 1
+    devices: tuple[str, ...] = ("cpu",)
+    layers: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
 
 
 class EngineConfig(BaseModel):

@@ -1,15 +1,16 @@
 """The decode side of hand-overs: sequences whose prompt was computed elsewhere and that continue here.
 
-Joins the sans-I/O `kvtransfer.landing.LandingBook` to the scheduler, the Peer links and the rank. Nothing
+Joins the sans-I/O `kvtransfer.landing.LandingBook` to the scheduler, the Peer links and the ranks. Nothing
 here blocks; everything runs on the brain's loop.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from kvtransfer.actions import Landed, LandingAction, Lost, ToRanks, ToWriter
+from kvtransfer.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
 from kvtransfer.faults import Faults
@@ -22,6 +23,7 @@ from kvtransfer.messages import (
     LandingRequest,
     Manifest,
     ReplicaIdentity,
+    Shard,
     TransferOrder,
     Verified,
     WriterGone,
@@ -45,6 +47,7 @@ _log = logging.getLogger("tandem.handover")
 class Inbound:
     """Sequences whose prompt was computed elsewhere and that continue here.
 
+    `order` goes to every rank, `order_to` to one.
     `on_joined(hand_over, report, ended)` is called when a sequence runs here; `ended` tells of samples that
     have no room for another token.
     """
@@ -57,7 +60,9 @@ class Inbound:
         pool: BlockPool,
         scheduler: Scheduler,
         clock: Clock,
+        num_ranks: int,
         order: Callable[[TransferOrder], None],
+        order_to: Callable[[int, TransferOrder], None],
         on_joined: Callable[[HandOver, HandOverReport, list[TokenDelta]], None],
         faults: Faults,
     ) -> None:
@@ -65,11 +70,17 @@ class Inbound:
         self._clock = clock
         self._faults = faults
         self._order = order
+        self._order_to = order_to
         self._on_joined = on_joined
         self._hand_overs: dict[bytes, HandOver] = {}
-        self.book = LandingBook(config, pool, block_tokens)
+        self.book = LandingBook(config, pool, block_tokens, num_ranks)
         self.peers: Peers
         self.num_checksum_failures = 0
+        self.num_lost: Counter[LostCause] = Counter()
+
+    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
+        """The Peer link of a writer opened; of every block it will write these (rank of ours, piece)."""
+        self.book.writer_joined(writer, pieces)
 
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """From a prefill replica."""
@@ -90,15 +101,15 @@ class Inbound:
             case _:
                 _log.warning("%s sent %s to its reader", writer.replica_id, type(message).__name__)
 
-    def report(self, report: Verified | LandingClosed | WriterGone) -> None:
-        """From the rank."""
+    def report(self, rank: int, report: Verified | LandingClosed | WriterGone) -> None:
+        """From a rank."""
         match report:
             case Verified():
-                self._do(self.book.verified(report))
+                self._do(self.book.verified(rank, report))
             case LandingClosed():
-                self.book.closed(report)
+                self.book.closed(rank, report)
             case WriterGone():
-                self.book.writer_gone(report)
+                self.book.writer_gone(rank, report)
 
     def writer_lost(self, writer: ReplicaIdentity) -> None:
         """The Peer link of a writer ended."""
@@ -132,9 +143,12 @@ class Inbound:
                     self.peers.send_inbound(writer, message)
                 case ToRanks(order):
                     self._order(order)
+                case ToRank(rank, order):
+                    self._order_to(rank, order)
                 case Landed():
                     self._join(action)
-                case Lost(landing_id, request_id, attempt, reason):
+                case Lost(landing_id, request_id, attempt, reason, cause):
+                    self.num_lost[cause] += 1
                     self._hand_overs.pop(landing_id, None)
                     _log.info("landing of %s attempt %d ended: %s", request_id, attempt, reason)
 
@@ -142,7 +156,7 @@ class Inbound:
         submission, landing_id = hand_over.submission, hand_over.landing_id
         name = submission.request_id, submission.attempt
         if self._scheduler.is_here(*name):
-            self._do(self.book.abort(landing_id, f"{name} runs here already"))
+            self._do(self.book.abort(landing_id, f"{name} runs here already", "message"))
             return
         self._hand_overs[landing_id] = hand_over
         self._do(self.book.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))

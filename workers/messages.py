@@ -2,7 +2,8 @@
 
 Link: gateway <-> brain, one frame per engine step upward. Peer link: brain <-> brain (KV messages of
 `kvtransfer.messages` plus `HandOver`). Rank channel: brain <-> rank, one plan down and one report up a
-step. Token ids travel as uint32 little-endian bytes; no tensors.
+step. Token ids travel as uint32 little-endian bytes; no tensors. It is over 400 lines because what crosses a
+wall is listed in one place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvtransfer.messages import (
     ReplicaIdentity,
     TransferOrder,
     TransferReport,
+    TransferSettings,
 )
 from kvtransfer.wire import Codec, Message, Part
 
@@ -156,13 +158,15 @@ class HandOverReport(Part, frozen=True):
 class RequestFailed(Part, frozen=True):
     """The attempt is over without a finish. `code`: "refused" (no room or queue full: route again),
     "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
-    fault: route again), "invalid" (never retry). `retry_after_s` goes with "refused"."""
+    fault: route again), "invalid" (never retry). `retry_after_s` goes with "refused", and so does
+    `refused_by`: the replica id of the hand-over's other side when that has no room, "" when the sender."""
 
     request_id: str
     attempt: int
     code: str
     reason: str
     retry_after_s: float = 0.0
+    refused_by: str = ""
 
 
 class PathMeasure(Part, frozen=True):
@@ -174,6 +178,8 @@ class PathMeasure(Part, frozen=True):
     transport: str
     gb_s: float
     latency_us: float
+    device: str = ""
+    instead_of: str = ""
 
 
 class LoadReport(Part, frozen=True):
@@ -198,6 +204,9 @@ class LoadReport(Part, frozen=True):
     num_checksum_failures: int
     num_preemptions: int
     transfer_gb_s: float
+    num_moved_bytes: int = 0
+    num_lost_landings: dict[str, int] = {}
+    """By cause (`kvtransfer.actions.Lost`): landings that were open here and ended without hand-over."""
     paths: tuple[PathMeasure, ...] = ()
 
 
@@ -257,11 +266,18 @@ class HandOver(Message, frozen=True):
 
 
 class RankSpec(Message, frozen=True):
-    """What a rank process is started with (on its standard input, or as the actor's argument)."""
+    """What a rank process is started with (on its standard input, or as the actor's argument).
+
+    Rank `stage * tp + tp_rank` is the `tp_rank`-th of the `tp` ranks that share every layer of `stage`. The
+    first of the last stage samples. `probe_rows` above 0: before it loads, the rank measures what a layer and
+    the head cost on its device for a step of so many tokens, `probe_sampled_rows` of which sample (0: all),
+    and tells it in `RankJoined`.
+    """
 
     replica: ReplicaIdentity
     rank: int
-    num_ranks: int
+    tp: int
+    pp: int
     brain_address: str
     secret: bytes
     model_dir: str
@@ -272,9 +288,51 @@ class RankSpec(Message, frozen=True):
     num_kv_tokens: int
     max_batch_tokens: int
     max_sequences: int
-    data_host: str
-    transports: tuple[str, ...]
+    transfer: TransferSettings
+    probe_rows: int = 0
+    probe_sampled_rows: int = 0
     faults: tuple[FaultRule, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+
+class StageCost(Part, frozen=True):
+    """What a step of the probed size costs on a rank's device, in seconds: one layer (its share of it under
+    TP), embedding, and norm with head. All 0 when it was not asked."""
+
+    layer_s: float = 0.0
+    embedding_s: float = 0.0
+    head_s: float = 0.0
+
+
+class RankJoined(Message, frozen=True):
+    """Rank to brain, first of all: it is alive, and has not loaded anything yet. `store_address` is where the
+    ranks of a replica of several find each other; rank 0 opens it, the others say "". `attention_ratio` is
+    the measured cost of attending to one earlier token, in units of the cost of one token's products."""
+
+    rank: int
+    process_id: int
+    store_address: str
+    cost: StageCost
+    attention_ratio: float
+
+
+class FormGroup(Message, frozen=True):
+    """Brain to every rank, when all have joined: load your part. `stages[i]` are the layers [start, end) of
+    stage i."""
+
+    store_address: str
+    stages: tuple[tuple[int, int], ...]
 
 
 class RankReady(Message, frozen=True):
@@ -294,10 +352,12 @@ class RankReady(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """Rank to brain: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits."""
+    """Rank to brain: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits. With
+    `lost_peer` its connection to another rank broke: a consequence, not the first cause."""
 
     rank: int
     reason: str
+    lost_peer: bool = False
 
 
 class SlotStart(Part, frozen=True):
@@ -354,7 +414,8 @@ class SampledToken(Part, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """Rank to brain: the step is done and its KV is in the pool. Times are the rank's monotonic clock."""
+    """Rank to brain: its part of the step is done and its KV is in the pool. Only the sampling rank has
+    `tokens`. Times are the rank's monotonic clock: when its input was there, and when its part was done."""
 
     step: int
     tokens: tuple[SampledToken, ...]
@@ -371,8 +432,8 @@ class Shutdown(Message, frozen=True):
 LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving
 PeerLinkMessage = PeerMessage | HandOver
-RankDown = StepPlan | Shutdown | TransferOrder
-RankUp = RankReady | RankFailed | StepReport | TransferReport
+RankDown = FormGroup | StepPlan | Shutdown | TransferOrder
+RankUp = RankJoined | RankReady | RankFailed | StepReport | TransferReport
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)
 LINK_UP_CODEC: Codec[LinkUp] = Codec(LinkUp)

@@ -1,6 +1,6 @@
 """The prefill side of hand-overs: prompts that are computed here and continue at a decode replica.
 
-Joins the sans-I/O `kvtransfer.pushing.PushBook` to the scheduler, the Peer links and the rank. Nothing here
+Joins the sans-I/O `kvtransfer.pushing.PushBook` to the scheduler, the Peer links and the ranks. Nothing here
 blocks; everything runs on the brain's loop.
 """
 
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvtransfer.actions import Granted, HandOverReady, PushAction, PushEnded, ToPeer, ToRanks
+from kvtransfer.actions import Granted, HandOverReady, PushAction, Pushed, PushEnded, ToPeer, ToRanks
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
 from kvtransfer.faults import Faults
@@ -72,6 +72,7 @@ class Outbound:
         block_tokens: int,
         scheduler: Scheduler,
         clock: Clock,
+        num_ranks: int,
         order: Callable[[TransferOrder], None],
         on_failed: Callable[[RequestFailed], None],
         on_ended: Callable[[RequestKey], None],
@@ -86,7 +87,7 @@ class Outbound:
         self._kill_ranks = kill_ranks
         self._faults = faults
         self._outgoing: dict[RequestKey, _Outgoing] = {}
-        self.book = PushBook(config, block_tokens)
+        self.book = PushBook(config, block_tokens, num_ranks)
         self.peers: Peers
 
     # -------------------------------------------------------------------------------------- engine
@@ -102,9 +103,10 @@ class Outbound:
     def wanted(self, wishes: Iterable[LandingWish]) -> None:
         """These prompts are near the head of the queue: ask for their landings, when the path is ready."""
         for wish in wishes:
-            outgoing = self._outgoing[wish.request_id, wish.attempt]
-            outgoing.wish = wish
-            self._ask(outgoing, wish)
+            outgoing = self._outgoing.get((wish.request_id, wish.attempt))
+            if outgoing is not None:  # an earlier wish may have found that there is no way to their peer
+                outgoing.wish = wish
+                self._ask(outgoing, wish)
 
     def chunk_done(self, chunk: ChunkDone) -> None:
         """A chunk is in the pool: push it while the next one is computed."""
@@ -175,16 +177,15 @@ class Outbound:
             case _:
                 _log.warning("%s sent %s to its writer", peer.replica_id, type(message).__name__)
 
-    def report(self, report: PushDone | PushFailed | PushStopped) -> None:
-        """From the rank."""
+    def report(self, rank: int, report: PushDone | PushFailed | PushStopped) -> None:
+        """From a rank."""
         match report:
             case PushDone():
-                self._trace_push(report)
-                self._do(self.book.push_done(report, self._clock.now()))
+                self._do(self.book.push_done(rank, report, self._clock.now()))
             case PushFailed():
-                self._do(self.book.push_failed(report, self._clock.now()))
+                self._do(self.book.push_failed(rank, report, self._clock.now()))
             case PushStopped():
-                self._do(self.book.push_stopped(report))
+                self._do(self.book.push_stopped(rank, report))
 
     def tick(self) -> None:
         """Heartbeats and overdue acknowledgements."""
@@ -223,6 +224,8 @@ class Outbound:
                     self._order(order)
                 case Granted(request_id, attempt):
                     self._scheduler.grant_landing(request_id, attempt)
+                case Pushed():
+                    self._trace_push(action)
                 case HandOverReady():
                     self._hand_over(action)
                 case PushEnded(request_id, attempt, error, reason, retry_after_s):
@@ -262,12 +265,10 @@ class Outbound:
             ),
         )
 
-    def _trace_push(self, report: PushDone) -> None:
-        key = self.book.attempt_of(report.landing_id)
-        outgoing = None if key is None else self._outgoing.get(key)
-        if outgoing is not None:
-            outgoing.trace.append(("push.start", report.started_at))
-            outgoing.trace.append(("push.end", report.started_at + report.seconds))
+    def _trace_push(self, pushed: Pushed) -> None:
+        outgoing = self._outgoing[pushed.request_id, pushed.attempt]
+        outgoing.trace.append(("push.start", pushed.started_at))
+        outgoing.trace.append(("push.end", pushed.started_at + pushed.seconds))
 
     def _remaining_s(self, outgoing: _Outgoing) -> float | None:
         deadline_s = outgoing.submission.deadline_s
@@ -276,10 +277,13 @@ class Outbound:
         return max(0.0, outgoing.arrived_at + deadline_s - self._clock.now())
 
     def _fail(self, key: RequestKey, code: str, reason: str, retry_after_s: float) -> None:
-        if self._outgoing.pop(key, None) is None:
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is None:
             return
         self._scheduler.cancel(*key)
-        self._on_failed(RequestFailed(*key, code, reason, retry_after_s))
+        target = outgoing.submission.decode
+        refused_by = target.identity.replica_id if code == "refused" and target is not None else ""
+        self._on_failed(RequestFailed(*key, code, reason, retry_after_s, refused_by))
 
     def _end(self, key: RequestKey) -> None:
         if self._outgoing.pop(key, None) is not None:

@@ -1,28 +1,34 @@
 """Peer links: the brain-to-brain streams and, under them, the measured data connections between ranks.
 
 A replica opens one link to each decode replica it writes to (`outbound`) and accepts one from each replica
-that writes to it (`inbound`). An outbound link is usable when the compatibility records agree and the rank
-has connected and measured its path; until then, and when it fails, whoever asked for it is told.
+that writes to it (`inbound`). An outbound link is usable when the compatibility records agree and every rank
+has connected and measured its lanes; until then, and when it fails, whoever asked for it is told.
 
-    unknown --ensure--> connecting --PeerHello equal--> measuring --PeerConnected--> ready
-                            |                               |                         |
-                            +------- failed (told once; the next ensure tries again) <-+ link or path lost
+    unknown --ensure--> connecting --PeerHello equal--> measuring --PeerConnected of every rank--> ready
+       ^                    |                               |                                       |
+       +-- cooling down <---+-------------------------------+------ link or path lost --------------+
+
+While it cools down, whoever asks is told the last reason at once; each failure in a row doubles the time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
+from kvtransfer.layout import PlannedPiece, plan_pieces
 from kvtransfer.messages import (
     ClosePeer,
     CompatibilityRecord,
     ConnectPeer,
+    Lane,
+    LanePath,
     PeerConnected,
     PeerConnectFailed,
     PeerHello,
@@ -30,6 +36,7 @@ from kvtransfer.messages import (
     PeerRefusal,
     RankEndpoints,
     ReplicaIdentity,
+    Shard,
     TransferOrder,
 )
 from kvtransfer.secret import draw_id
@@ -46,7 +53,16 @@ class _Outbound:
     target: HandOverTarget
     connection_id: bytes
     stream: FrameStream | None = None
-    path: PeerConnected | None = None
+    paths: dict[int, tuple[LanePath, ...]] = field(default_factory=dict)
+    """By our rank: the lanes it has connected and measured."""
+    ready_at: float | None = None
+
+
+@dataclass(slots=True)
+class _CoolDown:
+    reason: str
+    delay_s: float
+    ends_at: float
 
 
 class PrefillSide(Protocol):
@@ -58,8 +74,10 @@ class PrefillSide(Protocol):
 
 
 class DecodeSide(Protocol):
-    """Whoever peers write to: hears their messages, and when a writer's link ends."""
+    """Whoever peers write to: hears when a writer's link opens (and which pieces of every block it will write
+    into which of our ranks), its messages, and when the link ends."""
 
+    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None: ...
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None: ...
     def writer_lost(self, writer: ReplicaIdentity) -> None: ...
 
@@ -75,39 +93,54 @@ class Peers:
         ranks: tuple[RankEndpoints, ...],
         config: TransferConfig,
         secret: bytes,
+        clock: Clock,
         order: Callable[[TransferOrder], None],
+        order_to: Callable[[int, TransferOrder], None],
         prefill_side: PrefillSide,
         decode_side: DecodeSide,
         wake: Callable[[], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """`on_error` hears of errors of ours, after which nothing here may be trusted."""
+        """`ranks` are all of ours in rank order; `order` goes to all of them, `order_to` to one. `on_error`
+        hears of errors of ours, after which nothing here may be trusted."""
         self._identity = identity
         self._compatibility = compatibility
         self._ranks = ranks
         self._config = config
         self._secret = secret
+        self._clock = clock
         self._order = order
+        self._order_to = order_to
         self._prefill_side = prefill_side
         self._decode_side = decode_side
         self._wake = wake
         self._on_error = on_error
         self._outbound: dict[ReplicaIdentity, _Outbound] = {}
+        self._cooling: dict[ReplicaIdentity, _CoolDown] = {}
         self._inbound: dict[ReplicaIdentity, FrameStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------- outbound
 
     def ensure(self, target: HandOverTarget) -> None:
-        """Open a link to `target` unless there is one (or one is being opened)."""
-        if target.identity not in self._outbound:
-            peer = self._outbound[target.identity] = _Outbound(target, draw_id())
-            self._spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
+        """Open a link to `target` unless there is one (or one is being opened). `peer_failed` is called at
+        once, before this returns, when the last attempt failed a short while ago."""
+        if target.identity in self._outbound:
+            return
+        cooling = self._cooling.get(target.identity)
+        left_s = 0.0 if cooling is None else cooling.ends_at - self._clock.now()
+        if cooling is not None and left_s > 0:
+            reason = f"{cooling.reason} (tried again in {left_s:.1f} s)"
+            self._prefill_side.peer_failed(target.identity, reason)
+            self._wake()
+            return
+        peer = self._outbound[target.identity] = _Outbound(target, draw_id())
+        self._spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
 
     def connection(self, peer: ReplicaIdentity) -> bytes | None:
         """The id of the measured data connection to `peer`; None while there is none."""
         outbound = self._outbound.get(peer)
-        return outbound.connection_id if outbound is not None and outbound.path is not None else None
+        return outbound.connection_id if outbound is not None and outbound.ready_at is not None else None
 
     def send_outbound(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """To a decode replica; dropped when the link is gone (its loss is reported by `on_failed`)."""
@@ -115,49 +148,69 @@ class Peers:
         if outbound is not None and outbound.stream is not None:
             outbound.stream.send(PEER_CODEC.encode(message))
 
-    def path_report(self, report: PeerConnected | PeerConnectFailed | PeerLost) -> None:
-        """The rank's news about a data connection."""
+    def path_report(self, rank: int, report: PeerConnected | PeerConnectFailed | PeerLost) -> None:
+        """One rank's news about its lanes to a peer."""
         peer = next(
             (item for item in self._outbound.values() if item.connection_id == report.connection_id), None
         )
         if peer is None:
             return
-        if isinstance(report, PeerConnected):
-            peer.path = report
-            _log.info(
-                "%s writes to %s over %s: %.2f GB/s, %.0f us",
-                self._identity.replica_id,
-                peer.target.identity.replica_id,
-                report.transport,
-                report.gb_s,
-                report.latency_us,
-            )
+        if not isinstance(report, PeerConnected):
+            self._fail(peer, f"rank {rank}: {report.reason}")
+            return
+        self._log_paths(peer, rank, report.paths)
+        peer.paths[rank] = report.paths
+        if peer.ready_at is None and len(peer.paths) == len(self._ranks):
+            peer.ready_at = self._clock.now()
             self._prefill_side.peer_ready(peer.target.identity)
             self._wake()
-        else:
-            self._fail(peer, report.reason)
 
     def paths(self) -> tuple[PathMeasure, ...]:
-        """The measured paths, for reports."""
+        """The measured paths, one for each lane, for reports."""
         return tuple(
             PathMeasure(
-                peer.target.identity,
-                self._ranks[0].rank,
-                peer.path.peer_rank,
-                peer.path.transport,
-                peer.path.gb_s,
-                peer.path.latency_us,
+                peer=peer.target.identity,
+                rank=rank,
+                peer_rank=path.peer_rank,
+                transport=path.transport,
+                gb_s=path.gb_s,
+                latency_us=path.latency_us,
+                device=path.device,
+                instead_of=path.instead_of,
             )
             for peer in self._outbound.values()
-            if peer.path is not None
+            for rank, paths in sorted(peer.paths.items())
+            for path in paths
         )
+
+    def _log_paths(self, peer: _Outbound, rank: int, paths: tuple[LanePath, ...]) -> None:
+        """Each path at join, and what has changed when a lane failed over later."""
+        earlier = peer.paths.get(rank)
+        for path in paths:
+            if earlier is not None and path in earlier:
+                continue
+            is_as_wanted = earlier is None and not path.instead_of
+            _log.log(
+                logging.INFO if is_as_wanted else logging.WARNING,
+                "%s rank %d %s to %s rank %d over %s on %s: %.2f GB/s, %.0f us%s",
+                self._identity.replica_id,
+                rank,
+                "writes" if earlier is None else "has failed over and writes",
+                peer.target.identity.replica_id,
+                path.peer_rank,
+                path.transport,
+                path.device,
+                path.gb_s,
+                path.latency_us,
+                f"; not as wanted: {path.instead_of}" if path.instead_of else "",
+            )
 
     async def _run_outbound(self, peer: _Outbound) -> None:
         try:
             stream = peer.stream = await open_stream(
                 peer.target.address, "peer", self._secret, self._identity.replica_id
             )
-            stream.send(PEER_CODEC.encode(PeerHello(self._identity, self._compatibility, ())))
+            stream.send(PEER_CODEC.encode(self._hello()))
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
                 hello = await stream.receive()
             self._check_hello(peer, None if hello is None else PEER_CODEC.decode(hello))
@@ -177,16 +230,21 @@ class Peers:
             raise IncompatibleError("the peer did not introduce itself")
         if hello.identity != peer.target.identity:
             raise IncompatibleError(f"expected {peer.target.identity}, found {hello.identity}")
-        self._order(
-            ConnectPeer(
+        pieces = _plan(self._ranks, hello.ranks)
+        for own in self._ranks:
+            lanes = (
+                Lane(hello.ranks[target], piece) for source, target, piece in pieces if source == own.rank
+            )
+            connect = ConnectPeer(
                 connection_id=peer.connection_id,
                 writer=self._identity,
                 peer=hello.identity,
-                ranks=hello.ranks,
+                lanes=tuple(lanes),
                 transports=self._config.transports,
                 min_gb_s=self._config.min_gb_s,
+                refuse_slow=self._config.below_floor == "refuse",
             )
-        )
+            self._order_to(own.rank, connect)
 
     def _fail(self, peer: _Outbound, reason: str) -> None:
         if self._outbound.get(peer.target.identity) is not peer:
@@ -195,11 +253,23 @@ class Peers:
             "%s lost its way to %s: %s", self._identity.replica_id, peer.target.identity.replica_id, reason
         )
         del self._outbound[peer.target.identity]
+        self._cool_down(peer, reason)
         if peer.stream is not None:
             peer.stream.close()
         self._order(ClosePeer(peer.connection_id))
         self._prefill_side.peer_failed(peer.target.identity, reason)
         self._wake()
+
+    def _cool_down(self, peer: _Outbound, reason: str) -> None:
+        """Twice as long as the last time, unless the path was good for longer than that."""
+        now, identity = self._clock.now(), peer.target.identity
+        longest_s = self._config.max_cool_down_s
+        earlier = self._cooling.pop(identity, None)
+        delay_s = min(self._config.cool_down_s, longest_s)
+        if earlier is not None and (peer.ready_at is None or now - peer.ready_at <= earlier.delay_s):
+            delay_s = min(2 * earlier.delay_s, longest_s)
+        self._cooling = {key: it for key, it in self._cooling.items() if now < it.ends_at + longest_s}
+        self._cooling[identity] = _CoolDown(reason, delay_s, now + delay_s)
 
     # -------------------------------------------------------------------------------------- inbound
 
@@ -209,9 +279,10 @@ class Peers:
         hello = None if frame is None else PEER_CODEC.decode(frame)
         if not isinstance(hello, PeerHello):
             return
-        differences = self._compatibility.differences(hello.compatibility)
-        if differences:
-            stream.send(PEER_CODEC.encode(PeerRefusal("; ".join(differences))))
+        try:
+            pieces = self._pieces_from(hello)
+        except IncompatibleError as error:
+            stream.send(PEER_CODEC.encode(PeerRefusal(str(error))))
             await stream.receive()
             return
         writer = hello.identity
@@ -220,7 +291,8 @@ class Peers:
             earlier.close()
             self._decode_side.writer_lost(writer)
         self._inbound[writer] = stream
-        stream.send(PEER_CODEC.encode(PeerHello(self._identity, self._compatibility, self._ranks)))
+        self._decode_side.writer_joined(writer, [(target, piece) for _, target, piece in pieces])
+        stream.send(PEER_CODEC.encode(self._hello()))
         try:
             while (frame := await stream.receive()) is not None:
                 self._decode_side.message(writer, PEER_CODEC.decode(frame))
@@ -231,11 +303,20 @@ class Peers:
                 self._decode_side.writer_lost(writer)
                 self._wake()
 
+    def _pieces_from(self, hello: PeerHello) -> tuple[PlannedPiece, ...]:
+        differences = self._compatibility.differences(hello.compatibility)
+        if differences:
+            raise IncompatibleError("; ".join(differences))
+        return _plan(hello.ranks, self._ranks)
+
     def send_inbound(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """To a replica that writes here; dropped when its link is gone."""
         stream = self._inbound.get(writer)
         if stream is not None:
             stream.send(PEER_CODEC.encode(message))
+
+    def _hello(self) -> PeerHello:
+        return PeerHello(self._identity, self._compatibility, self._ranks)
 
     async def close(self) -> None:
         """Close all links."""
@@ -254,3 +335,12 @@ class Peers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
+
+
+def _plan(writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints]) -> tuple[PlannedPiece, ...]:
+    for ranks in (writer, target):
+        if [item.rank for item in ranks] != list(range(len(ranks))):
+            raise IncompatibleError("a replica did not introduce its ranks in order")
+    return plan_pieces(
+        [(item.rank, item.shard) for item in writer], [(item.rank, item.shard) for item in target]
+    )

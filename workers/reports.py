@@ -71,6 +71,8 @@ class Reports:
             num_checksum_failures=self._inbound.num_checksum_failures,
             num_preemptions=scheduler.num_preemptions,
             transfer_gb_s=self._outbound.book.counters.gb_s,
+            num_moved_bytes=self._outbound.book.counters.num_bytes,
+            num_lost_landings={str(cause): count for cause, count in self._inbound.num_lost.items()},
             paths=self._peers.paths(),
         )
 

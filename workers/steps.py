@@ -1,21 +1,27 @@
 """The step loop of a brain: keeps the ranks fed with plans and takes their reports.
 
-At most `PIPELINE_DEPTH` plans are unreported: one runs while the next is on its way. Idle ranks get an empty
-plan from time to time, the canary, so that `is_stalled` tells a hung rank from an idle one.
+Every rank runs every plan and reports it. At most one plan more is unreported than there are stages: each
+stage runs one while the next is on its way. Idle ranks get an empty plan now and then, the canary, so that
+`is_stalled` tells a hung rank from an idle one. Ranks may be on hosts with other clocks: their times are only
+compared with times of the same rank.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from kvtransfer.clock import Clock
 from workers.engine.batch import StepOutcome
 from workers.engine.scheduler import Scheduler
+from workers.errors import WorkerError
 from workers.messages import StepPlan, StepReport
 
 PIPELINE_DEPTH = 2
+"""Unreported plans of a replica of one stage; every further stage adds one."""
 _PATIENCE = 4.0
 """A step may take this many times what the measured rates predict before `stall_s` begins to count."""
 _SLOW_TOK_S = 20.0
@@ -25,76 +31,127 @@ _CANARY = StepPlan(0, (), (), (), ())
 
 @dataclass(slots=True)
 class Rates:
-    """Moving averages from step reports (0: not yet known)."""
+    """Moving averages from step reports (0: not yet known).
+
+    `prefill_tok_s` is what the slowest stage lets through, `decode_step_s` how long a token's step takes in
+    all stages together.
+    """
 
     prefill_tok_s: float = 0.0
     decode_step_s: float = 0.0
 
-    def add(self, num_tokens: int, has_prefill: bool, seconds: float) -> None:
-        if seconds <= 0:
+    def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
+        """A step is done; `stage_to_busy_s` is what each stage's slowest rank took."""
+        if min(stage_to_busy_s) <= 0:
             return
-        if has_prefill:
-            self.prefill_tok_s = _blend(self.prefill_tok_s, num_tokens / seconds, 0.2)
+        if _has_prefill(plan):
+            self.prefill_tok_s = _blend(self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2)
         else:
-            self.decode_step_s = _blend(self.decode_step_s, seconds, 0.1)
+            self.decode_step_s = _blend(self.decode_step_s, sum(stage_to_busy_s), 0.1)
+
+
+@dataclass(slots=True)
+class _Unreported:
+    """A plan that is out, and who has reported it."""
+
+    plan: StepPlan
+    sent_at: float
+    rank_to_report: dict[int, StepReport] = field(default_factory=dict)
 
 
 class StepLoop:
-    """Between the scheduler and the ranks; see the module's text."""
+    """Between the scheduler and the `tp * pp` ranks; see the module's text."""
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[StepPlan], None], clock: Clock) -> None:
+    def __init__(
+        self, scheduler: Scheduler, send: Callable[[StepPlan], None], clock: Clock, tp: int = 1, pp: int = 1
+    ) -> None:
+        """`send` gives a plan to every rank."""
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
-        self._unreported: deque[tuple[StepPlan, float]] = deque()
-        self._last_report_at = clock.now()
+        self._tp = tp
+        self._pp = pp
+        self._depth = PIPELINE_DEPTH + pp - 1
+        self._unreported: deque[_Unreported] = deque()
+        self._last_settled_at = clock.now()
         self.rates = Rates()
         self.num_steps = 0
 
     def feed(self) -> None:
-        """Send plans until two are unreported or nothing can be planned."""
+        """Send plans until as many as may be are unreported, or nothing can be planned."""
         now = self._clock.now()
-        while len(self._unreported) < PIPELINE_DEPTH and (plan := self._scheduler.plan(now)) is not None:
+        while len(self._unreported) < self._depth and (plan := self._scheduler.plan(now)) is not None:
             self._issue(plan, now)
 
     def probe(self, idle_s: float) -> bool:
         """Send a canary, and tell so, when nothing was reported for `idle_s` and nothing is on its way."""
         now = self._clock.now()
-        is_due = not self._unreported and now > self._last_report_at + idle_s
+        is_due = not self._unreported and now > self._last_settled_at + idle_s
         if is_due:
             self._issue(_CANARY, now)
         return is_due
 
-    def settle(self, report: StepReport) -> StepOutcome | None:
-        """Take the report of the oldest plan; None for a canary's."""
-        plan, _ = self._unreported.popleft()
-        assert plan.step == report.step, f"report of step {report.step}, expected {plan.step}"
-        self._last_report_at = self._clock.now()
+    def settle(self, rank: int, report: StepReport) -> StepOutcome | None:
+        """Take a rank's report; the outcome when it was the last one of its step, None else and for a canary.
+
+        Raises `WorkerError` when the rank has left out a step, or reports one that it was not given or has
+        reported already.
+        """
+        expected = next((it for it in self._unreported if rank not in it.rank_to_report), None)
+        is_rank = 0 <= rank < self._tp * self._pp
+        if not is_rank or expected is None or report.step != expected.plan.step:
+            due = "nothing" if expected is None or not is_rank else f"step {expected.plan.step}"
+            raise WorkerError(f"rank {rank} reported step {report.step}, but {due} was due")
+        expected.rank_to_report[rank] = report
+        if len(expected.rank_to_report) < self._tp * self._pp:
+            return None
+        self._unreported.popleft()  # it is the oldest: every rank reports in order
+        return self._finish(expected.plan, expected.rank_to_report)
+
+    def _finish(self, plan: StepPlan, rank_to_report: dict[int, StepReport]) -> StepOutcome | None:
+        self._last_settled_at = self._clock.now()
         if not plan.entries:
             return None
         self.num_steps += 1
-        num_tokens = sum(entry.num_tokens for entry in plan.entries)
-        has_prefill = any(entry.num_tokens > 1 for entry in plan.entries)
-        self.rates.add(num_tokens, has_prefill, report.finished_at - report.started_at)
-        return self._scheduler.settle(report, self._last_report_at)
+        rank_to_busy_s = {rank: it.finished_at - it.started_at for rank, it in rank_to_report.items()}
+        stage_to_busy_s = [
+            max(rank_to_busy_s[stage * self._tp + tp_rank] for tp_rank in range(self._tp))
+            for stage in range(self._pp)
+        ]
+        self.rates.add(plan, stage_to_busy_s)
+        sampled = rank_to_report[(self._pp - 1) * self._tp]
+        whole = replace(sampled, started_at=sampled.finished_at - sum(stage_to_busy_s))
+        return self._scheduler.settle(whole, self._last_settled_at)
 
     def is_stalled(self, stall_s: float) -> bool:
-        """Whether the oldest unreported plan has run `stall_s` longer than its size can explain."""
+        """Whether the oldest unreported plan has run `stall_s` longer than its size can explain.
+
+        Once the plan before it is settled, all that holds it up is its own way through the stages.
+        """
         if not self._unreported:
             return False
-        plan, sent_at = self._unreported[0]
-        waited_s = self._clock.now() - max(sent_at, self._last_report_at)
-        return waited_s > stall_s + _PATIENCE * self._expected_s(plan)
+        oldest = self._unreported[0]
+        waited_s = self._clock.now() - max(oldest.sent_at, self._last_settled_at)
+        return waited_s > stall_s + _PATIENCE * self._expected_s(oldest.plan)
 
     def _expected_s(self, plan: StepPlan) -> float:
-        num_tokens = sum(entry.num_tokens for entry in plan.entries)
-        if any(entry.num_tokens > 1 for entry in plan.entries):
-            return num_tokens / (self.rates.prefill_tok_s or _SLOW_TOK_S)
+        """Time in all stages together."""
+        num_tokens = _num_tokens(plan)
+        if _has_prefill(plan):
+            return self._pp * num_tokens / (self.rates.prefill_tok_s or _SLOW_TOK_S)
         return self.rates.decode_step_s or num_tokens / _SLOW_TOK_S
 
     def _issue(self, plan: StepPlan, now: float) -> None:
-        self._unreported.append((plan, now))
+        self._unreported.append(_Unreported(plan, now))
         self._send(plan)
+
+
+def _num_tokens(plan: StepPlan) -> int:
+    return sum(entry.num_tokens for entry in plan.entries)
+
+
+def _has_prefill(plan: StepPlan) -> bool:
+    return any(entry.num_tokens > 1 for entry in plan.entries)
 
 
 def _blend(old: float, new: float, weight: float) -> float:

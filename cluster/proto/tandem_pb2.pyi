@@ -26,7 +26,7 @@ class ChatMessages(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     add_generation_prompt: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping[str, object]]]] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "text", "token_ids", "chat", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "logprobs", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "tenant", "request_id", "resume", "pins")
@@ -87,7 +87,7 @@ class GenerateRequest(_message.Message):
     request_id: str
     resume: _containers.RepeatedCompositeFieldContainer[ResumedSample]
     pins: Pins
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping[str, object]]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping[str, object]]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedSample, _Mapping[str, object]]]] = ..., pins: _Optional[_Union[Pins, _Mapping[str, object]]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedSample, _Mapping]]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
 
 class ResumedSample(_message.Message):
     __slots__ = ("sample", "token_ids", "finish_reason")
@@ -115,7 +115,7 @@ class GenerateResponse(_message.Message):
     accepted: Accepted
     delta: Delta
     finished: Finished
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping[str, object]]] = ..., delta: _Optional[_Union[Delta, _Mapping[str, object]]] = ..., finished: _Optional[_Union[Finished, _Mapping[str, object]]] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "seed", "num_prompt_tokens")
@@ -141,7 +141,7 @@ class Delta(_message.Message):
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     finish_reason: str
-    def __init__(self, sample: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping[str, object]]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, sample: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "top")
@@ -149,7 +149,7 @@ class TokenLogprob(_message.Message):
     TOP_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping[str, object]]]] = ...) -> None: ...
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -171,7 +171,7 @@ class Finished(_message.Message):
     timing: Timing
     prefill_replica: str
     decode_replica: str
-    def __init__(self, samples: _Optional[_Iterable[_Union[SampleEnd, _Mapping[str, object]]]] = ..., usage: _Optional[_Union[Usage, _Mapping[str, object]]] = ..., timing: _Optional[_Union[Timing, _Mapping[str, object]]] = ..., prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ...) -> None: ...
+    def __init__(self, samples: _Optional[_Iterable[_Union[SampleEnd, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ...) -> None: ...
 
 class SampleEnd(_message.Message):
     __slots__ = ("sample", "finish_reason", "num_tokens")
@@ -191,7 +191,7 @@ class Usage(_message.Message):
     prompt_tokens: int
     cached: CachedTokens
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping[str, object]]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "dram", "nvme")
@@ -237,7 +237,7 @@ class TokenizeRequest(_message.Message):
     text: str
     chat: ChatMessages
     add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping[str, object]]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
@@ -269,7 +269,7 @@ class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Model]
-    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping[str, object]]]] = ...) -> None: ...
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "max_context_tokens", "vocab_size", "has_chat_template", "fingerprint", "block_tokens")
@@ -320,10 +320,10 @@ class StatusResponse(_message.Message):
     num_failed_requests: int
     ready: bool
     num_cancelled_requests: int
-    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "paths")
+    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "paths", "tp", "stage_layers")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +335,8 @@ class Replica(_message.Message):
     RANK_PROCESS_IDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
+    TP_FIELD_NUMBER: _ClassVar[int]
+    STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     epoch: int
     pool: str
@@ -346,7 +348,9 @@ class Replica(_message.Message):
     rank_process_ids: _containers.RepeatedScalarFieldContainer[int]
     load: Load
     paths: _containers.RepeatedCompositeFieldContainer[Path]
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping[str, object]]]] = ...) -> None: ...
+    tp: int
+    stage_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s")
@@ -385,20 +389,24 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Path(_message.Message):
-    __slots__ = ("peer_replica_id", "rank", "peer_rank", "transport", "gb_s", "latency_us")
+    __slots__ = ("peer_replica_id", "rank", "peer_rank", "transport", "gb_s", "latency_us", "device", "instead_of")
     PEER_REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PEER_RANK_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     GB_S_FIELD_NUMBER: _ClassVar[int]
     LATENCY_US_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
     peer_replica_id: str
     rank: int
     peer_rank: int
     transport: str
     gb_s: float
     latency_us: float
-    def __init__(self, peer_replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., peer_rank: _Optional[int] = ..., transport: _Optional[str] = ..., gb_s: _Optional[float] = ..., latency_us: _Optional[float] = ...) -> None: ...
+    device: str
+    instead_of: str
+    def __init__(self, peer_replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., peer_rank: _Optional[int] = ..., transport: _Optional[str] = ..., gb_s: _Optional[float] = ..., latency_us: _Optional[float] = ..., device: _Optional[str] = ..., instead_of: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "epoch", "address", "process_id")
@@ -430,7 +438,7 @@ class ExplainResponse(_message.Message):
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
     timeline: _containers.RepeatedCompositeFieldContainer[TimelineEvent]
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping[str, object]]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason")
@@ -450,7 +458,7 @@ class Decision(_message.Message):
     decode_cached_tokens: int
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     reason: str
-    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "backlog_tokens", "transfer_tokens", "pressure_tokens", "cost", "note")

@@ -1,106 +1,66 @@
 """What a transport is: a `Listener` at the target rank and a `Channel` at the writer rank.
 
-Register and describe: the listener makes the rank's pool reachable and names it in an `Endpoint`.
-Write: `Channel.begin(landing)`, then `write` block by block; each moves what both ranks' shards hold.
+Each module offers `listen(target) -> Listener | None` (None: not possible here) and
+`connect(rank, lane, address, connection_id, on_lost) -> Channel` (`TransferError`: why it could not be).
+Write: `begin(landing)`, then `write` batch by batch; each moves the lane's piece of its blocks.
 Completion: when `flush` returns, everything written is visible in the target's memory.
-Abort: `stopped()` is asked wherever a write could wait; then it ends with `PushStoppedError`.
-Close: `Channel.close` by the writing thread; `interrupt` from any thread makes it come soon.
-
-Every connection is one stream socket: proof of the secret, `ChannelHello`, `ChannelWelcome` (or a refusal),
-then what the transport needs. The target answers requests in order with `Ack`.
+Abort: `stopped()` is asked between blocks and wherever a write could wait; it ends with `PushStoppedError`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from kvtransfer.clock import Clock
 from kvtransfer.errors import IncompatibleError, PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.framing import (
-    HANDSHAKE_TIMEOUT_S,
-    prove_as_client,
-    prove_as_server,
-    receive_frame,
-    send_frame,
+from kvtransfer.faults import Faults
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_server, receive_frame, send_frame
+from kvtransfer.gate import Gate
+from kvtransfer.layout import plan_runs
+from kvtransfer.memory import SCRATCH_BYTES
+from kvtransfer.messages import (
+    PROTOCOL_VERSION,
+    BlockMove,
+    Endpoint,
+    Lane,
+    ReplicaIdentity,
+    TransferSettings,
 )
-from kvtransfer.gate import Gate, RecentIds
-from kvtransfer.layout import BlockLayout, Run, plan_runs, split_runs
-from kvtransfer.memory import KvMemory
-from kvtransfer.messages import PROTOCOL_VERSION, Endpoint, ReplicaIdentity, Shard
-from kvtransfer.wire import Codec, Message
-
-STALLED_S = 1.0
-"""A stopped push waits this long for a target that neither reads nor answers before it gives up."""
+from kvtransfer.pool import KvPool
+from kvtransfer.transports.connection import (
+    HELLO_CODEC,
+    ChannelHello,
+    ChannelRefusal,
+    ChannelWelcome,
+    Connection,
+    Stopped,
+    shut_down,
+)
 
 _MAX_UNPROVEN = 64
 _NUM_ROUND_TRIPS = 8
 _NUM_RATE_PASSES = 2
 _MEASURE_PATIENCE = 10
 
-Stopped = Callable[[], bool]
-"""Asked wherever a write could wait: True when it shall end."""
-
 _log = logging.getLogger(__name__)
-
-
-class ChannelHello(Message, frozen=True):
-    """Writer to target, after the proof: who writes, and how its blocks are laid out."""
-
-    protocol: int
-    writer: ReplicaIdentity
-    connection_id: bytes
-    shard: Shard
-    head_dim: int
-    block_tokens: int
-    item_bytes: int
-
-    @property
-    def layout(self) -> BlockLayout:
-        return BlockLayout(self.shard, self.head_dim, self.block_tokens, self.item_bytes)
-
-
-class ChannelWelcome(Message, frozen=True):
-    """Target to writer: accepted. `num_bytes` is the size of the target's pool."""
-
-    num_bytes: int
-
-
-class ChannelRefusal(Message, frozen=True):
-    """Target to writer: not accepted, and why; the connection closes."""
-
-    reason: str
-
-
-class Ack(Message, frozen=True):
-    """Target to writer: the first `num_done` requests are done, and so is all that was sent before them.
-    `refused` are landings of which something was not accepted since the Ack before."""
-
-    num_done: int
-    refused: tuple[bytes, ...]
-
-
-HELLO_CODEC: Codec[ChannelHello | ChannelWelcome | ChannelRefusal] = Codec(
-    ChannelHello | ChannelWelcome | ChannelRefusal
-)
-ACK_CODEC: Codec[Ack] = Codec(Ack)
 
 
 @dataclass(frozen=True)
 class TargetRank:
     """What a listener serves: this rank's pool behind its gate."""
 
-    layout: BlockLayout
-    memory: KvMemory
+    rank: int
+    pool: KvPool
     gate: Gate
     secret: bytes
-    data_host: str
+    settings: TransferSettings
 
 
 @dataclass(frozen=True)
@@ -109,16 +69,20 @@ class WriterRank:
 
     identity: ReplicaIdentity
     rank: int
-    layout: BlockLayout
-    memory: KvMemory
+    pool: KvPool
     secret: bytes
+    faults: Faults
+    settings: TransferSettings
 
-    def hello(self, connection_id: bytes) -> ChannelHello:
-        layout = self.layout
+    def hello(self, lane: Lane, connection_id: bytes) -> ChannelHello:
+        """The hello of the lane's channel."""
+        layout = self.pool.layout
         return ChannelHello(
             PROTOCOL_VERSION,
             self.identity,
             connection_id,
+            lane.target.rank,
+            lane.piece,
             layout.shard,
             layout.head_dim,
             layout.block_tokens,
@@ -159,13 +123,13 @@ class Listener(ABC):
     def close(self) -> None:
         """Stop listening and end every connection; returns when its threads have ended."""
         self._closing.set()
-        _shut_down(self._sock)
+        shut_down(self._sock)
         self._thread.join()
         self._sock.close()
         with self._lock:
             connections = dict(self._connections)
         for sock in connections:
-            _shut_down(sock)
+            shut_down(sock)
         for thread in connections.values():
             thread.join()
 
@@ -173,8 +137,8 @@ class Listener(ABC):
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         """Serve one accepted writer until its connection ends (sends the welcome first)."""
 
-    def _welcome(self) -> bytes:
-        return HELLO_CODEC.encode(ChannelWelcome(self._target.memory.num_bytes))
+    def _send_welcome(self, sock: socket.socket) -> None:
+        send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(self._target.pool.num_blocks)))
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -218,65 +182,95 @@ class Listener(ABC):
         try:
             if not isinstance(hello, ChannelHello) or hello.protocol != PROTOCOL_VERSION:
                 raise IncompatibleError(f"expected ChannelHello of protocol {PROTOCOL_VERSION}")
-            plan_runs(hello.layout, self._target.layout)
+            self._check(hello)
         except IncompatibleError as error:
             send_frame(sock, HELLO_CODEC.encode(ChannelRefusal(str(error))))
             raise
         return hello
 
+    def _check(self, hello: ChannelHello) -> None:
+        """`IncompatibleError` when the writer means another rank, or a piece that one of the two lacks."""
+        if hello.target_rank != self._target.rank:
+            raise IncompatibleError(f"this is rank {self._target.rank}, not {hello.target_rank}")
+        try:
+            plan_runs(hello.layout, self._target.pool.layout, hello.piece)
+        except ValueError as error:
+            raise IncompatibleError(str(error)) from error
+
 
 class Channel(ABC):
-    """The writer's side, used by one writing thread; a second thread reads the target's answers.
+    """The writer's side of a lane, used by one writing thread.
 
-    `on_lost(reason)` is called once, from that second thread, when the target closes or dies.
+    `on_lost(reason)` is called once, from another thread, when the target closes or dies. `num_blocks` is
+    the size of the target's pool, `device` what carries the bytes ("memory", "lo", "mlx5_0", "cuda:0").
     """
 
     transport: ClassVar[str]
 
     def __init__(
-        self, sock: socket.socket, rank: WriterRank, target: BlockLayout, on_lost: Callable[[str], None]
+        self,
+        rank: WriterRank,
+        lane: Lane,
+        connections: Sequence[Connection],
+        num_blocks: int,
+        device: str,
+        on_lost: Callable[[str], None],
     ) -> None:
-        sock.settimeout(None)
-        self._sock = sock
-        self._on_lost = on_lost
-        self._target = target
-        runs = plan_runs(rank.layout, target)
-        self.num_bytes = sum(run.num_bytes for run in runs)
+        self.device = device
+        self.piece_bytes = rank.pool.piece_bytes(lane.piece)
         """Bytes that one block moves."""
-        self._halves: tuple[list[Run], list[Run]] = split_runs(runs, self.num_bytes // 2)
-        self._answered = threading.Condition()
-        self._num_requests = 0
-        self._num_done = 0
-        self._refused = RecentIds()
+        self._rank = rank
+        self._faults = rank.faults
+        self._pool = rank.pool
+        self._piece = lane.piece
+        self._num_blocks = num_blocks
+        self._connections = tuple(connections)
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
         self._lost = ""
-        self._reader = threading.Thread(target=self._read, name=f"{self.transport}-acks", daemon=True)
+
+    def start(self) -> None:
+        """The last act of `connect`: begin to listen for the target's answers."""
+        for connection in self._connections:
+            connection.start(self._end)
 
     def begin(self, landing_id: bytes, stopped: Stopped) -> None:
         """Before the first `write` of a push. `PushStoppedError` when the target refuses the landing."""
         self.check()
 
-    @abstractmethod
-    def write(
-        self,
-        landing_id: bytes,
-        dst_block: int,
-        source: memoryview,
-        half: Callable[[], None],
-        stopped: Stopped,
-    ) -> None:
-        """Write a block's bytes (`source`, whole) into the target's block; calls `half` in the middle.
+    def write(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        """Write the lane's piece of each block; returns the pieces' checksums at the source, in order. The
+        bytes may arrive later (`flush`). After an error `drain` says when nothing of it is under way.
 
-        `PeerGoneError` when the connection is lost.
+        `PathError` for a block outside the pools, `PeerGoneError` when the connection is lost,
+        `PushStoppedError` when stopped: part of the batch may have been written.
         """
+        self.check()
+        self._check_moves(moves)
+        if not self._faults.armed:
+            return self._write_batch(landing_id, moves, stopped)
+        sums: list[int] = []
+        for move in moves:
+            if stopped():
+                raise PushStoppedError("stopped on request")
+            self._faults.at("push.copy")
+            corrupt = self._faults.at("push.corrupt")
+            sums.append(self._write_block(landing_id, move, corrupt, stopped))
+        return sums
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
         """Return when all that was written is visible. `PushStoppedError` when the target refused any of
         it, or when it was stopped and the target does not answer."""
-        self._ask(self._request_ack, stopped)
+        self._sync(stopped)
         self._check_accepted(landing_id)
 
-    def measure(self, clock: Clock, source: memoryview) -> Measured:
-        """Time empty round trips, and writes of `source` into the target's scratch area.
+    def drain(self) -> None:
+        """After a push that was stopped or failed: return when nothing of it is read from this rank's pool
+        any more, nor written by this channel. Here: no write leaves anything behind when it ends."""
+        return
+
+    def measure(self, clock: Clock) -> Measured:
+        """Time empty round trips, and writes into the target's scratch memory.
 
         `TransferError` when the target stops answering.
         """
@@ -285,10 +279,10 @@ class Channel(ABC):
         def stopped() -> bool:
             return next(patience, None) is None
 
-        latency_s = min(self._timed(clock, None, stopped) for _ in range(_NUM_ROUND_TRIPS)) / 2
-        self._timed(clock, source, stopped)  # the first pass takes the pages
-        seconds = min(self._timed(clock, source, stopped) for _ in range(_NUM_RATE_PASSES))
-        return Measured(len(source) / max(seconds, 1e-9) / 1e9, latency_s * 1e6)
+        latency_s = min(self._timed(clock, 0, stopped) for _ in range(_NUM_ROUND_TRIPS)) / 2
+        self._timed(clock, SCRATCH_BYTES, stopped)  # the first pass takes the pages
+        seconds = min(self._timed(clock, SCRATCH_BYTES, stopped) for _ in range(_NUM_RATE_PASSES))
+        return Measured(SCRATCH_BYTES / max(seconds, 1e-9) / 1e9, latency_s * 1e6)
 
     def check(self) -> None:
         """`PeerGoneError` when the connection is lost."""
@@ -305,80 +299,69 @@ class Channel(ABC):
         self._lose(reason)
 
     def close(self) -> None:
-        """Close the connection; the writing thread's last call."""
+        """Close the connections; the writing thread's last call."""
         self.interrupt()
-        _shut_down(self._sock)
-        self._reader.join()
-        self._sock.close()
+        for connection in self._connections:
+            connection.close()
+
+    # ------------------------------------------------------------------------- what a transport defines
 
     @abstractmethod
-    def _request_ack(self, stopped: Stopped) -> None:
+    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        """`write` at full speed; asks `stopped` every few megabytes at least."""
+
+    @abstractmethod
+    def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
+        """`write` of one block with faults armed: passes `push.half` when half of its bytes are written;
+        with `corrupt` one bit arrives flipped. Returns the sum of what lies at the source."""
+
+    @abstractmethod
+    def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
         """Send a request that only asks for an Ack."""
 
     @abstractmethod
-    def _write_scratch(self, source: memoryview, stopped: Stopped) -> None:
-        """Write `source` into the target's scratch area."""
+    def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
+        """Write `num_bytes` (at most `SCRATCH_BYTES`) of anything into the target's scratch memory."""
 
-    def _ask(self, send: Callable[[Stopped], None], stopped: Stopped) -> None:
-        """Send one request and wait for its Ack."""
-        self._num_requests += 1
-        send(stopped)
-        with self._answered:
-            while self._num_done < self._num_requests:
-                self.check()
-                if not self._answered.wait(STALLED_S) and stopped():
-                    raise PushStoppedError("stopped while the target did not answer")
+    # ------------------------------------------------------------------------------------------ shared
+
+    def _sync(self, stopped: Stopped) -> None:
+        """Return when the target has seen everything that was sent."""
+        self.check()
+        numbers = [
+            connection.request(functools.partial(self._request_ack, connection, stopped))
+            for connection in self._connections
+        ]
+        for connection, number in zip(self._connections, numbers, strict=True):
+            connection.await_answer(number, stopped)
 
     def _check_accepted(self, landing_id: bytes) -> None:
-        if landing_id in self._refused:
+        if any(connection.has_refused(landing_id) for connection in self._connections):
             raise PushStoppedError("the target does not accept this landing (closed, or not for this writer)")
 
-    def _timed(self, clock: Clock, source: memoryview | None, stopped: Stopped) -> float:
+    def _check_moves(self, moves: Sequence[BlockMove]) -> None:
+        for move in moves:
+            if not 0 <= move.src_block < self._pool.num_blocks:
+                raise PathError(f"block {move.src_block} is outside this rank's pool")
+            if not 0 <= move.dst_block < self._num_blocks:
+                raise PathError(f"block {move.dst_block} is outside the target's pool")
+
+    def _timed(self, clock: Clock, num_bytes: int, stopped: Stopped) -> float:
         started = clock.now()
-        if source is not None:
-            self._write_scratch(source, stopped)
-        self._ask(self._request_ack, stopped)
+        if num_bytes:
+            self._write_scratch(num_bytes, stopped)
+        self._sync(stopped)
         return clock.now() - started
 
-    def _read(self) -> None:
-        try:
-            while True:
-                ack = ACK_CODEC.decode(receive_frame(self._sock))
-                with self._answered:
-                    self._num_done = ack.num_done
-                    for landing_id in ack.refused:
-                        self._refused.add(landing_id)
-                    self._answered.notify_all()
-        except TransferError as error:
-            if self._lose(str(error)):
-                self._on_lost(str(error))
+    def _end(self, reason: str) -> None:
+        if self._lose(reason):
+            self._on_lost(reason)
 
     def _lose(self, reason: str) -> bool:
         """True for the first reason, which stays."""
-        with self._answered:
+        with self._lock:
             first = not self._lost
             self._lost = self._lost or reason
-            self._answered.notify_all()
+        for connection in self._connections:
+            connection.lose(reason)
         return first
-
-
-def greet(sock: socket.socket, rank: WriterRank, connection_id: bytes) -> ChannelWelcome:
-    """The writer's opening: proof, hello. `ProofError`, `PathError` or `PeerGoneError` when it fails. The
-    socket keeps a timeout until a channel takes it."""
-    prove_as_client(sock, rank.secret, f"{rank.identity.replica_id} rank {rank.rank}")
-    sock.settimeout(HANDSHAKE_TIMEOUT_S)
-    send_frame(sock, HELLO_CODEC.encode(rank.hello(connection_id)))
-    answer = HELLO_CODEC.decode(receive_frame(sock))
-    if not isinstance(answer, ChannelWelcome):
-        raise PathError(f"refused by the target: {getattr(answer, 'reason', answer)}")
-    return answer
-
-
-def target_layout(rank: WriterRank, shard: Shard) -> BlockLayout:
-    """The layout of a target that holds `shard` of the same model."""
-    return replace(rank.layout, shard=shard)
-
-
-def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side was first
-        sock.shutdown(socket.SHUT_RDWR)

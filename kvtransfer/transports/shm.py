@@ -1,4 +1,4 @@
-"""Shared memory of one host: the writer maps the target's pool and copies blocks straight into place.
+"""Shared memory of one host: the writer maps the target's pool and copies pieces straight into place.
 
 The target listens on a unix socket of the abstract namespace (no file) under a random name. A writer that
 has proven the secret gets the pool's memfd over it and maps it; the socket then stays open for as long as
@@ -8,201 +8,153 @@ the mapping lives, and that is the fence. When the target sees the socket's end,
 - For a killed one the kernel does: every thread of a dying process gives up its memory (`exit_mm`) before
   its files (`exit_files`), and the socket is a file, closed when the last thread has given it up.
 
-A stopped (SIGSTOP) or hung writer still has its mapping: its socket stays open, and the gate counts it.
-The target closing its own end proves nothing, so it never counts a writer as gone by that. A child that a
-writer forks inherits mapping and socket together, so it only delays the proof; `exec` ends both.
-
-Before its first byte for a landing the writer asks (`Begin`), so a push that comes late for a landing that
-is closed is refused, also one-sided.
+A stopped (SIGSTOP) or hung writer still has its mapping: its socket stays open, and the gate counts it. A
+child that a writer forks inherits mapping and socket together, so it only delays the proof; `exec` ends both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from kvtransfer.errors import PathError, PeerGoneError, TransferError, WireError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
-from kvtransfer.gate import RecentIds
+from kvtransfer.errors import PathError, PushStoppedError, TransferError, WireError
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S
+from kvtransfer.layout import Run, plan_runs, split_runs
 from kvtransfer.memory import map_shared, mapping_bytes, scratch_offset
-from kvtransfer.messages import RankEndpoints
-from kvtransfer.transports.base import (
-    ACK_CODEC,
-    Ack,
-    Channel,
-    ChannelHello,
-    Listener,
-    Stopped,
-    TargetRank,
-    WriterRank,
-    greet,
-    target_layout,
-)
-from kvtransfer.wire import Codec, Message
+from kvtransfer.messages import BlockMove, Lane
+from kvtransfer.pool import HostPool
+from kvtransfer.runs import Place, RunTable, copy_runs
+from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.connection import ChannelHello, ChannelWelcome, Connection, Stopped, greet
+from kvtransfer.transports.onesided import OneSidedChannel, OneSidedListener
 
 _FD_MARK = b"F"
-_MAX_BEGUN = 4096
+_BATCH_BYTES = 16 << 20
+"""Copied between two looks at `stopped`: about two milliseconds."""
 
 
-class Begin(Message, frozen=True):
-    """Writer to target: may this landing be written? Refused ones are named in the Ack."""
-
-    landing_id: bytes
-
-
-class Sync(Message, frozen=True):
-    """Writer to target: answer."""
-
-
-_REQUEST_CODEC: Codec[Begin | Sync] = Codec(Begin | Sync)
-
-
-class ShmListener(Listener):
-    """Hands the pool's descriptor to proven writers and admits them landing by landing."""
+class ShmListener(OneSidedListener):
+    """Hands the pool's descriptor to proven writers."""
 
     transport: ClassVar[str] = "shm"
 
-    def __init__(self, target: TargetRank) -> None:
+    def __init__(self, target: TargetRank, fd: int) -> None:
+        self._fd = fd
         name = f"tandem-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(f"\0{name}")
         sock.listen()
         super().__init__(target, sock, name)
 
-    def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
-        connection = self._target.gate.enter(hello.writer)
-        try:
-            send_frame(sock, self._welcome())
-            socket.send_fds(sock, [_FD_MARK], [self._target.memory.fd])
-            self._answer(sock, connection)
-        finally:
-            _await_end(sock)
-            if not self._closing.is_set():
-                self._target.gate.leave(connection)
-
-    def _answer(self, sock: socket.socket, connection: bytes) -> None:
-        num_done = 0
-        while True:
-            try:
-                request = _REQUEST_CODEC.decode(receive_frame(sock))
-            except PeerGoneError:
-                return
-            refused: tuple[bytes, ...] = ()
-            if isinstance(request, Begin) and not self._target.gate.admit(request.landing_id, connection):
-                refused = (request.landing_id,)
-            num_done += 1
-            send_frame(sock, ACK_CODEC.encode(Ack(num_done, refused)))
+    def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
+        socket.send_fds(sock, [_FD_MARK], [self._fd])
 
 
-class ShmChannel(Channel):
+class ShmChannel(OneSidedChannel):
     """The target's pool, mapped here."""
 
     transport: ClassVar[str] = "shm"
 
     def __init__(
         self,
-        sock: socket.socket,
         rank: WriterRank,
-        target: RankEndpoints,
+        lane: Lane,
+        connection: Connection,
+        welcome: ChannelWelcome,
         mapping: mmap.mmap,
-        num_bytes: int,
         on_lost: Callable[[str], None],
     ) -> None:
-        super().__init__(sock, rank, target_layout(rank, target.shard), on_lost)
+        super().__init__(rank, lane, connection, welcome.num_blocks, "memory", on_lost)
+        self._source = _host_pool(rank)
         self._mapping = mapping
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
-        self._num_blocks = num_bytes // self._target.block_bytes
-        self._scratch_offset = scratch_offset(num_bytes)
-        self._begun = RecentIds(_MAX_BEGUN)
-        self._reader.start()
+        self._place = Place(memoryview(mapping))
+        target = replace(rank.pool.layout, shard=lane.target.shard)
+        runs = plan_runs(rank.pool.layout, target, lane.piece)
+        self._table = RunTable(runs)
+        self._halves: tuple[list[Run], list[Run]] = split_runs(runs, self.piece_bytes // 2)
+        self._block_bytes = target.block_bytes
+        self._batch = max(1, _BATCH_BYTES // self.piece_bytes)
+        self._scratch = scratch_offset(welcome.num_blocks * target.block_bytes)
 
-    def begin(self, landing_id: bytes, stopped: Stopped) -> None:
-        self.check()
-        if landing_id not in self._begun:
-            self._ask(lambda _: self._send(Begin(landing_id)), stopped)
-            self._check_accepted(landing_id)
-            self._begun.add(landing_id)
-
-    def write(
-        self,
-        landing_id: bytes,
-        dst_block: int,
-        source: memoryview,
-        half: Callable[[], None],
-        stopped: Stopped,
-    ) -> None:
-        self.check()
-        if not 0 <= dst_block < self._num_blocks:
-            raise PathError(f"block {dst_block} is outside the target's pool of {self._num_blocks} blocks")
-        assert landing_id in self._begun
-        source_bytes = np.frombuffer(source, dtype=np.uint8)
-        base = dst_block * self._target.block_bytes
-        for number, runs in enumerate(self._halves):
-            if number:
-                half()
-            for src, dst, count in runs:
-                # numpy gives up the GIL while it copies; a memoryview's slice assignment does not.
-                np.copyto(
-                    self._bytes[base + dst : base + dst + count],
-                    source_bytes[src : src + count],
-                )
+    def flush(self, landing_id: bytes, stopped: Stopped) -> None:
+        """Nothing to wait for: stores are visible when made, if there still is somebody to see them."""
+        self._connection.check_other_end()
 
     def close(self) -> None:
         """Unmap, then close the socket: its end tells the target that nothing can be written."""
         self.interrupt()
-        self._bytes = np.empty(0, dtype=np.uint8)
+        self._place = Place(memoryview(bytearray()))
         self._mapping.close()
         super().close()
 
-    def flush(self, landing_id: bytes, stopped: Stopped) -> None:
-        """Nothing to wait for: stores are visible when made."""
-        self.check()
+    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        assert landing_id in self._begun
+        sums: list[int] = []
+        for start in range(0, len(moves), self._batch):
+            if stopped():
+                raise PushStoppedError("stopped on request")
+            sums += self._copy(moves[start : start + self._batch], self._table)
+        return sums
 
-    def _request_ack(self, stopped: Stopped) -> None:
-        self._send(Sync())
+    def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
+        assert landing_id in self._begun
+        first, second = self._halves
+        self._copy([move], RunTable(first))
+        self._faults.at("push.half")
+        self._copy([move], RunTable(second))
+        if corrupt:
+            self._place.bytes[move.dst_block * self._block_bytes + self._table.runs[0].dst_offset] ^= 1
+        return self._source.sums([move.src_block], self._piece)[0]
 
-    def _send(self, request: Begin | Sync) -> None:
-        send_frame(self._sock, _REQUEST_CODEC.encode(request))
+    def _copy(self, moves: Sequence[BlockMove], table: RunTable) -> list[int]:
+        targets = [move.dst_block * self._block_bytes for move in moves]
+        sources = self._source.offsets([move.src_block for move in moves])
+        return copy_runs(self._source.place, sources, self._place, targets, table, streamed=True)
 
-    def _write_scratch(self, source: memoryview, stopped: Stopped) -> None:
-        start = self._scratch_offset
-        np.copyto(self._bytes[start : start + len(source)], np.frombuffer(source, dtype=np.uint8))
+    def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
+        memory = self._source.memory
+        table = RunTable([Run(scratch_offset(memory.num_bytes), self._scratch, num_bytes)])
+        copy_runs(Place(memory.whole), [0], self._place, [0], table, sums=False)
 
 
 def listen(target: TargetRank) -> ShmListener | None:
     """A listener, or None where the pool's memory cannot be shared."""
-    return ShmListener(target) if target.memory.fd >= 0 else None
+    pool = target.pool
+    return ShmListener(target, pool.memory.fd) if isinstance(pool, HostPool) and pool.memory.fd >= 0 else None
 
 
 def connect(
-    rank: WriterRank,
-    target: RankEndpoints,
-    address: str,
-    connection_id: bytes,
-    on_lost: Callable[[str], None],
+    rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> ShmChannel:
     """Open a channel; `TransferError` says why it could not be."""
+    _host_pool(rank)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
         sock.connect(f"\0{address}")
-        welcome = greet(sock, rank, connection_id)
-        mapping = _receive_mapping(sock, welcome.num_bytes)
-        return ShmChannel(sock, rank, target, mapping, welcome.num_bytes, on_lost)
+        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        block_bytes = replace(rank.pool.layout, shard=lane.target.shard).block_bytes
+        mapping = _receive_mapping(sock, welcome.num_blocks * block_bytes)
     except OSError as error:
         sock.close()
         raise PathError(f"shm {address}: {error}") from error
     except TransferError:
         sock.close()
         raise
+    channel = ShmChannel(rank, lane, Connection(sock, "shm"), welcome, mapping, on_lost)
+    channel.start()
+    return channel
+
+
+def _host_pool(rank: WriterRank) -> HostPool:
+    if not isinstance(rank.pool, HostPool):
+        raise PathError(f"this rank's blocks lie on {rank.pool.device}, not in host memory")
+    return rank.pool
 
 
 def _receive_mapping(sock: socket.socket, num_bytes: int) -> mmap.mmap:
@@ -217,11 +169,3 @@ def _receive_mapping(sock: socket.socket, num_bytes: int) -> mmap.mmap:
         return map_shared(descriptors[0], total_bytes)
     finally:
         os.close(descriptors[0])
-
-
-def _await_end(sock: socket.socket) -> None:
-    """Return when the writer's end is closed, whatever else it still sends; tell it that we are done."""
-    with contextlib.suppress(OSError):  # reset: the writer closed with our answers unread
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1 << 16):
-            pass

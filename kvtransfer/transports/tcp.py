@@ -1,47 +1,37 @@
-"""TCP between hosts: bytes go from the pool into the socket and from the socket into the pool, uncopied.
+"""TCP between hosts: several connections per lane, each with a thread of its own at either end.
 
-Frames: a header (kind, landing id, block, number of bytes), then the bytes of the block's piece in the
-order of the target's layout. Two-sided: the receiver looks up the landing for every block frame and takes
-bytes into the pool only under the landing's lock and while it is open, each time as many as have arrived
-already. So when a landing is closed nothing of it can follow, be the writer dead, stopped or late: the rest
-is drained into the scratch area and the landing is named in the next Ack as refused.
+Two-sided: the receiver puts bytes into the pool only while the landing is open
+(`OpenedLanding.start_receiving`), each time as many as have arrived already. So when a landing is closed
+nothing of it can follow, be the writer dead, stopped or late: the rest is drained and the landing is named in
+the next Ack as refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
+import functools
+import itertools
+import queue
 import socket
-import struct
 import sys
-from collections.abc import Callable
-from typing import ClassVar
+import threading
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar
 
-from kvtransfer.errors import PathError, PeerGoneError, TransferError, WireError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_exactly, send_frame
-from kvtransfer.gate import OpenedLanding
-from kvtransfer.layout import Run, plan_runs
-from kvtransfer.memory import SCRATCH_BYTES, scratch_offset
-from kvtransfer.messages import RankEndpoints
-from kvtransfer.transports.base import (
-    ACK_CODEC,
-    STALLED_S,
-    Ack,
-    Channel,
-    ChannelHello,
-    Listener,
-    Stopped,
-    TargetRank,
-    WriterRank,
-    greet,
-    target_layout,
-)
+import psutil
 
-_HEADER = struct.Struct("<B16sIQ")
-_BLOCK, _SCRATCH, _SYNC = 1, 2, 3
-_NO_LANDING = bytes(16)
-_MAX_VECTORS = 512
+from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S
+from kvtransfer.messages import BlockMove, Lane
+from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
+from kvtransfer.transports.connection import ChannelHello, Connection, Stopped, greet, shut_down
+from kvtransfer.transports.tcp_stream import FRAME_BYTES, Receiver, Sender
+
 _BACKLOG = 128
+
+Frame = TypeVar("Frame")
+Result = TypeVar("Result")
+_Task = Callable[[Sender], None]
 
 
 class TcpListener(Listener):
@@ -50,147 +40,153 @@ class TcpListener(Listener):
     transport: ClassVar[str] = "tcp"
 
     def __init__(self, target: TargetRank) -> None:
-        sock = socket.create_server((target.data_host, 0), family=_family(target.data_host), backlog=_BACKLOG)
-        super().__init__(target, sock, f"{target.data_host}:{sock.getsockname()[1]}")
+        host = target.settings.data_host
+        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
+        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
-        _tune(sock)
-        send_frame(sock, self._welcome())
+        tune(sock)
+        self._send_welcome(sock)
         with contextlib.suppress(PeerGoneError):  # the writer left
-            _Receiver(self._target, sock, hello).run()
+            Receiver(self._target.pool, self._target.gate, sock, hello.writer, hello.piece).run()
 
 
-class _Receiver:
-    """One connection's frames, until it ends."""
+class _Job(Generic[Frame, Result]):
+    """Frames that the channel's streams share: each takes the next when it has sent one."""
 
-    def __init__(self, target: TargetRank, sock: socket.socket, hello: ChannelHello) -> None:
-        self._gate = target.gate
-        self._sock = sock
-        self._writer = hello.writer
-        self._runs = plan_runs(hello.layout, target.layout)
-        self._piece_bytes = sum(run.num_bytes for run in self._runs)
-        self._block_bytes = target.layout.block_bytes
-        self._pool = target.memory.buffer
-        scratch_start = scratch_offset(target.memory.num_bytes)
-        self._scratch = target.memory.whole[scratch_start : scratch_start + SCRATCH_BYTES]
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
-        self._num_done = 0
-        self._refused: list[bytes] = []
+    def __init__(self, frames: Sequence[Frame], num_streams: int, stopped: Stopped) -> None:
+        self._stopped = stopped
+        self._frames = enumerate(frames)
+        self._results: dict[int, Result] = {}
+        self._num_working = self.num_streams = min(num_streams, len(frames))
+        self._changed = threading.Condition()
+        self._error: TransferError | None = None
 
-    def run(self) -> None:
-        while True:
-            kind, landing_id, block_id, num_bytes = _HEADER.unpack(receive_exactly(self._sock, _HEADER.size))
-            if kind == _BLOCK:
-                self._receive_block(landing_id, block_id, num_bytes)
-            elif kind == _SCRATCH:
-                self._drain(num_bytes)
-            elif kind == _SYNC:
-                self._num_done += 1
-                send_frame(self._sock, ACK_CODEC.encode(Ack(self._num_done, tuple(self._refused))))
-                self._refused.clear()
-            else:
-                raise WireError(f"no frame of kind {kind}")
-
-    def _receive_block(self, landing_id: bytes, block_id: int, num_bytes: int) -> None:
-        if num_bytes != self._piece_bytes:
-            raise WireError(f"a block frame of {num_bytes} bytes, expected {self._piece_bytes}")
-        landing = self._gate.find(landing_id, self._writer)
-        if landing is not None and block_id in landing.block_ids:
-            num_bytes -= self._receive_into(landing, block_id)
-        if num_bytes:
-            self._drain(num_bytes)
-            if landing_id not in self._refused:
-                self._refused.append(landing_id)
-
-    def _receive_into(self, landing: OpenedLanding, block_id: int) -> int:
-        """Receive into the block while the landing is open; returns the number of bytes taken."""
-        views = _views(self._pool, block_id * self._block_bytes, [run[1:] for run in self._runs])
-        num_taken = 0
-        while views:
-            with landing.lock:
-                if not landing.is_open:
-                    break
-                count = self._receive_some(views)
-            if count == 0:
-                self._readable.poll()
-            num_taken += count
-            _consume(views, count)
-        return num_taken
-
-    def _drain(self, num_bytes: int) -> None:
-        while num_bytes:
-            count = self._receive_some([self._scratch[: min(num_bytes, SCRATCH_BYTES)]])
-            if count == 0:
-                self._readable.poll()
-            num_bytes -= count
-
-    def _receive_some(self, views: list[memoryview]) -> int:
-        """Take what has arrived, without waiting; 0: nothing has. `PeerGoneError` at the end."""
+    def work(self, send: Callable[[Frame, Stopped], Result]) -> None:
+        """One stream's part: `send` frames until none is left or one has failed."""
+        error: TransferError | None = PeerGoneError("a sending thread failed")
         try:
-            count, _, _, _ = self._sock.recvmsg_into(views[:_MAX_VECTORS], 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise PeerGoneError(f"connection lost while receiving: {error}") from error
-        if count == 0:
-            raise PeerGoneError("connection closed by the other side")
-        return count
+            while (taken := self._take()) is not None:
+                self._results[taken[0]] = send(taken[1], self._stopped)
+            error = None
+        except TransferError as failure:
+            error = failure
+        finally:
+            with self._changed:
+                self._error = self._error or error
+                self._num_working -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> list[Result]:
+        """Wait until no stream works on it any more; what `send` returned, in order, or the first error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_working == 0)
+        if self._error is not None:
+            raise self._error
+        return [self._results[index] for index in range(len(self._results))]
+
+    def _take(self) -> tuple[int, Frame] | None:
+        with self._changed:
+            if self._error is not None:
+                return None
+            if self._stopped():
+                raise PushStoppedError("stopped on request")
+            return next(self._frames, None)
 
 
 class TcpChannel(Channel):
-    """Sends frames; one socket per writer rank and target rank."""
+    """Deals frames out over its streams: the writing thread sends on the first, others on the rest."""
 
     transport: ClassVar[str] = "tcp"
 
     def __init__(
-        self, sock: socket.socket, rank: WriterRank, target: RankEndpoints, on_lost: Callable[[str], None]
-    ) -> None:
-        super().__init__(sock, rank, target_layout(rank, target.shard), on_lost)
-        self._writable = select.poll()
-        self._writable.register(sock, select.POLLOUT)
-        self._reader.start()
-
-    def write(
         self,
-        landing_id: bytes,
-        dst_block: int,
-        source: memoryview,
-        half: Callable[[], None],
-        stopped: Stopped,
+        rank: WriterRank,
+        lane: Lane,
+        connections: Sequence[Connection],
+        num_blocks: int,
+        on_lost: Callable[[str], None],
     ) -> None:
-        header = _HEADER.pack(_BLOCK, landing_id, dst_block, self.num_bytes)
-        first, second = self._halves
-        self._send([memoryview(header), *_views(source, 0, [_source(run) for run in first])], stopped)
-        half()
-        self._send(_views(source, 0, [_source(run) for run in second]), stopped)
+        device = interface_of(connections[0].sock.getsockname()[0])
+        super().__init__(rank, lane, connections, num_blocks, device, on_lost)
+        self._streams = [Sender(connection, rank.pool, lane.piece) for connection in connections]
+        self._tasks: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in connections[1:]]
+        self._threads = [
+            threading.Thread(target=self._send, args=pair, name="tcp-send", daemon=True)
+            for pair in zip(self._streams[1:], self._tasks, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def interrupt(self, reason: str = "closed on request") -> None:
         super().interrupt(reason)
-        with contextlib.suppress(OSError):  # the target was first
-            self._sock.shutdown(socket.SHUT_RDWR)
+        for connection in self._connections:
+            shut_down(connection.sock)
 
-    def _request_ack(self, stopped: Stopped) -> None:
-        self._send([memoryview(_HEADER.pack(_SYNC, _NO_LANDING, 0, 0))], stopped)
+    def close(self) -> None:
+        self.interrupt()
+        for tasks, thread in zip(self._tasks, self._threads, strict=True):
+            tasks.put(None)
+            thread.join()
+        super().close()
 
-    def _write_scratch(self, source: memoryview, stopped: Stopped) -> None:
-        header = _HEADER.pack(_SCRATCH, _NO_LANDING, 0, len(source))
-        self._send([memoryview(header), source], stopped)
+    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        def send(sender: Sender, frame: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+            return sender.send_blocks(landing_id, frame, stopped)
 
-    def _send(self, views: list[memoryview], stopped: Stopped) -> None:
-        """Send everything. A frame cannot be left half sent, so a push that is stopped while the target
-        takes nothing costs the connection (`PeerGoneError`)."""
-        while views:
-            self.check()
+        count = self._streams[0].packing.blocks_per_frame
+        frames = [moves[start : start + count] for start in range(0, len(moves), count)]
+        return list(itertools.chain.from_iterable(self._share(send, frames, stopped)))
+
+    def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
+        def send(sender: Sender, frame: BlockMove, stopped: Stopped) -> int:
+            half = functools.partial(self._faults.at, "push.half")
+            return sender.send_block(landing_id, frame, corrupt, half, stopped)
+
+        return self._share(send, [move], stopped)[0]
+
+    def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
+        source = memoryview(bytes(num_bytes))
+        frames = [source[start : start + FRAME_BYTES] for start in range(0, num_bytes, FRAME_BYTES)]
+
+        def send(sender: Sender, frame: memoryview, _: Stopped) -> None:
+            sender.send_scratch(frame, stopped)
+
+        self._share(send, frames, lambda: False)  # `stopped` counts how often it is asked: only when stalled
+
+    def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
+        self._streams[self._connections.index(connection)].request_ack(stopped)
+
+    def _share(
+        self, send: Callable[[Sender, Frame, Stopped], Result], frames: Sequence[Frame], stopped: Stopped
+    ) -> list[Result]:
+        """Send the frames over all streams; returns when none of them works on one any more."""
+        job: _Job[Frame, Result] = _Job(frames, len(self._streams), stopped)
+
+        def send_or_end(sender: Sender, frame: Frame, stopped: Stopped) -> Result:
             try:
-                count = self._sock.sendmsg(views[:_MAX_VECTORS], [], socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                count = 0
-                if not self._writable.poll(STALLED_S * 1e3) and stopped():
-                    self.interrupt("given up: a push was stopped and the target took no bytes")
-            except OSError as error:
-                raise PeerGoneError(f"connection lost while sending: {error}") from error
-            _consume(views, count)
+                return send(sender, frame, stopped)
+            except PeerGoneError as error:
+                self.interrupt(str(error))  # a frame is half sent; the other streams end too
+                raise
+
+        def work(sender: Sender) -> None:
+            job.work(functools.partial(send_or_end, sender))
+
+        for tasks in self._tasks[: max(0, job.num_streams - 1)]:
+            tasks.put(work)
+        if frames:
+            work(self._streams[0])
+        return job.finish()
+
+    def _send(self, sender: Sender, tasks: queue.SimpleQueue[_Task | None]) -> None:
+        reason = "a sending thread failed"
+        try:
+            while (work := tasks.get()) is not None:
+                work(sender)
+            reason = "closed on request"
+        finally:
+            self.interrupt(reason)
 
 
 def listen(target: TargetRank) -> TcpListener:
@@ -198,28 +194,37 @@ def listen(target: TargetRank) -> TcpListener:
 
 
 def connect(
-    rank: WriterRank,
-    target: RankEndpoints,
-    address: str,
-    connection_id: bytes,
-    on_lost: Callable[[str], None],
+    rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> TcpChannel:
     """Open a channel; `TransferError` says why it could not be."""
+    hello = rank.hello(lane, connection_id)
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(rank.settings.tcp_streams):
+            sockets.append(open_socket(address))
+            welcome = greet(sockets[-1], rank.secret, hello)
+        connections = [Connection(sock, "tcp") for sock in sockets]
+        channel = TcpChannel(rank, lane, connections, welcome.num_blocks, on_lost)
+    except TransferError:
+        for sock in sockets:
+            sock.close()
+        raise
+    channel.start()
+    return channel
+
+
+def open_socket(address: str) -> socket.socket:
+    """Connect to a listener of "host:port" and `tune` it; `PathError` when it cannot be reached."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_TIMEOUT_S)
     except (OSError, ValueError) as error:
-        raise PathError(f"tcp {address}: {error}") from error
-    try:
-        _tune(sock)
-        greet(sock, rank, connection_id)
-        return TcpChannel(sock, rank, target, on_lost)
-    except TransferError:
-        sock.close()
-        raise
+        raise PathError(f"{address}: {error}") from error
+    tune(sock)
+    return sock
 
 
-def _tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket) -> None:
     """No delay, and a dead host is noticed. The kernel sizes the buffers: a size set by hand is cut to
     `rmem_max`, often far below what it grows them to, and brought nothing where it was not cut."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -230,24 +235,14 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _family(host: str) -> socket.AddressFamily:
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this address; the address itself when none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return address
+
+
+def family(host: str) -> socket.AddressFamily:
+    """Of an address or a name to listen on."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _source(run: Run) -> tuple[int, int]:
-    return run.src_offset, run.num_bytes
-
-
-def _views(buffer: memoryview, base: int, spans: list[tuple[int, int]]) -> list[memoryview]:
-    return [buffer[base + offset : base + offset + count] for offset, count in spans]
-
-
-def _consume(views: list[memoryview], count: int) -> None:
-    """Drop the first `count` bytes of the views."""
-    num_whole = 0
-    while num_whole < len(views) and count >= len(views[num_whole]):
-        count -= len(views[num_whole])
-        num_whole += 1
-    del views[:num_whole]
-    if count:
-        views[0] = views[0][count:]

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.capacity import BRAIN_CPUS, GATEWAY_CPUS, ReplicaDemand, bundles, demands, plan_cpus, shortages
+from cluster.capacity import (
+    BRAIN_CPUS,
+    GATEWAY_CPUS,
+    ReplicaDemand,
+    bundles,
+    demands,
+    placement_strategy,
+    plan_cpus,
+    shortages,
+)
 from cluster.config import PoolConfig
 
 GATEWAY = ReplicaDemand("gateway", ({"CPU": GATEWAY_CPUS},))
@@ -82,6 +91,18 @@ def test_large_replicas_are_placed_before_small_ones() -> None:
     assert shortages(demands(pools, {"small": 1.0, "large": 3.0}), nodes, nodes) == []
 
 
-def test_bundles_are_the_brain_then_its_ranks() -> None:
+def test_bundles_are_the_brain_then_its_stages() -> None:
     assert bundles(pool("g", device="cuda"), 0.5) == [{"CPU": BRAIN_CPUS}, {"CPU": 0.5, "GPU": 1.0}]
     assert bundles(pool("c"), 0.5) == [{"CPU": BRAIN_CPUS}, {"CPU": 0.5}]
+    split = pool("s", tp=2, pp=2, devices=["cuda", "cpu"])
+    assert bundles(split, 0.5) == [{"CPU": BRAIN_CPUS}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0}]
+
+
+def test_stages_may_be_on_several_nodes_but_not_the_ranks_of_one() -> None:
+    wide, deep = pool("wide", tp=4, cpus_per_rank=1), pool("deep", tp=2, pp=2, cpus_per_rank=1)
+    nodes = [{"CPU": 2.1}, {"CPU": 2.1}]
+    assert shortages(demands([deep], {"deep": 1.0}), nodes, nodes) == []
+    assert shortages(demands([wide], {"wide": 1.0}), nodes, nodes) == [
+        "pool wide: no single node has CPU: 4.05 left for one replica"
+    ]
+    assert (placement_strategy(wide), placement_strategy(deep)) == ("STRICT_PACK", "PACK")

@@ -17,10 +17,18 @@ def test_help_names_every_command() -> None:
 
 def test_a_bad_file_is_refused_before_anything_starts(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text(f"model: {TINY}\npools:\n  - {{name: d, role: decode, tp: 4}}\n")
+    file.write_text(f"model: {TINY}\npools:\n  - {{name: d, role: decode, tp: 0}}\n")
     done = tandem("serve", "--file", str(file))
     assert done.returncode == 1
-    assert "pools[0].tp: only 1" in done.stderr.replace("\n", "")
+    assert "pools[0].tp: Input should be greater" in done.stderr.replace("\n", "")
+
+
+def test_a_split_that_the_model_does_not_allow_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {TINY}\npools:\n  - {{name: d, role: decode, tp: 16}}\n")
+    done = tandem("serve", "--file", str(file))
+    assert done.returncode == 1
+    assert "tp is more than the model's 8 attention heads" in " ".join(done.stderr.split())
 
 
 def test_a_folder_that_holds_no_model_is_refused_before_anything_starts(tmp_path: Path) -> None:

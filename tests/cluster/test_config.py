@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig, default_config, load_config, parse_config
+from cluster.config import ClusterConfig, PoolConfig, default_config, load_config, parse_config
 from cluster.errors import ConfigError
 from kvtransfer.faults import FaultRule
+from workers.model.config import read_model_config
 
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 POOLS = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
 
 
@@ -35,8 +38,15 @@ def test_defaults_are_one_prefill_and_one_decode_replica() -> None:
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"tp": 2}, "pools[1].tp: only 1"),
-        ({"pp": 4}, "pools[1].pp: only 1"),
+        ({"tp": 0}, "pools[1].tp: Input should be greater"),
+        ({"pp": 0}, "pools[1].pp: Input should be greater"),
+        (
+            {"pp": 2, "layers": [1, 2, 3]},
+            "pools[1]: layers needs one entry for each of the pp = 2 stages, not 3",
+        ),
+        ({"pp": 2, "layers": [3, 0]}, "pools[1].layers[1]: "),
+        ({"devices": ["cpu", "cuda"]}, "pools[1]: devices needs one entry for each of the pp = 1 stages"),
+        ({"pp": 2, "devices": ["cpu", "tpu"]}, "pools[1].devices[1]: "),
         ({"role": "decoder"}, "pools[1].role: "),
         ({"replicas": 0}, "pools[1].replicas: "),
         ({"engine": {"block_tokens": 48}}, "pools[1].engine.block_tokens: "),
@@ -61,6 +71,8 @@ def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
         ({"model": "m", "pools": POOLS, "route": {}}, "route: "),
         ({"model": "m", "pools": POOLS, "router": {"policy": "best"}}, "router.policy: "),
         ({"model": "m", "pools": POOLS, "transfer": {"growth_reserve": 2}}, "transfer.growth_reserve: "),
+        ({"model": "m", "pools": POOLS, "transfer": {"transports": ["smoke"]}}, "transfer.transports[0]: "),
+        ({"model": "m", "pools": POOLS, "transfer": {"transports": []}}, "transfer.transports: "),
         ({"model": "m", "pools": POOLS, "gateway": {"port": 70000}}, "gateway.port: "),
         ({"model": "m", "pools": [POOLS[0]]}, "pools: at least one needs the role decode"),
         ({"model": "m", "pools": [POOLS[1], POOLS[1]]}, "pools: the name 'd' is used more than once"),
@@ -71,7 +83,7 @@ def test_bad_field_is_named(raw: dict[str, Any], path: str) -> None:
 
 
 def test_every_bad_field_gets_a_line() -> None:
-    message = refused({"model": "m", "pools": [{**POOLS[0], "tp": 2}, {**POOLS[1], "pp": 2}], "x": 1})
+    message = refused({"model": "m", "pools": [{**POOLS[0], "tp": 0}, {**POOLS[1], "pp": 0}], "x": 1})
     assert [line.split(": ")[1] for line in message.splitlines()] == ["pools[0].tp", "pools[1].pp", "x"]
 
 
@@ -136,3 +148,17 @@ def test_gpu_default_follows_the_device() -> None:
     ]
     config = parse_config({"model": "m", "pools": pools}, "test")
     assert [pool.num_gpus_per_rank for pool in config.pools] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tp": 9}, "pool p: tp 9, pp 1: tp is more than the model's 8 attention heads"),
+        ({"pp": 7}, "pool p: tp 1, pp 7: pp is more than the model's 6 layers"),
+        ({"pp": 2, "layers": [2, 3]}, "pool p: layers add up to 5, the model has 6"),
+    ],
+)
+def test_a_split_that_the_model_does_not_allow_is_named(change: dict[str, Any], message: str) -> None:
+    pool = PoolConfig.model_validate({**POOLS[0], **change})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        pool.check_model(read_model_config(TINY))

@@ -143,14 +143,21 @@ def test_a_prefill_replica_is_needed_until_all_first_tokens_and_the_hand_over_ar
 
 
 @pytest.mark.parametrize(
-    ("code", "excluded", "avoided"),
-    [("peer", ("d0",), False), ("internal", ("p0",), False), ("refused", ("d0", "p0"), True)],
+    ("code", "refused_by", "excluded", "avoided"),
+    [
+        ("peer", "", ("d0",), False),
+        ("internal", "", ("p0",), False),
+        ("refused", "", ("p0",), True),
+        ("refused", "d0", ("d0",), True),
+    ],
 )
-def test_who_is_blamed_for_a_failure(code: str, excluded: tuple[str, ...], avoided: bool) -> None:
+def test_who_is_blamed_for_a_failure(
+    code: str, refused_by: str, excluded: tuple[str, ...], avoided: bool
+) -> None:
     journey = make_journey()
     journey.start(0.0)
     route(journey, P0, D0)
-    *_, retry = journey.on_failed(P0, RequestFailed("r", 1, code, "why", 0.5), 1.0)
+    *_, retry = journey.on_failed(P0, RequestFailed("r", 1, code, "why", 0.5, refused_by), 1.0)
     assert isinstance(retry, Route)
     assert retry.request.excluded == excluded
     assert retry.delay_s == (0.5 if avoided else 0.0)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvtransfer.checksum import Checksummer, checksum
 from kvtransfer.checksum_torch import checksum_torch
+from kvtransfer.layout import Run
+from kvtransfer.runs import Place, RunTable, sum_runs
 
 MODULUS = 1 << 64
 WORDS = st.lists(st.integers(0, MODULUS - 1) | st.integers(0, 3), min_size=2, max_size=40)
@@ -44,6 +46,8 @@ def test_all_implementations_agree_on_any_bytes_in_any_parts(data: bytes, cuts: 
     assert Checksummer().sum(parts) == expected
     assert checksum(data) == expected
     assert checksum_torch(as_tensor(data)) == expected
+    runs = RunTable([Run(start, 0, end - start) for start, end in itertools.pairwise(edges)])
+    assert sum_runs(Place(memoryview(data)), [0], runs) == [expected]
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 17, (1 << 17) + 5, (1 << 20) + 8, (3 << 20) - 3])

@@ -15,6 +15,7 @@ EVENTS = st.lists(
         st.tuples(st.just("submit"), st.sampled_from(LANDINGS), st.sampled_from(CONNECTIONS)),
         st.tuples(st.just("start"), st.integers(0, 5), st.none()),
         st.tuples(st.just("end"), st.integers(0, 5), st.booleans()),
+        st.tuples(st.just("park"), st.integers(0, 5), st.none()),
         st.tuples(st.just("stop"), st.sampled_from(LANDINGS), st.none()),
         st.tuples(st.just("remove"), st.sampled_from(CONNECTIONS), st.none()),
     ),
@@ -54,6 +55,13 @@ class House:
             failed = PushFailed(order.push_id, order.landing_id, "")
             self.fence.end(order, result if done else failed)
 
+    def park(self, index: int, _: object) -> None:
+        if index < len(self.running):
+            order = self.running.pop(index)
+            if self.fence.park(order):
+                assert not self.fence.is_stopped(order.landing_id)
+                self.queued.append(order)
+
     def stop(self, landing_id: bytes, _: object) -> None:
         self.fence.stop(landing_id)
 
@@ -75,6 +83,7 @@ def test_any_order_of_events(events: list[tuple[str, object, object]]) -> None:
         house.start(0, None)
     while house.running:
         house.end(0, True)
+    assert not house.running
     ends = [each.push_id for each in house.reports if isinstance(each, PushDone | PushFailed)]
     assert sorted(ends) == [order.push_id for order in house.orders]
     for landing_id, first_late in stopped_when.items():
@@ -84,3 +93,24 @@ def test_any_order_of_events(events: list[tuple[str, object, object]]) -> None:
             if isinstance(report, PushDone | PushFailed) and report.landing_id == landing_id:
                 assert isinstance(report, PushFailed)
                 assert report.push_id >= first_late  # submitted after the stop: failed at once
+
+
+def test_a_stop_need_not_wait_for_a_parked_push() -> None:
+    house = House()
+    house.submit(b"a", b"x")
+    house.start(0, None)
+    house.park(0, None)
+    house.stop(b"a", None)
+    assert house.reports == [PushFailed(0, b"a", "its landing was stopped"), PushStopped(b"a")]
+    house.start(0, None)
+    assert not house.running
+
+
+def test_a_push_that_is_parked_after_the_stop_ends() -> None:
+    house = House()
+    house.submit(b"a", b"x")
+    house.start(0, None)
+    house.stop(b"a", None)
+    assert house.reports == []
+    house.park(0, None)
+    assert house.reports == [PushFailed(0, b"a", "its landing was stopped"), PushStopped(b"a")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from transfer_house import eventually
+
 from kvtransfer.gate import Gate, RecentIds
 from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
 
@@ -92,3 +94,22 @@ def test_only_the_oldest_ids_are_forgotten() -> None:
     for value in (b"1", b"2", b"1", b"3"):
         ids.add(value)
     assert [value in ids for value in (b"1", b"2", b"3")] == [True, False, True]
+
+
+def test_closing_waits_for_who_is_just_receiving() -> None:
+    reports: list[TransferReport] = []
+    gate = Gate(reports.append)
+    gate.open(OpenLanding(b"a", WRITER, (1,)))
+    landing = gate.find(b"a", WRITER)
+    assert landing is not None
+    assert landing.start_receiving()
+    assert landing.start_receiving()
+    closing = threading.Thread(target=lambda: gate.close(b"a"))
+    closing.start()
+    eventually(lambda: not landing.is_open, "the closing")
+    landing.end_receiving()
+    assert not landing.start_receiving()
+    assert reports == []
+    landing.end_receiving()
+    closing.join(30)
+    assert reports == [LandingClosed(b"a", ())]

@@ -1,42 +1,108 @@
-"""A rank's transfer agent in a process of its own: orders come in on standard input, reports go out on
-standard output, both as length-prefixed frames. The first frame is the setup."""
+"""Transfer agents of ranks in a process of their own: frames come in on standard input and go out on standard
+output, length-prefixed. One process may hold several ranks, which come and go."""
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
+import threading
+from pathlib import Path
 from typing import IO
-
-import numpy as np
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import KvMemory
-from kvtransfer.messages import ReplicaIdentity, Shard, TransferOrder, TransferReport
+from kvtransfer.messages import (
+    RankEndpoints,
+    ReplicaIdentity,
+    Shard,
+    TransferOrder,
+    TransferReport,
+    TransferSettings,
+)
+from kvtransfer.pool import HostPool, KvPool
 from kvtransfer.service import TransferAgent
 from kvtransfer.wire import Codec, Message
 
 LENGTH = struct.Struct("<I")
+HOLD = "hold"
+"""A fault's action, here only: wait at the point until the file "<marker>.go" exists."""
 
 
-class AgentSetup(Message, frozen=True):
-    """What the process is: its pool is filled from `seed`."""
+class StartRank(Message, frozen=True):
+    """To the process: a rank with a pool of zeros. `is_device`: as a torch tensor's pool."""
 
+    key: int
     identity: ReplicaIdentity
+    rank: int
     shard: Shard
     head_dim: int
     block_tokens: int
     item_bytes: int
     num_blocks: int
     secret: bytes
-    seed: int
     faults: tuple[FaultRule, ...]
+    settings: TransferSettings
+    is_device: bool = False
 
 
-SETUP_CODEC: Codec[AgentSetup] = Codec(AgentSetup)
-ORDER_CODEC: Codec[TransferOrder] = Codec(TransferOrder)
-REPORT_CODEC: Codec[TransferReport] = Codec(TransferReport)
+class EndRank(Message, frozen=True):
+    """To the process: close that rank's agent; answered by `RankEnded`."""
+
+    key: int
+
+
+class Order(Message, frozen=True):
+    """To the process: an order for that rank's agent."""
+
+    key: int
+    order: bytes
+
+
+class RankStarted(Message, frozen=True):
+    """From the process: how the rank is reached, and the descriptor of its pool's memory in that process."""
+
+    key: int
+    endpoints: RankEndpoints
+    fd: int
+
+
+class Report(Message, frozen=True):
+    """From the process: what the rank's agent reports."""
+
+    key: int
+    report: bytes
+
+
+class RankEnded(Message, frozen=True):
+    """From the process: the rank's agent is closed."""
+
+    key: int
+
+
+TO_PROCESS: Codec[StartRank | EndRank | Order] = Codec(StartRank | EndRank | Order)
+FROM_PROCESS: Codec[RankStarted | Report | RankEnded] = Codec(RankStarted | Report | RankEnded)
+ORDERS: Codec[TransferOrder] = Codec(TransferOrder)
+REPORTS: Codec[TransferReport] = Codec(TransferReport)
+
+
+class HoldingFaults(Faults):
+    """Knows the action "hold" too."""
+
+    def __init__(self, rules: tuple[FaultRule, ...]) -> None:
+        super().__init__(rules)
+        self._held = [rule for rule in rules if rule.action == HOLD]
+
+    def at(self, point: str) -> bool:
+        is_corrupt = super().at(point)
+        for rule in self._held:
+            if rule.point == point and Path(rule.marker).exists():
+                go, pause = Path(f"{rule.marker}.go"), threading.Event()
+                while not go.exists():
+                    pause.wait(0.005)
+        return is_corrupt
 
 
 def read(stream: IO[bytes]) -> bytes | None:
@@ -49,26 +115,69 @@ def write(stream: IO[bytes], frame: bytes) -> None:
     stream.flush()
 
 
+class Ranks:
+    """The ranks of this process."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out = out
+        self._writing = threading.Lock()
+        self._agents: dict[int, TransferAgent] = {}
+        self._pools: dict[int, tuple[KvPool, KvMemory]] = {}
+
+    def handle(self, message: StartRank | EndRank | Order) -> None:
+        match message:
+            case StartRank():
+                self._start(message)
+            case EndRank(key):
+                self._agents.pop(key).close()
+                for each in self._pools.pop(key):
+                    each.close()
+                self._send(RankEnded(key))
+            case Order():
+                self._agents[message.key].handle(ORDERS.decode(message.order))
+
+    def _start(self, start: StartRank) -> None:
+        layout = BlockLayout(start.shard, start.head_dim, start.block_tokens, start.item_bytes)
+        memory = KvMemory.allocate(start.num_blocks * layout.block_bytes)
+        pool = _device_pool(layout, memory) if start.is_device else HostPool(layout, memory)
+        self._pools[start.key] = pool, memory
+
+        def report(report: TransferReport) -> None:
+            self._send(Report(start.key, REPORTS.encode(report)))
+
+        agent = TransferAgent(
+            identity=start.identity,
+            rank=start.rank,
+            pool=pool,
+            secret=start.secret,
+            clock=SystemClock(),
+            faults=HoldingFaults(start.faults),
+            report=report,
+            settings=start.settings,
+        )
+        self._agents[start.key] = agent
+        self._send(RankStarted(start.key, agent.endpoints(), memory.fd))
+
+    def _send(self, message: RankStarted | Report | RankEnded) -> None:
+        with self._writing:
+            write(self._out, FROM_PROCESS.encode(message))
+
+
+def _device_pool(layout: BlockLayout, memory: KvMemory) -> KvPool:
+    import torch
+
+    from kvtransfer.device import DevicePool
+
+    return DevicePool(layout, torch.frombuffer(memory.buffer, dtype=torch.uint8).view(-1, layout.block_bytes))
+
+
 def main() -> None:
-    setup = SETUP_CODEC.decode(read(sys.stdin.buffer) or b"")
-    layout = BlockLayout(setup.shard, setup.head_dim, setup.block_tokens, setup.item_bytes)
-    memory = KvMemory.allocate(setup.num_blocks * layout.block_bytes)
-    memory.buffer[:] = np.random.default_rng(setup.seed).bytes(memory.num_bytes)
-    agent = TransferAgent(
-        identity=setup.identity,
-        rank=0,
-        layout=layout,
-        memory=memory,
-        secret=setup.secret,
-        clock=SystemClock(),
-        faults=Faults(setup.faults),
-        report=lambda report: write(sys.stdout.buffer, REPORT_CODEC.encode(report)),
-        transports=(),
-        data_host="127.0.0.1",
-    )
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries write to standard output as they like
+    ranks = Ranks(out)
     while (frame := read(sys.stdin.buffer)) is not None:
-        agent.handle(ORDER_CODEC.decode(frame))
-    agent.close()
+        ranks.handle(TO_PROCESS.decode(frame))
+    os._exit(0)  # a process that had a NIXL agent crashes in a normal exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model of the ranks that computes from step plans alone, and an engine that runs on it.
+"""A model of a replica's one rank that computes from step plans alone; `staged_engine` has one of several.
 
 Its KV is token ids by (block, offset), and it samples a hash of the context that it reads back through the
 block table. So a wrong table, a missed copy, a block reused too early or a wrong start is a wrong token.
@@ -7,13 +7,8 @@ block table. So a wrong table, a missed copy, a block reused too early or a wron
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from workers.config import EngineConfig
-from workers.engine.batch import StepOutcome
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
 from workers.messages import SampledToken, SamplingParams, StepPlan, StepReport
 
 BLOCK_TOKENS = 4
@@ -96,7 +91,7 @@ class HashRank:
             tokens = unpack(entry.tokens)
             if not tokens:
                 state = self.slots[entry.slot]
-                assert (entry.num_tokens, state.sampled_in_step) == (1, plan.step - 1)
+                assert 0 < state.sampled_in_step < plan.step, "the slot has not sampled anything"
                 tokens = state.context[-1:]
             assert len(tokens) == entry.num_tokens
             for position, token in enumerate(tokens, entry.start):
@@ -104,53 +99,3 @@ class HashRank:
                 assert place not in written
                 written.add(place)
                 self.kv[place] = token
-
-
-@dataclass
-class Engine:
-    """A scheduler, its rank, and the plans that are out."""
-
-    config: EngineConfig
-    num_blocks: int
-    pool: BlockPool = field(init=False)
-    scheduler: Scheduler = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS)
-        self.scheduler = Scheduler(
-            self.config,
-            self.pool,
-            eos_token_ids=(END,),
-            max_context_tokens=MAX_CONTEXT,
-            fingerprint=FINGERPRINT,
-        )
-        self.rank = HashRank()
-        self.reports: deque[StepReport] = deque()
-        self.plans: deque[StepPlan] = deque()
-        self.blocks_of_landings: list[int] = []
-
-    def plan(self, now: float) -> bool:
-        plan = self.scheduler.plan(now)
-        if plan is None:
-            return False
-        assert sum(entry.num_tokens for entry in plan.entries) <= self.config.max_batch_tokens
-        assert len(plan.entries) <= self.config.max_sequences
-        assert all(entry.num_tokens <= self.config.chunk_tokens for entry in plan.entries)
-        self.plans.append(plan)
-        self.reports.append(self.rank.run(plan))
-        return True
-
-    def settle(self, now: float) -> StepOutcome:
-        self.plans.popleft()
-        return self.scheduler.settle(self.reports.popleft(), now)
-
-    def check(self) -> None:
-        self.scheduler.check(num_other_references=len(self.blocks_of_landings))
-        for plan in self.plans:
-            named = {block for entry in plan.entries for block in entry.block_ids}
-            named |= {copy.src_block for copy in plan.copies}
-            assert all(self.pool.is_referenced(block) for block in named), "freed before its plan is reported"
-
-    @property
-    def max_tokens(self) -> int:
-        return min(MAX_CONTEXT, self.num_blocks * BLOCK_TOKENS)

@@ -1,9 +1,13 @@
-"""Both sides of the landing protocol with one rank each; messages are delivered one by one, in any order."""
+"""Both sides of the landing protocol with any ranks; messages are delivered one by one, in any order."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+from landing_ranks import TargetRank, WriterRank
 
 from kvtransfer.actions import (
     Granted,
@@ -11,16 +15,21 @@ from kvtransfer.actions import (
     KillRanks,
     Landed,
     LandingAction,
+    Lost,
     PushAction,
+    Pushed,
     PushEnded,
     ToPeer,
+    ToRank,
     ToRanks,
     ToWriter,
 )
 from kvtransfer.config import TransferConfig
 from kvtransfer.landing import LandingBook
+from kvtransfer.layout import plan_pieces
 from kvtransfer.messages import (
-    CloseLanding,
+    ClosePeer,
+    ConnectPeer,
     LandingAbort,
     LandingClosed,
     LandingGrant,
@@ -29,18 +38,13 @@ from kvtransfer.messages import (
     LandingRequest,
     LandingResult,
     Manifest,
-    OpenLanding,
     PeerMessage,
-    PieceSum,
     PushDone,
-    PushOrder,
+    PushFailed,
     PushStopped,
     ReplicaIdentity,
     Shard,
-    StopPush,
-    TransferOrder,
     Verified,
-    VerifyOrder,
     WriterGone,
     WriterStopped,
 )
@@ -51,7 +55,11 @@ BLOCK = 16
 SHARD = Shard(0, 1, 0, 1)
 PREFILL = ReplicaIdentity("p0", 1)
 DECODE = ReplicaIdentity("d0", 1)
-CONNECTION = b"c" * 16
+SOURCE_BLOCKS = 1000
+"""Request number n computes its prompt into the blocks from n times this on."""
+
+Ranks = Sequence[tuple[int, Shard]]
+ONE: Ranks = ((0, SHARD),)
 
 
 def request(number: int, num_tokens: int, **fields: object) -> LandingRequest:
@@ -71,41 +79,67 @@ def request(number: int, num_tokens: int, **fields: object) -> LandingRequest:
 
 @dataclass
 class World:
-    """A prefill side, a decode side, one rank each, and the wires between them, delivered one by one."""
+    """A prefill side, a decode side, their ranks, and the wires between them, delivered one by one."""
 
     pool: BlockPool
     one_sided: bool = True
+    sources: Ranks = ONE
+    readers: Ranks = ONE
     now: float = 0.0
     landing: LandingBook = field(init=False)
     push: PushBook = field(init=False)
+    writers: list[WriterRank] = field(init=False)
+    targets: list[TargetRank] = field(init=False)
     to_decode: deque[PeerMessage | HandOverReady] = field(default_factory=deque)
     to_prefill: deque[PeerMessage] = field(default_factory=deque)
-    writer: deque[TransferOrder] = field(default_factory=deque)
-    target: deque[TransferOrder] = field(default_factory=deque)
     owner: dict[int, bytes] = field(default_factory=dict)
-    open_at_target: set[bytes] = field(default_factory=set)
-    stopped: set[bytes] = field(default_factory=set)
     ended: dict[str, str] = field(default_factory=dict)
+    ready: dict[bytes, HandOverReady] = field(default_factory=dict)
+    pushed: list[Pushed] = field(default_factory=list)
     joined: dict[bytes, Landed] = field(default_factory=dict)
     asked: dict[bytes, LandingRequest] = field(default_factory=dict)
-    connected: bool = True
+    lost: list[str] = field(default_factory=list)
+    connection: bytes = b""
+    num_connections: int = 0
+    is_linked: bool = False
+    """The Peer link carries messages."""
+    decode_knows: bool = True
+    """The decode side has seen the end of the last link that ended."""
+    prefill_lives: bool = True
 
     def __post_init__(self) -> None:
         config = TransferConfig(landing_lease_s=10, landing_queue=8)
-        self.landing = LandingBook(config, self.pool, BLOCK)
-        self.push = PushBook(config, BLOCK)
+        self.landing = LandingBook(config, self.pool, BLOCK, len(self.readers))
+        self.push = PushBook(config, BLOCK, len(self.sources))
+        self.pieces = plan_pieces(self.sources, self.readers)
+        self.targets = [TargetRank(rank) for rank, _ in self.readers]
+        self.writers = [
+            WriterRank(
+                rank,
+                PREFILL,
+                self.one_sided,
+                [(self.targets[target], piece) for source, target, piece in self.pieces if source == rank],
+                self.check_owner,
+            )
+            for rank, _ in self.sources
+        ]
+        self.connect()
 
     # each of these is one event that may happen at any time
 
     def ask(self, wanted: LandingRequest) -> None:
-        self.asked[wanted.landing_id] = wanted
-        self.do_push(self.push.ask(wanted, DECODE, CONNECTION))
+        if self.is_linked:  # else there would be no connection to ask over
+            self.asked[wanted.landing_id] = wanted
+            self.do_push(self.push.ask(wanted, DECODE, self.connection))
 
     def compute(self, number: int, num_tokens: int) -> None:
-        blocks = list(range(1000 * number, 1000 * number + 64))
+        first = SOURCE_BLOCKS * number
+        blocks = list(range(first, first + 64))
         self.do_push(self.push.computed(f"r{number}", 0, num_tokens, blocks, self.now))
 
-    def deliver_to_decode(self) -> None:
+    def deliver_to_decode(self) -> bool:
+        if not self.to_decode:
+            return False
         message = self.to_decode.popleft()
         match message:
             case LandingRequest():
@@ -127,8 +161,12 @@ class World:
                 self.landing.progress(PREFILL, message, self.now)
             case _:
                 raise AssertionError(message)
+        self.sync_owners()
+        return True
 
-    def deliver_to_prefill(self) -> None:
+    def deliver_to_prefill(self) -> bool:
+        if not self.to_prefill:
+            return False
         message = self.to_prefill.popleft()
         match message:
             case LandingGrant():
@@ -141,75 +179,178 @@ class World:
                 self.do_push(self.push.joined(DECODE, message))
             case _:
                 raise AssertionError(message)
+        return True
 
-    def run_writer(self) -> None:
-        order = self.writer.popleft()
-        if isinstance(order, StopPush):
-            self.stopped.add(order.landing_id)
-            self.do_push(self.push.push_stopped(PushStopped(order.landing_id)))
-        elif isinstance(order, PushOrder) and order.landing_id not in self.stopped and self.connected:
-            for move in order.moves:
-                if self.one_sided or order.landing_id in self.open_at_target:
-                    assert self.owner.get(move.dst_block) == order.landing_id, "write into a foreign block"
-            pieces = tuple(PieceSum(move.block_index, SHARD, move.src_block) for move in order.moves)
-            done = PushDone(order.push_id, order.landing_id, pieces, 64, 0.1, self.now, "shm")
-            self.do_push(self.push.push_done(done, self.now))
+    def hear_writer(self, rank: int) -> bool:
+        """The prefill brain takes a report of one of its ranks."""
+        reports = self.writers[rank].reports
+        if not reports:
+            return False
+        report = reports.popleft()
+        match report if self.prefill_lives else None:
+            case PushDone() as done:
+                self.do_push(self.push.push_done(rank, done, self.now))
+            case PushFailed() as failed:
+                self.do_push(self.push.push_failed(rank, failed, self.now))
+            case PushStopped() as stopped:
+                self.do_push(self.push.push_stopped(rank, stopped))
+        return True
 
-    def run_target(self) -> None:
-        order = self.target.popleft()
-        match order:
-            case OpenLanding():
-                self.open_at_target.add(order.landing_id)
-            case CloseLanding():
-                self.open_at_target.discard(order.landing_id)
-                connections = (CONNECTION,) if self.one_sided and self.connected else ()
-                self.landing.closed(LandingClosed(order.landing_id, connections))
-                self.sync_owners()
-            case VerifyOrder():
-                bad = tuple(check.block_index for check in order.pieces if check.checksum % 7 == 6)
-                verified = Verified(order.landing_id, bad)
-                self.do_landing(self.landing.verified(verified))
-
-    def writer_dies(self) -> None:
-        self.connected = False
-        self.writer.clear()
-        self.to_decode.clear()
-        self.do_landing(self.landing.writer_lost(PREFILL))
-        self.landing.writer_gone(WriterGone(PREFILL, CONNECTION))
+    def hear_target(self, rank: int) -> bool:
+        """The decode brain takes a report of one of its ranks."""
+        reports = self.targets[rank].reports
+        if not reports:
+            return False
+        match reports.popleft():
+            case Verified() as verified:
+                self.do_landing(self.landing.verified(rank, verified))
+            case LandingClosed() as closed:
+                self.landing.closed(rank, closed)
+            case WriterGone() as gone:
+                self.landing.writer_gone(rank, gone)
         self.sync_owners()
+        return True
+
+    def connect(self) -> None:
+        """The prefill side opens a Peer link, and its ranks their connections."""
+        if self.is_linked or not self.prefill_lives:
+            return
+        self.decode_notices()  # at the latest now
+        self.num_connections += 1
+        self.connection = b"connection %d" % self.num_connections
+        for writer in self.writers:
+            writer.orders.append(ConnectPeer(self.connection, PREFILL, DECODE, (), (), 0.0))
+        self.landing.writer_joined(PREFILL, [(target, piece) for _, target, piece in self.pieces])
+        self.is_linked = True
+
+    def link_breaks(self) -> None:
+        """The prefill side sees it now, the decode side some time later."""
+        if self.is_linked and self.prefill_lives:
+            self.cut_link()
+            for writer in self.writers:
+                writer.orders.append(ClosePeer(self.connection))
+            self.do_push(self.push.peer_lost(DECODE, self.now))
+
+    def decode_notices(self) -> None:
+        """The decode side sees the end of the link."""
+        if not self.decode_knows:
+            self.decode_knows = True
+            self.do_landing(self.landing.writer_lost(PREFILL))
+
+    def prefill_dies(self) -> None:
+        """The brain and all of its ranks."""
+        self.prefill_lives = False
+        for writer in self.writers:
+            writer.die()
+        if self.is_linked:
+            self.cut_link()
+
+    def tick(self) -> None:
+        """Leases and overdue acknowledgements at both sides."""
+        self.do_landing(self.landing.expire(self.now))
+        if self.prefill_lives:
+            self.do_push(self.push.tick(self.now))
 
     # plumbing
+
+    def steps(self) -> list[Callable[[], bool]]:
+        """All that delivers one thing or does one piece of work; each returns whether there was any."""
+        steps: list[Callable[[], bool]] = [self.deliver_to_decode, self.deliver_to_prefill]
+        for writer in self.writers:
+            steps += [writer.handle, writer.write, partial(self.hear_writer, writer.rank)]
+        for target in self.targets:
+            steps += [target.run, partial(self.hear_target, target.rank)]
+        return steps
+
+    def writers_work(self) -> None:
+        """The prefill ranks do all they can, and their brain hears of it."""
+        for writer in self.writers:
+            while writer.handle() or writer.write() or self.hear_writer(writer.rank):
+                pass
+
+    def targets_work(self) -> None:
+        """The decode ranks do all they can, and their brain hears of it."""
+        for target in self.targets:
+            while target.run() or self.hear_target(target.rank):
+                pass
+
+    def settle(self) -> None:
+        """Deliver everything until nothing moves."""
+        moved = True
+        while moved:
+            moved = False
+            for step in self.steps():
+                while step():
+                    moved = True
+            actions = self.landing.grant(self.now, idle=True)
+            self.do_landing(actions)
+            moved = moved or bool(actions)
+
+    def cut_link(self) -> None:
+        self.is_linked = self.decode_knows = False
+        self.to_decode.clear()
+        self.to_prefill.clear()
 
     def do_push(self, actions: list[PushAction]) -> None:
         for action in actions:
             match action:
                 case ToPeer(_, message):
-                    self.to_decode.append(message)
+                    self._send_to_decode(message)
                 case ToRanks(order):
-                    self.writer.append(order)
+                    for writer in self.writers:
+                        writer.orders.append(order)
                 case HandOverReady():
-                    self.to_decode.append(action)
+                    self.ready[action.landing_id] = action
+                    self._send_to_decode(action)
+                case Pushed():
+                    self.pushed.append(action)
                 case PushEnded(request_id, _, error, _, _):
                     assert request_id not in self.ended, "a push ended twice"
                     self.ended[request_id] = error
-                case Granted() | KillRanks():
+                case KillRanks():
+                    self.prefill_dies()
+                case Granted():
                     pass
 
     def do_landing(self, actions: list[LandingAction]) -> None:
         for action in actions:
             match action:
                 case ToWriter(_, message):
-                    if self.connected:
+                    if self.is_linked:
                         self.to_prefill.append(message)
                     if isinstance(message, LandingGrant):
                         for block in message.block_ids:
                             self.owner[block] = message.landing_id
                 case ToRanks(order):
-                    self.target.append(order)
+                    for target in self.targets:
+                        target.orders.append(order)
+                case ToRank(rank, order):
+                    self.targets[rank].orders.append(order)
                 case Landed():
+                    self.check_joined(action)
                     self.joined[action.landing_id] = action
                     self.pool.release(action.block_ids)
+                case Lost():
+                    self.lost.append(action.reason)
         self.sync_owners()
+
+    def _send_to_decode(self, message: PeerMessage | HandOverReady) -> None:
+        if self.is_linked:
+            self.to_decode.append(message)
+
+    # what must hold
+
+    def check_owner(self, landing_id: bytes, block: int) -> None:
+        assert self.owner.get(block) == landing_id, "write into a foreign block"
+
+    def check_joined(self, landed: Landed) -> None:
+        """Every rank has every piece of what counts as valid and was not held before."""
+        first = landed.num_held_tokens // BLOCK
+        number = landed.landing_id[0]
+        for index in range(first, -(-landed.num_valid_tokens // BLOCK)):
+            for _, target, piece in self.pieces:
+                value = self.targets[target].memory.get((landed.block_ids[index], piece))
+                assert value == SOURCE_BLOCKS * number + index, "a joined block was not written by all"
 
     def sync_owners(self) -> None:
         """Blocks that the pool would hand out again belong to nobody."""
@@ -219,22 +360,7 @@ class World:
         taken = self.pool.allocate(free)
         for block in taken:
             self.owner.pop(block, None)
+            for target in self.targets:  # what was in them is overwritten by others
+                for piece in {piece for _, rank, piece in self.pieces if rank == target.rank}:
+                    target.memory.pop((block, piece), None)
         self.pool.release(taken)
-
-    def settle(self) -> None:
-        """Deliver everything until nothing moves."""
-        moved = True
-        while moved:
-            moved = False
-            for queue, step in (
-                (self.to_decode, self.deliver_to_decode),
-                (self.to_prefill, self.deliver_to_prefill),
-                (self.writer, self.run_writer),
-                (self.target, self.run_target),
-            ):
-                while queue:
-                    step()
-                    moved = True
-            actions = self.landing.grant(self.now, idle=True)
-            self.do_landing(actions)
-            moved = moved or bool(actions)

@@ -10,7 +10,7 @@ from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, VOCABULARY, H
 from kvtransfer.clock import ManualClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.faults import Faults
-from kvtransfer.messages import LandingGrant, LandingRequest, ReplicaIdentity, TransferOrder
+from kvtransfer.messages import LandingGrant, LandingRequest, ReplicaIdentity, Shard, TransferOrder
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
@@ -35,12 +35,16 @@ from workers.requests import Requests
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
 GATEWAY = ("gateway", 1)
+WHOLE = Shard(0, 1, 0, 2)
 
 
 class PeersStub:
-    """Links that are always ready; what is sent is kept."""
+    """Links that are ready unless `failure` says why they cannot be; what is sent is kept."""
 
     def __init__(self) -> None:
+        self.outbound: Outbound
+        self.failure = ""
+        self.is_ready = True
         self.to_reader: list[PeerLinkMessage] = []
         self.to_writer: list[PeerLinkMessage] = []
 
@@ -48,10 +52,11 @@ class PeersStub:
         return ()
 
     def ensure(self, target: HandOverTarget) -> None:
-        pass
+        if self.failure:
+            self.outbound.peer_failed(target.identity, self.failure)
 
-    def connection(self, peer: ReplicaIdentity) -> bytes:
-        return b"c" * 16
+    def connection(self, peer: ReplicaIdentity) -> bytes | None:
+        return b"c" * 16 if self.is_ready else None
 
     def send_outbound(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         self.to_reader.append(message)
@@ -63,7 +68,8 @@ class PeersStub:
 class Rooms:
     """Scheduler, requests and both sides of hand-overs of one replica, and a Link that keeps its frames."""
 
-    def __init__(self, num_blocks: int = 16) -> None:
+    def __init__(self, num_blocks: int = 16, lanes: Sequence[tuple[int, Shard]] = ((0, WHOLE),)) -> None:
+        """`lanes` are the (rank, piece) of each lane of `PEER`, to and from here; as many ranks are here."""
         self.clock = ManualClock(100.0)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS)
         self.scheduler = Scheduler(
@@ -75,6 +81,8 @@ class Rooms:
         )
         self.rank = HashRank()
         self.orders: list[TransferOrder] = []
+        self.orders_to: list[tuple[int, TransferOrder]] = []
+        num_ranks = len({rank for rank, _ in lanes})
         self.peers = PeersStub()
         self.gateways = Gateways(self.clock, self._no_load)
         self.gateways.connected(GATEWAY, FrameStream("gateway", self._never))
@@ -84,6 +92,7 @@ class Rooms:
             block_tokens=BLOCK_TOKENS,
             scheduler=self.scheduler,
             clock=self.clock,
+            num_ranks=num_ranks,
             order=self.orders.append,
             on_failed=lambda failure: self.requests.failed(failure),
             on_ended=lambda key: self.requests.ended(key),
@@ -96,11 +105,15 @@ class Rooms:
             pool=self.pool,
             scheduler=self.scheduler,
             clock=self.clock,
+            num_ranks=num_ranks,
             order=self.orders.append,
+            order_to=lambda *order: self.orders_to.append(order),
             on_joined=lambda *news: self.requests.joined(*news),
             faults=Faults(),
         )
         self.outbound.peers = self.inbound.peers = self.peers  # type: ignore[assignment]
+        self.peers.outbound = self.outbound
+        self.inbound.writer_joined(PEER, lanes)
         self.requests = Requests(
             identity=HERE,
             scheduler=self.scheduler,

@@ -64,7 +64,7 @@ def free_port() -> int:
 class RunningCluster:
     """`tandem serve`, started; `addresses` is what it printed: gateway, Ray, dashboard, Ray token, logs."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, start_s: float = START_S) -> None:
         self._clock = SystemClock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cluster", "serve", "--ray-address", "local", *arguments],
@@ -78,7 +78,7 @@ class RunningCluster:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(START_S) or self._process.poll() is not None:
+        if not self._ready.wait(start_s) or self._process.poll() is not None:
             self.stop()
             raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
         pattern = re.compile(r"(gateway|Ray token|Ray|dashboard|logs)\s+(\S.*)")

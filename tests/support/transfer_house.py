@@ -1,32 +1,47 @@
-"""A target rank's transfer agent in this process, and writers in processes of their own."""
+"""Ranks with transfer agents in processes of their own, whose pools the test sees through a mapping."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from agent_process import ORDER_CODEC, REPORT_CODEC, SETUP_CODEC, AgentSetup, read, write
+import numpy.typing as npt
+import pytest
+from agent_process import (
+    FROM_PROCESS,
+    ORDERS,
+    REPORTS,
+    TO_PROCESS,
+    EndRank,
+    Order,
+    RankEnded,
+    RankStarted,
+    Report,
+    StartRank,
+    read,
+    write,
+)
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.faults import FaultRule
+from kvtransfer.layout import BlockLayout, piece_runs
 from kvtransfer.messages import (
     BlockMove,
     CloseLanding,
     ConnectPeer,
     LandingClosed,
+    Lane,
     OpenLanding,
     PeerConnected,
-    PeerConnectFailed,
     PieceCheck,
     PieceSum,
     PushDone,
@@ -35,19 +50,34 @@ from kvtransfer.messages import (
     Shard,
     TransferOrder,
     TransferReport,
+    TransferSettings,
     Verified,
     VerifyOrder,
 )
-from kvtransfer.secret import draw_id, draw_secret
-from kvtransfer.service import TransferAgent
+from kvtransfer.secret import draw_id
 
 WAIT_S = 30.0
-SHARD = Shard(0, 4, 0, 2)
-LAYOUT = BlockLayout(SHARD, head_dim=64, block_tokens=16, item_bytes=4)
+SHARD = Shard(0, 4, 0, 4)
+LAYOUT = BlockLayout(SHARD, head_dim=32, block_tokens=16, item_bytes=4)
 NUM_BLOCKS = 24
+SECRET = bytes(range(32))
+TRANSPORTS = ("shm", "tcp", "gloo", "rdma")
+ONE_SIDED = ("shm", "rdma")
+WRITER = ReplicaIdentity("writer", 1)
 TARGET = ReplicaIdentity("target", 1)
 
 R = TypeVar("R")
+Bytes = npt.NDArray[np.uint8]
+
+
+def require(transport: str) -> None:
+    """Skip the test where the transport's package is missing."""
+    if transport == "rdma" and not any(map(importlib.util.find_spec, ("nixl_cu13", "nixl_cu12"))):
+        pytest.skip("rdma needs NIXL: pip install 'tandem-serve[rdma]'")
+
+
+def settings(*transports: str) -> TransferSettings:
+    return TransferSettings("127.0.0.1", transports, rdma_devices=("lo",))
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -61,17 +91,24 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 class Reports:
-    """What an agent has reported, in order; tests take the first of a type when it comes."""
+    """What a rank has reported, in order; tests take the first of a type when it comes."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
         self._waiting: list[TransferReport] = []
+        self._has_ended = False
         self.all: list[TransferReport] = []
 
     def put(self, report: TransferReport) -> None:
         with self._arrived:
             self._waiting.append(report)
             self.all.append(report)
+            self._arrived.notify_all()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        with self._arrived:
+            self._has_ended = True
             self._arrived.notify_all()
 
     def take(self, kind: type[R]) -> R:
@@ -81,11 +118,9 @@ class Reports:
             def find() -> R | None:
                 return next((each for each in self._waiting if isinstance(each, kind)), None)
 
-            assert self._arrived.wait_for(lambda: find() is not None, WAIT_S), (
-                f"no {kind.__name__}; there are {self._waiting}"
-            )
+            self._arrived.wait_for(lambda: find() is not None or self._has_ended, WAIT_S)
             report = find()
-            assert report is not None
+            assert report is not None, f"no {kind.__name__}; there are {self._waiting}"
             self._waiting.remove(report)  # type: ignore[arg-type]
             return report
 
@@ -94,65 +129,67 @@ class Reports:
             return any(isinstance(each, kind) for each in self._waiting)
 
 
-class WriterProcess:
-    """A writer rank in a process; its pool holds `pool`."""
+class Rank:
+    """One rank, seen from the test: its agent by orders and reports, its pool by a mapping."""
 
-    def __init__(
-        self,
-        secret: bytes,
-        *,
-        name: str = "writer",
-        shard: Shard = SHARD,
-        seed: int = 1,
-        num_blocks: int = NUM_BLOCKS,
-        faults: Sequence[FaultRule] = (),
-    ) -> None:
-        self.identity = ReplicaIdentity(name, 1)
-        self.layout = BlockLayout(shard, LAYOUT.head_dim, LAYOUT.block_tokens, LAYOUT.item_bytes)
-        self.pool = np.frombuffer(
-            np.random.default_rng(seed).bytes(num_blocks * self.layout.block_bytes), dtype=np.uint8
-        )
+    def __init__(self, process: AgentProcess, key: int, start: StartRank) -> None:
+        self.process = process
+        self.key = key
+        self.identity = start.identity
+        self.layout = BlockLayout(start.shard, start.head_dim, start.block_tokens, start.item_bytes)
+        self.num_blocks = start.num_blocks
         self.reports = Reports()
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("agent_process.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        setup = AgentSetup(
-            self.identity,
-            shard,
-            LAYOUT.head_dim,
-            LAYOUT.block_tokens,
-            LAYOUT.item_bytes,
-            num_blocks,
-            secret,
-            seed,
-            tuple(faults),
-        )
-        write(self._stdin, SETUP_CODEC.encode(setup))
-        self._reader = threading.Thread(target=self._read, name="reports")
-        self._reader.start()
+        self.started = threading.Event()
+        self.ended = threading.Event()
+
+    def attach(self, started: RankStarted) -> None:
+        self.endpoints = started.endpoints
+        fd = os.open(f"/proc/{self.process.pid}/fd/{started.fd}", os.O_RDWR)
+        try:
+            mapping = mmap.mmap(fd, self.num_blocks * self.layout.block_bytes)
+        finally:
+            os.close(fd)
+        self.pool: Bytes = np.frombuffer(mapping, dtype=np.uint8).reshape(self.num_blocks, -1)
+        """[num_blocks, block_bytes], the very memory of the rank."""
+        self.started.set()
 
     def handle(self, order: TransferOrder) -> None:
-        write(self._stdin, ORDER_CODEC.encode(order))
+        self.process.send(Order(self.key, ORDERS.encode(order)))
 
-    def connect(self, target: TargetRankHouse, *transports: str, min_gb_s: float = 0.0) -> bytes:
+    def fill(self, seed: int) -> None:
+        """Random bytes for the whole pool."""
+        self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, dtype=np.uint8)
+
+    def piece(self, block_id: int, piece: Shard) -> bytes:
+        """The piece's bytes of a block, as they lie in this pool."""
+        block = self.pool[block_id].tobytes()
+        return b"".join(
+            block[run.src_offset : run.src_offset + run.num_bytes] for run in piece_runs(self.layout, piece)
+        )
+
+    # ------------------------------------------------------------------------------------- as a writer
+
+    def connect(
+        self,
+        lanes: Sequence[Lane],
+        *transports: str,
+        min_gb_s: float = 0.0,
+        refuse_slow: bool = True,
+    ) -> bytes:
         """Order a connection; returns its id."""
         connection_id = draw_id()
-        endpoints = (target.agent.endpoints(),)
-        self.handle(ConnectPeer(connection_id, self.identity, TARGET, endpoints, transports, min_gb_s))
+        order = ConnectPeer(
+            connection_id, self.identity, TARGET, tuple(lanes), transports, min_gb_s, refuse_slow
+        )
+        self.handle(order)
         return connection_id
 
-    def connected(self, target: TargetRankHouse, transport: str) -> bytes:
-        connection_id = self.connect(target, transport)
-        eventually(
-            lambda: self.reports.has(PeerConnected) or self.reports.has(PeerConnectFailed), "an answer"
-        )
-        assert self.reports.take(PeerConnected).transport == transport
+    def connected(self, target: Rank, transport: str) -> bytes:
+        """A connection with one lane, for what both hold whole."""
+        connection_id = self.connect([lane(target)], transport)
+        eventually(lambda: len(self.reports.all) > 0, "an answer")
+        (path,) = self.reports.take(PeerConnected).paths
+        assert path.transport == transport
         return connection_id
 
     def push(
@@ -162,17 +199,111 @@ class WriterProcess:
         pairs = tuple(BlockMove(src, dst, src) for src, dst in moves)
         self.handle(PushOrder(push_id, connection_id, landing_id, pairs))
 
-    def block(self, block_id: int) -> bytes:
-        size = self.layout.block_bytes
-        return self.pool[block_id * size : (block_id + 1) * size].tobytes()
+    def move(
+        self, target: Rank, connection_id: bytes, push_id: int, moves: Sequence[tuple[int, int]]
+    ) -> PushDone:
+        """A whole landing: open, push, wait."""
+        landing_id = target.open(self, *(dst for _, dst in moves))
+        self.push(push_id, connection_id, landing_id, moves)
+        return self.reports.take(PushDone)
+
+    # ------------------------------------------------------------------------------------- as a target
+
+    def open(self, writer: Rank, *block_ids: int, landing_id: bytes = b"") -> bytes:
+        landing_id = landing_id or draw_id()
+        self.handle(OpenLanding(landing_id, writer.identity, block_ids))
+        return landing_id
+
+    def close_landing(self, landing_id: bytes) -> tuple[bytes, ...]:
+        """Returns the one-sided connections that may still write it."""
+        self.handle(CloseLanding(landing_id))
+        closed = self.reports.take(LandingClosed)
+        assert closed.landing_id == landing_id
+        return closed.connections
+
+    def verify(self, landing_id: bytes, pieces: Sequence[PieceSum], block_ids: dict[int, int]) -> Verified:
+        """Verify sums; `block_ids` maps block indices to this rank's blocks."""
+        checks = tuple(
+            PieceCheck(block_ids[piece.block_index], piece.block_index, piece.shard, piece.checksum)
+            for piece in pieces
+        )
+        self.handle(VerifyOrder(landing_id, checks))
+        return self.reports.take(Verified)
+
+    def end(self) -> None:
+        """Close its agent."""
+        self.process.send(EndRank(self.key))
+        assert self.ended.wait(WAIT_S), "the agent does not close"
+
+
+def lane(target: Rank, piece: Shard | None = None) -> Lane:
+    """To this rank; `piece` None: all that it holds."""
+    return Lane(target.endpoints, piece or target.layout.shard)
+
+
+class AgentProcess:
+    """A process that holds ranks."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("agent_process.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        )
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._ranks: dict[int, Rank] = {}
+        self._num_started = 0
+        self._reader = threading.Thread(target=self._read, name="reports")
+        self._reader.start()
+
+    def start(
+        self,
+        transport: str,
+        identity: ReplicaIdentity,
+        *,
+        rank: int = 0,
+        shard: Shard = SHARD,
+        num_blocks: int = NUM_BLOCKS,
+        secret: bytes = SECRET,
+        faults: Sequence[FaultRule] = (),
+        is_device: bool = False,
+        seed: int | None = None,
+    ) -> Rank:
+        """A rank that offers `transport`, with a pool of zeros or of random bytes from `seed`."""
+        key = self._num_started
+        self._num_started += 1
+        sizes = LAYOUT.head_dim, LAYOUT.block_tokens, LAYOUT.item_bytes, num_blocks
+        start = StartRank(
+            key, identity, rank, shard, *sizes, secret, tuple(faults), settings(transport), is_device
+        )
+        handle = self._ranks[key] = Rank(self, key, start)
+        self.send(start)
+        assert handle.started.wait(WAIT_S), "the rank does not start"
+        if seed is not None:
+            handle.fill(seed)
+        return handle
+
+    def send(self, message: StartRank | EndRank | Order) -> None:
+        write(self._stdin, TO_PROCESS.encode(message))
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def await_state(self, state: str) -> None:
         """Wait until the kernel says that the process is in `state` ("T": stopped, "Z": dead)."""
-        stat = Path(f"/proc/{self._process.pid}/stat")
+        stat = Path(f"/proc/{self.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
+
+    def num_threads(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
+
+    def num_descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def close(self) -> int:
         """End it in good order (or collect it when it was killed); returns its exit status."""
@@ -186,76 +317,66 @@ class WriterProcess:
 
     def _read(self) -> None:
         while (frame := read(self._stdout)) is not None:
-            self.reports.put(REPORT_CODEC.decode(frame))
+            message = FROM_PROCESS.decode(frame)
+            rank = self._ranks[message.key]
+            match message:
+                case RankStarted():
+                    rank.attach(message)
+                case Report():
+                    rank.reports.put(REPORTS.decode(message.report))
+                case RankEnded():
+                    rank.ended.set()
+        for rank in self._ranks.values():
+            rank.reports.end()
 
 
-class TargetRankHouse:
-    """The target rank: an agent of this process over a pool of zeros, and the writers that tests start."""
+class TransferHouse:
+    """Two long-lived processes, writers' and targets', and victims that tests start. Its ranks end with the
+    test (`room`), the processes with the house."""
 
-    def __init__(self, shard: Shard = SHARD, faults: Faults | None = None) -> None:
-        self.secret = draw_secret()
-        self.layout = BlockLayout(shard, LAYOUT.head_dim, LAYOUT.block_tokens, LAYOUT.item_bytes)
-        self.memory = KvMemory.allocate(NUM_BLOCKS * self.layout.block_bytes)
-        self.reports = Reports()
-        self.agent = TransferAgent(
-            identity=TARGET,
-            rank=0,
-            layout=self.layout,
-            memory=self.memory,
-            secret=self.secret,
-            clock=SystemClock(),
-            faults=faults or Faults(),
-            report=self.reports.put,
-            transports=("shm", "tcp"),
-            data_host="127.0.0.1",
-        )
-        self._writers: list[WriterProcess] = []
+    def __init__(self, transport: str) -> None:
+        require(transport)
+        self.transport = transport
+        self.writers = AgentProcess()
+        self.targets = AgentProcess()
+        self._rooms: list[Rank] = []
+        self._victims: list[AgentProcess] = []
 
-    def writer(self, **settings: object) -> WriterProcess:
-        """Start a writer (see `WriterProcess` for the settings); it ends with the house."""
-        secret = settings.pop("secret", self.secret)
-        writer = WriterProcess(secret, **settings)  # type: ignore[arg-type]
-        self._writers.append(writer)
-        return writer
+    def writer(self, process: AgentProcess | None = None, **start: object) -> Rank:
+        """A writing rank (see `AgentProcess.start`), its pool filled from `seed` (1)."""
+        identity = start.pop("identity", WRITER)
+        start.setdefault("seed", 1)
+        return self._start(process or self.writers, identity, start)
 
-    def open(self, writer: WriterProcess, *block_ids: int) -> bytes:
-        landing_id = draw_id()
-        self.agent.handle(OpenLanding(landing_id, writer.identity, block_ids))
-        return landing_id
+    def target(self, process: AgentProcess | None = None, **start: object) -> Rank:
+        """A target rank with a pool of zeros."""
+        return self._start(process or self.targets, start.pop("identity", TARGET), start)
 
-    def close_landing(self, landing_id: bytes) -> bool:
-        """Returns whether a one-sided writer may still write it."""
-        self.agent.handle(CloseLanding(landing_id))
-        closed = self.reports.take(LandingClosed)
-        assert closed.landing_id == landing_id
-        return bool(closed.connections)
+    def victim(self) -> AgentProcess:
+        """A process that the test may stop or kill."""
+        process = AgentProcess()
+        self._victims.append(process)
+        return process
 
-    def verify(self, landing_id: bytes, pieces: Sequence[PieceSum], block_ids: dict[int, int]) -> Verified:
-        """Verify sums; `block_ids` maps block indices to this rank's blocks."""
-        checks = tuple(
-            PieceCheck(block_ids[piece.block_index], piece.block_index, piece.shard, piece.checksum)
-            for piece in pieces
-        )
-        self.agent.handle(VerifyOrder(landing_id, checks))
-        return self.reports.take(Verified)
+    @contextlib.contextmanager
+    def room(self) -> Iterator[TransferHouse]:
+        """One test's stay: its ranks and victims end with it."""
+        try:
+            yield self
+        finally:
+            for victim in self._victims:
+                victim.close()
+            for rank in reversed(self._rooms):
+                if rank.process in (self.writers, self.targets) and not rank.ended.is_set():
+                    rank.end()
+            self._victims.clear()
+            self._rooms.clear()
 
-    def move(
-        self, writer: WriterProcess, connection_id: bytes, push_id: int, moves: Sequence[tuple[int, int]]
-    ) -> PushDone:
-        """A whole landing: open, push, wait."""
-        landing_id = self.open(writer, *(dst for _, dst in moves))
-        writer.push(push_id, connection_id, landing_id, moves)
-        return writer.reports.take(PushDone)
+    def close(self) -> None:
+        for process in (self.writers, self.targets):
+            assert process.close() == 0
 
-    def block(self, block_id: int) -> bytes:
-        size = self.layout.block_bytes
-        return bytes(self.memory.buffer[block_id * size : (block_id + 1) * size])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for writer in self._writers:
-            writer.close()
-        self.agent.close()
-        self.memory.close()
+    def _start(self, process: AgentProcess, identity: object, start: dict[str, object]) -> Rank:
+        rank = process.start(self.transport, identity, **start)  # type: ignore[arg-type]
+        self._rooms.append(rank)
+        return rank

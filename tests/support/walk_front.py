@@ -249,6 +249,6 @@ def _record(replica: Replica) -> ReplicaRecord:
         address=brain.address,
         model="tiny",
         compatibility=brain.compatibility,
-        process_id=brain.ready.process_id,
+        process_id=brain.rank_process_ids[0],
         rank_process_ids=brain.rank_process_ids,
     )

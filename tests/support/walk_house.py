@@ -20,7 +20,7 @@ from kvtransfer.keys import block_keys
 from kvtransfer.messages import KvEvents, ReplicaIdentity
 from kvtransfer.secret import draw_secret
 from workers.brain import Brain
-from workers.config import EngineConfig
+from workers.config import EngineConfig, Parallel
 from workers.links import FrameStream, open_stream
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -41,6 +41,7 @@ from workers.messages import (
 from workers.ranks import ProcessLauncher
 
 BLOCK_TOKENS = 16
+SINGLE = Parallel()
 WAIT_S = 20.0
 
 
@@ -150,6 +151,7 @@ class House:
         engine: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         faults: Sequence[FaultRule] = (),
+        parallel: Parallel = SINGLE,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
         brain = Brain(
@@ -158,7 +160,7 @@ class House:
             role=role,
             model_dir=str(self._model_dir),
             dtype="float32",
-            device="cpu",
+            parallel=parallel,
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
             secret=self.secret,

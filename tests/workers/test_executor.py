@@ -1,25 +1,39 @@
-"""The executor driven by hand-written plans, against transformers on the same random checkpoint."""
+"""The executor driven by hand-written plans, against transformers on the same random checkpoint, and those of
+several ranks, here in threads, against the one of a single rank."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from step_plans import BLOCK, GREEDY, draw, entry, packed, started, step, walk
 from transformers import AutoModelForCausalLM
 
-from kvtransfer.clock import ManualClock
-from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord
+from kvtransfer.clock import Clock, ManualClock
+from kvtransfer.device import DevicePool
+from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
+from kvtransfer.pool import HostPool
 from workers.engine.executor import Executor, read_dtype
+from workers.engine.groups import RankGroups
+from workers.engine.joining import find_store, open_store
 from workers.errors import CapacityError, CheckpointError, WorkerError
-from workers.messages import BatchEntry, BlockCopy, SampledToken, SamplingParams, SlotStart, StepPlan
+from workers.messages import (
+    BatchEntry,
+    BlockCopy,
+    SampledToken,
+    SamplingParams,
+    SlotStart,
+    StepPlan,
+    StepReport,
+)
 from workers.model.config import model_fingerprint
 from workers.model.random_checkpoint import write_random_checkpoint
-
-BLOCK = 16
-GREEDY = SamplingParams()
+from workers.model.weights import ShardSpec
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +65,6 @@ def make_executor(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: st
 @pytest.fixture
 def executor(model_dir: Path) -> Executor:
     return make_executor(model_dir)
-
-
-def draw(num_tokens: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return [int(token) for token in torch.randint(0, 256, (num_tokens,), generator=generator)]
-
-
-def packed(tokens: Sequence[int]) -> bytes:
-    return np.array(tokens, dtype="<u4").tobytes()
-
-
-def started(slot: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY, seed: int = 0) -> SlotStart:
-    return SlotStart(slot, packed(prompt), len(prompt), seed, sampling)
-
-
-def entry(
-    slot: int, start: int, tokens: Sequence[int], blocks: Sequence[int], samples: Sequence[int] = ()
-) -> BatchEntry:
-    """Without `tokens`, one token that continues the slot."""
-    return BatchEntry(slot, start, len(tokens) or 1, packed(tokens), tuple(blocks), tuple(samples))
-
-
-def step(
-    *entries: BatchEntry,
-    starts: Sequence[SlotStart] = (),
-    copies: Sequence[BlockCopy] = (),
-    frees: Sequence[int] = (),
-) -> StepPlan:
-    return StepPlan(1, tuple(frees), tuple(starts), tuple(copies), entries)
 
 
 def run(executor: Executor, plan: StepPlan) -> dict[int, int]:
@@ -190,12 +175,12 @@ def test_a_started_slot_implies_its_last_known_token(executor: Executor) -> None
 def test_the_pool_is_the_shared_memory(executor: Executor) -> None:
     prompt = draw(16)
     run(executor, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))
-    assert executor.memory is not None
-    layout = executor.layout
+    assert isinstance(executor.pool, HostPool)
+    layout, memory = executor.pool.layout, executor.pool.memory
     assert executor.kv.shape == (40, 2, 2, 2, BLOCK, 16)
-    assert layout.block_bytes * 40 == len(executor.memory.buffer)
+    assert layout.block_bytes * 40 == len(memory.buffer)
     begin = 3 * layout.block_bytes + layout.offset(1, 1, 1)
-    raw = np.frombuffer(executor.memory.buffer[begin : begin + layout.head_bytes], np.float32)
+    raw = np.frombuffer(memory.buffer[begin : begin + layout.head_bytes], np.float32)
     assert np.array_equal(raw, executor.kv[3, 1, 1, 1].flatten().numpy())
     assert raw.any()
     assert not executor.kv[4].any()
@@ -271,3 +256,144 @@ def test_what_cannot_be_served_is_refused(model_dir: Path, tmp_path: Path) -> No
         make_executor(model_dir, num_kv_tokens=15)
     with pytest.raises(CheckpointError):
         make_executor(tmp_path)
+
+
+# ---------------------------------------------------------------------------------- ranks of one replica
+
+
+class Ranks:
+    """The executors of a replica's ranks, each with its groups in a thread of its own."""
+
+    def __init__(
+        self, model_dir: Path, tp: int, stages: Sequence[tuple[int, int]], clock: Clock | None = None
+    ) -> None:
+        self.tp, self.pp = tp, len(stages)
+        self._store, self._address = open_store("127.0.0.1")
+        self._clock = clock or ManualClock(5.0)
+        self._model_dir = model_dir
+        self._stages = stages
+        self._threads = ThreadPoolExecutor(tp * self.pp)
+        self.executors = list(self._threads.map(self._make, range(tp * self.pp)))
+
+    def _make(self, rank: int) -> Executor:
+        cpu = torch.device("cpu")
+        first, end = self._stages[rank // self.tp]
+        return Executor(
+            model_dir=self._model_dir,
+            dtype=torch.float32,
+            device=cpu,
+            block_tokens=BLOCK,
+            num_kv_tokens=40 * BLOCK,
+            num_threads=1,
+            clock=self._clock,
+            shard=ShardSpec(first, end, rank % self.tp, self.tp),
+            groups=RankGroups(
+                find_store(self._address), tp=self.tp, pp=self.pp, rank=rank, device=cpu, host="127.0.0.1"
+            ),
+        )
+
+    def run(self, plans: Sequence[StepPlan]) -> list[list[StepReport]]:
+        """Every rank runs all plans without waiting to be asked; the reports of each rank."""
+
+        def run_all(executor: Executor) -> list[StepReport]:
+            executor.warm_up()
+            return [executor.run(plan) for plan in plans]
+
+        return list(self._threads.map(run_all, self.executors))
+
+    def close(self) -> None:
+        for executor in self.executors:
+            executor.close()
+        self._threads.shutdown()
+
+
+SHAPES = {
+    "2x1": (2, [(0, 2)]),
+    "4x1": (4, [(0, 2)]),
+    "1x2": (1, [(0, 1), (1, 2)]),
+    "2x2": (2, [(0, 1), (1, 2)]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: Executor, shape: str) -> None:
+    """All plans are there at once: the first stage runs ahead as far as the tokens that it needs let it."""
+    plans = walk()
+    expected = [executor.run(plan).tokens for plan in plans]
+    assert sum(len(tokens) for tokens in expected) > 40
+    ranks = Ranks(model_dir, *SHAPES[shape])
+    reports = ranks.run(plans)
+    sampler = (ranks.pp - 1) * ranks.tp
+    for rank, rank_reports in enumerate(reports):
+        assert [report.step for report in rank_reports] == [plan.step for plan in plans]
+        found = [[(token.slot, token.token) for token in report.tokens] for report in rank_reports]
+        wanted = [[(token.slot, token.token) for token in tokens] for tokens in expected]
+        assert found == (wanted if rank == sampler else [[]] * len(plans))
+    ranks.close()
+
+
+def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, executor: Executor) -> None:
+    plans = [plan for plan in walk() if plan.entries]
+    for plan in plans:
+        executor.run(plan)
+    ranks = Ranks(model_dir, 2, [(0, 1), (1, 2)])
+    ranks.run(plans)
+    shards = [Shard(0, 1, 0, 1), Shard(0, 1, 1, 2), Shard(1, 2, 0, 1), Shard(1, 2, 1, 2)]
+    assert [it.pool.layout.shard for it in ranks.executors] == shards
+    for rank, shard in zip(ranks.executors, shards, strict=True):
+        layers, heads = slice(shard.layer_start, shard.layer_end), slice(shard.head_start, shard.head_end)
+        assert rank.pool.num_blocks == 40
+        wanted = executor.kv[:, layers, :, heads]
+        used = wanted != 0  # elsewhere is what the ranks' warm-up left
+        assert used.any()
+        assert torch.allclose(rank.kv[used], wanted[used], atol=1e-4)
+    ranks.close()
+
+
+class WatchedClock(ManualClock):
+    """Lets a test wait until it has been read so many times."""
+
+    def __init__(self) -> None:
+        super().__init__(5.0)
+        self.reads = threading.Semaphore(0)
+
+    def now(self) -> float:
+        now = super().now()
+        self.reads.release()
+        return now
+
+
+def test_waiting_is_not_busy_time(model_dir: Path) -> None:
+    clock = WatchedClock()
+    ranks = Ranks(model_dir, 1, [(0, 1), (1, 2)], clock)
+    prompt = draw(20)
+    plan = step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)])
+    first, second = ranks.executors
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(second.run, plan)
+        for _ in range(2):  # when it began, and when it began to wait
+            clock.reads.acquire()
+        clock.advance(2.0)
+        first.run(plan)
+        report = late.result()
+    assert (report.started_at, report.finished_at) == (7.0, 7.0)
+    ranks.close()
+
+
+@pytest.mark.gpu
+def test_a_cuda_rank_has_a_pool_that_transports_can_use(model_dir: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    executor = Executor(
+        model_dir=model_dir,
+        dtype=torch.float32,
+        device=torch.device("cuda:0"),
+        block_tokens=BLOCK,
+        num_kv_tokens=40 * BLOCK,
+        num_threads=1,
+        clock=ManualClock(5.0),
+    )
+    executor.warm_up()
+    assert isinstance(executor.pool, DevicePool)
+    assert executor.pool.sums([0], executor.layout.shard) != executor.pool.sums([20], executor.layout.shard)
+    executor.close()

@@ -12,14 +12,27 @@ from kvtransfer.messages import (
     LandingRefusal,
     LandingRequest,
     LandingResult,
+    Manifest,
+    PieceSum,
     PushDone,
     PushOrder,
     ReplicaIdentity,
+    Shard,
+    Verified,
+    VerifyOrder,
 )
 from workers.messages import HandOver, Submission
 
 PROMPT = list(range(1, 2 * BLOCK_TOKENS + 1))
 LANDING_ID = bytes(16)
+HALVES = ((0, Shard(0, 1, 0, 1)), (1, Shard(0, 1, 1, 2)))
+
+
+def done(order: PushOrder, rank: int, seconds: float, started_at: float) -> PushDone:
+    """The report of a rank that writes to the rank of the same number."""
+    pieces = (PieceSum(0, *HALVES[rank], 5),)
+    transport = ("tcp", "shm")[rank]
+    return PushDone(order.push_id, order.landing_id, pieces, 10, seconds, started_at, transport)
 
 
 async def test_a_prompt_held_at_the_peer_that_ends_with_its_first_token_is_not_handed_over() -> None:
@@ -54,11 +67,54 @@ async def test_a_push_is_traced_to_its_request() -> None:
     rooms.pump()
     orders = [order for order in rooms.orders if isinstance(order, PushOrder)]
     assert len(orders) == 2
-    rooms.outbound.report(
-        PushDone(orders[1].push_id, orders[1].landing_id, (), 0, 0.5, 7.0, "shm"),
-    )
+    rooms.outbound.report(0, done(orders[1], 0, 0.5, 7.0))
     assert [name for name, _ in rooms.outbound.trace(("a", 1))] == ["chunk.start", "chunk.end"]
     assert rooms.outbound.trace(("b", 1))[-2:] == (("push.start", 7.0), ("push.end", 7.5))
+
+
+async def test_a_prompt_is_handed_over_when_every_rank_has_pushed_it() -> None:
+    rooms = Rooms(lanes=HALVES)
+    rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT, decode=PEER))
+    rooms.pump()
+    rooms.grant(0, (3, 4))
+    rooms.pump()
+    (order,) = (order for order in rooms.orders if isinstance(order, PushOrder))
+    rooms.outbound.report(1, done(order, 1, 0.5, 6.0))
+    rooms.outbound.report(0, done(order, 0, 2.0, 7.0))
+    *manifests, hand_over = rooms.peers.to_reader[1:]
+    assert [[piece.rank for piece in it.pieces] for it in manifests if isinstance(it, Manifest)] == [[1], [0]]
+    assert isinstance(hand_over, HandOver)
+    assert (hand_over.num_moved_bytes, hand_over.transport) == (20, "shm+tcp")
+    assert (hand_over.transfer_start, hand_over.transfer_seconds) == (6.0, 2.0)
+    assert rooms.outbound.trace(("r", 1))[-2:] == (("push.start", 6.0), ("push.end", 8.0))
+
+
+async def test_a_refusal_names_who_has_no_room() -> None:
+    rooms = Rooms()
+    rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT, decode=PEER))
+    rooms.pump()
+    (asked,) = rooms.peers.to_reader
+    assert isinstance(asked, LandingRequest)
+    rooms.outbound.message(PEER, LandingRefusal(asked.landing_id, "full", 2.0))
+    rooms.requests.refusal = "it leaves"
+    rooms.requests.submit(GATEWAY, rooms.submission("s", PROMPT, decode=PEER))
+    rooms.pump()
+    named = [(failure.request_id, failure.code, failure.refused_by) for failure in rooms.failures]
+    assert named == [("r", "refused", PEER.replica_id), ("s", "refused", "")]
+
+
+async def test_all_that_wait_for_a_path_are_told_when_there_is_none() -> None:
+    rooms = Rooms()
+    rooms.peers.is_ready = False
+    for name in ("a", "b"):
+        rooms.requests.submit(GATEWAY, rooms.submission(name, PROMPT, decode=PEER))
+    rooms.peers.failure = "below the floor"
+    rooms.pump()
+    rooms.requests.submit(GATEWAY, rooms.submission("c", PROMPT, decode=PEER))
+    rooms.pump()
+    failures = [(failure.request_id, failure.code, failure.reason) for failure in rooms.failures]
+    assert failures == [(name, "peer", "below the floor") for name in ("a", "b", "c")]
+    assert (len(rooms.requests), rooms.pool.num_references) == (0, 0)
 
 
 async def test_a_replica_does_not_hand_over_to_itself() -> None:
@@ -138,6 +194,21 @@ async def test_a_right_hand_over_joins() -> None:
         rooms.pump()
     assert [delta.first_index for delta in rooms.deltas] == [1, 2]
     assert rooms.pool.num_references == 0
+
+
+async def test_a_hand_over_joins_when_every_rank_has_verified_its_pieces() -> None:
+    rooms = Rooms(lanes=HALVES)
+    landing(rooms)
+    pieces = tuple(PieceSum(0, rank, shard, 5 + rank) for rank, shard in HALVES)
+    rooms.inbound.message(PEER, Manifest(LANDING_ID, pieces))
+    rooms.inbound.message(PEER, hand_over(rooms.submission("r", PROMPT, outputs=((1,),), max_tokens=3)))
+    sums = {rank: [it.checksum for it in order.pieces] for rank, order in rooms.orders_to}  # type: ignore[union-attr]
+    assert sums == {0: [5], 1: [6]}
+    assert all(isinstance(order, VerifyOrder) for _, order in rooms.orders_to)
+    for rank in (1, 0):
+        assert not isinstance(rooms.peers.to_writer[-1], LandingResult)
+        rooms.inbound.report(rank, Verified(LANDING_ID, ()))
+    assert rooms.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
 
 
 async def test_a_leaving_replica_takes_no_landing() -> None:

@@ -160,9 +160,9 @@ def test_the_shards_of_a_layer_add_up_to_the_layer(
     torch.testing.assert_close(summed, feed_forward(whole), rtol=1e-4, atol=1e-5)
 
 
-def test_a_split_that_does_not_divide_the_heads_is_refused(make_checkpoint: MakeCheckpoint) -> None:
-    with pytest.raises(CheckpointError, match="over 3 ranks"):
-        _load(make_checkpoint("llama"), ShardSpec(0, 2, 0, 3))
+def test_more_ranks_than_heads_are_refused(make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(CheckpointError, match="tp 5 is more than num_attention_heads 4"):
+        _load(make_checkpoint("llama"), ShardSpec(0, 2, 0, 5))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,31 +1,54 @@
-"""Peer links: a writer that reconnects, a peer that is silent, an error of ours that must not pass unseen."""
+"""Peer links: lanes between all ranks, paths that fail over or cool down, writers that reconnect, silence."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from walk_house import until
 
+from kvtransfer.clock import ManualClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
+    ClosePeer,
     CompatibilityRecord,
+    ConnectPeer,
     LandingGrant,
+    LanePath,
+    PeerConnected,
+    PeerConnectFailed,
     PeerHello,
+    PeerLost,
+    PeerRefusal,
+    RankEndpoints,
     ReplicaIdentity,
+    Shard,
     TransferOrder,
     WriterStopped,
 )
 from kvtransfer.secret import draw_secret
 from workers import peers as peers_module
 from workers.links import FrameStream, LinkServer
-from workers.messages import PEER_CODEC, HandOverTarget, PeerLinkMessage
+from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 from workers.peers import Peers
 
 SECRET = draw_secret()
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
 RECORD = CompatibilityRecord(1, b"model", "float32", 16, 2, 2, 8)
+
+
+def ranks(*shards: Shard) -> tuple[RankEndpoints, ...]:
+    return tuple(RankEndpoints(rank, shard, "host", ()) for rank, shard in enumerate(shards))
+
+
+WHOLE = ranks(Shard(0, 2, 0, 2))
+STAGES = ranks(Shard(0, 1, 0, 2), Shard(1, 2, 0, 2))
+COLUMNS = ranks(Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+QUARTERS = {(stage, head): Shard(stage, stage + 1, head, head + 1) for stage in (0, 1) for head in (0, 1)}
+"""What goes from one of `STAGES` to one of `COLUMNS`."""
 
 
 class Sides:
@@ -35,6 +58,8 @@ class Sides:
         self.heard: list[PeerLinkMessage] = []
         self.lost: list[ReplicaIdentity] = []
         self.failed: list[str] = []
+        self.num_ready = 0
+        self.pieces: Sequence[tuple[int, Shard]] = ()
         self.is_broken = False
 
     def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
@@ -42,10 +67,14 @@ class Sides:
             raise RuntimeError("a mistake of ours")
         self.heard.append(message)
 
-    def peer_ready(self, peer: ReplicaIdentity) -> None: ...
+    def peer_ready(self, peer: ReplicaIdentity) -> None:
+        self.num_ready += 1
 
     def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
         self.failed.append(reason)
+
+    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
+        self.pieces = pieces
 
     def writer_lost(self, writer: ReplicaIdentity) -> None:
         self.lost.append(writer)
@@ -54,17 +83,21 @@ class Sides:
 class House:
     """The Peer links of one replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: tuple[RankEndpoints, ...] = WHOLE) -> None:
         self.sides = Sides()
+        self.clock = ManualClock(100.0)
         self.errors: list[BaseException] = []
         self.orders: list[TransferOrder] = []
+        self.orders_to: dict[int, list[TransferOrder]] = {item.rank: [] for item in own}
         self.peers = Peers(
             identity=HERE,
             compatibility=RECORD,
-            ranks=(),
-            config=TransferConfig(),
+            ranks=own,
+            config=TransferConfig(transports=("shm", "tcp"), below_floor="warn", max_cool_down_s=3.0),
             secret=SECRET,
+            clock=self.clock,
             order=self.orders.append,
+            order_to=lambda rank, order: self.orders_to[rank].append(order),
             prefill_side=self.sides,
             decode_side=self.sides,
             wake=lambda: None,
@@ -80,15 +113,23 @@ def fed(*messages: PeerLinkMessage) -> tuple[FrameStream, asyncio.Queue[bytes | 
     return FrameStream("writer", queue.get), queue
 
 
-async def served(handler: Callable[[FrameStream], Awaitable[None]]) -> tuple[LinkServer, HandOverTarget]:
+@asynccontextmanager
+async def served(
+    house: House, handler: Callable[[FrameStream], Awaitable[None]]
+) -> AsyncIterator[HandOverTarget]:
+    """A peer of the house that answers its links by `handler`."""
     server = LinkServer(SECRET, handler, handler)
     port = await server.start("127.0.0.1")
-    return server, HandOverTarget(PEER, f"127.0.0.1:{port}")
+    try:
+        yield HandOverTarget(PEER, f"127.0.0.1:{port}")
+    finally:
+        await house.peers.close()
+        await server.stop()
 
 
 async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
     house = House()
-    hello = PeerHello(PEER, RECORD, ())
+    hello = PeerHello(PEER, RECORD, WHOLE)
     old, _ = fed(hello)
     first = asyncio.create_task(house.peers.serve(old))
     await until(lambda: PEER in house.peers._inbound, "the first link")
@@ -107,18 +148,16 @@ async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
 async def test_an_error_of_ours_is_told_and_does_not_leave_a_dead_link_behind() -> None:
     async def grant(stream: FrameStream) -> None:
         await stream.receive()
-        stream.send(PEER_CODEC.encode(PeerHello(PEER, RECORD, ())))
+        stream.send(PEER_CODEC.encode(PeerHello(PEER, RECORD, WHOLE)))
         stream.send(PEER_CODEC.encode(LandingGrant(b"1", 0, ())))
         await stream.receive()
 
     house = House()
     house.sides.is_broken = True
-    server, target = await served(grant)
-    house.peers.ensure(target)
-    await until(lambda: bool(house.errors), "the error is told")
-    assert "a mistake of ours" in str(house.errors[0])
-    await house.peers.close()
-    await server.stop()
+    async with served(house, grant) as target:
+        house.peers.ensure(target)
+        await until(lambda: bool(house.errors), "the error is told")
+        assert "a mistake of ours" in str(house.errors[0])
 
 
 async def test_a_peer_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +168,130 @@ async def test_a_peer_that_does_not_answer_is_given_up(monkeypatch: pytest.Monke
             pass
 
     house = House()
-    server, target = await served(silent)
-    house.peers.ensure(target)
-    await until(lambda: bool(house.sides.failed), "it is given up")
-    assert "no answer" in house.sides.failed[0]
-    assert house.peers.connection(PEER) is None
-    await house.peers.close()
-    await server.stop()
+    async with served(house, silent) as target:
+        house.peers.ensure(target)
+        await until(lambda: bool(house.sides.failed), "it is given up")
+        assert "no answer" in house.sides.failed[0]
+        assert house.peers.connection(PEER) is None
+
+
+def answering(reply: PeerLinkMessage) -> Callable[[FrameStream], Awaitable[None]]:
+    """A peer that answers the first message with `reply` and then only listens."""
+
+    async def handle(stream: FrameStream) -> None:
+        while await stream.receive() is not None:
+            stream.send(PEER_CODEC.encode(reply))
+
+    return handle
+
+
+def path(peer_rank: int, transport: str = "shm", instead_of: str = "") -> LanePath:
+    return LanePath(peer_rank, transport, "memory", 5.0, 20.0, instead_of)
+
+
+def connects(orders: list[TransferOrder]) -> list[ConnectPeer]:
+    return [order for order in orders if isinstance(order, ConnectPeer)]
+
+
+async def test_each_rank_connects_its_lanes_and_the_path_is_ready_when_all_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tandem.peers")
+    house = House(STAGES)
+    async with served(house, answering(PeerHello(PEER, RECORD, COLUMNS))) as target:
+        house.peers.ensure(target)
+        await until(lambda: all(house.orders_to.values()), "both ranks are told to connect")
+        for rank, orders in house.orders_to.items():
+            (connect,) = connects(orders)
+            assert (connect.writer, connect.peer, connect.refuse_slow) == (HERE, PEER, False)
+            lanes = [(lane.target, lane.piece) for lane in connect.lanes]
+            assert lanes == [(COLUMNS[head], QUARTERS[rank, head]) for head in (0, 1)]
+        connection = connects(house.orders_to[0])[0].connection_id
+        assert connects(house.orders_to[1])[0].connection_id == connection
+
+        house.peers.path_report(1, PeerConnected(connection, (path(0), path(1))))
+        assert (house.peers.connection(PEER), house.sides.num_ready) == (None, 0)
+        slow = path(1, "tcp", "shm: no memory")
+        house.peers.path_report(0, PeerConnected(connection, (path(0), slow)))
+        assert (house.peers.connection(PEER), house.sides.num_ready) == (connection, 1)
+        assert house.peers.paths()[1] == PathMeasure(PEER, 0, 1, "tcp", 5.0, 20.0, "memory", "shm: no memory")
+        assert [(it.rank, it.peer_rank) for it in house.peers.paths()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+        assert warning.endswith("rank 1 over tcp on memory: 5.00 GB/s, 20 us; not as wanted: shm: no memory")
+        assert len([record for record in caplog.records if record.levelname == "INFO"]) == 3
+
+        caplog.clear()
+        house.peers.path_report(1, PeerConnected(connection, (path(0), path(1, "tcp", "shm: 3 failures"))))
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert "here rank 1 has failed over and writes to peer rank 1 over tcp" in warning
+        assert [it.transport for it in house.peers.paths()] == ["shm", "tcp", "shm", "tcp"]
+        assert house.sides.num_ready == 1
+
+
+async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> None:
+    house = House(COLUMNS)
+    stream, feed = fed(PeerHello(PEER, RECORD, STAGES))
+    feed.put_nowait(None)
+    await house.peers.serve(stream)
+    assert sorted(house.sides.pieces, key=str) == sorted(
+        ((head, piece) for (_, head), piece in QUARTERS.items()), key=str
+    )
+    assert house.sides.lost == [PEER]
+
+
+@pytest.mark.parametrize(
+    ("own", "word"),
+    [
+        (STAGES[:1], "no rank of the writer holds layers 1 to 1 of KV heads 0 to 1, which rank 0 needs"),
+        (STAGES[::-1], "did not introduce its ranks in order"),
+        ((), "no rank of the writer holds"),
+    ],
+)
+async def test_a_writer_that_cannot_send_all_is_refused_with_the_reason(
+    own: tuple[RankEndpoints, ...], word: str
+) -> None:
+    house = House()
+    stream, feed = fed(PeerHello(PEER, RECORD, own))
+    feed.put_nowait(None)
+    await house.peers.serve(stream)
+    frame = stream._outgoing.get_nowait()
+    assert frame is not None
+    refusal = PEER_CODEC.decode(frame)
+    assert isinstance(refusal, PeerRefusal)
+    assert word in refusal.reason
+    assert (house.sides.pieces, house.sides.lost) == ((), [])
+
+
+async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a_while() -> None:
+    house = House()
+    async with served(house, answering(PeerHello(PEER, RECORD, WHOLE))) as target:
+
+        async def fail(number: int) -> bytes:
+            """Connect once more, and let the rank find no path; returns the connection's id."""
+            house.peers.ensure(target)
+            await until(lambda: len(connects(house.orders_to[0])) == number, "it is tried")
+            connection = connects(house.orders_to[0])[-1].connection_id
+            house.peers.path_report(0, PeerConnectFailed(connection, "all are slow"))
+            assert ClosePeer(connection) in house.orders
+            return connection
+
+        for number, delay_s in enumerate((1.0, 2.0, 3.0, 3.0), 1):
+            await fail(number)
+            house.clock.advance(delay_s - 0.5)
+            house.peers.ensure(target)
+            assert house.sides.failed == [
+                "rank 0: all are slow",
+                "rank 0: all are slow (tried again in 0.5 s)",
+            ]
+            assert len(connects(house.orders_to[0])) == number
+            house.sides.failed.clear()
+            house.clock.advance(0.5)
+        house.peers.ensure(target)
+        await until(lambda: len(connects(house.orders_to[0])) == 5, "it is tried")
+        connection = connects(house.orders_to[0])[-1].connection_id
+        house.peers.path_report(0, PeerConnected(connection, (path(0),)))
+        house.clock.advance(3.5)
+        house.peers.path_report(0, PeerLost(connection, "it broke"))
+        house.clock.advance(0.75)
+        house.peers.ensure(target)
+        assert house.sides.failed == ["rank 0: it broke", "rank 0: it broke (tried again in 0.2 s)"]

@@ -16,20 +16,23 @@ import pytest
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.faults import FaultRule
 from kvtransfer.framing import prove_as_server, receive_frame, send_frame
-from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity
+from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
 from workers.messages import (
     RANK_DOWN_CODEC,
     RANK_SPEC_CODEC,
     RANK_UP_CODEC,
     BatchEntry,
+    FormGroup,
     RankDown,
     RankFailed,
+    RankJoined,
     RankReady,
     RankSpec,
     RankUp,
     SamplingParams,
     Shutdown,
     SlotStart,
+    StageCost,
     StepPlan,
     StepReport,
 )
@@ -97,9 +100,16 @@ class Brain:
     def ready(self, spec: RankSpec) -> RankReady:
         self.start_process(spec)
         self.accept()
+        self.form()
         message = self.receive()
         assert isinstance(message, RankReady), message
         return message
+
+    def form(self) -> None:
+        """The rank joins, and is told to load both layers of the model."""
+        assert self.process is not None
+        assert self.receive() == RankJoined(0, self.process.pid, "", StageCost(), 0.0)
+        self.send(FormGroup("", ((0, 2),)))
 
     def failure(self, spec: RankSpec) -> str:
         """The reason that the rank gives, after which it has ended with status 1."""
@@ -139,15 +149,18 @@ def make_spec(
     brain: Brain,
     model_dir: Path,
     *,
-    num_ranks: int = 1,
+    rank: int = 0,
+    tp: int = 1,
+    pp: int = 1,
     dtype: str = "float32",
     device: str = "cpu",
     faults: tuple[FaultRule, ...] = (),
 ) -> RankSpec:
     return RankSpec(
         replica=IDENTITY,
-        rank=0,
-        num_ranks=num_ranks,
+        rank=rank,
+        tp=tp,
+        pp=pp,
         brain_address=f"127.0.0.1:{brain.port}",
         secret=SECRET,
         model_dir=str(model_dir),
@@ -158,8 +171,7 @@ def make_spec(
         num_kv_tokens=512,
         max_batch_tokens=128,
         max_sequences=8,
-        data_host="127.0.0.1",
-        transports=("tcp",),
+        transfer=TransferSettings("127.0.0.1", ("tcp",)),
         faults=faults,
     )
 
@@ -211,9 +223,19 @@ def test_the_rank_ends_with_its_brain(brain: Brain, model_dir: Path) -> None:
     assert brain.process.wait(1.0 + 4.0) == 0  # promised within 1 s; the rest is for a loaded machine
 
 
+def test_the_rank_ends_with_its_brain_before_the_others_have_joined(brain: Brain, model_dir: Path) -> None:
+    process = brain.start_process(make_spec(brain, model_dir, rank=1, tp=2))
+    brain.accept()
+    assert isinstance(brain.receive(), RankJoined)
+    assert brain.sock is not None
+    brain.sock.close()
+    assert process.wait(START_TIMEOUT_S) == 0
+
+
 def test_the_rank_ends_with_its_brain_while_loading(brain: Brain, model_dir: Path) -> None:
     process = brain.start_process(make_spec(brain, model_dir))
     brain.accept()
+    brain.form()
     assert brain.sock is not None
     brain.sock.close()
     assert process.wait(START_TIMEOUT_S) == 0
@@ -239,7 +261,15 @@ def test_a_bad_frame_is_reported(brain: Brain, model_dir: Path) -> None:
 
 BAD_SPECS: dict[str, tuple[Callable[[Brain, Path], RankSpec], str]] = {
     "no such folder": (lambda brain, path: make_spec(brain, path / "nowhere"), "config.json: no such file"),
-    "two ranks": (lambda brain, path: make_spec(brain, path, num_ranks=2), "tp 1, pp 1"),
+    "too many heads": (
+        lambda brain, path: make_spec(brain, path, rank=4, tp=5),
+        "tp 5 is more than num_attention_heads 4",
+    ),
+    "too many stages": (
+        lambda brain, path: make_spec(brain, path, pp=3),
+        "pp 3 is more than num_hidden_layers 2",
+    ),
+    "no such device": (lambda brain, path: make_spec(brain, path, device="cuda:9"), "device 'cuda:9'"),
     "unknown dtype": (lambda brain, path: make_spec(brain, path, dtype="int3"), "dtype 'int3' is not one of"),
 }
 

@@ -1,22 +1,391 @@
-"""Rank processes as the brain holds them."""
+"""Rank processes as the brain holds them: started together, driven together, and how one's death shows."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
 import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 import pytest
+import torch
+from step_plans import BLOCK, walk
 
-from workers.ranks import ProcessHandle
+from kvtransfer.clock import SystemClock
+from kvtransfer.faults import FaultRule
+from kvtransfer.framing import prove_as_client, send_frame
+from kvtransfer.messages import ReplicaIdentity, TransferSettings
+from workers.engine.executor import Executor
+from workers.errors import RankDiedError, WorkerError
+from workers.messages import (
+    RANK_UP_CODEC,
+    RankFailed,
+    RankJoined,
+    RankReady,
+    RankSpec,
+    RankUp,
+    StageCost,
+    StepPlan,
+    StepReport,
+)
+from workers.ranks import PlanStages, ProcessHandle, ProcessLauncher, RankGroup, RankHandle
+from workers.stages import given_layers, split_layers
+
+SECRET = b"s" * 32
+NUM_LAYERS = 3
+PATIENCE_S = 60.0
+
+
+class MakeCheckpoint(Protocol):
+    def __call__(self, family: str, *, seed: int = 0, **options: object) -> Path: ...
+
+
+@pytest.fixture
+def model_dir(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint("llama", seed=3, num_hidden_layers=NUM_LAYERS)
+
+
+def make_specs(
+    model_dir: Path, tp: int, pp: int, *, probe_rows: int = 0, faults: tuple[FaultRule, ...] = ()
+) -> list[RankSpec]:
+    return [
+        RankSpec(
+            replica=ReplicaIdentity("replica", 1),
+            rank=rank,
+            tp=tp,
+            pp=pp,
+            brain_address="",
+            secret=SECRET,
+            model_dir=str(model_dir),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            block_tokens=BLOCK,
+            num_kv_tokens=40 * BLOCK,
+            max_batch_tokens=128,
+            max_sequences=8,
+            transfer=TransferSettings("127.0.0.1", ("tcp",)),
+            probe_rows=probe_rows,
+            faults=faults,
+        )
+        for rank in range(tp * pp)
+    ]
+
+
+def by_cost(num_stages: int) -> PlanStages:
+    def plan(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
+        tp = len(joined) // num_stages
+        return split_layers(NUM_LAYERS, [joined[stage * tp].cost for stage in range(num_stages)])
+
+    return plan
+
+
+class KeepingLauncher(ProcessLauncher):
+    """Keeps what it started, so that a test can see how each process ended."""
+
+    def __init__(self) -> None:
+        self.handles: list[RankHandle] = []
+
+    async def launch(self, spec: RankSpec) -> RankHandle:
+        self.handles.append(await super().launch(spec))
+        return self.handles[-1]
+
+    async def endings(self) -> list[str]:
+        return await asyncio.gather(*(handle.wait() for handle in self.handles))
+
+
+class Brain:
+    """Holds the group of one replica and keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.launcher = KeepingLauncher()
+        self.group = RankGroup(SECRET, self.launcher, self._on_message, self._on_died)
+        self.reports: dict[int, list[StepReport]] = defaultdict(list)
+        self.deaths: list[str] = []
+        self.news = asyncio.Event()
+
+    def _on_message(self, rank: int, message: RankUp) -> None:
+        assert isinstance(message, StepReport)
+        self.reports[rank].append(message)
+        self.news.set()
+
+    def _on_died(self, reason: str) -> None:
+        self.deaths.append(reason)
+        self.news.set()
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_reached():
+                self.news.clear()
+                await self.news.wait()
+
+    async def run(self, plans: Sequence[StepPlan], num_ranks: int, num_in_flight: int) -> None:
+        """Send the plans; never are more than `num_in_flight` unreported by some rank."""
+        for count, plan in enumerate(plans, start=1):
+            self.group.send(plan)
+            await self.until(lambda due=count - num_in_flight + 1: self._num_done(num_ranks) >= due)  # type: ignore[misc]
+        await self.until(lambda: self._num_done(num_ranks) == len(plans))
+
+    def _num_done(self, num_ranks: int) -> int:
+        assert self.deaths == []
+        return min(len(self.reports[rank]) for rank in range(num_ranks))
+
+
+@asynccontextmanager
+async def holding() -> AsyncIterator[Brain]:
+    brain = Brain()
+    try:
+        yield brain
+    finally:
+        await brain.group.stop()
+        await brain.launcher.endings()
+
+
+@pytest.mark.parametrize(
+    ("tp", "layers", "num_in_flight"), [(1, (3,), 2), (2, (3,), 2), (1, (2, 1), 3), (2, (1, 2), 2)]
+)
+async def test_ranks_in_processes_give_the_tokens_of_one_executor(
+    model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int
+) -> None:
+    whole = Executor(
+        model_dir=model_dir,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        block_tokens=BLOCK,
+        num_kv_tokens=40 * BLOCK,
+        num_threads=1,
+        clock=SystemClock(),
+    )
+    plans, pp = walk(), len(layers)
+    expected = [[(token.slot, token.token) for token in whole.run(plan).tokens] for plan in plans]
+    async with holding() as brain:
+        stages = given_layers(NUM_LAYERS, layers)
+        ready = await brain.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", lambda _: stages)
+        assert [it.rank for it in ready] == list(range(tp * pp))
+        shards = [it.endpoints.shard for it in ready]
+        assert [(it.layer_start, it.layer_end) for it in shards] == [
+            each for each in stages for _ in range(tp)
+        ]
+        assert [(it.head_start, it.head_end) for it in shards[:tp]] == ([(0, 2)], [(0, 1), (1, 2)])[tp - 1]
+        assert {it.num_blocks for it in ready} == {40}
+        assert len({it.compatibility for it in ready}) == 1
+        await brain.run(plans, tp * pp, num_in_flight)
+        for rank, reports in brain.reports.items():
+            found = [[(token.slot, token.token) for token in report.tokens] for report in reports]
+            assert found == (expected if rank == (pp - 1) * tp else [[]] * len(plans))
+            assert all(report.started_at <= report.finished_at for report in reports)
+        await brain.group.stop()
+        assert brain.deaths == []
+        assert all(ending.endswith("ended with status 0") for ending in await brain.launcher.endings())
+
+
+async def test_joined_ranks_tell_what_their_device_costs(model_dir: Path) -> None:
+    told: list[RankJoined] = []
+
+    def plan(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
+        told.extend(joined)
+        return by_cost(2)(joined)
+
+    async with holding() as brain:
+        ready = await brain.group.start(make_specs(model_dir, 1, 2, probe_rows=32), "127.0.0.1", plan)
+        assert [it.rank for it in told] == [0, 1]
+        assert [it.process_id for it in told] == [it.process_id for it in ready]
+        assert bool(told[0].store_address)
+        assert told[1].store_address == ""
+        for joined in told:
+            assert min(joined.cost.layer_s, joined.cost.embedding_s, joined.cost.head_s) > 0
+            assert joined.attention_ratio >= 0
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "text"),
+    [
+        (5, 1, "rank [0-4]: tp 5 is more than num_attention_heads 4"),
+        (1, 4, "pp 4 is more than num_hidden_layers 3"),
+    ],
+)
+async def test_wrong_shapes_are_refused_with_their_names(
+    model_dir: Path, tp: int, pp: int, text: str
+) -> None:
+    async with holding() as brain:
+        with pytest.raises(RankDiedError, match=text):
+            await brain.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", by_cost(pp))
+        assert brain.deaths == []
+
+
+async def test_a_refused_split_ends_the_ranks(model_dir: Path) -> None:
+    def plan(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
+        return given_layers(NUM_LAYERS, (1, 1))
+
+    async with holding() as brain:
+        with pytest.raises(WorkerError, match=r"layers \[1, 1\] are 2 together"):
+            await brain.group.start(make_specs(model_dir, 1, 2), "127.0.0.1", plan)
+        assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
+
+
+async def test_a_rank_that_dies_while_the_others_wait_for_it_ends_the_start(model_dir: Path) -> None:
+    def plan(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
+        os.kill(joined[1].process_id, signal.SIGKILL)
+        return ((0, NUM_LAYERS),)
+
+    async with holding() as brain:
+        with pytest.raises(RankDiedError, match=rf"rank 1, process \d+, ended with status {-signal.SIGKILL}"):
+            await brain.group.start(make_specs(model_dir, 2, 1), "127.0.0.1", plan)
+        assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
+
+
+async def test_the_rank_that_died_in_a_step_is_named(model_dir: Path, tmp_path: Path) -> None:
+    """The other three meet broken connections at the same time, and say so."""
+    marker = tmp_path / "marker"
+    faults = (FaultRule("rank.step.decode", "kill", str(marker)),)
+    async with holding() as brain:
+        stages = given_layers(NUM_LAYERS, (1, 2))
+        ready = await brain.group.start(
+            make_specs(model_dir, 2, 2, faults=faults), "127.0.0.1", lambda _: stages
+        )
+        for plan in walk()[:3]:
+            brain.group.send(plan)
+        await brain.until(lambda: bool(brain.deaths))
+        (killed,) = [it.rank for it in ready if it.process_id == int(marker.read_text())]
+        assert len(brain.deaths) == 1
+        assert brain.deaths[0].startswith(f"rank {killed}, process ")
+        assert brain.deaths[0].endswith(f"ended with status {-signal.SIGKILL}")
+
+
+async def test_a_rank_stopped_in_a_step_can_be_killed_with_those_that_wait(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Nobody reports the step, which is what the brain notices; then it kills them all."""
+    marker = tmp_path / "marker"
+    faults = (FaultRule("rank.step.decode", "stop", str(marker)),)
+    async with holding() as brain:
+        specs = make_specs(model_dir, 2, 1, faults=faults)
+        ready = await brain.group.start(specs, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
+        for plan in walk()[:3]:
+            brain.group.send(plan)
+        await brain.until(lambda: all(len(brain.reports[rank]) == 1 for rank in (0, 1)))
+        async with asyncio.timeout(PATIENCE_S):
+            while not marker.exists() or not marker.read_text():
+                await SystemClock().sleep(0.01)
+        assert int(marker.read_text()) in [it.process_id for it in ready]
+        brain.group.kill()
+        assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
+        assert all(len(brain.reports[rank]) == 1 for rank in (0, 1))
+
+
+# ---------------------------------------------------------------------- whose fault it was, without processes
+
+
+@dataclass
+class Puppet:
+    """A rank that a test plays."""
+
+    spec: RankSpec
+    ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_killed: bool = False
+    sock: socket.socket | None = None
+
+    async def wait(self) -> str:
+        return await self.ended
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.leave()
+        if not self.ended.done():
+            self.ended.set_result("killed")
+
+    async def join(self) -> None:
+        host, _, port = self.spec.brain_address.rpartition(":")
+        self.sock = sock = socket.create_connection((host, int(port)))
+        await asyncio.to_thread(prove_as_client, sock, SECRET, "puppet")
+        self.say(RankJoined(self.spec.rank, 1, "", StageCost(), 0.0))
+
+    def say(self, message: RankUp) -> None:
+        assert self.sock is not None
+        send_frame(self.sock, RANK_UP_CODEC.encode(message))
+
+    def leave(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+
+
+class PuppetLauncher:
+    def __init__(self) -> None:
+        self.puppets: list[Puppet] = []
+
+    async def launch(self, spec: RankSpec) -> RankHandle:
+        self.puppets.append(Puppet(spec))
+        return self.puppets[-1]
+
+
+def refuse_planning(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
+    raise AssertionError("not all ranks have joined")
+
+
+@asynccontextmanager
+async def starting_puppets() -> AsyncIterator[tuple[list[Puppet], asyncio.Task[list[RankReady]]]]:
+    """Two of three ranks have joined."""
+    launcher = PuppetLauncher()
+    group = RankGroup(SECRET, launcher, lambda rank, message: None, lambda reason: None)
+    task = asyncio.create_task(group.start(make_specs(Path(), 3, 1), "127.0.0.1", refuse_planning))
+    while len(launcher.puppets) < 3:
+        await SystemClock().sleep(0.001)
+    for puppet in launcher.puppets[:2]:
+        await puppet.join()
+    yield launcher.puppets, task
+    await group.stop()
+
+
+LOST = RankFailed(0, "the connection to a rank broke", lost_peer=True)
+
+
+async def test_the_one_who_died_is_told_before_those_who_noticed() -> None:
+    async with starting_puppets() as (puppets, started):
+        puppets[0].say(LOST)
+        puppets[0].leave()
+        puppets[0].ended.set_result("rank 0 ended with status 1")
+        puppets[1].ended.set_result("rank 1 ended with status -9")
+        puppets[1].leave()
+        with pytest.raises(RankDiedError, match="rank 1 ended with status -9"):
+            await started
+        assert all(puppet.is_killed for puppet in puppets)
+
+
+async def test_what_a_rank_says_counts_more_than_its_status() -> None:
+    async with starting_puppets() as (puppets, started):
+        puppets[1].ended.set_result("rank 1 ended with status 1")
+        puppets[1].say(RankFailed(1, "no such file"))
+        with pytest.raises(RankDiedError, match="rank 1: no such file"):
+            await started
+
+
+async def test_without_a_culprit_the_first_to_notice_is_told() -> None:
+    async with starting_puppets() as (puppets, started):
+        puppets[0].say(LOST)
+        with pytest.raises(RankDiedError, match="rank 0: the connection to a rank broke"):
+            await started
+
+
+async def test_a_rank_that_ends_before_it_joins_ends_the_start() -> None:
+    async with starting_puppets() as (puppets, started):
+        puppets[2].ended.set_result("rank 2 ended with status 1")
+        with pytest.raises(RankDiedError, match="rank 2 ended with status 1"):
+            await started
 
 
 async def test_a_process_that_has_ended_is_not_killed_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
     )
-    handle = ProcessHandle(process)
+    handle = ProcessHandle(process, 0)
     handle.kill()
     assert str(-signal.SIGKILL) in await handle.wait()
     killed: list[int] = []

@@ -3,82 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, Engine, alone, pack, unpack
+from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, alone, pack, unpack
 from msgspec.structs import replace
+from staged_engine import PROMPT, ask, engine, finish, plan, right, step
 
 from kvtransfer.keys import block_keys
-from kvtransfer.messages import ReplicaIdentity
-from workers.config import EngineConfig
-from workers.engine.batch import StepOutcome
 from workers.errors import CapacityError, QueueFullError
-from workers.messages import HandOverTarget, SampleState, SamplingParams, StepPlan, Submission
-
-PROMPT = [5, 6, 7, 8, 9, 10]
-
-
-def config(**settings: int) -> EngineConfig:
-    return EngineConfig(**{"block_tokens": 16, "max_batch_tokens": 16, "chunk_tokens": 8, **settings})
-
-
-def engine(num_blocks: int = 40, **settings: int) -> Engine:
-    return Engine(config(**settings), num_blocks)
-
-
-def ask(
-    name: str = "a",
-    prompt: list[int] = PROMPT,
-    *,
-    n: int = 1,
-    max_tokens: int = 4,
-    output: tuple[int, ...] = (),
-    priority: int = 0,
-    deadline_s: float | None = None,
-    decode: str = "",
-) -> Submission:
-    tokens = pack(prompt)
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        priority=priority,
-        prompt=tokens,
-        block_keys=block_keys(tokens, BLOCK_TOKENS, FINGERPRINT, ""),
-        samples=tuple(SampleState(index, 7 + index, pack(list(output))) for index in range(n)),
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-        decode=HandOverTarget(ReplicaIdentity(decode, 1), decode) if decode else None,
-        deadline_s=deadline_s,
-    )
-
-
-def plan(side: Engine, now: float = 0.0) -> StepPlan:
-    assert side.plan(now)
-    return side.plans[-1]
-
-
-def step(side: Engine, now: float = 0.0) -> StepOutcome:
-    """Plan and settle one step, nothing else being out."""
-    plan(side, now)
-    outcome = side.settle(now)
-    side.check()
-    return outcome
-
-
-def finish(side: Engine) -> dict[tuple[str, int], list[int]]:
-    """Run until idle; the tokens of each sample from now on."""
-    outputs: dict[tuple[str, int], list[int]] = {}
-    while side.plan(0.0) or side.plans:
-        for delta in side.settle(0.0).tokens:
-            outputs.setdefault((delta.request_id, delta.sample), []).extend(unpack(delta.tokens))
-        side.check()
-    assert side.scheduler.is_idle
-    assert side.pool.num_referenced == 0
-    return outputs
-
-
-def right(submission: Submission, index: int = 0) -> list[int]:
-    prompt = unpack(submission.prompt)
-    limit = min(submission.sampling.max_tokens, MAX_CONTEXT - len(prompt))
-    return alone(prompt, submission.samples[index].seed, limit, submission.sampling)
+from workers.messages import SamplingParams, Submission
 
 
 def test_decodes_go_first_and_chunks_share_what_is_left() -> None:
@@ -230,23 +161,6 @@ def test_a_preempted_sequence_waits_before_others_of_its_priority() -> None:
     finish(side)
 
 
-def test_blocks_that_an_unreported_plan_copies_from_stay_referenced() -> None:
-    side = engine()
-    side.scheduler.submit(ask("a", n=2, max_tokens=4), 0.0)
-    plan(side)
-    (copy,) = plan(side).copies
-    holder = next(
-        sequence for sequence in side.scheduler._life.running if copy.src_block in sequence.block_ids
-    )
-    holder.last_step = 1  # as if the budget had left it out of the plan that copies
-    side.settle(0.0)
-    side.scheduler.cancel("a", 1)
-    assert side.pool.is_referenced(copy.src_block)
-    side.check()
-    side.settle(0.0)
-    assert side.pool.num_referenced == 0
-
-
 # ------------------------------------------------------------------------------- limits and deadlines
 
 
@@ -371,7 +285,7 @@ def test_an_adopted_request_goes_on_and_repairs_what_is_not_valid(num_valid: int
     submission = ask(n=2, decode="d", max_tokens=5)
     blocks = side.pool.allocate(2)
     for position, token in enumerate(PROMPT):
-        side.rank.kv[blocks[position // 4], position % 4] = token if position < num_valid else 99
+        side.stages[0].kv[blocks[position // 4], position % 4] = token if position < num_valid else 99
     samples = tuple(
         replace(sample, output=pack(right(submission, sample.index)[:1])) for sample in submission.samples
     )

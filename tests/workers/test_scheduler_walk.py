@@ -1,4 +1,4 @@
-"""Whole lives of requests on a model of the ranks that computes from the plans alone.
+"""Whole lives of requests on a model of the stages that computes from the plans alone, each in its own time.
 
 Every request must get exactly the tokens that it gets alone, whatever arrives, ends or fails around it.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, VOCABULARY, Engine, alone, pack, sample, unpack
+from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, VOCABULARY, alone, pack, sample, unpack
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
+from staged_engine import StagedEngine
 
 from kvtransfer.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
@@ -63,6 +64,8 @@ CONFIGS = st.builds(
     chunk_tokens=st.integers(1, 9),
     max_sequences=st.integers(2, 5),
 )
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([0.0, 0.02, 0.5]))
+"""Stages, most plans out (fewer than stages and one more when so drawn), attention ratio."""
 PROMPTS = st.builds(
     lambda base, num_shared, tail: [sample([at], base) for at in range(num_shared)] + tail,
     st.integers(0, 2),
@@ -77,19 +80,22 @@ class Pair(RuleBasedStateMachine):
     @initialize(
         configs=st.tuples(CONFIGS, CONFIGS),
         sizes=st.tuples(st.integers(4, 14), st.integers(4, 14)),
-        depth=st.integers(1, 3),
+        shapes=st.tuples(SHAPES, SHAPES),
         bad_tokens=st.lists(st.sampled_from([0, 0, 1, 7, 99]), min_size=1, max_size=4),
     )
     def start(
         self,
         configs: tuple[EngineConfig, EngineConfig],
         sizes: tuple[int, int],
-        depth: int,
+        shapes: tuple[tuple[int, int, float], tuple[int, int, float]],
         bad_tokens: list[int],
     ) -> None:
-        self.engines = [Engine(config, size) for config, size in zip(configs, sizes, strict=True)]
+        self.engines = [
+            StagedEngine(config, size, num_stages, attention_ratio)
+            for config, size, (num_stages, _, attention_ratio) in zip(configs, sizes, shapes, strict=True)
+        ]
         self.prefill, self.decode = self.engines
-        self.depth = depth
+        self.depths = [min(depth, num_stages + 1) for num_stages, depth, _ in shapes]
         self.bad_tokens = cycle(bad_tokens)
         self.now = 0.0
         self.lives: dict[str, Life] = {}
@@ -173,18 +179,26 @@ class Pair(RuleBasedStateMachine):
     def plan(self, number: int, num_steps: int) -> None:
         engine = self.engines[number]
         for _ in range(num_steps):
-            if len(engine.plans) == self.depth:
+            if len(engine.steps) == self.depths[number]:
                 self.take(engine.settle(self.now))
             if not engine.plan(self.now):
                 self.fail(engine.scheduler.take_failures())
                 self.settle(number)
             engine.check()
 
-    @precondition(lambda self: any(engine.plans for engine in self.engines))
+    @precondition(lambda self: any(engine.steps for engine in self.engines))
+    @rule(number=st.integers(0, 1), stage=st.integers(0, 2), num_steps=st.integers(1, 4))
+    def compute(self, number: int, stage: int, num_steps: int) -> None:
+        """One stage gets ahead, as far as the plans and the other stages let it."""
+        engine = self.engines[number]
+        for _ in range(num_steps):
+            engine.advance(stage % engine.num_stages)
+
+    @precondition(lambda self: any(engine.steps for engine in self.engines))
     @rule(number=st.integers(0, 1))
     def settle(self, number: int) -> None:
         engine = self.engines[number]
-        if engine.plans:
+        if engine.steps:
             self.take(engine.settle(self.now))
 
     def take(self, outcome: StepOutcome) -> None:
@@ -269,7 +283,8 @@ class Pair(RuleBasedStateMachine):
             num_valid = max(landing.num_held_tokens, landing.done.num_computed_tokens - next(self.bad_tokens))
             for position in range(num_valid, len(landing.block_ids) * BLOCK_TOKENS):
                 place = landing.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-                self.decode.rank.kv[place] = VOCABULARY + 1
+                for stage in self.decode.stages:
+                    stage.kv[place] = VOCABULARY + 1
             del self.landings[name]
             self.drop_landing_blocks(landing)
             life = self.lives[name]
@@ -283,8 +298,9 @@ class Pair(RuleBasedStateMachine):
     def move(self, landing: HandOver, src_blocks: tuple[int, ...], position: int) -> None:
         if position >= landing.num_held_tokens:
             index, offset = divmod(position, BLOCK_TOKENS)
-            token = self.prefill.rank.kv[src_blocks[index], offset]
-            self.decode.rank.kv[landing.block_ids[index], offset] = token
+            (token,) = {stage.kv[src_blocks[index], offset] for stage in self.prefill.stages}
+            for stage in self.decode.stages:
+                stage.kv[landing.block_ids[index], offset] = token
 
     def abort_landing(self, name: str) -> None:
         landing = self.landings.pop(name, None)
@@ -314,7 +330,7 @@ class Pair(RuleBasedStateMachine):
             self.plan(1, 1)
             self.hand_over()
         for number, engine in enumerate(self.engines):
-            while engine.plans:
+            while engine.steps:
                 self.settle(number)
             assert engine.scheduler.is_idle
             engine.check()

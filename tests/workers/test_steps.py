@@ -1,16 +1,24 @@
-"""The step loop: a slow step is not a hung one, and a hung rank is noticed, idle or busy."""
+"""The step loop: who has to report what; a slow step is not a hung one, and a hung rank is noticed."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from kvtransfer.clock import ManualClock
+from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
-from workers.messages import SampledToken, SampleState, SamplingParams, StepPlan, StepReport, Submission
+from workers.errors import WorkerError
+from workers.messages import (
+    HandOverTarget,
+    SampledToken,
+    SampleState,
+    SamplingParams,
+    StepPlan,
+    StepReport,
+    Submission,
+)
 from workers.steps import StepLoop
 
 NUM_TOKENS = 100
@@ -26,24 +34,37 @@ def sent() -> list[StepPlan]:
     return []
 
 
-@pytest.fixture
-def steps(clock: ManualClock, sent: list[StepPlan]) -> StepLoop:
-    config = EngineConfig(block_tokens=16, kv_tokens=1024)
-    pool = BlockPool(64, 16)
-    limits: dict[str, Any] = {"eos_token_ids": (), "max_context_tokens": 1024, "fingerprint": b"f" * 16}
-    scheduler = Scheduler(config, pool, **limits)
+def loop(
+    clock: ManualClock, sent: list[StepPlan], num_prompts: int = 1, tp: int = 1, pp: int = 1
+) -> StepLoop:
+    """The loop of a replica to which prompts of `NUM_TOKENS` tokens were submitted, one for each plan."""
+    scheduler = Scheduler(
+        EngineConfig(block_tokens=16, kv_tokens=1024, max_batch_tokens=NUM_TOKENS),
+        BlockPool(64, 16),
+        eos_token_ids=(),
+        max_context_tokens=1024,
+        fingerprint=b"f" * 16,
+        num_stages=pp,
+    )
     prompt = b"".join(number.to_bytes(4, "little") for number in range(NUM_TOKENS))
     sampling = SamplingParams(max_tokens=50, ignore_eos=True)
-    submission = Submission(
-        "r", 0, "", 0, prompt, (b"k" * 16,) * 6, (SampleState(0, 1),), sampling, None, None
-    )
-    scheduler.submit(submission, clock.now())
-    return StepLoop(scheduler, sent.append, clock)
+    for index in range(num_prompts):
+        keys = tuple(bytes([index, block] * 8) for block in range(6))
+        submission = Submission(
+            f"r{index}", 0, "", 0, prompt, keys, (SampleState(0, 1),), sampling, None, None
+        )
+        scheduler.submit(submission, clock.now())
+    return StepLoop(scheduler, sent.append, clock, tp, pp)
 
 
-def report(plan: StepPlan, seconds: float) -> StepReport:
-    tokens = tuple(SampledToken(slot, 5, None) for entry in plan.entries for slot in entry.sample_slots)
-    return StepReport(plan.step, tokens, 10.0, 10.0 + seconds)
+@pytest.fixture
+def steps(clock: ManualClock, sent: list[StepPlan]) -> StepLoop:
+    return loop(clock, sent)
+
+
+def report(plan: StepPlan, seconds: float, at: float = 10.0, token: int = 5) -> StepReport:
+    tokens = tuple(SampledToken(slot, token, None) for entry in plan.entries for slot in entry.sample_slots)
+    return StepReport(plan.step, tokens, at, at + seconds)
 
 
 def test_a_first_step_of_unknown_rate_has_time(steps: StepLoop, clock: ManualClock) -> None:
@@ -62,7 +83,7 @@ def test_once_measured_a_hung_step_is_noticed_soon(
         steps.feed()
     for plan in (sent[0], sent[1]):
         clock.advance(0.1)
-        steps.settle(report(plan, 0.1))
+        steps.settle(0, report(plan, 0.1))
     steps.feed()
     assert not steps.is_stalled(5.0)
     clock.advance(5.0)
@@ -72,16 +93,117 @@ def test_once_measured_a_hung_step_is_noticed_soon(
 
 
 def test_an_idle_rank_is_probed_and_its_silence_noticed(clock: ManualClock, sent: list[StepPlan]) -> None:
-    limits: dict[str, Any] = {"eos_token_ids": (), "max_context_tokens": 64, "fingerprint": b"f" * 16}
-    idle = StepLoop(
-        Scheduler(EngineConfig(block_tokens=16, kv_tokens=256), BlockPool(16, 16), **limits),
-        sent.append,
-        clock,
-    )
+    idle = loop(clock, sent, num_prompts=0, pp=2)
     clock.advance(2.1)
     assert idle.probe(2.0)
     assert not sent[-1].entries
     clock.advance(5.1)
     assert idle.is_stalled(5.0)
-    assert idle.settle(report(sent[-1], 0.0)) is None
+    assert idle.settle(0, report(sent[-1], 0.0)) is None
+    assert idle.is_stalled(5.0), "one of two has answered"
+    assert not idle.probe(2.0)
+    assert idle.settle(1, report(sent[-1], 0.0)) is None
     assert not idle.is_stalled(5.0)
+
+
+# ---------------------------------------------------------------------------------------------- many ranks
+
+
+@pytest.mark.parametrize(("tp", "pp", "num_out"), [(1, 1, 2), (2, 1, 2), (1, 2, 3), (2, 3, 4)])
+def test_one_plan_more_is_out_than_there_are_stages(
+    clock: ManualClock, sent: list[StepPlan], tp: int, pp: int, num_out: int
+) -> None:
+    steps = loop(clock, sent, 2 * pp, tp, pp)
+    steps.feed()
+    assert [plan.step for plan in sent] == list(range(1, num_out + 1))
+
+
+def test_a_step_is_settled_by_the_last_of_its_ranks_with_the_tokens_of_the_sampling_one(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    steps = loop(clock, sent, num_prompts=4, tp=2, pp=2)
+    steps.feed()
+    rank_to_token = {0: 10, 1: 11, 2: 12, 3: 13}
+    for plan in sent[:2]:  # the first stage is a plan ahead
+        for rank in (0, 1):
+            assert steps.settle(rank, report(plan, 0.1, token=rank_to_token[rank])) is None
+    assert steps.settle(2, report(sent[0], 0.1, token=rank_to_token[2])) is None
+    assert steps.num_steps == 0
+    outcome = steps.settle(3, report(sent[0], 0.1, token=rank_to_token[3]))
+    assert outcome is not None
+    assert {delta.tokens for delta in outcome.tokens} == {(12).to_bytes(4, "little")}
+    assert steps.num_steps == 1
+    assert steps.settle(3, report(sent[1], 0.1)) is None
+    assert steps.settle(2, report(sent[1], 0.1)) is not None, "the order of ranks does not matter"
+
+
+def test_a_report_that_is_not_due_is_an_error(clock: ManualClock, sent: list[StepPlan]) -> None:
+    steps = loop(clock, sent, num_prompts=2, pp=2)
+    with pytest.raises(WorkerError, match="rank 0 reported step 1, but nothing was due"):
+        steps.settle(0, StepReport(1, (), 0.0, 0.0))
+    steps.feed()
+    with pytest.raises(WorkerError, match="rank 1 reported step 2, but step 1 was due"):
+        steps.settle(1, report(sent[1], 0.1))
+    steps.settle(0, report(sent[0], 0.1))
+    with pytest.raises(WorkerError, match="rank 0 reported step 1, but step 2 was due"):
+        steps.settle(0, report(sent[0], 0.1))
+    for rank in (2, -1):
+        with pytest.raises(WorkerError, match=f"rank {rank} reported step 1, but nothing was due"):
+            steps.settle(rank, report(sent[0], 0.1))
+    assert steps.settle(1, report(sent[0], 0.1)) is not None, "what was refused has changed nothing"
+
+
+def test_rates_are_of_the_slowest_stage_and_of_the_whole_way(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    steps = loop(clock, sent, num_prompts=1, tp=2, pp=2)
+    rank_to_seconds = {0: 0.1, 1: 0.2, 2: 0.4, 3: 0.3}
+    for _ in range(2):
+        steps.feed()
+        plan = sent[-1]
+        for rank, seconds in rank_to_seconds.items():  # each with a clock of its own
+            steps.settle(rank, report(plan, seconds, at=1000.0 * rank))
+    assert [plan.entries[0].num_tokens for plan in sent] == [NUM_TOKENS, 1]
+    assert steps.rates.prefill_tok_s == pytest.approx(NUM_TOKENS / 0.4)
+    assert steps.rates.decode_step_s == pytest.approx(0.2 + 0.4)
+
+
+def test_the_times_of_a_chunk_are_of_the_sampling_ranks_clock(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    steps = loop(clock, sent, num_prompts=0, pp=2)
+    target = HandOverTarget(ReplicaIdentity("d", 1), "d:1")
+    sampling = SamplingParams(max_tokens=2)
+    prompt = bytes(4 * NUM_TOKENS)
+    scheduler = steps._scheduler
+    scheduler.submit(
+        Submission("r", 0, "", 0, prompt, (b"k" * 16,) * 6, (SampleState(0, 1),), sampling, target, None), 0.0
+    )
+    scheduler.grant_landing("r", 0)
+    steps.feed()
+    steps.settle(0, report(sent[0], 0.5, at=77.0))
+    outcome = steps.settle(1, report(sent[0], 0.25, at=10.0))
+    assert outcome is not None
+    (chunk,) = outcome.chunks
+    assert (chunk.started_at, chunk.finished_at) == (9.5, 10.25)
+
+
+def test_a_stage_that_hangs_is_noticed_though_the_one_before_it_reports(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    steps = loop(clock, sent, num_prompts=4, pp=2)
+    steps.feed()
+    for rank in (0, 1):
+        steps.settle(rank, report(sent[0], 0.1))
+    measured_s = _expected_s(sent[1], steps)
+    clock.advance(4 * measured_s + 4.9)
+    for plan in sent[1:]:
+        steps.settle(0, report(plan, 0.1))
+    assert not steps.is_stalled(5.0)
+    clock.advance(0.2)
+    assert steps.is_stalled(5.0)
+
+
+def _expected_s(plan: StepPlan, steps: StepLoop) -> float:
+    """Two stages, each as slow as the slower was."""
+    return 2 * sum(entry.num_tokens for entry in plan.entries) / steps.rates.prefill_tok_s

@@ -33,7 +33,8 @@ class LandingWish:
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
     """KV of the first `num_computed_tokens` tokens of an outbound prompt is in `block_ids` (the last block
-    may be partial). The first one of a request includes what was cached. Times are the rank's clock."""
+    may be partial), at every rank. The first one of a request includes what was cached. Times are of the
+    sampling rank's clock, for traces: the end of its part, and that less what all stages took."""
 
     request_id: str
     attempt: int

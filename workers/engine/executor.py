@@ -1,11 +1,12 @@
-"""The hands of a replica: executes step plans on one device. Model, KV pool, sampling; no decisions.
+"""The hands of a rank: executes its part of step plans on one device. Model, KV pool, sampling; no decisions.
 
 Called by a rank process with the brain's plans, and directly by the engine benchmark. Letters: T tokens of a
-step (all sequences one after another), R rows that sample, V vocabulary.
+step (all sequences one after another), C hidden size, R rows that sample, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.clock import Clock
+from kvtransfer.device import DevicePool
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import KvMemory
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
+from kvtransfer.pool import HostPool, KvPool
+from workers.engine.groups import RankGroups
 from workers.engine.sampler import Sampler
 from workers.errors import CapacityError, WorkerError
 from workers.messages import (
@@ -30,8 +34,11 @@ from workers.messages import (
     StepReport,
 )
 from workers.model.attention import AttentionBatch, SequenceSpan
-from workers.model.config import model_fingerprint
+from workers.model.config import ModelConfig, model_fingerprint
 from workers.model.decoder import load_decoder
+from workers.model.parallel import parallelize
+from workers.model.split import kv_heads
+from workers.model.weights import ShardSpec
 
 _DTYPES = {
     "float32": torch.float32,
@@ -64,11 +71,13 @@ def read_dtype(name: str) -> torch.dtype:
 
 
 class Executor:
-    """Loads the model and its KV pool, then turns each `StepPlan` into a `StepReport`.
+    """Loads a rank's part of the model and its KV pool, then turns each `StepPlan` into a `StepReport`.
 
-    `memory` is the pool's host memory, which other processes may be given; None when the pool is in device
-    memory. `kv` is `[num_blocks, layers, 2, kv_heads, block_tokens, head_dim]`. Raises `CheckpointError` for
-    a folder that cannot be served and `CapacityError` for a pool without room.
+    The ranks of a replica run the same plans in the same order and meet in `groups`: the first stage embeds,
+    each hands its hidden states [T, C] to the next, and the first rank of the last stage samples.
+    `kv` is `[num_blocks, layers, 2, kv_heads, block_tokens, head_dim]` of this rank's layers and heads, and
+    `pool` the same memory as the transports see it. Raises `CheckpointError` for a folder that cannot be
+    served and `CapacityError` for a pool without room.
     """
 
     def __init__(
@@ -81,27 +90,30 @@ class Executor:
         num_kv_tokens: int,
         num_threads: int,
         clock: Clock,
+        shard: ShardSpec | None = None,
+        groups: RankGroups | None = None,
     ) -> None:
+        """`shard` (None: the whole model) is this rank's place in `groups` (None: it is the only one)."""
         torch.set_num_threads(num_threads)
         self._clock = clock
         self._device = device
+        self._dtype = dtype
         self._block_tokens = block_tokens
-        self._decoder = load_decoder(model_dir, dtype, device)
+        self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+        self._decoder = load_decoder(model_dir, dtype, device, shard)
+        parallelize(self._decoder, self._groups)
         self.config = config = self._decoder.config
-        shard = Shard(0, config.num_layers, 0, config.num_kv_heads)
-        self.layout = BlockLayout(shard, config.head_dim, block_tokens, dtype.itemsize)
+        self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
         if num_blocks < 1:
             raise CapacityError(f"kv_tokens {num_kv_tokens} is less than one block of {block_tokens} tokens")
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_tokens, config.head_dim)
-        self.memory: KvMemory | None = None
-        if device.type == "cpu":
-            self.memory = KvMemory.allocate(num_blocks * self.layout.block_bytes)
-            self.kv = torch.frombuffer(self.memory.buffer, dtype=dtype).view(shape)
-        else:
-            self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self._sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
-        self._slot_to_last_token: dict[int, int] = {}
+        self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
+        self._inputs: _InputTokens | None = None
+        if self._groups.is_first_stage:
+            self._inputs = _InputTokens(self._groups)
+        self._sampler: Sampler | None = None
+        if self._groups.is_sampler:
+            self._sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
         self.ready_fields = ReadyFields(
             num_blocks=num_blocks,
             vocab_size=config.vocab_size,
@@ -120,36 +132,45 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepReport:
-        """Execute one step. An empty plan touches the device and reports: the health canary."""
+        """Execute this rank's part of one step. An empty plan touches the device and reports: the health
+        canary."""
         started_at = self._clock.now()
-        for slot in plan.free_slots:
-            assert slot in self._slot_to_last_token, f"slot {slot} is freed but was never started"
-            del self._slot_to_last_token[slot]
-            self._sampler.free(slot)
-        for start in plan.starts:
-            self._sampler.start(start)
-            self._slot_to_last_token[start.slot] = int.from_bytes(start.tokens[-4:], "little")
+        if self._inputs is not None:
+            self._inputs.change(plan)
+        if self._sampler is not None:
+            for slot in plan.free_slots:
+                self._sampler.free(slot)
+            for start in plan.starts:
+                self._sampler.start(start)
         if plan.copies:
             self._copy_blocks(plan.copies)
-        sampled = self._compute(plan.entries) if plan.entries else self._touch_device()
-        return StepReport(plan.step, tuple(sampled), started_at, self._clock.now())
+        if not plan.entries:
+            self._touch_device()
+            return StepReport(plan.step, (), started_at, self._clock.now())
+        batch = self._batch(plan.entries)
+        hidden, waited_s = self._input(plan)
+        hidden = self._decoder.run_layers(hidden, batch, self.kv)
+        sampled: list[SampledToken] = []
+        if self._groups.is_last_stage:
+            sampled = self._sample(plan, hidden)
+        else:
+            self._groups.send_hidden(hidden)
+        if not sampled:
+            self._synchronize()
+        return StepReport(plan.step, tuple(sampled), started_at + waited_s, self._clock.now())
 
     @torch.inference_mode()
     def logits(self, entries: tuple[BatchEntry, ...]) -> Tensor:
-        """Compute all entries in one model call; [R, V] float32 at the last position of those that sample."""
-        spans = [SequenceSpan(entry.start, entry.num_tokens, entry.block_ids) for entry in entries]
-        batch = AttentionBatch.build(spans, self._block_tokens, self._device)
-        hidden = self._decoder.forward(self._tokens(entries), batch, self.kv)
-        ends = np.cumsum([entry.num_tokens for entry in entries]) - 1
-        rows = [row for row, entry in enumerate(entries) if entry.sample_slots]
-        if not rows:
-            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        if len(rows) == len(hidden):  # all are single tokens
-            return self._decoder.logits(hidden)
-        return self._decoder.logits(hidden[self._upload(ends[rows])])
+        """Of a whole model: compute all entries in one call; [R, V] float32 at the last position of those
+        that sample."""
+        assert self._inputs is not None
+        tokens = self._upload(self._inputs.tokens(entries))
+        hidden = self._decoder.forward(tokens, self._batch(entries), self.kv)
+        return self._logits(entries, hidden)
 
     def warm_up(self) -> None:
-        """One small prefill and one decode step, so that the first request does not pay for lazy set-up."""
+        """One small prefill and one decode step, so that the first request does not pay for lazy set-up. The
+        ranks of a replica do it together."""
         fields = self.ready_fields
         num_tokens = max(1, min(_WARM_UP_TOKENS, fields.max_context_tokens - 1, fields.vocab_size))
         tokens = np.arange(num_tokens, dtype="<u4").tobytes()
@@ -163,45 +184,64 @@ class Executor:
         self.run(StepPlan(0, (-1,), (), (), ()))
 
     def close(self) -> None:
-        """Give up the pool's memory; nothing may be run after this."""
+        """Give up the pool's memory and leave the groups; nothing may be run after this."""
+        self._groups.close()
         del self.kv
-        if self.memory is not None:
-            self.memory.close()
+        self.pool.close()
 
     # ---------------------------------------------------------------------------------------- a step
 
-    def _compute(self, entries: tuple[BatchEntry, ...]) -> list[SampledToken]:
-        logits = self.logits(entries)
-        slots = [slot for entry in entries for slot in entry.sample_slots]
-        if not slots:
-            self._synchronize()
+    def _batch(self, entries: tuple[BatchEntry, ...]) -> AttentionBatch:
+        spans = [SequenceSpan(entry.start, entry.num_tokens, entry.block_ids) for entry in entries]
+        return AttentionBatch.build(spans, self._block_tokens, self._device)
+
+    def _input(self, plan: StepPlan) -> tuple[Tensor, float]:
+        """[T, C], the embedded tokens or what the previous stage made of them, and the seconds that this rank
+        has waited for it."""
+        began_at = self._clock.now()
+        if self._inputs is not None:
+            tokens = self._inputs.tokens(plan.entries)
+            waited_s = self._clock.now() - began_at
+            self._inputs.expect(plan)
+            return self._decoder.embed(self._upload(tokens)), waited_s
+        num_tokens = sum(entry.num_tokens for entry in plan.entries)
+        shape = (num_tokens, self.config.hidden_size)
+        hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._groups.receive_hidden(hidden)
+        return hidden, self._clock.now() - began_at
+
+    def _logits(self, entries: tuple[BatchEntry, ...], hidden: Tensor) -> Tensor:
+        """[R, V] at the sampler; [0, V] at the ranks that only compute a part of it."""
+        ends = np.cumsum([entry.num_tokens for entry in entries]) - 1
+        rows = [row for row, entry in enumerate(entries) if entry.sample_slots]
+        if not rows:
+            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        if len(rows) == len(hidden):  # all are single tokens
+            return self._decoder.logits(hidden)
+        return self._decoder.logits(hidden[self._upload(ends[rows])])
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> list[SampledToken]:
+        logits = self._logits(plan.entries, hidden)
+        slots = sampling_slots(plan)
+        if not slots or self._sampler is None:
             return []
         if len(slots) > len(logits):  # several samples fork from one prompt
-            num_samples = [len(entry.sample_slots) for entry in entries if entry.sample_slots]
+            num_samples = [len(entry.sample_slots) for entry in plan.entries if entry.sample_slots]
             logits = logits[self._upload(np.repeat(np.arange(len(logits)), num_samples))]
         sampled = self._sampler.sample(logits, slots)
-        for token in sampled:
-            self._slot_to_last_token[token.slot] = token.token
+        if self._groups.tp * self._groups.pp > 1:
+            self._groups.send_tokens(plan.step, np.array([token.token for token in sampled]))
+        if self._inputs is not None:
+            self._inputs.sampled(sampled)
         return sampled
-
-    def _tokens(self, entries: tuple[BatchEntry, ...]) -> Tensor:
-        """[T] int64: the input tokens; an entry without any continues with its slot's last token."""
-        last = self._slot_to_last_token
-        parts = []
-        for entry in entries:
-            assert entry.tokens or entry.slot in last, f"slot {entry.slot} continues but was never started"
-            parts.append(entry.tokens or last[entry.slot].to_bytes(4, "little"))
-            assert len(parts[-1]) == 4 * entry.num_tokens, f"slot {entry.slot}: {len(entry.tokens)} bytes"
-        return self._upload(np.frombuffer(b"".join(parts), dtype="<u4").astype(np.int64))
 
     def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
         src = self._upload(np.array([copy.src_block for copy in copies]))
         dst = self._upload(np.array([copy.dst_block for copy in copies]))
         self.kv[dst] = self.kv[src]
 
-    def _touch_device(self) -> list[SampledToken]:
+    def _touch_device(self) -> None:
         assert float(torch.ones((), device=self._device) + 1) == 2.0
-        return []
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -209,3 +249,95 @@ class Executor:
 
     def _upload(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+class _InputTokens:
+    """On a rank of the first stage: the token with which each slot continues.
+
+    Where the sampler is another rank, its messages come in the order of the plans that sample, and are waited
+    for when a slot's token is wanted. `_unread` are the slots of those that have not been looked at;
+    `_slot_to_message` counts messages: the one with the slot's newest token.
+    """
+
+    def __init__(self, groups: RankGroups) -> None:
+        self._groups = groups
+        self._slot_to_token: dict[int, int] = {}
+        self._slot_to_message: dict[int, int] = {}
+        self._unread: deque[list[int]] = deque()
+        self._num_read = 0
+        # Of more plans than can be in flight the sampler has reported the oldest, so it has sent its tokens.
+        self._most_unread = groups.pp + 1
+
+    def change(self, plan: StepPlan) -> None:
+        """Forget the slots that are freed, then begin those that start."""
+        for slot in plan.free_slots:
+            assert slot in self._slot_to_token, f"slot {slot} is freed but was never started"
+            del self._slot_to_token[slot]
+            self._slot_to_message.pop(slot, None)
+        for start in plan.starts:
+            assert start.slot not in self._slot_to_token, f"slot {start.slot} is already in use"
+            self._slot_to_token[start.slot] = int.from_bytes(start.tokens[-4:], "little")
+
+    def tokens(self, entries: tuple[BatchEntry, ...]) -> NDArray[np.int64]:
+        """[T]: the input tokens; an entry without any continues with its slot's last token."""
+        parts = []
+        for entry in entries:
+            parts.append(entry.tokens or self._last(entry.slot).to_bytes(4, "little"))
+            assert len(parts[-1]) == 4 * entry.num_tokens, f"slot {entry.slot}: {len(entry.tokens)} bytes"
+        return np.frombuffer(b"".join(parts), dtype="<u4").astype(np.int64)
+
+    def expect(self, plan: StepPlan) -> None:
+        """Before the plan is computed: another rank will sample for it."""
+        slots = sampling_slots(plan)
+        if self._groups.is_sampler or not slots:
+            return
+        self._groups.expect_tokens(plan.step, len(slots))
+        self._unread.append(slots)
+        for slot in slots:
+            assert slot in self._slot_to_token, f"slot {slot} samples but was never started"
+            self._slot_to_message[slot] = self._num_read + len(self._unread)
+        if len(self._unread) > self._most_unread:
+            self._read()
+
+    def sampled(self, tokens: list[SampledToken]) -> None:
+        """This rank itself is the sampler."""
+        for token in tokens:
+            self._slot_to_token[token.slot] = token.token
+
+    def _last(self, slot: int) -> int:
+        assert slot in self._slot_to_token, f"slot {slot} continues but was never started"
+        while self._slot_to_message.get(slot, 0) > self._num_read:
+            self._read()
+        return self._slot_to_token[slot]
+
+    def _read(self) -> None:
+        _, tokens = self._groups.receive_tokens()
+        self._num_read += 1
+        for slot, token in zip(self._unread.popleft(), tokens, strict=True):
+            if self._slot_to_message.get(slot) == self._num_read:  # else it was freed, or sampled again
+                self._slot_to_token[slot] = int(token)
+
+
+def sampling_slots(plan: StepPlan) -> list[int]:
+    """The slots that sample, in the order in which the tokens are reported."""
+    return [slot for entry in plan.entries for slot in entry.sample_slots]
+
+
+def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:
+    heads = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
+    held = Shard(shard.layer_start, shard.layer_end, heads.start, heads.stop)
+    return BlockLayout(held, config.head_dim, block_tokens, dtype.itemsize)
+
+
+def _allocate(
+    layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, KvPool]:
+    """Zeroed blocks, as the model sees them and as the transports do."""
+    shard = layout.shard
+    num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
+    shape = (num_blocks, num_layers, 2, num_heads, layout.block_tokens, layout.head_dim)
+    if device.type == "cpu":
+        memory = KvMemory.allocate(num_blocks * layout.block_bytes)
+        return torch.frombuffer(memory.buffer, dtype=dtype).view(shape), HostPool(layout, memory)
+    kv = torch.zeros(shape, dtype=dtype, device=device)
+    return kv, DevicePool(layout, kv.view(num_blocks, -1).view(torch.uint8))

@@ -149,6 +149,13 @@ class Lifecycle:
 
     # -------------------------------------------------------------------------------------------- slots
 
+    def with_slots(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those that have a slot, and of the others as many, in order, as slots are free."""
+        num_free = self.num_free_slots
+        starting = [sequence for sequence in sequences if sequence.slot < 0]
+        beyond = set(starting[num_free:])
+        return [sequence for sequence in sequences if sequence not in beyond]
+
     def take_slot(self, sequence: Sequence) -> None:
         """The sequence gets a slot of the ranks' samplers; there must be a free one."""
         sequence.slot = self._free_slots.pop()

@@ -1,5 +1,6 @@
 """A rank process: one executor and one transfer agent, driven by the brain over a framed connection.
 
+    start:          --RankJoined--> brain --FormGroup--> load, warm up together --RankReady--> brain
     reader thread:  brain --StepPlan--> queue      brain --transfer order--> TransferAgent.handle
     main thread:    queue --> Executor.run --StepReport--> brain
     agent's threads:                               TransferReport--> brain
@@ -17,37 +18,28 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.clock import Clock, SystemClock
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.faults import Faults
 from kvtransfer.framing import prove_as_client, receive_frame, send_frame
-from kvtransfer.messages import (
-    CloseLanding,
-    ConnectPeer,
-    LandingClosed,
-    PeerConnectFailed,
-    PushFailed,
-    PushOrder,
-    PushStopped,
-    RankEndpoints,
-    StopPush,
-    TransferOrder,
-    TransferReport,
-)
+from kvtransfer.messages import RankEndpoints
 from kvtransfer.service import TRANSFER_THREADS, TransferAgent
 from workers.engine.executor import Executor, read_dtype
-from workers.errors import WorkerError
+from workers.engine.groups import RankGroups
+from workers.engine.joining import find_store, join
+from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
     RANK_SPEC_CODEC,
     RANK_UP_CODEC,
+    FormGroup,
     RankFailed,
     RankReady,
     RankSpec,
@@ -55,6 +47,7 @@ from workers.messages import (
     Shutdown,
     StepPlan,
 )
+from workers.model.weights import ShardSpec
 
 _CONNECT_TIMEOUT_S = 10.0
 _LENGTH = struct.Struct("<I")
@@ -73,33 +66,44 @@ def run_rank(spec: RankSpec) -> None:
 
 
 class _Rank:
-    """The life of a rank: load, warm up, announce, then run plans in order."""
+    """The life of a rank: join the others, load, warm up with them, announce, then run plans in order."""
 
     def __init__(self, spec: RankSpec, channel: _BrainChannel, clock: Clock) -> None:
         self._spec = spec
         self._channel = channel
         self._clock = clock
         self._faults = Faults(spec.faults)
+        self._formed: queue.SimpleQueue[FormGroup] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._agent: _TransferPart | None = None
+        self._agent: TransferAgent | None = None
+        self._leaving = False
 
     def serve(self) -> None:
-        # From the start, although the brain sends nothing before RankReady: its end is noticed while loading.
+        # From the start, although orders come only after RankReady: the brain's end is noticed while loading.
         threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
+        torch.set_num_threads(self._spec.num_threads)
+        joined, store = join(self._spec, self._clock)
+        self._channel.send(joined)
+        form = self._formed.get()
         started_at = self._clock.now()
-        executor = _load(self._spec, self._clock)
+        executor = _load(self._spec, form, store, self._clock)
         loaded_at = self._clock.now()
         executor.warm_up()
-        agent = self._agent = _transfer_agent(
-            self._spec, executor, self._channel.send, self._clock, self._faults
-        )
+        agent = self._agent = self._transfer_agent(executor)
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
         self._channel.send(_ready(self._spec.rank, executor, agent.endpoints(), load_s, warm_up_s))
-        while (plan := self._plans.get()) is not None:
-            _pass_fault_points(self._faults, plan)
-            self._channel.send(executor.run(plan))
+        self._run_plans(executor)
         agent.close()
         executor.close()
+
+    def _run_plans(self, executor: Executor) -> None:
+        try:
+            while (plan := self._plans.get()) is not None:
+                _pass_fault_points(self._faults, plan)
+                self._channel.send(executor.run(plan))
+        except RankDiedError:
+            if not self._leaving:  # else the others leave too, and nobody waits for what was under way
+                raise
 
     def _read_orders(self) -> None:
         with _FailureReport(self._channel, self._spec.rank):
@@ -107,12 +111,27 @@ class _Rank:
                 message = RANK_DOWN_CODEC.decode(self._channel.receive())
                 if isinstance(message, StepPlan):
                     self._plans.put(message)
+                elif isinstance(message, FormGroup):
+                    self._formed.put(message)
                 elif isinstance(message, Shutdown):
+                    self._leaving = True
                     self._plans.put(None)
                     return  # the end of the connection is expected now: `serve` leaves in order
                 else:
                     assert self._agent is not None, "a transfer order came before RankReady"
                     self._agent.handle(message)
+
+    def _transfer_agent(self, executor: Executor) -> TransferAgent:
+        return TransferAgent(
+            identity=self._spec.replica,
+            rank=self._spec.rank,
+            pool=executor.pool,
+            secret=self._spec.secret,
+            clock=self._clock,
+            faults=self._faults,
+            report=self._channel.send,
+            settings=self._spec.transfer,
+        )
 
 
 def _ready(
@@ -134,14 +153,19 @@ def _ready(
     )
 
 
-def _load(spec: RankSpec, clock: Clock) -> Executor:
-    if spec.num_ranks != 1:
-        raise WorkerError(
-            f"rank {spec.rank} of {spec.num_ranks}: this version runs one rank a replica (tp 1, pp 1)"
-        )
+def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) -> Executor:
     device = torch.device(spec.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise WorkerError(f"device {spec.device!r} is wanted, but torch finds no CUDA device")
+    if store is None and spec.num_ranks > 1:
+        store = find_store(form.store_address)
+    groups = RankGroups(
+        store,
+        tp=spec.tp,
+        pp=spec.pp,
+        rank=spec.rank,
+        device=device,
+        host=spec.transfer.data_host,
+    )
+    first_layer, end_layer = form.stages[spec.stage]
     return Executor(
         model_dir=Path(spec.model_dir),
         dtype=read_dtype(spec.dtype),
@@ -150,6 +174,8 @@ def _load(spec: RankSpec, clock: Clock) -> Executor:
         num_kv_tokens=spec.num_kv_tokens,
         num_threads=spec.num_threads,
         clock=clock,
+        shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
+        groups=groups,
     )
 
 
@@ -212,7 +238,7 @@ class _FailureReport:
         sys.stderr.flush()
         named = isinstance(error, WorkerError | TransferError)
         reason = str(error) if named else f"{type(error).__name__}: {error}"
-        self._channel.send(RankFailed(self._rank, reason))
+        self._channel.send(RankFailed(self._rank, reason, lost_peer=isinstance(error, RankDiedError)))
         os._exit(1)
 
 
@@ -242,67 +268,6 @@ def _connect(spec: RankSpec) -> socket.socket:
     return sock
 
 
-# --------------------------------------------------------------------------------------- KV transfer
-
-
-class _TransferPart(Protocol):
-    """What the rank needs of the part that moves KV."""
-
-    def endpoints(self) -> RankEndpoints: ...
-
-    def handle(self, order: TransferOrder) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _NoTransfer:
-    """The transfer part of a rank whose KV lies in device memory, from which it cannot yet move."""
-
-    def __init__(self, endpoints: RankEndpoints, report: Callable[[TransferReport], None]) -> None:
-        self._endpoints = endpoints
-        self._report = report
-
-    def endpoints(self) -> RankEndpoints:
-        return self._endpoints
-
-    def handle(self, order: TransferOrder) -> None:
-        reason = "KV in device memory cannot be transferred by this version"
-        if isinstance(order, ConnectPeer):
-            self._report(PeerConnectFailed(order.connection_id, reason))
-        elif isinstance(order, PushOrder):
-            self._report(PushFailed(order.push_id, order.landing_id, reason))
-        elif isinstance(order, StopPush):
-            self._report(PushStopped(order.landing_id))
-        elif isinstance(order, CloseLanding):
-            self._report(LandingClosed(order.landing_id, connections=()))
-
-    def close(self) -> None:
-        pass
-
-
-def _transfer_agent(
-    spec: RankSpec,
-    executor: Executor,
-    report: Callable[[TransferReport], None],
-    clock: Clock,
-    faults: Faults,
-) -> _TransferPart:
-    if executor.memory is None:
-        return _NoTransfer(RankEndpoints(spec.rank, executor.layout.shard, "", ()), report)
-    return TransferAgent(
-        identity=spec.replica,
-        rank=spec.rank,
-        layout=executor.layout,
-        memory=executor.memory,
-        secret=spec.secret,
-        clock=clock,
-        faults=faults,
-        report=report,
-        transports=spec.transports,
-        data_host=spec.data_host,
-    )
-
-
 # --------------------------------------------------------------------------------------- the program
 
 
@@ -320,6 +285,10 @@ def main() -> None:
     # Control-C reaches the whole process group; the brain decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_rank(read_spec(sys.stdin.buffer))
+    # NIXL's libraries crash in the interpreter's own end; everything of value is closed by now.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from workers.engine.admission import Limits, landing_wishes
 from workers.engine.batch import Batch, ChunkDone, LandingWish, PlannedEntry, PromptDone, StepOutcome
 from workers.engine.blocks import BlockPool
 from workers.engine.lifecycle import Lifecycle
+from workers.engine.microbatches import MicroBatches
 from workers.engine.sequence import Landing, Phase, Sequence
 from workers.errors import QueueFullError
 from workers.messages import (
@@ -38,9 +39,10 @@ class _IssuedPlan:
 class Scheduler:
     """Continuous batching with chunked prefill, prefix reuse, priorities, deadlines and preemption.
 
-    `plan` and `settle` alternate, or run ahead: plans may be made while earlier ones are unreported, and
-    reports come in plan order. A token that is sampled but not yet reported is named in the next plan
-    without its id. `Lifecycle` draws the states of a sequence.
+    `plan` and `settle` alternate, or run ahead: plans may be made while earlier ones are unreported. A plan
+    is settled when every rank has reported it, and in plan order: until then nothing that it names is free. A
+    token that is sampled but not yet reported is named in a later plan without its id. `Lifecycle` draws the
+    states of a sequence, `MicroBatches` deals them out over plans.
     """
 
     def __init__(
@@ -51,8 +53,14 @@ class Scheduler:
         eos_token_ids: Seq[int],
         max_context_tokens: int,
         fingerprint: bytes,
+        num_stages: int = 1,
+        attention_ratio: float = 0.0,
     ) -> None:
-        """`fingerprint` is the model's: keys of generated blocks must equal those of equal prompts."""
+        """`fingerprint` is the model's: keys of generated blocks must equal those of equal prompts.
+
+        `num_stages` compute one plan after another; `attention_ratio`, see `MicroBatches`, is used with
+        several.
+        """
         self._config = config
         self._pool = pool
         self._end_token_ids = frozenset(eos_token_ids)
@@ -62,6 +70,8 @@ class Scheduler:
             max_sequences=config.max_sequences,
             block_tokens=pool.block_tokens,
         )
+        self._micro = MicroBatches(num_stages, config.chunk_tokens, pool.block_tokens, attention_ratio)
+        self._landing_window_tokens = config.max_batch_tokens * num_stages
         self._life = Lifecycle(pool, fingerprint, config.max_sequences)
         self._issued: deque[_IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
@@ -191,8 +201,8 @@ class Scheduler:
         return failures
 
     def landings_wanted(self) -> list[LandingWish]:
-        """Outbound requests about one step ahead of being scheduled; each is named once."""
-        return landing_wishes(self._life.running, self._life.waiting, self._config.max_batch_tokens)
+        """Outbound requests about one step (of all stages) ahead of being scheduled; each is named once."""
+        return landing_wishes(self._life.running, self._life.waiting, self._landing_window_tokens)
 
     def grant_landing(self, request_id: str, attempt: int) -> bool:
         """The request's KV has a place: it may be computed. False when it is not here (any more)."""
@@ -208,11 +218,13 @@ class Scheduler:
         self._failures += self.expire(now)
         batch = Batch(self._step + 1, self._config.max_batch_tokens)
         ready = [sequence for sequence in self._life.running if sequence.is_plannable]
-        decodes = [sequence for sequence in ready if sequence.num_remaining == 1]
+        decoding = self._life.with_slots([sequence for sequence in ready if sequence.num_remaining == 1])
         chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
-        if len(decodes) > batch.budget_tokens:  # in turn
-            decodes.sort(key=lambda sequence: (-sequence.request.submission.priority, sequence.last_step))
-        for sequence in decodes + chunks:
+        num_turns = self._micro.num_turns(len(decoding), batch.step)
+        for sequence in self._micro.in_turn(decoding, batch.step, batch.budget_tokens):
+            if len(batch.planned) < num_turns:
+                self._plan_sequence(batch, sequence)
+        for sequence in chunks:
             self._plan_sequence(batch, sequence)
         self._admit(batch, now)
         if not batch.planned:
@@ -223,11 +235,10 @@ class Scheduler:
 
     def _plan_sequence(self, batch: Batch, sequence: Sequence) -> None:
         """Add the sequence's next chunk to the batch if budget, slots and blocks allow."""
-        num_tokens = min(sequence.num_remaining, self._config.chunk_tokens, batch.budget_tokens)
+        longest = self._micro.chunk_tokens(sequence.num_scheduled)
+        num_tokens = min(sequence.num_remaining, longest, batch.budget_tokens)
         if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
             return
-        if sequence.num_pending and sequence.last_step < batch.step - 1:
-            return  # a plan can name an unknown token only as the one of the plan before it
         if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
             return
         end = sequence.num_scheduled + num_tokens

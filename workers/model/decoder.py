@@ -9,12 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.attention import AttentionBatch, clear_partial_blocks
 from workers.model.config import ModelConfig, read_model_config
-from workers.model.layers import DecoderLayer, Linear, rms_norm, rope_frequencies, rope_table
+from workers.model.layers import (
+    DecoderLayer,
+    Embedding,
+    Linear,
+    Product,
+    rms_norm,
+    rope_frequencies,
+    rope_table,
+)
 from workers.model.weights import LinearWeights, ShardSpec, WeightReader
 
 
@@ -34,17 +41,21 @@ def load_decoder(
 
 
 class Decoder:
-    """`forward` then `logits`; the embedding is there on the first stage, norm and head on the last."""
+    """`forward` then `logits`; the embedding is there on the first stage, norm and head on the last.
+    `workers.model.parallel` puts what joins the ranks of a stage into `layers`, `embedding` and `head`."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader, shard: ShardSpec) -> None:
         self.config = config
         self.shard = shard
-        self._embedding: Tensor | None = None
-        self._head: Linear | None = None
+        self.embedding: Product | None = None
+        self.head: Product | None = None
         is_first, is_last = shard.layer_start == 0, shard.layer_end == config.num_layers
+        table: Tensor | None = None
         if is_first or (is_last and config.tie_word_embeddings):
-            self._embedding = reader.embedding()
-        self._layers = [
+            table = reader.embedding()
+        if is_first and table is not None:
+            self.embedding = Embedding(table)
+        self.layers = [
             DecoderLayer(
                 reader.layer(layer),
                 layer - shard.layer_start,
@@ -56,9 +67,7 @@ class Decoder:
         ]
         if is_last:
             self._norm = reader.final_norm()
-            self._head = Linear(LinearWeights(reader.head(self._embedding), None))
-        if not is_first:
-            self._embedding = None
+            self.head = Linear(LinearWeights(reader.head(table), None))
         self._frequencies = rope_frequencies(config.rope, config.head_dim, reader.device)
 
     @torch.inference_mode()
@@ -70,20 +79,20 @@ class Decoder:
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] to [T, C]; on the first stage."""
-        assert self._embedding is not None, "this stage has no embedding"
-        return F.embedding(tokens, self._embedding)
+        assert self.embedding is not None, "this stage has no embedding"
+        return self.embedding(tokens)
 
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
         """This stage's layers over `hidden` [T, C], which is overwritten and returned."""
         clear_partial_blocks(kv, batch)
         cos, sin = rope_table(batch.positions, self._frequencies, hidden.dtype)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.forward(hidden, cos, sin, kv, batch)
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the asked rows [R, C]: [R, V] in float32; on the last stage."""
-        assert self._head is not None, "this stage has no head"
-        return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+        assert self.head is not None, "this stage has no head"
+        return self.head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()

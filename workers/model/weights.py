@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workers.errors import CheckpointError
 from workers.model.config import ModelConfig, weight_files
+from workers.model.split import kv_heads, part, query_heads, refuse_empty_parts
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry and the model computes by itself.
@@ -26,9 +27,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The part of a model one rank holds: layers [start, end), and of every layer the `tp_rank`-th of
-    `tp_size` equal groups of heads and of intermediate columns. A rank with fewer than one key-value head
-    holds a copy of the one it needs. Biases of row-split products are held by `tp_rank` 0 alone."""
+    """The part of a model one rank holds: layers [start, end), and of every layer, of the embedding and of
+    the head the `tp_rank`-th of `tp_size` parts (`workers.model.split`). Biases of row-split products are
+    held by `tp_rank` 0 alone."""
 
     layer_start: int
     layer_end: int
@@ -99,22 +100,22 @@ class WeightReader:
         self._stack.close()
 
     def embedding(self) -> Tensor:
-        """[V, C]; a tied checkpoint may hold it under the head's name alone."""
+        """The rank's rows of [V, C]; a tied checkpoint may hold it under the head's name alone."""
         name = "model.embed_tokens.weight"
         if name not in self._name_to_file and self._config.tie_word_embeddings:
             name = "lm_head.weight"
-        return self._tensor(name, (self._config.vocab_size, self._config.hidden_size))
+        return self._vocabulary(name)
 
     def head(self, embedding: Tensor | None) -> Tensor:
-        """[V, C]; `embedding` itself when tied. A tied checkpoint that holds a different head as well gets
-        that head, as in transformers."""
+        """The rank's rows of [V, C]; `embedding` itself when tied. A tied checkpoint that holds a different
+        head as well gets that head, as in transformers."""
         name = "lm_head.weight"
         if not self._config.tie_word_embeddings:
-            return self._tensor(name, (self._config.vocab_size, self._config.hidden_size))
+            return self._vocabulary(name)
         assert embedding is not None, "a tied head needs the embedding"
         if name not in self._name_to_file or name in self._read:
             return embedding
-        head = self._tensor(name, tuple(embedding.shape))
+        head = self._vocabulary(name)
         return embedding if torch.equal(head, embedding) else head
 
     def final_norm(self) -> Tensor:
@@ -137,7 +138,10 @@ class WeightReader:
             post_norm=self._tensor(f"{prefix}post_attention_layernorm.weight", (hidden,)),
             gate_up=self._gate_up(f"{prefix}mlp."),
             down=self._split_inputs(
-                f"{prefix}mlp.down_proj", config.intermediate_size, self._ffn_rows(), config.mlp_bias
+                f"{prefix}mlp.down_proj",
+                config.intermediate_size,
+                self._part(config.intermediate_size),
+                config.mlp_bias,
             ),
         )
 
@@ -153,19 +157,25 @@ class WeightReader:
             if not elsewhere:
                 raise CheckpointError(f"{self._name_to_file[name][0]}: unexpected tensor {name}")
 
+    def _vocabulary(self, name: str) -> Tensor:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        if self._shard.tp_size == 1:
+            return self._tensor(name, shape)
+        return self._tensor(name, shape, self._part(self._config.vocab_size))
+
     def _query_rows(self) -> slice:
-        count = self._config.num_heads // self._shard.tp_size * self._config.head_dim
-        return slice(self._shard.tp_rank * count, (self._shard.tp_rank + 1) * count)
+        config, shard = self._config, self._shard
+        heads = query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)
+        return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
 
     def _kv_rows(self) -> slice:
-        num_kv, head_dim = self._config.num_kv_heads, self._config.head_dim
-        first = self._shard.tp_rank * num_kv // self._shard.tp_size
-        count = max(1, num_kv // self._shard.tp_size)
-        return slice(first * head_dim, (first + count) * head_dim)
+        config, shard = self._config, self._shard
+        heads = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
+        return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
 
-    def _ffn_rows(self) -> slice:
-        count = self._config.intermediate_size // self._shard.tp_size
-        return slice(self._shard.tp_rank * count, (self._shard.tp_rank + 1) * count)
+    def _part(self, size: int) -> slice:
+        held = part(size, self._shard.tp_rank, self._shard.tp_size)
+        return slice(held.start, held.stop)
 
     def _qkv(self, prefix: str) -> LinearWeights:
         config, kv_rows = self._config, self._kv_rows()
@@ -178,7 +188,7 @@ class WeightReader:
         return self._split_outputs(parts, config.qkv_bias)
 
     def _gate_up(self, prefix: str) -> LinearWeights:
-        size, rows = self._config.intermediate_size, self._ffn_rows()
+        size, rows = self._config.intermediate_size, self._part(self._config.intermediate_size)
         parts = [(f"{prefix}gate_proj", size, rows), (f"{prefix}up_proj", size, rows)]
         return self._split_outputs(parts, self._config.mlp_bias)
 
@@ -215,12 +225,6 @@ class WeightReader:
 
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:
-    size = shard.tp_size
-    num_kv = config.num_kv_heads
-    assert 0 <= shard.tp_rank < size, shard
+    assert 0 <= shard.tp_rank < shard.tp_size, shard
     assert 0 <= shard.layer_start < shard.layer_end <= config.num_layers, shard
-    if config.num_heads % size or config.intermediate_size % size or (num_kv % size and size % num_kv):
-        raise CheckpointError(
-            f"{config.num_heads} heads, {num_kv} key-value heads and intermediate size "
-            f"{config.intermediate_size} cannot be split over {size} ranks"
-        )
+    refuse_empty_parts(config.num_heads, config.intermediate_size, config.vocab_size, shard.tp_size)

@@ -1,4 +1,4 @@
-"""Compiles `kernels.cpp` with the machine's C++ compiler, once per source and CPU, and binds it to tensors.
+"""Compiles `kernels.cpp` (`kvtransfer.native.build`) at first use, and binds it to tensors.
 
 `load()` is called by `workers.model.layers` and `attention`. Without a compiler, or on another device or
 dtype, the torch code beside each call is used: the same numbers up to rounding, more memory traffic.
@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import stat
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from kvtransfer.native.build import compile_library
 
 _log = logging.getLogger("tandem.native")
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 # Sums may be reordered (that is what makes them vectors); NaN and infinity keep their meaning.
 _FLOAT_FLAGS = ("-fassociative-math", "-fno-signed-zeros", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-fno-exceptions", *_FLOAT_FLAGS)
-_COMPILE_TIMEOUT_S = 120
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-exceptions", *_FLOAT_FLAGS)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -93,46 +88,17 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 def load() -> Kernels | None:
     """The kernels, compiled now if this machine has not compiled them before; None where it cannot."""
     openmp = next(iter((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")), None)
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if platform.system() != "Linux" or openmp is None or compiler is None:
-        _log.info("no C++ compiler or no libgomp beside torch: the torch code is used")
-        return None
     try:
-        path = _compile(compiler)
+        path = compile_library(_SOURCE, _FLAGS) if openmp is not None else None
+        if path is None:
+            _log.info("no C++ compiler or no libgomp beside torch: the torch code is used")
+            return None
         # torch's own OpenMP threads serve the kernels too: a second pool would fight for the cores.
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         return Kernels(ctypes.CDLL(str(path)))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("the kernels could not be built, the torch code is used: %s", error)
         return None
-
-
-def _compile(compiler: str) -> Path:
-    cpu = hashlib.sha256("".join(sorted(_cpu_flags())).encode()).hexdigest()
-    key = hashlib.sha256(f"{_FLAGS}{cpu}{_SOURCE.read_text()}".encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{folder} is not a folder that only this user can write to; remove it")
-    path = folder / f"{key}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built, shared = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-            _run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(built)])
-            # Linked without -fopenmp: its symbols come from the libgomp that torch has loaded.
-            _run([compiler, "-shared", "-o", str(shared), str(built)])
-            shared.replace(path)
-    return path
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
-
-
-def _cpu_flags() -> set[str]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
 
 
 def _size(value: int) -> ctypes.c_int64:

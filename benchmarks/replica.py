@@ -1,0 +1,170 @@
+"""A replica without Links, for benchmarks that look at its steps: real ranks as processes of this host, and
+in this process the scheduler and the step loop that a brain has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtransfer.clock import SystemClock
+from kvtransfer.config import TransferConfig
+from kvtransfer.keys import block_keys
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.secret import draw_secret
+from workers.config import EngineConfig, Parallel
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.messages import RankUp, SampleState, SamplingParams, StepPlan, StepReport, Submission
+from workers.model.config import model_fingerprint, read_model_config
+from workers.ranks import ProcessLauncher, RankGroup
+from workers.shape import Shape
+from workers.steps import StepLoop
+
+CLOCK = SystemClock()
+
+
+class Span(NamedTuple):
+    """A rank was busy with a step; times are this host's monotonic clock, which its ranks share."""
+
+    rank: int
+    step: int
+    started_at: float
+    finished_at: float
+
+
+class BareReplica:
+    """Runs what is submitted; `plans`, `spans` and `token_times` record it."""
+
+    def __init__(self, model_dir: Path, dtype: str, parallel: Parallel, engine: EngineConfig) -> None:
+        self.parallel = parallel
+        self.plans: dict[int, StepPlan] = {}
+        self.spans: list[Span] = []
+        self.token_times: dict[str, list[float]] = {}
+        """When each token of a request was known here."""
+        self.finished: set[str] = set()
+        self.attention_ratio = 0.0
+        """By which prefill chunks shrink."""
+        self._model_dir = model_dir
+        self._engine = engine
+        self._draw = np.random.default_rng(0)
+        self._fingerprint = model_fingerprint(model_dir)
+        self._vocab_size = read_model_config(model_dir).vocab_size
+        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Event()
+        self._num_requests = 0
+        secret = draw_secret()
+        self._group = RankGroup(secret, ProcessLauncher(), self._take, self._died)
+        self._shape = Shape(
+            identity=ReplicaIdentity("bench", 1),
+            role="both",
+            model_dir=str(model_dir),
+            dtype=dtype,
+            parallel=parallel,
+            engine=engine,
+            transfer=TransferConfig(),
+            secret=secret,
+            faults=(),
+        )
+
+    async def start(self, attention_ratio: float | None = None) -> None:
+        """`attention_ratio` is used instead of the measured one."""
+        ready = (await self._group.start(self._shape.specs, "127.0.0.1", self._shape.plan_stages))[0]
+        self.attention_ratio = (
+            self._shape.attention_ratio if attention_ratio is None else attention_ratio
+        )
+        self.pool = BlockPool(ready.num_blocks, self._engine.block_tokens)
+        self.scheduler = Scheduler(
+            self._engine,
+            self.pool,
+            eos_token_ids=ready.eos_token_ids,
+            max_context_tokens=ready.max_context_tokens,
+            fingerprint=ready.compatibility.model_fingerprint,
+            num_stages=self.parallel.pp,
+            attention_ratio=self.attention_ratio,
+        )
+        self.steps = StepLoop(self.scheduler, self._send, CLOCK, self.parallel.tp, self.parallel.pp)
+
+    async def stop(self) -> None:
+        await self._group.stop()
+
+    def submit(self, num_prompt_tokens: int, max_tokens: int) -> str:
+        """A prompt that was never seen before; it ends after `max_tokens`. Returns its name."""
+        tokens = self._draw.integers(2, self._vocab_size, num_prompt_tokens, dtype="<u4").tobytes()
+        self._num_requests += 1
+        name = f"r{self._num_requests}"
+        submission = Submission(
+            request_id=name,
+            attempt=1,
+            tenant="",
+            priority=0,
+            prompt=tokens,
+            block_keys=block_keys(tokens, self._engine.block_tokens, self._fingerprint, ""),
+            samples=(SampleState(0, self._num_requests),),
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            decode=None,
+            deadline_s=None,
+        )
+        self.token_times[name] = []
+        self.scheduler.submit(submission, CLOCK.now())
+        self.steps.feed()
+        return name
+
+    def cancel_all(self) -> None:
+        for name in self.token_times.keys() - self.finished:
+            self.scheduler.cancel(name, 1)
+            self.finished.add(name)
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for what the next steps bring; `RuntimeError` when a rank dies before."""
+        while not is_reached():
+            self._changed.clear()
+            waiting = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait([waiting, self._death], return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if self._death.done():
+                self._death.result()
+
+    def _send(self, plan: StepPlan) -> None:
+        self.plans[plan.step] = plan
+        self._group.send(plan)
+
+    def _take(self, rank: int, message: RankUp) -> None:
+        assert isinstance(message, StepReport), message
+        self.spans.append(Span(rank, message.step, message.started_at, message.finished_at))
+        outcome = self.steps.settle(rank, message)
+        if outcome is None:
+            return
+        self.steps.feed()
+        now = CLOCK.now()
+        for delta in outcome.tokens:
+            self.token_times[delta.request_id].append(now)
+            if delta.finish:
+                self.finished.add(delta.request_id)
+        self._changed.set()
+
+    def _died(self, reason: str) -> None:
+        if not self._death.done():
+            self._death.set_exception(RuntimeError(reason))
+
+
+@asynccontextmanager
+async def bare_replica(
+    model_dir: Path,
+    dtype: str,
+    parallel: Parallel,
+    engine: EngineConfig,
+    attention_ratio: float | None = None,
+) -> AsyncIterator[BareReplica]:
+    """A started replica, stopped at the end."""
+    replica = BareReplica(model_dir, dtype, parallel, engine)
+    await replica.start(attention_ratio)
+    try:
+        yield replica
+    finally:
+        await replica.stop()

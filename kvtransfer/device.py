@@ -1,0 +1,166 @@
+"""A rank's KV pool as a torch tensor, on any device: pieces are gathered, scattered and summed there.
+
+On CUDA each thread works on a stream of its own and returns when that stream is done. It need not wait for
+the stream that computes: what a finished step wrote is complete, for the rank synchronizes before it reports
+the step, and what is scattered here is complete before any order that uses it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvtransfer.checksum_torch import finish_totals, piece_totals
+from kvtransfer.layout import BlockLayout, intersect
+from kvtransfer.messages import Shard
+from kvtransfer.pool import KvPool
+
+_BATCH_BYTES = 32 << 20
+"""Moved by one operation: the temporaries of the checksum are a few times as large."""
+_WORD_BYTES = 8
+
+Staging = memoryview | torch.Tensor
+"""Writable contiguous bytes: host memory, or a uint8 tensor on the host or on the pool's device."""
+
+
+class DevicePool(KvPool):
+    """Blocks in `tensor` (uint8 [num_blocks, block_bytes], contiguous).
+
+    `indexed`: take blocks by one indexed operation per batch, not by one copy per range of adjacent blocks.
+    That is the faster way on CUDA and by far the slower one on a CPU.
+    """
+
+    def __init__(self, layout: BlockLayout, tensor: torch.Tensor, *, indexed: bool | None = None) -> None:
+        """`ValueError` when the tensor is not such a pool."""
+        if tensor.dtype != torch.uint8 or tensor.shape[1:] != (layout.block_bytes,):
+            raise ValueError(f"{tensor.dtype} {list(tensor.shape)} is no pool of {layout.block_bytes} bytes")
+        if not tensor.is_contiguous():
+            raise ValueError("the pool's tensor is not contiguous")
+        super().__init__(layout, tensor.shape[0], str(tensor.device))
+        self.tensor = tensor
+        self._is_cuda = tensor.is_cuda
+        self._indexed = self._is_cuda if indexed is None else indexed
+        wide = layout.head_bytes % _WORD_BYTES == 0 and tensor.storage_offset() % _WORD_BYTES == 0
+        self._word = torch.int64 if wide else torch.uint8
+        self._streams = threading.local()
+
+    def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
+        self.check_blocks(block_ids)
+        pieces = self._pieces(piece)
+        with self._working():
+            totals = [
+                self._totals(self._take(pieces, ids, None)) for _, ids in self._batches(block_ids, piece)
+            ]
+            return self._finish(totals, piece)
+
+    def gather(self, block_ids: Sequence[int], piece: Shard, staging: Staging) -> list[int]:
+        self.check_blocks(block_ids)
+        pieces = self._pieces(piece)
+        with self._working():
+            totals: list[torch.Tensor] = []
+            for start, ids in self._batches(block_ids, piece):
+                staged = self._staged(staging, start, len(ids), piece)
+                packed = self._take(pieces, ids, staged if staged.device == self.tensor.device else None)
+                if packed is not staged:
+                    staged.copy_(packed, non_blocking=True)
+                totals.append(self._totals(packed))
+            sums = self._finish(totals, piece)
+            self._synchronize()
+            return sums
+
+    def scatter(self, block_ids: Sequence[int], piece: Shard, staging: Staging) -> None:
+        self.check_blocks(block_ids)
+        pieces = self._pieces(piece)
+        with self._working():
+            for start, ids in self._batches(block_ids, piece):
+                staged = self._staged(staging, start, len(ids), piece)
+                self._put(pieces, ids, staged.to(self.tensor.device, non_blocking=True))
+            self._synchronize()
+
+    def allocate_staging(self, num_bytes: int) -> memoryview:
+        """Pinned when the pool is on CUDA."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda).numpy().data
+
+    def close(self) -> None:
+        self.tensor = torch.empty((0, self.layout.block_bytes), dtype=torch.uint8)
+        self.num_blocks = 0
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """On this thread's stream; in inference mode, for the tensor may have been made in it."""
+        with torch.inference_mode(), contextlib.ExitStack() as stack:
+            if self._is_cuda:
+                stream = getattr(self._streams, "stream", None)
+                if stream is None:
+                    stream = torch.cuda.Stream(self.tensor.device)  # type: ignore[no-untyped-call]
+                    self._streams.stream = stream
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    def _synchronize(self) -> None:
+        if self._is_cuda:
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    def _pieces(self, piece: Shard) -> torch.Tensor:
+        """The pool as words [num_blocks, layers, 2, heads, words], restricted to the piece; a view."""
+        shard = self.layout.shard
+        if intersect(shard, piece) != piece:
+            raise ValueError(f"{piece} is not part of {shard}")
+        num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
+        whole = self.tensor.view(self._word).view(self.num_blocks, num_layers, 2, num_heads, -1)
+        layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
+        return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
+
+    def _batches(self, block_ids: Sequence[int], piece: Shard) -> Iterator[tuple[int, Sequence[int]]]:
+        """(position of the first, ids) of as many blocks as one operation moves."""
+        count = max(1, _BATCH_BYTES // self.piece_bytes(piece))
+        for start in range(0, len(block_ids), count):
+            yield start, block_ids[start : start + count]
+
+    def _staged(self, staging: Staging, start: int, count: int, piece: Shard) -> torch.Tensor:
+        """The part of the staging area for `count` pieces from the `start`-th, shaped as `_pieces`."""
+        size = self.piece_bytes(piece)
+        if isinstance(staging, memoryview):
+            data = torch.frombuffer(staging, dtype=torch.uint8, count=count * size, offset=start * size)
+        else:
+            data = staging[start * size : (start + count) * size]
+        num_layers, num_heads = piece.layer_end - piece.layer_start, piece.head_end - piece.head_start
+        return data.view(self._word).view(count, num_layers, 2, num_heads, -1)
+
+    def _take(self, pieces: torch.Tensor, ids: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
+        """The blocks' pieces, packed into `out` (None: into new memory)."""
+        if out is None:
+            out = pieces.new_empty((len(ids), *pieces.shape[1:]))
+        if self._indexed:
+            return torch.index_select(pieces, 0, self._index(ids), out=out)
+        for first, count, start in _ranges(ids):
+            out[start : start + count].copy_(pieces[first : first + count])
+        return out
+
+    def _put(self, pieces: torch.Tensor, ids: Sequence[int], packed: torch.Tensor) -> None:
+        if self._indexed:
+            pieces.index_copy_(0, self._index(ids), packed)
+            return
+        for first, count, start in _ranges(ids):
+            pieces[first : first + count].copy_(packed[start : start + count])
+
+    def _index(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.int64).to(self.tensor.device)
+
+    def _totals(self, packed: torch.Tensor) -> torch.Tensor:
+        return piece_totals(packed.view(packed.shape[0], -1).view(torch.uint8))
+
+    def _finish(self, totals: Sequence[torch.Tensor], piece: Shard) -> list[int]:
+        return finish_totals(torch.cat(list(totals)), self.piece_bytes(piece)) if totals else []
+
+
+def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first id, count, position of the first) of each range of ids that follow one another."""
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or ids[end] != ids[end - 1] + 1:
+            yield ids[start], end - start, start
+            start = end

@@ -1,0 +1,108 @@
+"""A rank's KV pool as the transports see it: blocks of one layout, in host memory or on a device.
+
+A *piece* of a block is its part in a shard; packed, its bytes lie in the order of that shard's own layout.
+Sums are those of `kvtransfer.checksum`. Any thread may call any method, except `close`, which comes last.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvtransfer import native
+from kvtransfer.layout import BlockLayout, piece_runs
+from kvtransfer.memory import KvMemory
+from kvtransfer.messages import Shard
+from kvtransfer.runs import Place, RunTable, copy_runs, sum_runs
+
+
+class KvPool(ABC):
+    """`num_blocks` blocks of `layout`. `device` names where they lie ("cpu", "cuda:0"). A block id outside
+    the pool is an `IndexError`, a piece that its blocks do not hold a `ValueError`."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: str) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+
+    @abstractmethod
+    def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
+        """The checksum of that piece of each block, where it lies."""
+
+    @abstractmethod
+    def gather(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> list[int]:
+        """Pack the blocks' pieces one after another into `staging`; returns their checksums."""
+
+    @abstractmethod
+    def scatter(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> None:
+        """Unpack pieces that lie one after another in `staging` into the blocks."""
+
+    @abstractmethod
+    def allocate_staging(self, num_bytes: int) -> memoryview:
+        """Host memory (bytes, writable) that `gather` and `scatter` reach at full speed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the pool's memory go."""
+
+    def piece_bytes(self, piece: Shard) -> int:
+        """Bytes of that piece of one block."""
+        return replace(self.layout, shard=piece).block_bytes
+
+    def check_blocks(self, block_ids: Sequence[int]) -> None:
+        """`IndexError` when one of them is outside the pool."""
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
+            raise IndexError(f"blocks {list(block_ids)} are not all within the {self.num_blocks} of the pool")
+
+
+class HostPool(KvPool):
+    """Blocks in host memory."""
+
+    def __init__(self, layout: BlockLayout, memory: KvMemory) -> None:
+        """`ValueError` when the memory is not a whole number of blocks."""
+        num_blocks, rest = divmod(memory.num_bytes, layout.block_bytes)
+        if rest:
+            raise ValueError(f"{memory.num_bytes} bytes of memory for blocks of {layout.block_bytes} bytes")
+        super().__init__(layout, num_blocks, "cpu")
+        native.load()  # built now rather than in the first push
+        self.memory = memory
+        self.place = Place(memory.buffer)
+        """The pool's bytes, for `kvtransfer.runs`."""
+
+    def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
+        return sum_runs(self.place, self.offsets(block_ids), self._table(piece))
+
+    def gather(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> list[int]:
+        table = self._table(piece)
+        packed = range(0, len(block_ids) * table.num_bytes, table.num_bytes)
+        return copy_runs(self.place, self.offsets(block_ids), Place(staging), packed, table)
+
+    def scatter(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> None:
+        table = self._table(piece).reversed()
+        packed = range(0, len(block_ids) * table.num_bytes, table.num_bytes)
+        copy_runs(Place(staging), packed, self.place, self.offsets(block_ids), table, sums=False)
+
+    def allocate_staging(self, num_bytes: int) -> memoryview:
+        return np.empty(num_bytes, dtype=np.uint8).data
+
+    def offsets(self, block_ids: Sequence[int]) -> list[int]:
+        """Where the blocks start, in bytes; `IndexError` for one outside the pool."""
+        self.check_blocks(block_ids)
+        return [block_id * self.layout.block_bytes for block_id in block_ids]
+
+    def close(self) -> None:
+        self.place = Place(memoryview(bytearray()))
+        self.memory.close()
+
+    def _table(self, piece: Shard) -> RunTable:
+        return piece_table(self.layout, piece)
+
+
+@functools.lru_cache(maxsize=256)
+def piece_table(layout: BlockLayout, piece: Shard) -> RunTable:
+    """From a block to its packed piece. `ValueError` when the block does not hold it."""
+    return RunTable(piece_runs(layout, piece))

@@ -1,0 +1,208 @@
+"""Traffic classes: hand-over before prefetch before write-back, and the rates that limit each.
+
+A *flow* is one run of copies of a class: it asks before every batch (a few megabytes). A batch of a lower
+class waits while a flow of a higher one waits or moves; a higher one never waits for a lower, so it meets at
+most one batch of each such flow. Knows nothing of what is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar, get_args
+
+from kvtransfer.clock import Clock
+from kvtransfer.messages import TrafficClass, TransferSettings
+
+CLASSES: tuple[TrafficClass, ...] = get_args(TrafficClass)
+"""The most urgent first."""
+
+BATCH_BYTES = 4 << 20
+"""About how much a flow moves between two questions."""
+
+STALLED_S = 1.0
+"""A batch that takes longer than this holds no lower class back any more: its target stalls."""
+
+T = TypeVar("T")
+
+
+class Counted(NamedTuple):
+    """What a class has moved, and how long its batches have waited for their turn (a sum over flows)."""
+
+    num_bytes: int
+    num_batches: int
+    waiting_s: float
+
+
+@dataclass
+class _FlowState:
+    traffic: TrafficClass
+    moving_since: float | None = None
+    """When its last batch was let go; None while it waits."""
+
+
+class TrafficRules:
+    """Who may move now (sans-I/O). `limits` are bytes a second for each class; 0: none.
+
+    A limited class moves a batch, then waits until the rate has made up for it: over any span of w seconds at
+    most w times the rate and one batch.
+    """
+
+    def __init__(self, limits: Mapping[TrafficClass, float]) -> None:
+        self._limits = dict(limits)
+        self._ready_at: dict[TrafficClass, float] = {}
+        self._flows: dict[int, _FlowState] = {}
+        self._num_opened = 0
+
+    def open(self, traffic: TrafficClass) -> int:
+        """A flow that wants to move from now on; returns its number."""
+        self._num_opened += 1
+        self._flows[self._num_opened] = _FlowState(traffic)
+        return self._num_opened
+
+    def close(self, flow: int) -> None:
+        """The flow has ended, or has given up for now."""
+        del self._flows[flow]
+
+    def ask(self, flow: int, num_bytes: int, now: float) -> float:
+        """The flow's batch before has ended and it wants to move `num_bytes`: 0.0 when it may from now; else
+        ask again after so many seconds, or when a flow closes."""
+        state = self._flows[flow]
+        state.moving_since = None
+        wait_s = self._held_back_s(state.traffic, now)
+        if wait_s > 0:
+            return wait_s
+        limit = self._limits.get(state.traffic, 0.0)
+        if limit > 0:
+            ready_at = self._ready_at.get(state.traffic, now)
+            if ready_at > now:
+                return ready_at - now
+            self._ready_at[state.traffic] = now + num_bytes / limit
+        state.moving_since = now
+        return 0.0
+
+    def _held_back_s(self, traffic: TrafficClass, now: float) -> float:
+        higher = CLASSES[: CLASSES.index(traffic)]
+        return max(
+            (_holds_s(each, now) for each in self._flows.values() if each.traffic in higher), default=0
+        )
+
+
+def _holds_s(flow: _FlowState, now: float) -> float:
+    """How long the flow still holds lower ones back, as far as is known now."""
+    return STALLED_S if flow.moving_since is None else flow.moving_since + STALLED_S - now
+
+
+class Flow:
+    """An open flow, used by one thread."""
+
+    def __init__(self, governor: TrafficGovernor, number: int, traffic: TrafficClass) -> None:
+        self._governor = governor
+        self._number = number
+        self._traffic = traffic
+
+    def next(self, num_bytes: int, give_up: Callable[[], bool]) -> bool:
+        """End the batch before and wait until `num_bytes` more may move: True. False when `give_up` says so:
+        asked before waiting and after every `TrafficGovernor.wake`; it must not call the governor."""
+        return self._governor.await_turn(self._number, self._traffic, num_bytes, give_up)
+
+
+class TrafficGovernor:
+    """The rules of one rank, for any number of threads."""
+
+    def __init__(self, settings: TransferSettings, clock: Clock) -> None:
+        self._clock = clock
+        self._rules = TrafficRules(
+            {
+                "hand_over": settings.hand_over_gb_s * 1e9,
+                "prefetch": settings.prefetch_gb_s * 1e9,
+                "write_back": settings.write_back_gb_s * 1e9,
+            }
+        )
+        self._changed = threading.Condition()
+        self._counted = dict.fromkeys(CLASSES, Counted(0, 0, 0.0))
+
+    @contextmanager
+    def flow(self, traffic: TrafficClass) -> Iterator[Flow]:
+        """Hold lower classes back until the end of the block; ask before every batch in it."""
+        with self._changed:
+            number = self._rules.open(traffic)
+        try:
+            yield Flow(self, number, traffic)
+        finally:
+            with self._changed:
+                self._rules.close(number)
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Whoever waits asks its `give_up` again, and the clock."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def counted(self) -> dict[TrafficClass, Counted]:
+        """What each class has done since the start."""
+        with self._changed:
+            return dict(self._counted)
+
+    def await_turn(
+        self, number: int, traffic: TrafficClass, num_bytes: int, give_up: Callable[[], bool]
+    ) -> bool:
+        """`Flow.next`."""
+        with self._changed:
+            asked_at = self._clock.now()
+            while not (given_up := give_up()):
+                wait_s = self._rules.ask(number, num_bytes, self._clock.now())
+                if wait_s <= 0:
+                    break
+                self._changed.wait(wait_s)
+            before = self._counted[traffic]
+            self._counted[traffic] = Counted(
+                before.num_bytes + (0 if given_up else num_bytes),
+                before.num_batches + (0 if given_up else 1),
+                before.waiting_s + self._clock.now() - asked_at,
+            )
+            return not given_up
+
+
+class ClassQueue(Generic[T]):
+    """Items that wait for a thread, the most urgent class first and in order within it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._items: dict[TrafficClass, deque[T]] = {traffic: deque() for traffic in CLASSES}
+        self._is_woken = False
+
+    def put(self, traffic: TrafficClass, item: T) -> None:
+        """At the end of its class."""
+        with self._changed:
+            self._items[traffic].append(item)
+            self._changed.notify_all()
+
+    def put_first(self, traffic: TrafficClass, item: T) -> None:
+        """Before all others of its class: it had its turn already and goes on."""
+        with self._changed:
+            self._items[traffic].appendleft(item)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """The next `get` returns at once."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+    def get(self) -> T | None:
+        """The most urgent item when there is one; None after `wake`, which comes first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_woken or any(self._items.values()))
+            if self._is_woken:
+                self._is_woken = False
+                return None
+            return next(items for items in self._items.values() if items).popleft()
+
+    def has_above(self, traffic: TrafficClass) -> bool:
+        """Whether an item of a higher class waits."""
+        with self._changed:
+            return any(self._items[each] for each in CLASSES[: CLASSES.index(traffic)])

@@ -1,0 +1,324 @@
+"""Device memory of one host: the writer maps the target's pool and copies pieces from device to device.
+
+As in `shm` a writer that has proven the secret gets what it needs to map the pool over a unix socket. Here
+the socket's end is no proof that the writer cannot write: copies run on the device, and a mapping lives until
+the writer unmaps it or the driver takes its context down, which is when the process has given up its files.
+So the target counts a writer as gone only
+
+- when it has said so (`Unmapped`), after its last copy was done and its mapping closed, or
+- when its process has exited, which the kernel tells through a pidfd of the process that connected: it is
+  readable once every thread has ended and every file of the process, the driver's too, is closed.
+
+A stopped writer has neither exited nor said so. On devices this has not run yet: none was at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+from kvtransfer.device import DevicePool
+from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.memory import SCRATCH_BYTES
+from kvtransfer.messages import BlockMove, Lane
+from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.connection import (
+    ACK_CODEC,
+    Ack,
+    ChannelHello,
+    ChannelWelcome,
+    Connection,
+    Stopped,
+    greet,
+    shut_down,
+)
+from kvtransfer.transports.cuda_driver import Exported, Grid, cuda_driver, halves, piece_grid
+from kvtransfer.transports.onesided import Begin, OneSidedChannel, OneSidedListener, Sync
+from kvtransfer.wire import Codec, Message
+
+_SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("3i")
+_CLOSING_POLL_MS = 200
+_BATCH_BYTES = 64 << 20
+"""Copied between two looks at `stopped`: under a millisecond between devices with a fast link."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class Driver(Protocol):
+    """What is needed of `CudaDriver`."""
+
+    def export(self, address: int) -> Exported: ...
+    def map(self, handle: bytes) -> int: ...
+    def unmap(self, handle: bytes) -> None: ...
+    def create_stream(self) -> int: ...
+    def destroy_stream(self, stream: int) -> None: ...
+    def copy(self, src: int, dst: int, grid: Grid, stream: int) -> None: ...
+    def synchronize(self, stream: int) -> None: ...
+
+
+class PoolOffer(Message, frozen=True):
+    """Target to writer, after the welcome: the allocations that hold the pool and the scratch memory, and
+    where in them these start."""
+
+    pool_handle: bytes
+    pool_offset: int
+    scratch_handle: bytes
+    scratch_offset: int
+
+
+class Unmapped(Message, frozen=True):
+    """Writer to target, its last message: it wrote all it will ever write over this connection."""
+
+
+OFFER_CODEC: Codec[PoolOffer] = Codec(PoolOffer)
+REQUEST_CODEC: Codec[Begin | Sync | Unmapped] = Codec(Begin | Sync | Unmapped)
+
+
+class CudaIpcListener(OneSidedListener):
+    """Offers the handles of the pool, and knows which processes may have mapped it."""
+
+    transport: ClassVar[str] = "cuda_ipc"
+
+    def __init__(self, target: TargetRank, pool: DevicePool, driver: Driver) -> None:
+        self._scratch = pool.tensor.new_empty(SCRATCH_BYTES)
+        exported = driver.export(pool.tensor.data_ptr())
+        scratch = driver.export(self._scratch.data_ptr())
+        self._offered = PoolOffer(*exported, *scratch)
+        name = f"tandem-{secrets.token_hex(16)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(f"\0{name}")
+        sock.listen()
+        super().__init__(target, sock, name)
+
+    def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
+        send_frame(sock, OFFER_CODEC.encode(self._offered))
+
+    def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
+        process = peer_process(sock)
+        connection = self._target.gate.enter(hello.writer)
+        is_unmapped = False
+        try:
+            self._send_welcome(sock)
+            self._offer(sock, hello)
+            is_unmapped = self._take(sock, connection)
+        finally:
+            if not is_unmapped:
+                shut_down(sock)
+                self._await_exit(process)
+            os.close(process)
+            if not self._closing.is_set():
+                self._target.gate.leave(connection)
+
+    def _take(self, sock: socket.socket, connection: bytes) -> bool:
+        """Answer requests. True when the writer has unmapped the pool, False when its connection ended."""
+        num_done = 0
+        while True:
+            try:
+                request = REQUEST_CODEC.decode(receive_frame(sock))
+            except PeerGoneError:
+                return False
+            if isinstance(request, Unmapped):
+                return True
+            refused: tuple[bytes, ...] = ()
+            if isinstance(request, Begin) and not self._target.gate.admit(request.landing_id, connection):
+                refused = (request.landing_id,)
+            num_done += 1
+            send_frame(sock, ACK_CODEC.encode(Ack(num_done, refused)))
+
+    def _await_exit(self, process: int) -> None:
+        """Return when the process has exited, or this listener closes."""
+        exited = select.poll()
+        exited.register(process, select.POLLIN)
+        while not exited.poll(_CLOSING_POLL_MS) and not self._closing.is_set():
+            pass
+
+
+class Mapped:
+    """The target's memory in this process, and a stream to copy on."""
+
+    def __init__(self, driver: Driver, offer: PoolOffer) -> None:
+        self.driver = driver
+        with contextlib.ExitStack() as undo:
+            self.stream = driver.create_stream()
+            undo.callback(driver.destroy_stream, self.stream)
+            self.pool = driver.map(offer.pool_handle) + offer.pool_offset
+            undo.callback(driver.unmap, offer.pool_handle)
+            self.scratch = driver.map(offer.scratch_handle) + offer.scratch_offset
+            undo.callback(driver.unmap, offer.scratch_handle)
+            self._undo = undo.pop_all()
+
+    def copy(self, src: int, dst: int, grid: Grid) -> None:
+        self.driver.copy(src, dst, grid, self.stream)
+
+    def finish(self) -> None:
+        """Return when every copy is done."""
+        self.driver.synchronize(self.stream)
+
+    def close(self) -> None:
+        """Finish and unmap."""
+        self.finish()
+        self._undo.close()
+
+
+class CudaIpcChannel(OneSidedChannel):
+    """Copies from device to device; a write returns when they are done."""
+
+    transport: ClassVar[str] = "cuda_ipc"
+
+    def __init__(
+        self,
+        rank: WriterRank,
+        pool: DevicePool,
+        lane: Lane,
+        connection: Connection,
+        welcome: ChannelWelcome,
+        mapped: Mapped,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        super().__init__(rank, lane, connection, welcome.num_blocks, pool.device, on_lost)
+        self._mapped = mapped
+        self._tensor = pool.tensor
+        target = replace(pool.layout, shard=lane.target.shard)
+        self._src_bytes, self._dst_bytes = pool.layout.block_bytes, target.block_bytes
+        self._grid = piece_grid(pool.layout, target, lane.piece)
+        self._batch = max(1, _BATCH_BYTES // self.piece_bytes)
+        self._scratch = pool.tensor.new_empty(SCRATCH_BYTES)
+
+    def flush(self, landing_id: bytes, stopped: Stopped) -> None:
+        """Nothing to wait for: copies are done when `write` returns."""
+        self.check()
+
+    def close(self) -> None:
+        """Unmap, say so, and close the connection. Without the first the target waits for this process."""
+        self.interrupt()
+        try:
+            self._mapped.close()
+        except PathError:
+            _log.exception("the peer's memory could not be unmapped")
+        else:
+            _say_unmapped(self._connection.sock)
+        super().close()
+
+    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        assert landing_id in self._begun
+        sums: list[int] = []
+        for start in range(0, len(moves), self._batch):
+            if stopped():
+                raise PushStoppedError("stopped on request")
+            part = moves[start : start + self._batch]
+            with self._finishing():
+                for move in part:
+                    self._copy(move, self._grid)
+                sums += self._pool.sums([move.src_block for move in part], self._piece)
+        return sums
+
+    def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
+        assert landing_id in self._begun
+        first, second = halves(self._grid)
+        with self._finishing():
+            self._copy(move, first)
+        self._faults.at("push.half")
+        with self._finishing():
+            self._copy(move, second)
+        if corrupt:
+            offset = self._grid.src_offset
+            flipped = self._tensor[move.src_block, offset : offset + 1] ^ 1
+            flipped.item()  # it is there when this returns
+            with self._finishing():
+                target = self._mapped.pool + move.dst_block * self._dst_bytes
+                self._mapped.copy(flipped.data_ptr(), target, Grid(0, 1, self._grid.dst_offset, 1, 1, 1))
+        return self._pool.sums([move.src_block], self._piece)[0]
+
+    def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
+        with self._finishing():
+            row = Grid(0, num_bytes, 0, num_bytes, num_bytes, 1)
+            self._mapped.copy(self._scratch.data_ptr(), self._mapped.scratch, row)
+
+    def _copy(self, move: BlockMove, grid: Grid) -> None:
+        source = self._tensor.data_ptr() + move.src_block * self._src_bytes
+        self._mapped.copy(source, self._mapped.pool + move.dst_block * self._dst_bytes, grid)
+
+    @contextlib.contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """What is queued within is done after, however it ends."""
+        try:
+            yield
+        finally:
+            self._mapped.finish()
+
+
+def listen(target: TargetRank) -> CudaIpcListener | None:
+    """A listener, or None for a pool that is not on a CUDA device. `PathError`: memory that cannot be shared
+    (of torch's expandable segments, for one)."""
+    pool = target.pool
+    if not isinstance(pool, DevicePool) or not pool.tensor.is_cuda:
+        return None
+    return CudaIpcListener(target, pool, cuda_driver(pool.tensor.device.index))
+
+
+def connect(
+    rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
+) -> CudaIpcChannel:
+    """Open a channel; `TransferError` says why it could not be."""
+    pool = rank.pool
+    if not isinstance(pool, DevicePool) or not pool.tensor.is_cuda:
+        raise PathError(f"cuda_ipc: not for KV on {pool.device}")
+    driver = cuda_driver(pool.tensor.device.index)
+    return connect_over(driver, rank, pool, lane, address, connection_id, on_lost)
+
+
+def connect_over(
+    driver: Driver,
+    rank: WriterRank,
+    pool: DevicePool,
+    lane: Lane,
+    address: str,
+    connection_id: bytes,
+    on_lost: Callable[[str], None],
+) -> CudaIpcChannel:
+    """`connect` with a given driver."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as failed:
+        failed.callback(sock.close)
+        try:
+            sock.settimeout(HANDSHAKE_TIMEOUT_S)
+            sock.connect(f"\0{address}")
+            welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        except OSError as error:
+            raise PathError(f"cuda_ipc {address}: {error}") from error
+        failed.callback(_say_unmapped, sock)
+        mapped = Mapped(driver, OFFER_CODEC.decode(receive_frame(sock)))
+        failed.callback(mapped.close)
+        connection = Connection(sock, "cuda_ipc")
+        channel = CudaIpcChannel(rank, pool, lane, connection, welcome, mapped, on_lost)
+        failed.pop_all()
+    channel.start()
+    return channel
+
+
+def peer_process(sock: socket.socket) -> int:
+    """A pidfd of the process that connected this unix socket. `PathError` when it is invisible from here."""
+    with contextlib.suppress(OSError):  # a kernel before 6.5
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process_id = _CREDENTIALS.unpack(credentials)[0]
+    if process_id == 0:
+        raise PathError("the writer's process is not visible from here (another PID namespace)")
+    # Should it have died and its number be another's by now, that one is waited for: late, but not wrong.
+    return os.pidfd_open(process_id)
+
+
+def _say_unmapped(sock: socket.socket) -> None:
+    with contextlib.suppress(PeerGoneError):
+        send_frame(sock, REQUEST_CODEC.encode(Unmapped()))

@@ -1,0 +1,113 @@
+"""Pairs between CUDA devices, over whatever NCCL finds between them. Has not run yet: no device was at hand.
+
+NCCL chooses the network interface by its own settings (`NCCL_SOCKET_IFNAME`), and refuses two ranks that
+share one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from kvtransfer.errors import PathError
+from kvtransfer.messages import Lane
+from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.pair import PairChannel, PairListener, connect_pair
+from kvtransfer.transports.pair_group import ENDLESS, Group, PairGroup, Work
+
+_POLL_S = 0.0002
+_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Left to itself, torch's watchdog ends the process when a peer fails or is silent."""
+_environment = threading.Lock()
+
+
+class NcclPair(PairGroup):
+    """Works on a stream of its own."""
+
+    backend: ClassVar[str] = "nccl"
+
+    def __init__(self, group: Group, rank: int, device: torch.device) -> None:
+        super().__init__(group, rank)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_possible(cls, device: str) -> bool:
+        return device.startswith("cuda") and dist.is_nccl_available()
+
+    @classmethod
+    def form(cls, store: Store, rank: int, device: str, address: str) -> NcclPair:
+        cuda = torch.device(device)
+        return cls(make_group(store, rank, 2, cuda), rank, cuda)
+
+    def wait(self, work: Work) -> None:
+        """A failure that NCCL sees first counts as done here: the bytes then have wrong sums, and the end of
+        the peer's control connection follows."""
+        while not work.is_completed():
+            if self._aborted.wait(_POLL_S):
+                self._check()
+
+    def _start(self, data: torch.Tensor, *, is_send: bool) -> Work:
+        with torch.cuda.stream(self._stream):
+            return super()._start(data, is_send=is_send)
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it had failed already
+            self._group.abort()
+
+
+class NcclListener(PairListener):
+    transport: ClassVar[str] = "nccl"
+    kind = NcclPair
+
+
+class NcclChannel(PairChannel):
+    transport: ClassVar[str] = "nccl"
+    kind = NcclPair
+
+
+def listen(target: TargetRank) -> NcclListener | None:
+    """A listener, or None for a pool that is not on a CUDA device."""
+    return NcclListener(target) if NcclPair.is_possible(target.pool.device) else None
+
+
+def connect(
+    rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
+) -> PairChannel:
+    """Open a channel; `TransferError` says why it could not be."""
+    if not NcclPair.is_possible(rank.pool.device):
+        raise PathError(f"nccl: not for KV on {rank.pool.device}")
+    return connect_pair(NcclChannel, rank, lane, address, connection_id, on_lost)
+
+
+def make_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
+    """A process group that leaves what fails or hangs to its user. Connected when this returns."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = ENDLESS
+    torch.cuda.set_device(device)  # of this thread
+    with _settings():
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """torch reads these when a group is made; the rank's other groups keep theirs."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in _SETTINGS}
+        os.environ.update(_SETTINGS)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -1,0 +1,109 @@
+"""What one-sided transports share: the writer reaches the target's pool without the target's help, so it
+asks the target once per landing before its first byte (`Begin`), and the end of its connection is the proof
+that it can write no more (`Gate.leave`).
+
+A push that comes late for a closed landing is so refused by the target's own rank. The target closing its own
+end proves nothing, so it never counts a writer as gone by that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from abc import abstractmethod
+from collections.abc import Callable
+
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.framing import receive_frame, send_frame
+from kvtransfer.gate import RecentIds
+from kvtransfer.messages import Lane
+from kvtransfer.transports.base import Channel, Listener, WriterRank
+from kvtransfer.transports.connection import ACK_CODEC, Ack, ChannelHello, Connection, Stopped
+from kvtransfer.wire import Codec, Message
+
+_MAX_BEGUN = 4096
+
+
+class Begin(Message, frozen=True):
+    """Writer to target: may this landing be written? Refused ones are named in the Ack."""
+
+    landing_id: bytes
+
+
+class Sync(Message, frozen=True):
+    """Writer to target: answer."""
+
+
+REQUEST_CODEC: Codec[Begin | Sync] = Codec(Begin | Sync)
+
+
+class OneSidedListener(Listener):
+    """Offers its pool to proven writers and admits them landing by landing."""
+
+    @abstractmethod
+    def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
+        """After the welcome: send what the writer needs to reach the pool."""
+
+    def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
+        connection = self._target.gate.enter(hello.writer)
+        try:
+            self._send_welcome(sock)
+            self._offer(sock, hello)
+            self._answer(sock, connection)
+        finally:
+            _await_end(sock)
+            if not self._closing.is_set():
+                self._target.gate.leave(connection)
+
+    def _answer(self, sock: socket.socket, connection: bytes) -> None:
+        num_done = 0
+        while True:
+            try:
+                request = REQUEST_CODEC.decode(receive_frame(sock))
+            except PeerGoneError:
+                return
+            refused: tuple[bytes, ...] = ()
+            if isinstance(request, Begin) and not self._target.gate.admit(request.landing_id, connection):
+                refused = (request.landing_id,)
+            num_done += 1
+            send_frame(sock, ACK_CODEC.encode(Ack(num_done, refused)))
+
+
+class OneSidedChannel(Channel):
+    """A channel with one connection, over which landings are begun."""
+
+    def __init__(
+        self,
+        rank: WriterRank,
+        lane: Lane,
+        connection: Connection,
+        num_blocks: int,
+        device: str,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        super().__init__(rank, lane, (connection,), num_blocks, device, on_lost)
+        self._connection = connection
+        self._begun = RecentIds(_MAX_BEGUN)
+
+    def begin(self, landing_id: bytes, stopped: Stopped) -> None:
+        self.check()
+        if landing_id not in self._begun:
+            number = self._connection.request(lambda: _send(self._connection, Begin(landing_id)))
+            self._connection.await_answer(number, stopped)
+            self._check_accepted(landing_id)
+            self._begun.add(landing_id)
+
+    def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
+        _send(connection, Sync())
+
+
+def _send(connection: Connection, request: Begin | Sync) -> None:
+    send_frame(connection.sock, REQUEST_CODEC.encode(request))
+
+
+def _await_end(sock: socket.socket) -> None:
+    """Return when the writer's end is closed, whatever else it still sends; tell it that we are done."""
+    with contextlib.suppress(OSError):  # reset: the writer closed with our answers unread
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1 << 16):
+            pass

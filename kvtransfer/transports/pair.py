@@ -1,0 +1,378 @@
+"""Pieces through a communicator of two (`gloo`, `nccl`): packed in staging memory, sent, unpacked there.
+
+A TCP connection beside the pair carries what the bytes mean: the writer announces each message before it
+sends it, the target receives in that order and answers with Acks. Two-sided: what was received is put into
+the pool only while the landing is open (`OpenedLanding.start_receiving`), else it is dropped and the landing
+named in the next Ack as refused. The end of this connection, at either side, ends the pair (`abort`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from kvtransfer.device import DevicePool
+from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
+from kvtransfer.framing import receive_frame, send_frame
+from kvtransfer.memory import SCRATCH_BYTES
+from kvtransfer.messages import BlockMove, Lane, Shard
+from kvtransfer.pool import KvPool
+from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
+from kvtransfer.transports.connection import (
+    ACK_CODEC,
+    STALLED_S,
+    Ack,
+    ChannelHello,
+    Connection,
+    Stopped,
+    greet,
+    shut_down,
+)
+from kvtransfer.transports.pair_group import TARGET, WRITER, PairGroup, Work, form_pair, open_store
+from kvtransfer.transports.tcp import family, interface_of, open_socket, tune
+from kvtransfer.wire import Codec, Message
+
+_NUM_STAGED = 2
+_BACKLOG = 128
+_END_TIMEOUT_S = 10.0
+_NO_LANDING = b""
+
+_log = logging.getLogger(__name__)
+
+
+class PairOffer(Message, frozen=True):
+    """Target to writer, after the welcome: the address of the store on which the pair forms."""
+
+    store: str
+
+
+class Pieces(Message, frozen=True):
+    """Writer to target: the next messages of the pair, of these sizes, are together the packed pieces of
+    these blocks. Without a landing they are only received, to measure the path."""
+
+    landing_id: bytes
+    block_ids: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+
+
+class Sync(Message, frozen=True):
+    """Writer to target: answer when everything announced before is done."""
+
+
+OFFER_CODEC: Codec[PairOffer] = Codec(PairOffer)
+REQUEST_CODEC: Codec[Pieces | Sync] = Codec(Pieces | Sync)
+
+
+class StagingArea:
+    """Room for a message, where both the pool and the pair reach it (uint8 [num_bytes] on its device)."""
+
+    def __init__(self, pool: KvPool, piece: Shard) -> None:
+        self._pool = pool
+        self._piece = piece
+        size = staging_bytes(pool.piece_bytes(piece))
+        if pool.device == "cpu":
+            self.data = torch.frombuffer(pool.allocate_staging(size), dtype=torch.uint8)
+        else:
+            self.data = torch.empty(size, dtype=torch.uint8, device=pool.device)
+
+    def gather(self, block_ids: Sequence[int]) -> list[int]:
+        if isinstance(self._pool, DevicePool):
+            return self._pool.gather(block_ids, self._piece, self.data)
+        return self._pool.gather(block_ids, self._piece, self.data.numpy().data)
+
+    def scatter(self, block_ids: Sequence[int]) -> None:
+        if isinstance(self._pool, DevicePool):
+            self._pool.scatter(block_ids, self._piece, self.data)
+        else:
+            self._pool.scatter(block_ids, self._piece, self.data.numpy().data)
+
+    def flip_bit(self) -> None:
+        self.data[:1].bitwise_xor_(1)
+        self.data[0].item()  # done when this returns, on any device
+
+
+def staging_bytes(piece_bytes: int) -> int:
+    """Size of the largest message: as many pieces as fit in the scratch size, at least one."""
+    return max(piece_bytes, SCRATCH_BYTES)
+
+
+class PairListener(Listener):
+    """Forms a pair with each writer."""
+
+    kind: ClassVar[type[PairGroup]]
+
+    def __init__(self, target: TargetRank) -> None:
+        host = target.settings.data_host
+        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
+        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
+
+    def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
+        tune(sock)
+        store, address = open_store(self._target.settings.data_host)
+        self._send_welcome(sock)
+        send_frame(sock, OFFER_CODEC.encode(PairOffer(address)))
+        group = form_pair(self.kind, store, TARGET, self._target.pool.device, sock.getsockname()[0])
+        _Receiver(self._target, sock, hello, group).run()
+
+
+class _Receiving(NamedTuple):
+    """An announcement whose messages are on their way."""
+
+    pieces: Pieces
+    staging: StagingArea
+    works: list[Work]
+
+
+class _Receiver:
+    """One writer, until its connection ends. This thread reads requests, another receives: it starts on the
+    next announcement before it unpacks the one before."""
+
+    def __init__(
+        self, target: TargetRank, sock: socket.socket, hello: ChannelHello, group: PairGroup
+    ) -> None:
+        self._gate = target.gate
+        self._sock = sock
+        self._writer = hello.writer
+        self._group = group
+        self._piece_bytes = target.pool.piece_bytes(hello.piece)
+        self._staged = [StagingArea(target.pool, hello.piece) for _ in range(_NUM_STAGED)]
+        self._num_started = 0
+        self._num_done = 0
+        self._refused: list[bytes] = []
+        self._failure = ""
+        self._requests: queue.SimpleQueue[Pieces | Sync | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"{group.backend}-receive", daemon=True)
+
+    def run(self) -> None:
+        self._thread.start()
+        try:
+            while True:
+                self._requests.put(REQUEST_CODEC.decode(receive_frame(self._sock)))
+        except PeerGoneError:
+            if self._failure:
+                raise WireError(self._failure) from None
+        finally:
+            self._requests.put(None)
+            _end(self._group, self._thread)
+
+    def _work(self) -> None:
+        try:
+            self._receive_all()
+        except PeerGoneError:
+            return  # that the writer is gone shows on the connection too
+        except TransferError as error:
+            self._failure = str(error)
+        finally:
+            shut_down(self._sock)
+
+    def _receive_all(self) -> None:
+        pending: _Receiving | None = None
+        while True:
+            try:
+                request = self._requests.get(block=pending is None)
+            except queue.Empty:
+                assert pending is not None
+                self._finish(pending)
+                pending = None
+                continue
+            started = self._start(request) if isinstance(request, Pieces) else None
+            if pending is not None:
+                self._finish(pending)
+            pending = started
+            if request is None:
+                return
+            if isinstance(request, Sync):
+                self._num_done += 1
+                send_frame(self._sock, ACK_CODEC.encode(Ack(self._num_done, tuple(self._refused))))
+                self._refused.clear()
+
+    def _start(self, pieces: Pieces) -> _Receiving:
+        staging = self._staged[self._num_started % _NUM_STAGED]
+        self._num_started += 1
+        total, room = sum(pieces.part_bytes), len(staging.data)
+        is_landing = pieces.landing_id != _NO_LANDING
+        if not pieces.part_bytes or min(pieces.part_bytes) < 1 or total > room:
+            raise WireError(f"messages of {pieces.part_bytes} bytes, there is room for {room}")
+        if is_landing and total != len(pieces.block_ids) * self._piece_bytes:
+            raise WireError(f"{total} bytes for {len(pieces.block_ids)} pieces of {self._piece_bytes}")
+        works: list[Work] = []
+        start = 0
+        for count in pieces.part_bytes:
+            works.append(self._group.start_receive(staging.data[start : start + count]))
+            start += count
+        return _Receiving(pieces, staging, works)
+
+    def _finish(self, receiving: _Receiving) -> None:
+        for work in receiving.works:
+            self._group.wait(work)
+        landing_id, ids = receiving.pieces.landing_id, receiving.pieces.block_ids
+        if landing_id == _NO_LANDING:
+            return
+        landing = self._gate.find(landing_id, self._writer)
+        if landing is not None and landing.block_ids.issuperset(ids) and landing.start_receiving():
+            try:
+                receiving.staging.scatter(ids)
+            finally:
+                landing.end_receiving()
+        elif landing_id not in self._refused:
+            self._refused.append(landing_id)
+
+
+class _Send(NamedTuple):
+    """Bytes [start, end) of a staging area to send; `is_last` of them, so that it is free after."""
+
+    staging: StagingArea
+    start: int
+    end: int
+    is_last: bool
+
+
+class PairChannel(Channel):
+    """The writing thread packs into one staging area while another thread sends the other."""
+
+    kind: ClassVar[type[PairGroup]]
+
+    def __init__(
+        self,
+        rank: WriterRank,
+        lane: Lane,
+        connection: Connection,
+        num_blocks: int,
+        group: PairGroup,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        on_host = rank.pool.device == "cpu"
+        device = interface_of(connection.sock.getsockname()[0]) if on_host else rank.pool.device
+        super().__init__(rank, lane, (connection,), num_blocks, device, on_lost)
+        self._connection = connection
+        self._group = group
+        self._changed = threading.Condition()
+        self._free = [StagingArea(rank.pool, lane.piece) for _ in range(_NUM_STAGED)]
+        self._num_unsent = 0
+        self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name=f"{self.transport}-send", daemon=True)
+        self._sender.start()
+
+    def close(self) -> None:
+        self.interrupt()
+        self._sends.put(None)
+        _end(self._group, self._sender)
+        super().close()
+
+    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        per_message = staging_bytes(self.piece_bytes) // self.piece_bytes
+        sums: list[int] = []
+        for start in range(0, len(moves), per_message):
+            if stopped():
+                raise PushStoppedError("stopped on request")
+            part = moves[start : start + per_message]
+            staging = self._take(stopped)
+            sums += staging.gather([move.src_block for move in part])
+            num_bytes = len(part) * self.piece_bytes
+            self._announce(landing_id, part, num_bytes)
+            self._submit(_Send(staging, 0, num_bytes, is_last=True))
+        return sums
+
+    def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
+        staging = self._take(stopped)
+        (checksum,) = staging.gather([move.src_block])
+        if corrupt:
+            staging.flip_bit()
+        middle, end = self.piece_bytes // 2, self.piece_bytes
+        self._announce(landing_id, [move], middle, end - middle)
+        self._submit(_Send(staging, 0, middle, is_last=False))
+        self._await(lambda: self._num_unsent == 0, stopped)
+        self._faults.at("push.half")
+        self._submit(_Send(staging, middle, end, is_last=True))
+        return checksum
+
+    def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
+        send_frame(connection.sock, REQUEST_CODEC.encode(Sync()))
+
+    def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
+        staging = self._take(stopped)
+        self._announce(_NO_LANDING, (), num_bytes)
+        self._submit(_Send(staging, 0, num_bytes, is_last=True))
+
+    def _take(self, stopped: Stopped) -> StagingArea:
+        """A staging area that nothing uses."""
+        self._await(lambda: bool(self._free), stopped)
+        return self._free.pop()
+
+    def _await(self, condition: Callable[[], bool], stopped: Stopped) -> None:
+        """A message cannot be left half sent, so a push that is stopped while the target takes nothing costs
+        the connection (`PeerGoneError`)."""
+        with self._changed:
+            while not condition():
+                self.check()
+                if not self._changed.wait(STALLED_S) and stopped():
+                    self.interrupt("given up: a push was stopped and the target took no bytes")
+
+    def _announce(self, landing_id: bytes, moves: Sequence[BlockMove], *part_bytes: int) -> None:
+        pieces = Pieces(landing_id, tuple(move.dst_block for move in moves), part_bytes)
+        send_frame(self._connection.sock, REQUEST_CODEC.encode(pieces))
+
+    def _submit(self, send: _Send) -> None:
+        with self._changed:
+            self._num_unsent += 1
+        self._sends.put(send)
+
+    def _send_all(self) -> None:
+        try:
+            while (send := self._sends.get()) is not None:
+                self._group.wait(self._group.start_send(send.staging.data[send.start : send.end]))
+                with self._changed:
+                    self._num_unsent -= 1
+                    if send.is_last:
+                        self._free.append(send.staging)
+                    self._changed.notify_all()
+        except PeerGoneError as error:
+            self._end(str(error))
+
+    def _lose(self, reason: str) -> bool:
+        first = super()._lose(reason)
+        self._group.abort()
+        shut_down(self._connection.sock)
+        with self._changed:
+            self._changed.notify_all()
+        return first
+
+
+def connect_pair(
+    channel_type: type[PairChannel],
+    rank: WriterRank,
+    lane: Lane,
+    address: str,
+    connection_id: bytes,
+    on_lost: Callable[[str], None],
+) -> PairChannel:
+    """Open a channel; `TransferError` says why it could not be."""
+    with contextlib.ExitStack() as failed:
+        sock = failed.enter_context(open_socket(address))
+        try:
+            welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+            store = OFFER_CODEC.decode(receive_frame(sock)).store
+            group = form_pair(channel_type.kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
+        except OSError as error:
+            raise PathError(f"{channel_type.transport} {address}: {error}") from error
+        connection = Connection(sock, channel_type.transport)
+        channel = channel_type(rank, lane, connection, welcome.num_blocks, group, on_lost)
+        failed.pop_all()
+    channel.start()
+    return channel
+
+
+def _end(group: PairGroup, thread: threading.Thread) -> None:
+    """Abort, wait for the thread that this sets free, and let go of the pair. Should something hang all the
+    same, it is left behind: what it holds is not used again."""
+    group.abort()
+    thread.join(_END_TIMEOUT_S)
+    if thread.is_alive() or not group.close(_END_TIMEOUT_S):
+        _log.warning("%s did not end within %.0f s of its abort", thread.name, _END_TIMEOUT_S)

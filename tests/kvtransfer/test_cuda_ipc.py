@@ -1,0 +1,393 @@
+"""What of `cuda_ipc` runs without a device: who is counted as gone and when, and the channel over a driver
+that copies in host memory. `tests/gpu` runs it on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from channel_ranks import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
+
+from kvtransfer.checksum import checksum
+from kvtransfer.clock import SystemClock
+from kvtransfer.device import DevicePool
+from kvtransfer.errors import PathError, PeerGoneError, ProofError, PushStoppedError, TransferError
+from kvtransfer.faults import FaultRule, Faults
+from kvtransfer.gate import Gate
+from kvtransfer.layout import BlockLayout
+from kvtransfer.messages import (
+    BlockMove,
+    LandingClosed,
+    Lane,
+    OpenLanding,
+    RankEndpoints,
+    Shard,
+    TransferReport,
+    WriterGone,
+)
+from kvtransfer.secret import draw_id, draw_secret
+from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.connection import HELLO_CODEC
+from kvtransfer.transports.cuda_driver import HANDLE_BYTES, Exported, Grid, cuda_driver, halves, piece_grid
+from kvtransfer.transports.cuda_ipc import REQUEST_CODEC, CudaIpcListener, Unmapped
+from kvtransfer.transports.onesided import Begin
+
+SHARD = LAYOUT.shard
+SECRET = draw_secret()
+NUM_BLOCKS = 12
+MOVES = [(3, 7), (0, 5), (1, 6), (9, 0)]
+
+
+class HostDriver:
+    """Memory of this process. As on a device, a copy is made at the latest when its stream is waited for:
+    here only then."""
+
+    def __init__(self) -> None:
+        self.mapped: list[bytes] = []
+        self.queued: dict[int, list[tuple[int, int, Grid]]] = {}
+        self.fails_to_map = 0
+
+    def export(self, address: int) -> Exported:
+        base = address - 24
+        return Exported(base.to_bytes(HANDLE_BYTES, "little"), 24)
+
+    def map(self, handle: bytes) -> int:
+        if len(self.mapped) + 1 == self.fails_to_map:
+            raise PathError("cannot be mapped")
+        self.mapped.append(handle)
+        return int.from_bytes(handle, "little")
+
+    def unmap(self, handle: bytes) -> None:
+        assert not any(self.queued.values())
+        self.mapped.remove(handle)
+
+    def create_stream(self) -> int:
+        number = len(self.queued) + 1
+        self.queued[number] = []
+        return number
+
+    def destroy_stream(self, stream: int) -> None:
+        del self.queued[stream]
+
+    def copy(self, src: int, dst: int, grid: Grid, stream: int) -> None:
+        self.queued[stream].append((src, dst, grid))
+
+    def synchronize(self, stream: int) -> None:
+        for src, dst, grid in self.queued[stream]:
+            for row in range(grid.num_rows):
+                source = src + grid.src_offset + row * grid.src_pitch
+                ctypes.memmove(dst + grid.dst_offset + row * grid.dst_pitch, source, grid.row_bytes)
+        self.queued[stream].clear()
+
+
+class House:
+    """A target in this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.driver = HostDriver()
+        self.reports: list[TransferReport] = []
+        self.gate = Gate(self.reports.append)
+        self.pool = setup.pool()
+        assert isinstance(self.pool, DevicePool)
+        target = TargetRank(0, self.pool, self.gate, SECRET, SETTINGS)
+        self.listener = CudaIpcListener(target, self.pool, self.driver)
+
+    @property
+    def lane(self) -> Lane:
+        return Lane(RankEndpoints(0, self.setup.shard, "here", (self.listener.endpoint,)), SHARD)
+
+    def open(self, *block_ids: int) -> bytes:
+        landing_id = draw_id()
+        self.gate.open(OpenLanding(landing_id, WRITER, block_ids))
+        return landing_id
+
+    def close_landing(self, landing_id: bytes) -> tuple[bytes, ...]:
+        """The connections that may still be writing it."""
+        self.gate.close(landing_id)
+        report = self.reports[-1]
+        assert isinstance(report, LandingClosed)
+        return report.connections
+
+    def gone(self) -> list[bytes]:
+        return [report.connection for report in self.reports if isinstance(report, WriterGone)]
+
+    def channel(
+        self, setup: Setup, piece: Shard = SHARD, lost: list[str] | None = None
+    ) -> cuda_ipc.CudaIpcChannel:
+        rank = writer_rank(setup)
+        assert isinstance(rank.pool, DevicePool)
+        lane, address = replace_piece(self.lane, piece), self.listener.endpoint.address
+        on_lost = (lost if lost is not None else []).append
+        return cuda_ipc.connect_over(self.driver, rank, rank.pool, lane, address, draw_id(), on_lost)
+
+
+def setup(shard: Shard = SHARD, seed: int = 0, *faults: FaultRule) -> Setup:
+    return Setup("cuda_ipc", shard, NUM_BLOCKS, seed, "cpu", SECRET, faults)
+
+
+def writer_rank(be: Setup) -> WriterRank:
+    return WriterRank(WRITER, 0, be.pool(), be.secret, Faults(be.faults), SETTINGS)
+
+
+def replace_piece(lane: Lane, piece: Shard) -> Lane:
+    return Lane(lane.target, piece)
+
+
+def never() -> bool:
+    return False
+
+
+def blocks(moves: list[tuple[int, int]]) -> list[BlockMove]:
+    return [BlockMove(src, dst, src) for src, dst in moves]
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    house = House(setup(seed=2))
+    with contextlib.closing(house.listener):
+        yield house
+
+
+# --------------------------------------------------------------------------------- the proof of death
+
+
+class WriterProcess:
+    """`unix_writer.py`, let in and told what to do."""
+
+    def __init__(self, house: House) -> None:
+        hello = writer_rank(setup(seed=1)).hello(house.lane, draw_id())
+        script = Path(__file__).parents[1] / "support" / "unix_writer.py"
+        address = house.listener.endpoint.address
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), address, SECRET.hex(), HELLO_CODEC.encode(hello).hex()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        self._await()
+
+    def do(self, line: str) -> None:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+        self._await()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def await_state(self, state: str) -> None:
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _await(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "\n"
+
+
+@pytest.fixture
+def process(house: House) -> Iterator[WriterProcess]:
+    with contextlib.closing(WriterProcess(house)) as process:
+        yield process
+
+
+def admitted(house: House, process: WriterProcess) -> tuple[bytes, ...]:
+    """Let the process write a landing, close that, and return the connection that may still be writing."""
+    landing_id = house.open(1)
+    process.do(REQUEST_CODEC.encode(Begin(landing_id)).hex())
+    connections = house.close_landing(landing_id)
+    assert len(connections) == 1
+    return connections
+
+
+def test_the_end_of_the_connection_proves_nothing_and_the_end_of_the_process_does(
+    house: House, process: WriterProcess
+) -> None:
+    connections = admitted(house, process)
+    process.do("hang-up")
+    pause = threading.Event()
+    pause.wait(0.5)
+    assert house.gone() == []
+    process.signal(signal.SIGSTOP)
+    process.await_state("T")
+    pause.wait(0.5)
+    assert house.gone() == []
+    process.signal(signal.SIGKILL)
+    eventually(lambda: house.gone() == [*connections], "the proof of its death")
+
+
+def test_a_killed_writer_is_gone(house: House, process: WriterProcess) -> None:
+    connections = admitted(house, process)
+    process.signal(signal.SIGKILL)
+    eventually(lambda: house.gone() == [*connections], "the proof of its death")
+
+
+def test_a_writer_that_has_unmapped_is_gone_while_its_process_lives(
+    house: House, process: WriterProcess
+) -> None:
+    connections = admitted(house, process)
+    process.do(REQUEST_CODEC.encode(Unmapped()).hex())
+    eventually(lambda: house.gone() == [*connections], "the word of the writer")
+    process.await_state("S")
+
+
+def test_nonsense_is_no_goodbye(house: House, process: WriterProcess) -> None:
+    connections = admitted(house, process)
+    process.do(b"nonsense".hex())
+    threading.Event().wait(0.5)
+    assert house.gone() == []
+    process.signal(signal.SIGKILL)
+    eventually(lambda: house.gone() == [*connections], "the proof of its death")
+
+
+def test_closing_the_listener_waits_for_no_process(house: House, process: WriterProcess) -> None:
+    admitted(house, process)
+    process.do("hang-up")
+    house.listener.close()
+    assert house.gone() == []
+
+
+# ---------------------------------------------------------------------------------------- the channel
+
+
+@pytest.mark.parametrize(
+    ("target_shard", "writer_shard", "piece"),
+    [
+        (SHARD, SHARD, SHARD),
+        (Shard(0, 4, 0, 2), Shard(2, 4, 0, 4), Shard(2, 4, 0, 2)),
+        (Shard(1, 3, 1, 4), Shard(0, 4, 2, 3), Shard(1, 3, 2, 3)),
+    ],
+)
+@pytest.mark.parametrize("is_armed", [False, True])
+def test_the_piece_lands_and_nothing_else(
+    target_shard: Shard, writer_shard: Shard, piece: Shard, is_armed: bool
+) -> None:
+    house = House(setup(target_shard, 2))
+    rules = [FaultRule("never", "kill", "")] if is_armed else []
+    writer = setup(writer_shard, 1, *rules)
+    with contextlib.closing(house.listener), contextlib.closing(house.channel(writer, piece)) as channel:
+        assert channel.measure(SystemClock()).gb_s > 0
+        landing_id = house.open(*(dst for _, dst in MOVES))
+        channel.begin(landing_id, never)
+        sums = channel.write(landing_id, blocks(MOVES), never)
+        channel.flush(landing_id, never)
+        assert np.array_equal(pool_data(house.pool), landed(house.setup, writer, piece, MOVES))
+        sources = piece_of(writer.content(), writer_shard, piece)
+        assert sums == [checksum(sources[src].tobytes()) for src, _ in MOVES]
+
+
+def test_a_flipped_bit_and_the_middle_of_a_block(house: House, tmp_path: Path) -> None:
+    rule = FaultRule("push.corrupt", "corrupt", str(tmp_path / "marker"))
+    with contextlib.closing(house.channel(setup(SHARD, 1, rule))) as channel:
+        landing_id = house.open(1, 2)
+        channel.begin(landing_id, never)
+        first, second = channel.write(landing_id, blocks([(1, 1), (2, 2)]), never)
+        assert house.pool.sums([2], SHARD) == [second]
+        assert house.pool.sums([1], SHARD) != [first] == [checksum(setup(SHARD, 1).content()[1].tobytes())]
+
+
+def test_a_closed_landing_is_refused_and_a_stopped_push_leaves_nothing_queued(house: House) -> None:
+    with contextlib.closing(house.channel(setup(SHARD, 1))) as channel:
+        closed = house.open(1)
+        house.gate.close(closed)
+        with pytest.raises(PushStoppedError, match="does not accept"):
+            channel.begin(closed, never)
+        landing_id = house.open(1)
+        channel.begin(landing_id, never)
+        with pytest.raises(PushStoppedError):
+            channel.write(landing_id, blocks([(1, 1)]), lambda: True)
+        with pytest.raises(PathError, match="outside the target's pool"):
+            channel.write(landing_id, blocks([(1, NUM_BLOCKS)]), never)
+        assert np.array_equal(pool_data(house.pool), house.setup.content())
+        assert not any(house.driver.queued.values())
+
+
+def test_an_orderly_end_unmaps_and_says_so(house: House) -> None:
+    lost: list[str] = []
+    channel = house.channel(setup(SHARD, 1), lost=lost)
+    assert len(house.driver.mapped) == 2
+    landing_id = house.open(1)
+    channel.begin(landing_id, never)
+    (connection,) = house.close_landing(landing_id)
+    channel.close()
+    assert house.driver.mapped == []
+    assert house.driver.queued == {}
+    eventually(lambda: house.gone() == [connection], "the word of the writer")
+    assert lost == []
+    with pytest.raises(PeerGoneError):
+        channel.begin(landing_id, never)
+
+
+def test_a_writer_that_cannot_map_leaves_nothing_behind(house: House) -> None:
+    for number in (1, 2):
+        house.driver.fails_to_map = number
+        with pytest.raises(PathError, match="cannot be mapped"):
+            house.channel(setup(SHARD, 1))
+        assert house.driver.mapped == []
+        assert house.driver.queued == {}
+    eventually(lambda: len(house.gone()) == 2, "the word of the writers")
+
+
+def test_a_stranger_is_refused(house: House) -> None:
+    with pytest.raises(ProofError):
+        house.channel(replace_secret(setup(SHARD, 1)))
+    with pytest.raises(PathError, match="refused by the target"):
+        house.channel(setup(SHARD, 1), Shard(0, 9, 0, 1))
+
+
+def replace_secret(be: Setup) -> Setup:
+    return Setup(be.transport, be.shard, be.num_blocks, be.seed, be.device, draw_secret())
+
+
+# -------------------------------------------------------------------------------------- without CUDA
+
+
+def test_without_a_device_there_is_neither_listener_nor_channel(house: House) -> None:
+    rank = writer_rank(setup(SHARD, 1))
+    assert cuda_ipc.listen(TargetRank(0, rank.pool, house.gate, SECRET, SETTINGS)) is None
+    with pytest.raises(PathError, match="not for KV on cpu"):
+        cuda_ipc.connect(rank, house.lane, house.listener.endpoint.address, draw_id(), lambda _: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
+def test_without_a_driver_the_reason_is_told() -> None:
+    with pytest.raises(TransferError, match=r"libcuda|CUDA_ERROR"):
+        cuda_driver(0)
+
+
+@pytest.mark.parametrize("heads", [(0, 4), (1, 3)])
+@pytest.mark.parametrize("layers", [(0, 4), (1, 2)])
+def test_two_halves_are_the_whole_copy(heads: tuple[int, int], layers: tuple[int, int]) -> None:
+    target = replace(LAYOUT, shard=Shard(*layers, *heads))
+    grid = piece_grid(LAYOUT, target, target.shard)
+    source = np.random.default_rng(3).integers(0, 256, LAYOUT.block_bytes, np.uint8)
+    copied = [copy_rows(source, target, [grid]), copy_rows(source, target, list(halves(grid)))]
+    assert copied[0].any()
+    assert np.array_equal(copied[0], copied[1])
+    sizes = [part.row_bytes * part.num_rows for part in halves(grid)]
+    assert sum(sizes) == target.block_bytes
+    assert min(sizes) > 0
+
+
+def copy_rows(source: np.ndarray, target: BlockLayout, grids: list[Grid]) -> np.ndarray:
+    result = np.zeros(target.block_bytes, np.uint8)
+    for grid in grids:
+        for row in range(grid.num_rows):
+            src, dst = grid.src_offset + row * grid.src_pitch, grid.dst_offset + row * grid.dst_pitch
+            result[dst : dst + grid.row_bytes] = source[src : src + grid.row_bytes]
+    return result

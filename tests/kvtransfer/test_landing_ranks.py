@@ -1,0 +1,331 @@
+"""Landings between any numbers of ranks: who must have answered before what, under every interleaving."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request
+
+from kvtransfer.actions import KillRanks, Landed, ToPeer
+from kvtransfer.messages import (
+    LandingAbort,
+    LandingClosed,
+    Manifest,
+    PieceSum,
+    PushFailed,
+    PushStopped,
+    Shard,
+    Verified,
+    VerifyOrder,
+    WriterGone,
+)
+from workers.engine.blocks import BlockPool
+
+WHOLE = (Shard(0, 2, 0, 2),)
+"""A model of two layers with two heads."""
+HALVES = Shard(0, 1, 0, 2), Shard(1, 2, 0, 2)
+"""The same, as two stages hold it."""
+COLUMNS = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
+"""The same, as two tensor-parallel ranks hold it."""
+QUARTER = Shard(0, 1, 0, 1)
+CROSS: dict[str, Ranks] = {"sources": tuple(enumerate(HALVES)), "readers": tuple(enumerate(COLUMNS))}
+"""Two stages write to two tensor-parallel ranks: each of the four pairs has a lane of a quarter."""
+LANDING = bytes([1]) * 16
+
+
+def crossed(num_blocks: int = 8) -> World:
+    """A landing of two blocks that is open between two and two ranks."""
+    world = World(BlockPool(num_blocks, BLOCK), **CROSS)  # type: ignore[arg-type]
+    world.ask(request(1, 2 * BLOCK))
+    world.settle()
+    return world
+
+
+def test_a_hand_over_waits_for_every_rank_of_both_sides() -> None:
+    world = crossed()
+    world.compute(1, 2 * BLOCK)
+    first, second = world.writers
+    while first.handle() or first.write() or world.hear_writer(0):
+        pass
+    assert world.ready == {}, "the other rank has not written"
+    while world.deliver_to_decode():
+        pass
+    assert [len(target.orders) for target in world.targets] == [1, 1], "what is there is verified"
+    while second.handle() or second.write() or world.hear_writer(1):
+        pass
+    ready = world.ready[LANDING]
+    assert (ready.num_moved_bytes, ready.transport) == (64, "shm")
+    assert (ready.push_started_at, ready.push_seconds) == (1.0, 0.1), "the longest rank, not the sum"
+    assert [(it.started_at, it.seconds) for it in world.pushed] == [(1.0, 0.1)]
+    while world.deliver_to_decode():
+        pass
+    while world.targets[0].run() or world.hear_target(0):
+        pass
+    assert world.joined == {}, "the other rank has not verified"
+    world.settle()
+    assert (world.joined[LANDING].num_valid_tokens, world.ended) == (2 * BLOCK, {"r1": ""})
+
+
+def test_each_rank_verifies_its_own_pieces() -> None:
+    world = crossed()
+    sums = tuple(PieceSum(0, target, piece, number) for number, (_, target, piece) in enumerate(world.pieces))
+    world.do_landing(world.landing.manifest(PREFILL, Manifest(LANDING, sums), 0.0))
+    for target in world.targets:
+        (order,) = target.orders
+        assert isinstance(order, VerifyOrder)
+        lanes = [
+            (number, piece) for number, (_, rank, piece) in enumerate(world.pieces) if rank == target.rank
+        ]
+        assert [(check.checksum, check.shard) for check in order.pieces] == lanes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_piece_of_any_rank_makes_the_block_bad(rank: int) -> None:
+    world = crossed()
+    world.compute(1, BLOCK)
+    world.settle()
+    world.writers[rank].num_flips = 1
+    world.compute(1, 2 * BLOCK)
+    world.settle()
+    landed = world.joined[LANDING]
+    assert (landed.num_valid_tokens, landed.num_bad_pieces) == (BLOCK, 2), "one lane to each target rank"
+
+
+def test_answers_belong_to_orders_in_turn() -> None:
+    world = crossed()
+    for block in (0, 1):
+        sums = tuple(PieceSum(block, target, piece, 0) for _, target, piece in world.pieces)
+        world.do_landing(world.landing.manifest(PREFILL, Manifest(LANDING, sums), 0.0))
+    world.do_landing(world.landing.hand_over(PREFILL, LANDING, ("r1", 0), 2 * BLOCK, 0.0))
+    for rank, bad in ((0, ()), (1, ()), (1, (1,)), (0, ())):
+        actions = world.landing.verified(rank, Verified(LANDING, bad))
+    (landed,) = (action for action in actions if isinstance(action, Landed))
+    assert (landed.num_valid_tokens, landed.num_bad_pieces) == (BLOCK, 2)
+
+
+def test_a_block_of_which_a_piece_was_not_told_does_not_count() -> None:
+    world = crossed()
+    sums = [PieceSum(block, target, piece, 0) for block in (0, 1) for _, target, piece in world.pieces]
+    world.do_landing(world.landing.manifest(PREFILL, Manifest(LANDING, tuple(sums[:-1])), 0.0))
+    world.do_landing(world.landing.hand_over(PREFILL, LANDING, ("r1", 0), 2 * BLOCK, 0.0))
+    assert world.landing.verified(0, Verified(LANDING, ())) == []
+    landed = world.landing.verified(1, Verified(LANDING, ()))[-1]
+    assert isinstance(landed, Landed)
+    assert landed.num_valid_tokens == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("sums", "word"),
+    [
+        ([(0, 0, QUARTER)] * 2, r"block 0, Shard\(.*\) at rank 0 a second time"),
+        ([(0, 1, QUARTER)], "at rank 1, which has no such lane"),
+        ([(0, 2, QUARTER)], "at rank 2, which has no such lane"),
+        ([(0, 0, COLUMNS[0])], "at rank 0, which has no such lane"),
+        ([(2, 0, QUARTER)], "names block 2"),
+        ([(-1, 0, QUARTER)], "names block -1"),
+    ],
+)
+def test_a_manifest_that_names_what_is_not_due_ends_the_landing(
+    sums: list[tuple[int, int, Shard]], word: str
+) -> None:
+    world = crossed()
+    for block, rank, shard in sums:
+        assert world.lost == []
+        manifest = Manifest(LANDING, (PieceSum(block, rank, shard, 1),))
+        world.do_landing(world.landing.manifest(PREFILL, manifest, 0.0))
+    assert re.search(word, world.lost[0])
+    assert world.pool.num_quarantined == 2
+    world.settle()
+    assert (world.ended, world.pool.num_quarantined, world.pool.num_references) == ({"r1": "peer"}, 0, 0)
+
+
+def test_a_stop_is_acknowledged_when_every_rank_has_stopped() -> None:
+    world = crossed()
+    world.compute(1, BLOCK)
+    world.do_push(world.push.push_failed(1, PushFailed(1, LANDING, "no route"), 0.0))
+    assert world.push.push_stopped(0, PushStopped(LANDING)) == []
+    assert world.push.push_stopped(0, PushStopped(LANDING)) == [], "one rank does not speak for the other"
+    (kill,) = world.push.tick(5.1)
+    assert kill == KillRanks("rank 1 did not acknowledge a stop within 5.0 s")
+    actions = world.push.push_stopped(1, PushStopped(LANDING))
+    assert ToPeer(DECODE, LandingAbort(LANDING, "rank 1: no route", True)) in actions
+
+
+def test_quarantine_ends_when_every_rank_is_closed_and_every_writer_of_each_is_gone() -> None:
+    world = crossed()
+    world.do_landing(world.landing.writer_lost(PREFILL))
+    world.landing.closed(0, LandingClosed(LANDING, (b"c",)))
+    world.landing.writer_gone(0, WriterGone(PREFILL, b"c"))
+    assert world.pool.num_quarantined == 2, "rank 1 has not answered"
+    world.landing.closed(0, LandingClosed(LANDING, (b"a",)))
+    world.landing.closed(1, LandingClosed(LANDING, (b"a", b"b")))
+    for rank, connection in ((0, b"a"), (0, b"b"), (1, b"b")):
+        world.landing.writer_gone(rank, WriterGone(PREFILL, connection))
+        assert world.pool.num_quarantined == 2, "the same connection is open to rank 1"
+    world.landing.writer_gone(1, WriterGone(PREFILL, b"a"))
+    assert (world.pool.num_quarantined, world.pool.num_referenced) == (0, 0)
+
+
+def test_a_rank_without_lanes_answers_without_a_manifest() -> None:
+    world = World(BlockPool(8, BLOCK), sources=tuple(enumerate(WHOLE * 3)), readers=tuple(enumerate(WHOLE)))
+    assert [len(writer.lanes) for writer in world.writers] == [1, 0, 1], "two layers for three copies"
+    world.ask(request(1, BLOCK))
+    world.settle()
+    world.compute(1, BLOCK)
+    world.writers_work()
+    manifests = [message for message in world.to_decode if isinstance(message, Manifest)]
+    assert [len(manifest.pieces) for manifest in manifests] == [1, 1]
+    world.settle()
+    assert world.ended == {"r1": ""}
+
+
+# -------------------------------------------------------------------------------- every interleaving
+
+SHAPES: list[tuple[Shard, ...]] = [
+    WHOLE,
+    WHOLE * 3,
+    HALVES,
+    COLUMNS,
+    (*COLUMNS, *COLUMNS),
+    tuple(Shard(layer, layer + 1, head, head + 1) for layer in (0, 1) for head in (0, 1)),
+]
+NUMBERS = st.integers(0, 2)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), NUMBERS, st.integers(1, 80)),
+        st.tuples(st.just("compute"), NUMBERS, st.sampled_from([16, 32, 48, 80])),
+        st.tuples(st.sampled_from(["stop", "abort", "cancel"]), NUMBERS, st.just(0)),
+        st.tuples(st.sampled_from(["handle", "write"]), st.integers(0, 3), st.integers(1, 3)),
+        st.tuples(st.sampled_from(["run", "wire"]), st.integers(0, 3), st.integers(1, 9)),
+        st.tuples(st.sampled_from(["hear writer", "hear target"]), st.integers(0, 3), st.integers(1, 9)),
+        st.tuples(st.sampled_from(["writers", "targets"]), st.just(0), st.just(0)),
+        st.tuples(st.just("time"), st.integers(0, 12), st.just(0)),
+        st.tuples(st.sampled_from(["flip", "fail", "freeze", "thaw", "die"]), st.integers(0, 3), st.just(0)),
+        st.tuples(st.sampled_from(["breaks", "notices", "connects"]), st.just(0), st.just(0)),
+    ),
+    min_size=8,
+    max_size=60,
+)
+
+
+class Interleaving:
+    """Carries out random events on a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.sizes: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+
+    def do(self, kind: str, number: int, amount: int) -> None:
+        world = self.world
+        writer = world.writers[number % len(world.writers)]
+        target = world.targets[number % len(world.targets)]
+        match kind:
+            case "ask" if number not in self.sizes and world.is_linked:
+                self.sizes[number] = amount
+                world.ask(request(number, amount))
+                if amount % 2:  # half of the landings are granted before anything else happens
+                    while world.deliver_to_decode() or world.deliver_to_prefill():
+                        pass
+            case "compute" if number in self.sizes:
+                done = min(max(amount, self.computed.get(number, 0)), self.sizes[number])
+                self.computed[number] = done
+                world.compute(number, done)
+            case "stop":
+                world.do_push(world.push.stop(f"r{number}", 0, "cancelled", world.now))
+            case "abort":
+                world.do_landing(world.landing.abort(bytes([number]) * 16, "test"))
+            case "cancel":
+                world.do_landing(world.landing.cancel(f"r{number}", 0))
+            case "handle":
+                repeat(amount, writer.handle)
+            case "write":
+                repeat(amount, writer.write)
+            case "run":
+                repeat(amount, target.run)
+            case "wire":
+                repeat(amount, world.deliver_to_decode, world.deliver_to_prefill)
+            case "hear writer":
+                repeat(amount, lambda: world.hear_writer(writer.rank))
+            case "hear target":
+                repeat(amount, lambda: world.hear_target(target.rank))
+            case "writers":
+                world.writers_work()
+            case "targets":
+                world.targets_work()
+            case "time":
+                world.now += number
+                world.tick()
+            case "flip":
+                writer.num_flips += 1
+            case "fail":
+                writer.fail()
+            case "freeze" | "thaw":
+                writer.is_frozen = kind == "freeze" or not writer.is_alive
+            case "die":
+                writer.die()
+            case "breaks":
+                world.link_breaks()
+            case "notices":
+                world.decode_notices()
+            case "connects":
+                world.connect()
+
+    def end(self) -> None:
+        """Whoever notices something late notices it now; requests end; leases run out."""
+        world = self.world
+        if any(not writer.is_alive for writer in world.writers):
+            world.prefill_dies()
+        world.decode_notices()
+        world.settle()
+        for number in self.sizes if world.prefill_lives else ():
+            world.do_push(world.push.stop(f"r{number}", 0, "end of the test", world.now))
+        for _ in range(3):
+            world.settle()
+            world.decode_notices()
+            world.now += 100.0
+            world.tick()
+
+
+def repeat(times: int, *steps: Callable[[], bool]) -> None:
+    for step in steps * times:
+        step()
+
+
+@given(
+    begin=st.sampled_from(["nothing", "granted", "pushing"]),
+    events=EVENTS,
+    one_sided=st.booleans(),
+    sources=st.sampled_from(SHAPES),
+    readers=st.sampled_from(SHAPES),
+)
+@settings(max_examples=500, deadline=None)
+def test_no_interleaving_writes_into_a_foreign_block_or_joins_what_is_not_there_or_leaks(
+    begin: str,
+    events: list[tuple[str, int, int]],
+    one_sided: bool,
+    sources: tuple[Shard, ...],
+    readers: tuple[Shard, ...],
+) -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool, one_sided, tuple(enumerate(sources)), tuple(enumerate(readers)))
+    interleaving = Interleaving(world)
+    if begin != "nothing":
+        interleaving.do("ask", 0, 5 * BLOCK - 1)
+        world.settle()
+    if begin == "pushing":
+        interleaving.do("compute", 0, 3 * BLOCK)
+        for writer in world.writers:
+            repeat(1, writer.handle, writer.write)
+    for event in events:
+        interleaving.do(*event)
+    interleaving.end()
+    assert (pool.num_quarantined, pool.num_referenced) == (0, 0)
+    assert world.landing.num_open == world.landing.num_waiting == 0
+    if world.prefill_lives:
+        assert world.push.num_active == 0
+        assert set(world.ended) == {f"r{number}" for number in interleaving.sizes}

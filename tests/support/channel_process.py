@@ -1,0 +1,309 @@
+"""The ends of `channel_ranks` in processes of their own. A process answers every command with one frame, in
+order; the first tells it what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, TypeVar
+
+import numpy as np
+import torch
+from channel_ranks import WAIT_S, WRITER, Connected, Setup, TargetEnd, WriterEnd, eventually
+
+from kvtransfer.errors import TransferError
+from kvtransfer.messages import LandingClosed, OpenLanding, Shard, WriterGone
+from kvtransfer.secret import draw_id
+from kvtransfer.wire import Codec, Message
+
+_LENGTH = struct.Struct("<I")
+
+R = TypeVar("R")
+
+
+class BeTarget(Message, frozen=True):
+    setup: Setup
+
+
+class BeWriter(Message, frozen=True):
+    setup: Setup
+
+
+class Listening(Message, frozen=True):
+    """`address` is "" where the transport cannot listen."""
+
+    address: str
+
+
+class Open(Message, frozen=True):
+    landing_id: bytes
+    block_ids: tuple[int, ...]
+
+
+class Close(Message, frozen=True):
+    landing_id: bytes
+
+
+class ReadPool(Message, frozen=True):
+    pass
+
+
+class Pool(Message, frozen=True):
+    data: bytes
+
+
+class Reports(Message, frozen=True):
+    """Asks for, and answers with, what the target's gate has reported so far."""
+
+    closed: tuple[LandingClosed, ...] = ()
+    gone: tuple[WriterGone, ...] = ()
+
+
+class Connect(Message, frozen=True):
+    address: str
+    target: Shard
+    piece: Shard
+
+
+class Push(Message, frozen=True):
+    """All of it: begin, write, flush."""
+
+    landing_id: bytes
+    moves: tuple[tuple[int, int], ...]
+
+
+class Pushed(Message, frozen=True):
+    sums: tuple[int, ...]
+
+
+class Leave(Message, frozen=True):
+    """Close the channel."""
+
+
+class Done(Message, frozen=True):
+    pass
+
+
+class Failed(Message, frozen=True):
+    error: str
+    reason: str
+
+
+_ANY: Codec[Message] = Codec(
+    BeTarget
+    | BeWriter
+    | Listening
+    | Open
+    | Close
+    | ReadPool
+    | Pool
+    | Reports
+    | Connect
+    | Connected
+    | Push
+    | Pushed
+    | Leave
+    | Done
+    | Failed
+)
+
+
+class RankProcess:
+    """One of the two ends in a process of its own."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.is_pushing = False
+
+    def be(self, be: BeTarget | BeWriter) -> None:
+        """Become this rank, after closing the one that it was."""
+        self.setup = be.setup
+        self.address = self._call(be, Listening).address
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def open(self, *block_ids: int) -> bytes:
+        landing_id = draw_id()
+        self._call(Open(landing_id, block_ids), Done)
+        return landing_id
+
+    def close_landing(self, landing_id: bytes) -> None:
+        self._call(Close(landing_id), Done)
+
+    def reports(self) -> Reports:
+        return self._call(Reports(), Reports)
+
+    def data(self) -> np.ndarray:
+        data = np.frombuffer(self._call(ReadPool(), Pool).data, np.uint8)
+        return data.reshape(self.setup.num_blocks, -1)
+
+    def connect(self, address: str, target: Shard, piece: Shard) -> Connected:
+        return self._call(Connect(address, target, piece), Connected)
+
+    def push(self, landing_id: bytes, moves: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        self.start_push(landing_id, moves)
+        return self.end_push()
+
+    def start_push(self, landing_id: bytes, moves: Sequence[tuple[int, int]]) -> None:
+        self.is_pushing = True
+        _write(self._stdin, Push(landing_id, tuple(moves)))
+
+    def end_push(self) -> tuple[int, ...]:
+        try:
+            return self._take(Pushed).sums
+        finally:
+            self.is_pushing = False
+
+    def leave(self) -> None:
+        self._call(Leave(), Done)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def await_state(self, state: str) -> None:
+        """Wait until the kernel says that the process is in `state` ("T": stopped, "Z": dead)."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> int:
+        """End it in good order, or collect it when it is dead; returns its exit status."""
+        self.signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        with contextlib.suppress(ValueError):
+            self._stdout.read()
+        self._stdout.close()
+        return self._process.wait(WAIT_S)
+
+    def _call(self, command: Message, kind: type[R]) -> R:
+        _write(self._stdin, command)
+        return self._take(kind)
+
+    def _take(self, kind: type[R]) -> R:
+        answer = _read(self._stdout)
+        if isinstance(answer, Failed):
+            raise RemoteError(answer.error, answer.reason)
+        assert isinstance(answer, kind), f"the process answered {answer}"
+        return answer
+
+
+class RankProcesses:
+    """Processes that serve one test after another, since their start takes long."""
+
+    def __init__(self) -> None:
+        self._idle: list[RankProcess] = []
+
+    @contextlib.contextmanager
+    def take(self, be: BeTarget | BeWriter) -> Iterator[RankProcess]:
+        """A process that is this rank. It is used again unless it died or the test left it in the middle."""
+        process = self._idle.pop() if self._idle else RankProcess()
+        is_idle = False
+        try:
+            process.be(be)
+            yield process
+            is_idle = process.is_alive and not process.is_pushing
+        finally:
+            process.signal(signal.SIGCONT)
+            if is_idle:
+                self._idle.append(process)
+            else:
+                process.close()
+
+    def close(self) -> None:
+        for process in self._idle:
+            process.close()
+
+
+class RemoteError(Exception):
+    """A `TransferError` of a process: its class's name and text."""
+
+    def __init__(self, error: str, reason: str) -> None:
+        super().__init__(f"{error}: {reason}")
+        self.error = error
+
+
+def answer_target(end: TargetEnd, command: Message) -> Message:
+    match command:
+        case Open(landing_id, block_ids):
+            end.gate.open(OpenLanding(landing_id, WRITER, block_ids))
+            return Done()
+        case Close(landing_id):
+            end.gate.close(landing_id)
+            return Done()
+        case ReadPool():
+            return Pool(end.data().tobytes())
+        case Reports():
+            closed = tuple(each for each in end.reports if isinstance(each, LandingClosed))
+            return Reports(closed, tuple(each for each in end.reports if isinstance(each, WriterGone)))
+    raise AssertionError(command)
+
+
+def answer_writer(end: WriterEnd, command: Message) -> Message:
+    match command:
+        case Connect(address, target, piece):
+            return end.connect(address, target, piece)
+        case Push(landing_id, moves):
+            return Pushed(tuple(end.push(landing_id, moves)))
+        case Leave():
+            end.close()
+            return Done()
+    raise AssertionError(command)
+
+
+def _read(stream: IO[bytes]) -> Message | None:
+    header = stream.read(_LENGTH.size)
+    return _ANY.decode(stream.read(*_LENGTH.unpack(header))) if header else None
+
+
+def _write(stream: IO[bytes], message: Message) -> None:
+    frame = _ANY.encode(message)
+    stream.write(_LENGTH.pack(len(frame)) + frame)
+    stream.flush()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    answers, commands = sys.stdout.buffer, sys.stdin.buffer
+    end: TargetEnd | WriterEnd | None = None
+    while (command := _read(commands)) is not None:
+        try:
+            if isinstance(command, BeTarget | BeWriter):
+                if end is not None:
+                    end.close()
+                end = TargetEnd(command.setup) if isinstance(command, BeTarget) else WriterEnd(command.setup)
+                answer: Message = Listening(end.address if isinstance(end, TargetEnd) else "")
+            else:
+                assert end is not None
+                answer = (
+                    answer_target(end, command) if isinstance(end, TargetEnd) else answer_writer(end, command)
+                )
+        except TransferError as error:
+            answer = Failed(type(error).__name__, str(error))
+        _write(answers, answer)
+    if end is not None:
+        end.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The ranks of a replica in processes of their own, without brain or executor: model, groups, greedy choice.
+
+`python parallel_ranks.py RANK STORE_ADDRESS` runs the cases it reads from standard input, one JSON line each.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from workers.engine.groups import RankGroups
+from workers.engine.joining import find_store, open_store
+from workers.model.attention import AttentionBatch, SequenceSpan
+from workers.model.config import read_model_config
+from workers.model.decoder import load_decoder
+from workers.model.parallel import parallelize
+from workers.model.split import kv_heads
+from workers.model.weights import ShardSpec
+
+HOST = "127.0.0.1"
+BLOCK_TOKENS = 16
+CPU = torch.device("cpu")
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A greedy generation of `num_steps` tokens after each of `prompts`, whose chunk sizes are `chunks[i]`;
+    every step takes the next chunk, or the next token, of every sequence. Layers are cut at `stages`.
+    Rank r leaves its results in `output_dir`/r.safetensors."""
+
+    name: str
+    model_dir: str
+    tp: int
+    stages: list[tuple[int, int]]
+    prompts: list[list[int]]
+    chunks: list[list[int]]
+    num_steps: int
+    output_dir: str
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * len(self.stages)
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Block tables, the blocks of the sequences interleaved."""
+        most = max(len(prompt) for prompt in self.prompts) + self.num_steps
+        count = len(self.prompts)
+        return [[at * count + number for at in range(-(-most // BLOCK_TOKENS))] for number in range(count)]
+
+
+def run_case(case: Case, groups: RankGroups) -> dict[str, Tensor]:
+    """`kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows."""
+    model_dir = Path(case.model_dir)
+    config, (first, end) = read_model_config(model_dir), case.stages[groups.stage]
+    decoder = load_decoder(model_dir, torch.float32, CPU, ShardSpec(first, end, groups.tp_rank, case.tp))
+    parallelize(decoder, groups)
+    heads = len(kv_heads(config.num_kv_heads, groups.tp_rank, case.tp))
+    num_blocks = sum(len(table) for table in case.tables)
+    kv = torch.zeros(num_blocks, end - first, 2, heads, BLOCK_TOKENS, config.head_dim)
+    positions = [0] * len(case.prompts)
+    chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    logits: list[Tensor] = []
+    for step in range(case.num_steps):
+        waits = groups.is_first_stage and not groups.is_sampler
+        if waits:
+            groups.expect_tokens(step, len(case.prompts))
+        counts = [chunks[step] if step < len(chunks) else 1 for chunks in case.chunks]
+        spans = [SequenceSpan(*span) for span in zip(positions, counts, case.tables, strict=True)]
+        batch = AttentionBatch.build(spans, BLOCK_TOKENS, CPU)
+        if groups.is_first_stage:
+            hidden = decoder.embed(_inputs(case, positions, counts, chosen))
+        else:
+            hidden = torch.empty(sum(counts), config.hidden_size)
+            groups.receive_hidden(hidden)
+        hidden = decoder.run_layers(hidden, batch, kv)
+        if not groups.is_last_stage:
+            groups.send_hidden(hidden)
+        else:
+            logits.append(decoder.logits(hidden))
+        if groups.is_sampler:
+            ends = torch.tensor(counts).cumsum(0) - 1
+            chosen.append(logits[-1][ends].argmax(1).numpy())
+            if case.num_ranks > 1:
+                groups.send_tokens(step, chosen[-1])
+        elif waits:
+            sent_step, tokens = groups.receive_tokens()
+            assert sent_step == step
+            chosen.append(tokens)
+        positions = [position + count for position, count in zip(positions, counts, strict=True)]
+    results = {"kv": kv, "tokens": torch.from_numpy(np.array(chosen, dtype=np.int64))}
+    return results | ({"logits": torch.cat(logits)} if groups.is_last_stage else {})
+
+
+def form(case: Case, store: Store | None, rank: int) -> RankGroups:
+    """The groups of rank `rank` of the case; they must be open until all its ranks are done."""
+    return RankGroups(store, tp=case.tp, pp=len(case.stages), rank=rank, device=CPU, host=HOST)
+
+
+def _inputs(
+    case: Case,
+    positions: list[int],
+    counts: list[int],
+    chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]],
+) -> Tensor:
+    tokens: list[int] = []
+    for number, prompt in enumerate(case.prompts):
+        given = prompt[positions[number] : positions[number] + counts[number]]
+        tokens += given or [int(chosen[-1][number])]
+    return torch.tensor(tokens)
+
+
+class RankProcesses:
+    """So many processes, started once for many cases; rank r of every case runs in the r-th."""
+
+    def __init__(self, count: int) -> None:
+        self._store, address = open_store(HOST)
+        command = [sys.executable, __file__]
+        self._processes = [
+            subprocess.Popen(
+                [*command, str(rank), address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+
+    def run(self, case: Case) -> None:
+        """Returns when all ranks of the case are done; their errors are on standard error."""
+        ranks = self._processes[: case.num_ranks]
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(case).decode() + "\n")
+            process.stdin.flush()
+        answers = [process.stdout.readline() for process in ranks if process.stdout is not None]
+        assert answers == [f"{case.name}\n"] * case.num_ranks
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()  # upon which it ends
+        for process in self._processes:
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _serve(rank: int, address: str) -> None:
+    torch.set_num_threads(1)
+    store = find_store(address)
+    groups: RankGroups | None = None
+    for line in sys.stdin:
+        if groups is not None:
+            groups.close()  # all ranks are done with the last case, else the next would not have come
+        case = msgspec.json.decode(line, type=Case)
+        groups = form(case, PrefixStore(case.name, store), rank)
+        results = run_case(case, groups)
+        save_file(results, str(Path(case.output_dir) / f"{rank}.safetensors"))
+        sys.stdout.write(case.name + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,287 @@
+"""A model of a replica of several stages that computes from step plans alone, each stage in its own time.
+
+Every stage has token ids as its KV. A step takes the tokens from the first stage to the last; at each, what
+is read back through the block tables must be what the stages before it read. The first learns a token that
+the plan leaves open when the last has sampled it. So a block that is free while some stage has still to run a
+plan, or a token planned for too early, is a failed check or a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hash_rank import (
+    BLOCK_TOKENS,
+    END,
+    FINGERPRINT,
+    MAX_CONTEXT,
+    SlotState,
+    alone,
+    pack,
+    sample,
+    unpack,
+)
+
+from kvtransfer.keys import block_keys
+from kvtransfer.messages import ReplicaIdentity
+from workers.config import EngineConfig
+from workers.engine.batch import StepOutcome
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.messages import (
+    BatchEntry,
+    HandOverTarget,
+    SampledToken,
+    SampleState,
+    SamplingParams,
+    StepPlan,
+    StepReport,
+    Submission,
+)
+
+
+@dataclass
+class Step:
+    """A plan on its way through the stages; `rows` are, entry by entry, the tokens to compute and the whole
+    context as the last stage to run it read it."""
+
+    plan: StepPlan
+    rows: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    num_stages_done: int = 0
+    sampled: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Stage:
+    """One stage's memory: KV by (block, offset)."""
+
+    kv: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def copy_blocks(self, plan: StepPlan) -> None:
+        copied = {
+            (copy.dst_block, offset): self.kv[copy.src_block, offset]
+            for copy in plan.copies
+            for offset in range(BLOCK_TOKENS)
+            if (copy.src_block, offset) in self.kv
+        }
+        self.kv.update(copied)
+
+    def write(self, entry: BatchEntry, tokens: list[int], written: set[tuple[int, int]]) -> None:
+        for position, token in enumerate(tokens, entry.start):
+            place = entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+            assert place not in written, "two entries of a plan write one place"
+            written.add(place)
+            self.kv[place] = token
+
+    def read(self, entry: BatchEntry) -> list[int]:
+        return [
+            self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
+            for position in range(entry.start + entry.num_tokens)
+        ]
+
+
+@dataclass
+class StagedEngine:
+    """A scheduler, its stages, and the plans that are out. The stages lag as far as the test lets them:
+    `advance` runs one plan at one stage, `settle` what is left of the oldest plan."""
+
+    config: EngineConfig
+    num_blocks: int
+    num_stages: int = 1
+    attention_ratio: float = 0.0
+    pool: BlockPool = field(init=False)
+    scheduler: Scheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS)
+        self.scheduler = Scheduler(
+            self.config,
+            self.pool,
+            eos_token_ids=(END,),
+            max_context_tokens=MAX_CONTEXT,
+            fingerprint=FINGERPRINT,
+            num_stages=self.num_stages,
+            attention_ratio=self.attention_ratio,
+        )
+        self.stages = [Stage() for _ in range(self.num_stages)]
+        self.steps: deque[Step] = deque()
+        self.blocks_of_landings: list[int] = []
+        self.step = 0
+        self._slots: dict[int, SlotState] = {}  # of the last stage's sampler
+        self._slot_to_token: dict[int, tuple[int, int]] = {}  # sent back by the last stage: (plan, token)
+        # The last plan that samples for the slot, as plans are made and as the first stage runs them.
+        self._slot_to_planned: dict[int, int] = {}
+        self._slot_to_source: dict[int, int] = {}
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """Those that are out, the oldest first."""
+        return [step.plan for step in self.steps]
+
+    def plan(self, now: float) -> bool:
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            return False
+        assert plan.step == self.step + 1
+        self.step = plan.step
+        assert sum(entry.num_tokens for entry in plan.entries) <= self.config.max_batch_tokens
+        assert len(plan.entries) <= self.config.max_sequences
+        assert all(entry.num_tokens <= self.config.chunk_tokens for entry in plan.entries)
+        for entry in plan.entries:
+            if not entry.tokens:
+                age = plan.step - self._slot_to_planned[entry.slot]
+                assert age >= self.num_stages, "planned before its token can be at the first stage"
+            self._slot_to_planned.update(dict.fromkeys(entry.sample_slots, plan.step))
+        self.steps.append(Step(plan))
+        return True
+
+    def settle(self, now: float) -> StepOutcome:
+        step = self.steps[0]
+        while step.num_stages_done < self.num_stages:
+            assert self.advance(step.num_stages_done), "the oldest plan waits for nothing"
+        self.steps.popleft()
+        tokens = tuple(SampledToken(slot, token, None) for slot, token in step.sampled.items())
+        return self.scheduler.settle(StepReport(step.plan.step, tokens, 0.0, 0.0), now)
+
+    def advance(self, number: int) -> bool:
+        """Run the next plan at this stage; False when it has none, or waits for a token."""
+        step = next((step for step in self.steps if step.num_stages_done == number), None)
+        if step is None:
+            return False
+        if number == 0:
+            rows = self._embed(step.plan)
+            if rows is None:
+                return False
+            step.rows = rows
+        self._compute(self.stages[number], step, is_first=number == 0)
+        step.num_stages_done += 1
+        if number == self.num_stages - 1:
+            self._sample(step)
+        return True
+
+    def _embed(self, plan: StepPlan) -> list[tuple[list[int], list[int]]] | None:
+        """The tokens of each entry, those that earlier plans sampled included; None when one is not here."""
+        source = dict(self._slot_to_source)
+        for slot in (*plan.free_slots, *(start.slot for start in plan.starts)):
+            source.pop(slot, None)
+        rows: list[tuple[list[int], list[int]]] = []
+        for entry in plan.entries:
+            tokens = unpack(entry.tokens)
+            if not tokens:
+                sampled_in, token = self._slot_to_token.get(entry.slot, (0, 0))
+                if sampled_in != source[entry.slot]:
+                    assert sampled_in < source[entry.slot]
+                    return None
+                tokens = [token]
+            assert len(tokens) == entry.num_tokens > 0
+            rows.append((tokens, []))
+            source.update(dict.fromkeys(entry.sample_slots, plan.step))
+        self._slot_to_source = source
+        return rows
+
+    def _compute(self, stage: Stage, step: Step, *, is_first: bool) -> None:
+        stage.copy_blocks(step.plan)
+        written: set[tuple[int, int]] = set()
+        for entry, (tokens, _) in zip(step.plan.entries, step.rows, strict=True):
+            stage.write(entry, tokens, written)
+        contexts = [stage.read(entry) for entry in step.plan.entries]
+        if not is_first:
+            assert contexts == [context for _, context in step.rows], "the stages read different contexts"
+        step.rows = [(tokens, context) for (tokens, _), context in zip(step.rows, contexts, strict=True)]
+
+    def _sample(self, step: Step) -> None:
+        for slot in step.plan.free_slots:
+            del self._slots[slot]
+        for start in step.plan.starts:
+            assert start.slot not in self._slots
+            self._slots[start.slot] = SlotState(start.seed, unpack(start.tokens))
+        for entry, (_, context) in zip(step.plan.entries, step.rows, strict=True):
+            for slot in entry.sample_slots:
+                state = self._slots[slot]
+                assert context == state.context, "the KV under the table is not the slot's context"
+                token = sample(context, state.seed)
+                state.context.append(token)
+                step.sampled[slot] = token
+                self._slot_to_token[slot] = step.plan.step, token
+
+    def check(self) -> None:
+        self.scheduler.check(num_other_references=len(self.blocks_of_landings))
+        for plan in self.plans:
+            named = {block for entry in plan.entries for block in entry.block_ids}
+            named |= {copy.src_block for copy in plan.copies}
+            assert all(self.pool.is_referenced(block) for block in named), "freed before its plan is reported"
+
+    @property
+    def max_tokens(self) -> int:
+        return min(MAX_CONTEXT, self.num_blocks * BLOCK_TOKENS)
+
+
+# ------------------------------------------------------------------------- what one test asks of one engine
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def config(**settings: int) -> EngineConfig:
+    return EngineConfig(**{"block_tokens": 16, "max_batch_tokens": 16, "chunk_tokens": 8, **settings})
+
+
+def engine(num_blocks: int = 40, num_stages: int = 1, ratio: float = 0.0, **settings: int) -> StagedEngine:
+    return StagedEngine(config(**settings), num_blocks, num_stages, ratio)
+
+
+def ask(
+    name: str = "a",
+    prompt: list[int] = PROMPT,
+    *,
+    n: int = 1,
+    max_tokens: int = 4,
+    output: tuple[int, ...] = (),
+    priority: int = 0,
+    deadline_s: float | None = None,
+    decode: str = "",
+) -> Submission:
+    tokens = pack(prompt)
+    return Submission(
+        request_id=name,
+        attempt=1,
+        tenant="",
+        priority=priority,
+        prompt=tokens,
+        block_keys=block_keys(tokens, BLOCK_TOKENS, FINGERPRINT, ""),
+        samples=tuple(SampleState(index, 7 + index, pack(list(output))) for index in range(n)),
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        decode=HandOverTarget(ReplicaIdentity(decode, 1), decode) if decode else None,
+        deadline_s=deadline_s,
+    )
+
+
+def plan(side: StagedEngine, now: float = 0.0) -> StepPlan:
+    assert side.plan(now)
+    return side.plans[-1]
+
+
+def step(side: StagedEngine, now: float = 0.0) -> StepOutcome:
+    """Plan and settle one step, nothing else being out."""
+    plan(side, now)
+    outcome = side.settle(now)
+    side.check()
+    return outcome
+
+
+def finish(side: StagedEngine) -> dict[tuple[str, int], list[int]]:
+    """Run until idle; the tokens of each sample from now on."""
+    outputs: dict[tuple[str, int], list[int]] = {}
+    while side.plan(0.0) or side.plans:
+        for delta in side.settle(0.0).tokens:
+            outputs.setdefault((delta.request_id, delta.sample), []).extend(unpack(delta.tokens))
+        side.check()
+    assert side.scheduler.is_idle
+    assert side.pool.num_referenced == 0
+    return outputs
+
+
+def right(submission: Submission, index: int = 0) -> list[int]:
+    prompt = unpack(submission.prompt)
+    limit = min(submission.sampling.max_tokens, MAX_CONTEXT - len(prompt))
+    return alone(prompt, submission.samples[index].seed, limit, submission.sampling)

@@ -1,0 +1,38 @@
+"""A writer process of `cuda_ipc` without a device: it connects, is let in, and then does what it is told.
+
+`unix_writer.py <address> <secret in hex> <message in hex>`: the message is its `ChannelHello`. Each line on
+standard input is a frame in hex to send, or "hang-up" to close the socket; it answers each with a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.framing import receive_frame, send_frame
+from kvtransfer.transports.connection import HELLO_CODEC, ChannelHello, greet
+
+
+def main() -> None:
+    address, secret, encoded = sys.argv[1:]
+    hello = HELLO_CODEC.decode(bytes.fromhex(encoded))
+    assert isinstance(hello, ChannelHello)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(f"\0{address}")
+    greet(sock, bytes.fromhex(secret), hello)
+    receive_frame(sock)  # the offer
+    print(flush=True)
+    for line in sys.stdin:
+        if line.strip() == "hang-up":
+            sock.close()
+        else:
+            send_frame(sock, bytes.fromhex(line))
+            with contextlib.suppress(PeerGoneError):  # the target has closed its end
+                receive_frame(sock)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

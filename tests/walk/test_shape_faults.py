@@ -1,0 +1,161 @@
+"""Replicas of several ranks when one dies, stops or is lied to: no wrong token, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from walk_house import Heard, House, Replica, until
+
+from kvtransfer.faults import FaultRule
+from workers.config import Parallel
+from workers.errors import RankDiedError
+
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77}
+WIDE, DEEP = Parallel(tp=2), Parallel(pp=2, devices=("cpu", "cpu"))
+
+
+def prompt(seed: int, num_tokens: int = 200) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 190) for _ in range(num_tokens)]
+
+
+def rule(point: str, action: str, folder: Path, after: int = 1) -> FaultRule:
+    return FaultRule(point, action, str(folder / f"{point}.{action}"), after)
+
+
+async def tokens_alone(house: House, tokens: list[int]) -> list[int]:
+    alone = await house.add("alone", "both")
+    return (await house.run(alone, house.submission("alone", tokens, max_tokens=16, **SAMPLING))).sequence()
+
+
+async def run_again(house: House, first: Heard, tokens: list[int], at: Replica, decode: Replica) -> list[int]:
+    """What the client has in the end, when the attempt `first` failed and the next goes to `at`."""
+    assert first.failure is not None
+    again = house.submission(
+        "r", tokens, decode=decode, attempt=1, output=first.sequence(), max_tokens=16, **SAMPLING
+    )
+    second = await house.run(at, again)
+    assert second.failure is None
+    return first.sequence() + [second.tokens[0][i] for i in sorted(second.tokens[0])]
+
+
+async def all_ranks_end(replica: Replica) -> None:
+    def ended() -> bool:
+        try:
+            replica.brain.check_health()
+        except RankDiedError:
+            return all(not _runs(process_id) for process_id in replica.brain.rank_process_ids)
+        return False
+
+    await until(ended, f"{replica.brain.identity.replica_id} is unhealthy and all its ranks have ended")
+
+
+def _runs(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(("writer", "target"), [(WIDE, DEEP), (DEEP, WIDE)], ids=["wide-deep", "deep-wide"])
+async def test_a_writer_rank_killed_in_mid_push(
+    house: House, tmp_path: Path, writer: Parallel, target: Parallel
+) -> None:
+    kill = rule("push.half", "kill", tmp_path, after=3)
+    prefill = await house.add("p0", "prefill", parallel=writer, faults=[kill])
+    decode = await house.add("d0", "decode", parallel=target)
+    spare = await house.add("p1", "prefill")
+    wanted = await tokens_alone(house, prompt(2))
+    first = await house.run(
+        prefill, house.submission("r", prompt(2), decode=decode, max_tokens=16, **SAMPLING)
+    )
+    assert await run_again(house, first, prompt(2), spare, decode) == wanted
+    await all_ranks_end(prefill)
+    await house.quiet(decode, spare)
+    lost = decode.brain.reports.load().num_lost_landings
+    assert sum(lost.values()) == 1, "the reason is counted"
+
+
+async def test_a_target_rank_killed_while_it_verifies(house: House, tmp_path: Path) -> None:
+    kill = rule("verify", "kill", tmp_path, after=2)
+    prefill = await house.add("p0", "prefill", parallel=DEEP)
+    decode = await house.add("d0", "decode", parallel=WIDE, faults=[kill])
+    spare = await house.add("d1", "decode", parallel=DEEP)
+    wanted = await tokens_alone(house, prompt(3))
+    first = await house.run(
+        prefill, house.submission("r", prompt(3), decode=decode, max_tokens=16, **SAMPLING)
+    )
+    assert await run_again(house, first, prompt(3), prefill, spare) == wanted
+    await all_ranks_end(decode)
+    await house.quiet(prefill, spare)
+
+
+async def test_a_flipped_bit_on_one_lane_spoils_one_block(house: House, tmp_path: Path) -> None:
+    corrupt = rule("push.corrupt", "corrupt", tmp_path, after=4)
+    prefill = await house.add("p0", "prefill", parallel=WIDE, faults=[corrupt])
+    decode = await house.add("d0", "decode", parallel=DEEP)
+    wanted = await tokens_alone(house, prompt(1))
+    heard = await house.run(
+        prefill, house.submission("r", prompt(1), decode=decode, max_tokens=16, **SAMPLING)
+    )
+    assert heard.sequence() == wanted
+    assert heard.hand_over is not None
+    assert heard.hand_over.num_bad_pieces == 1
+    await house.quiet()
+
+
+async def test_one_stopped_writer_rank_holds_the_blocks_until_it_is_killed(
+    house: House, tmp_path: Path
+) -> None:
+    stop = rule("push.half", "stop", tmp_path, after=2)
+    prefill = await house.add(
+        "p0",
+        "prefill",
+        parallel=WIDE,
+        transfer={"writer_ack_s": 2.0},
+        engine={"stall_s": 60.0},
+        faults=[stop],
+    )
+    decode = await house.add("d0", "decode", parallel=DEEP, engine={"kv_tokens": 256})
+    spare = await house.add("p1", "prefill")
+    wanted = await tokens_alone(house, prompt(5, 190))
+    prefill.send(house.submission("stuck", prompt(4, 190), decode=decode, **SAMPLING))
+    await until(
+        lambda: Path(stop.marker).exists() and Path(stop.marker).read_text() != "", "one writer rank stops"
+    )
+    prefill.brain.requests.cancel(("stuck", 0))
+    await until(lambda: decode.brain.pool.num_quarantined > 0 or _died(prefill), "its blocks are held")
+    heard = await house.run(
+        spare, house.submission("r", prompt(5, 190), decode=decode, max_tokens=16, **SAMPLING)
+    )
+    assert heard.sequence() == wanted
+    assert heard.hand_over is not None
+    assert heard.hand_over.num_bad_pieces == 0
+    await all_ranks_end(prefill)
+    await house.quiet(decode, spare)
+
+
+def _died(replica: Replica) -> bool:
+    try:
+        replica.brain.check_health()
+    except RankDiedError:
+        return True
+    return False
+
+
+async def test_one_stopped_rank_takes_its_replica_down(house: House) -> None:
+    """Its peers wait for it in a collective; the brain sees a step that does not end."""
+    wide = await house.add("w", parallel=WIDE, engine={"stall_s": 2.0})
+    heard = await house.run(wide, house.submission("first", prompt(6), max_tokens=4))
+    assert heard.failure is None
+    os.kill(wide.brain.rank_process_ids[1], signal.SIGSTOP)
+    hung = house.submission("hung", prompt(7), max_tokens=4)
+    wide.send(hung)
+    await all_ranks_end(wide)
+    assert (await house.ended(hung)).failure is not None

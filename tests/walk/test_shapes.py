@@ -1,0 +1,98 @@
+"""Replicas of several ranks: the same tokens as of one rank, alone and handed over between any two shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from walk_house import House
+
+from workers.config import Parallel
+from workers.model.config import Family
+from workers.model.random_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SHAPES = {
+    "1x1": Parallel(),
+    "2x1": Parallel(tp=2),
+    "1x2": Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, 2)),
+    "2x2": Parallel(tp=2, pp=2, devices=("cpu", "cpu")),
+    "4x1": Parallel(tp=4),
+}
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 21},
+]
+FAST_PAIRS = [("2x1", "1x2"), ("1x2", "2x1"), ("2x1", "1x1"), ("1x1", "1x2")]
+"""Both ways between a split of heads and a split of layers, and to and from one rank."""
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 250) for _ in range(num_tokens)]
+
+
+async def build(model_dir: Path, family: Family, shapes: list[str]) -> House:
+    """One replica of each shape; 4 ranks of 4x1 share 2 key-value heads, and 3 layers do not halve."""
+    write_random_checkpoint(model_dir, family, seed=5, num_hidden_layers=3)
+    house = House(model_dir)
+    for shape in shapes:
+        await house.add(shape, parallel=SHAPES[shape])
+    return house
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+    built = await build(tmp_path_factory.mktemp("shapes"), "llama", ["1x1", "2x1", "1x2"])
+    yield built
+    built.wake_all()
+    await built.close()
+
+
+async def check_pair(
+    house: House, source: str, target: str, sampling: dict[str, Any], num_tokens: int
+) -> None:
+    name = f"{source}-{target}-{len(sampling)}"
+    tokens = prompt(len(house.heard), 100)
+    alone = house.submission(f"{name}-alone", tokens, max_tokens=num_tokens, **sampling)
+    expected = await house.run(house.replicas["1x1"], alone)
+    decode = house.replicas[target] if target != source else None
+    split = house.submission(f"{name}-split", tokens, decode=decode, max_tokens=num_tokens, **sampling)
+    heard = await house.run(house.replicas[source], split)
+    assert heard.failure is None
+    assert heard.sequence() == expected.sequence()
+    assert len(heard.sequence()) == num_tokens
+    if decode is not None:
+        assert heard.hand_over is not None
+        assert heard.hand_over.num_bad_pieces == 0
+        assert heard.hand_over.num_moved_bytes > 0
+    await house.quiet()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("source", "target"), FAST_PAIRS)
+async def test_a_hand_over_between_shapes(
+    house: House, source: str, target: str, sampling: dict[str, Any]
+) -> None:
+    await check_pair(house, source, target, sampling, 24)
+
+
+@pytest.mark.slow  # 13 ranks
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+async def test_every_shape_alone_and_every_pair(tmp_path: Path, family: Family) -> None:
+    house = await build(tmp_path / "model", family, list(SHAPES))
+    try:
+        for source in SHAPES:
+            for sampling in SAMPLINGS:
+                await check_pair(house, source, source, sampling, 64)
+        for source in SHAPES:
+            for target in SHAPES:
+                await check_pair(house, source, target, {}, 24)
+    finally:
+        house.wake_all()
+        await house.close()

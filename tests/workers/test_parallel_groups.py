@@ -1,0 +1,237 @@
+"""The collectives between ranks: sums, logits, hidden states and tokens, and what a dead rank does to them.
+
+Groups belong to no process, so that the ranks of most tests are threads.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from parallel_ranks import CPU, HOST
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from workers.engine.groups import RankGroups
+from workers.engine.joining import find_store, open_store
+from workers.errors import RankDiedError
+
+# Forms the given groups one after another, then does nothing until its input ends.
+IDLE_RANKS = """
+import json, sys, torch
+from torch.distributed.distributed_c10d import PrefixStore
+from workers.engine.groups import RankGroups
+from workers.engine.joining import find_store
+store, cpu = find_store(sys.argv[1]), torch.device("cpu")
+made = [
+    RankGroups(PrefixStore(name, store), tp=tp, pp=pp, rank=rank, device=cpu, host="127.0.0.1")
+    for name, tp, pp, rank in json.loads(sys.argv[2])
+]
+print("formed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    store, address = open_store(HOST)
+    yield address
+    del store
+
+
+def _groups(store: Store, tp: int, pp: int, rank: int) -> RankGroups:
+    return RankGroups(store, tp=tp, pp=pp, rank=rank, device=CPU, host=HOST)
+
+
+def _together(address: str, tp: int, pp: int, act: Callable[[RankGroups], Any]) -> list[Any]:
+    """Run `act` on every rank's groups, each in a thread; the results in rank order. Who fails closes his
+    groups, which ends the others; else all close when all are done: what was sent last may be under way."""
+    all_done = threading.Barrier(tp * pp)
+
+    def live(rank: int) -> Any:
+        groups = _groups(find_store(address), tp, pp, rank)
+        try:
+            result = act(groups)
+            all_done.wait()
+        except BaseException:
+            all_done.abort()
+            raise
+        finally:
+            groups.close()
+        return result
+
+    with ThreadPoolExecutor(tp * pp) as threads:
+        return list(threads.map(live, range(tp * pp)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_sum_is_equal_on_all_ranks_whatever_its_size(address: str, tp: int, dtype: torch.dtype) -> None:
+    """Below and above the size at which the way changes."""
+    shapes = [(1, 7), (3, 33), (16, 512), (1200, 1000)]
+    generator = torch.Generator().manual_seed(1)
+    parts = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(tp)]
+    exact = [torch.stack([part[i].double() for part in parts]).sum(0) for i in range(len(shapes))]
+
+    def add_up(groups: RankGroups) -> list[Tensor]:
+        for tensor in parts[groups.tp_rank]:
+            groups.all_reduce(tensor)
+        return parts[groups.tp_rank]
+
+    ranks = _together(address, tp, 1, add_up)
+    rounding = 2.0 ** (-7 if dtype == torch.bfloat16 else -22)
+    for i, expected in enumerate(exact):
+        assert all(torch.equal(sums[i], ranks[0][i]) for sums in ranks)
+        torch.testing.assert_close(ranks[0][i].double(), expected, rtol=rounding, atol=4 * rounding)
+
+
+def test_columns_of_unlike_widths_are_joined_at_the_first_rank(address: str) -> None:
+    whole = torch.arange(5 * 11.0).view(5, 11)
+    columns = [whole[:, :3], whole[:, 3:4], whole[:, 4:]]
+
+    def gather(groups: RankGroups) -> Tensor | None:
+        return groups.gather_columns(columns[groups.tp_rank], [3, 1, 7])
+
+    joined, *others = _together(address, 3, 1, gather)
+    assert torch.equal(joined, whole)
+    assert others == [None, None]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 3), (2, 1)])
+def test_hidden_states_and_tokens_arrive_in_order(address: str, tp: int, pp: int) -> None:
+    """Many more steps than may be under way; a rank's first and last stages run steps apart."""
+    num_steps = 40
+
+    def hidden(step: int, tp_rank: int, stage: int) -> Tensor:
+        return torch.full((1 + step % 5, 8), 100.0 * step + 10 * tp_rank + stage)
+
+    def live(groups: RankGroups) -> list[list[int]]:
+        for step in range(num_steps):
+            if groups.is_first_stage and not groups.is_sampler:
+                groups.expect_tokens(step, 1 + step % 3)
+            if not groups.is_first_stage:
+                into = torch.empty(1 + step % 5, 8)
+                groups.receive_hidden(into)
+                assert torch.equal(into, hidden(step, groups.tp_rank, groups.stage - 1))
+            if not groups.is_last_stage:
+                groups.send_hidden(hidden(step, groups.tp_rank, groups.stage))
+            if groups.is_sampler:
+                groups.send_tokens(step, np.arange(step, step + 1 + step % 3))
+        if not groups.is_first_stage or groups.is_sampler:
+            return []
+        received = [groups.receive_tokens() for _ in range(num_steps)]
+        assert [step for step, _ in received] == list(range(num_steps))
+        return [tokens.tolist() for _, tokens in received]
+
+    expected = [list(range(step, step + 1 + step % 3)) for step in range(num_steps)]
+    ranks = _together(address, tp, pp, live)
+    sampler = tp * (pp - 1)
+    for rank, tokens in enumerate(ranks):
+        assert tokens == (expected if rank < tp and rank != sampler else [])
+
+
+def test_one_rank_alone_forms_nothing() -> None:
+    groups = RankGroups(None, tp=1, pp=1, rank=0, device=CPU, host="no such host")
+    assert groups.is_first_stage
+    assert groups.is_last_stage
+    assert groups.is_sampler
+    groups.close()
+
+
+def test_nothing_listens_on_other_interfaces(address: str) -> None:
+    before = {(*end.laddr,) for end in psutil.Process().net_connections("tcp") if end.status == "LISTEN"}
+    listening: set[tuple[Any, ...]] = set()
+
+    def look(groups: RankGroups) -> None:
+        ends = psutil.Process().net_connections("tcp")
+        listening.update((*end.laddr,) for end in ends if end.status == "LISTEN")
+
+    _together(address, 2, 2, look)
+    assert listening - before, "the groups listen nowhere"
+    assert {ip for ip, _ in listening} == {HOST}
+
+
+class _IdleRanks:
+    """A process that holds the counterparts of `made`: rank `other` of each (name, tp, pp, other)."""
+
+    def __init__(self, store: Store, address: str, places: list[tuple[str, int, int, int]]) -> None:
+        command = [sys.executable, "-c", IDLE_RANKS, address, json.dumps(places)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        )
+        self.made = {
+            name: _groups(PrefixStore(name, store), tp, pp, 1 - other) for name, tp, pp, other in places
+        }
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"formed\n"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def _send_hidden(groups: RankGroups) -> None:
+    for _ in range(10):
+        groups.send_hidden(torch.ones(100_000, 8))
+
+
+def _send_tokens(groups: RankGroups) -> None:
+    for step in range(10):
+        groups.send_tokens(step, np.arange(3))
+
+
+def _receive_tokens(groups: RankGroups) -> None:
+    groups.expect_tokens(0, 1)
+    groups.receive_tokens()
+
+
+# What rank 1 - other waits for, of a process that never does its part: (tp, pp, other) and how.
+WAITS: dict[str, tuple[int, int, int, Callable[[RankGroups], object]]] = {
+    "summing": (2, 1, 1, lambda groups: groups.all_reduce(torch.ones(100))),
+    "summing much": (2, 1, 1, lambda groups: groups.all_reduce(torch.ones(1 << 20))),
+    "gathering": (2, 1, 1, lambda groups: groups.gather_columns(torch.ones(3, 4), [4, 4])),
+    "giving columns": (2, 1, 0, lambda groups: groups.gather_columns(torch.ones(3, 4), [4, 4])),
+    "receiving hidden": (1, 2, 0, lambda groups: groups.receive_hidden(torch.ones(3, 4))),
+    "sending hidden": (1, 2, 1, _send_hidden),
+    "receiving tokens": (1, 2, 1, _receive_tokens),
+    "sending tokens": (1, 2, 0, _send_tokens),
+}
+
+
+@pytest.fixture(scope="module")
+def idle() -> Iterator[_IdleRanks]:
+    store, address = open_store(HOST)
+    places = [(name, *place[:3]) for name, place in WAITS.items()] + [("closing", 1, 2, 1)]
+    ranks = _IdleRanks(store, address, places)
+    yield ranks
+    ranks.end()
+
+
+def test_a_rank_that_stops_keeps_nobody_from_closing(idle: _IdleRanks) -> None:
+    idle.process.send_signal(signal.SIGSTOP)
+    groups = idle.made["closing"]
+    groups.send_hidden(torch.ones(1_000_000, 8))
+    groups.expect_tokens(0, 1)
+    groups.close()
+
+
+def test_a_rank_that_dies_is_an_error_wherever_it_is_waited_for(idle: _IdleRanks) -> None:
+    with ThreadPoolExecutor(len(WAITS)) as threads:
+        waits = {name: threads.submit(act, idle.made[name]) for name, (*_, act) in WAITS.items()}
+        assert not any(wait.done() for wait in waits.values())
+        idle.process.kill()
+        for name, wait in waits.items():
+            with pytest.raises(RankDiedError):
+                wait.result()
+            idle.made[name].close()

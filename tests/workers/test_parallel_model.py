@@ -1,0 +1,138 @@
+"""A model split over ranks in processes gives the logits, tokens and KV of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from parallel_ranks import Case, RankProcesses, form, run_case
+from safetensors.torch import load_file
+from torch import Tensor
+
+from workers.model.config import read_model_config
+from workers.model.split import kv_heads
+
+MakeCheckpoint = Callable[..., Path]
+NUM_STEPS = 12
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "num_hidden_layers": 3},
+    "llama-uneven-biases": {
+        "family": "llama",
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "vocab_size": 257,
+        "intermediate_size": 101,
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "qwen3-uneven-tied": {
+        "family": "qwen3",
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "vocab_size": 257,
+        "intermediate_size": 100,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+        "sharded": True,
+    },
+    "qwen2-window-one-head": {
+        "family": "qwen2",
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "sliding_window": 20,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    },
+}
+LAYOUTS: dict[str, tuple[int, list[tuple[int, int]]]] = {
+    "2x1": (2, [(0, 3)]),
+    "3x1": (3, [(0, 3)]),
+    "4x1": (4, [(0, 3)]),
+    "1x2": (1, [(0, 2), (2, 3)]),
+    "1x3": (1, [(0, 1), (1, 2), (2, 3)]),
+    "2x2": (2, [(0, 1), (1, 3)]),
+}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    with RankProcesses(4) as started:
+        yield started
+
+
+def _case(name: str, model_dir: Path, output_dir: Path, tp: int, stages: list[tuple[int, int]]) -> Case:
+    """A prompt of more rows than the layers take at a time, one in chunks, and a short one."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [270, 41, 5]
+    prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
+    chunks = [[270], [16, 1, 24], [5]]
+    return Case(name, str(model_dir), tp, stages, prompts, chunks, NUM_STEPS, str(output_dir))
+
+
+@pytest.fixture(scope="module")
+def alone(make_checkpoint: MakeCheckpoint) -> Callable[[str], dict[str, Tensor]]:
+    """What one rank gives for a shape, computed once."""
+    made: dict[str, dict[str, Tensor]] = {}
+
+    def run(shape: str) -> dict[str, Tensor]:
+        if shape not in made:
+            model_dir = make_checkpoint(**SHAPES[shape])
+            case = _case(shape, model_dir, model_dir, 1, [(0, 3)])
+            made[shape] = run_case(case, form(case, None, 0))
+        return made[shape]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_split_equals_one_rank(
+    shape: str,
+    layout: str,
+    processes: RankProcesses,
+    alone: Callable[[str], dict[str, Tensor]],
+    make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+) -> None:
+    model_dir, (tp, stages) = make_checkpoint(**SHAPES[shape]), LAYOUTS[layout]
+    expected, config = alone(shape), read_model_config(model_dir)
+    case = _case(f"{shape} {layout}", model_dir, tmp_path, tp, stages)
+    processes.run(case)
+    ranks = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(case.num_ranks)]
+    for rank, found in enumerate(ranks):
+        stage, tp_rank = divmod(rank, tp)
+        heads = kv_heads(config.num_kv_heads, tp_rank, tp)
+        own = expected["kv"][:, slice(*stages[stage]), :, heads.start : heads.stop]
+        torch.testing.assert_close(found["kv"], own, rtol=1e-5, atol=2e-5)
+        if stage == 0:
+            assert torch.equal(found["tokens"], expected["tokens"])
+        if stage == len(stages) - 1 and tp_rank > 0:
+            assert found["logits"].shape == (0, config.vocab_size)
+    sampler = ranks[case.num_ranks - tp]
+    assert torch.equal(sampler["tokens"], expected["tokens"])
+    torch.testing.assert_close(sampler["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("shape", ["llama-uneven-biases", "qwen3-uneven-tied"])
+def test_one_rank_equals_transformers(
+    shape: str, alone: Callable[[str], dict[str, Tensor]], make_checkpoint: MakeCheckpoint
+) -> None:
+    """The other side of the comparison above: the very same cases, greedily continued by transformers."""
+    model_dir = make_checkpoint(**SHAPES[shape])
+    transformers.logging.disable_progress_bar()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    prompt = _case(shape, model_dir, model_dir, 1, [(0, 3)]).prompts[0]
+    expected = alone(shape)
+    text = torch.tensor([prompt + expected["tokens"][:, 0].tolist()])
+    with torch.inference_mode():
+        logits = reference(text).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(1).tolist() == expected["tokens"][:, 0].tolist()
+    torch.testing.assert_close(expected["logits"][: len(prompt)], logits[: len(prompt)], rtol=0, atol=1e-3)

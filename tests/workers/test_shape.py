@@ -1,0 +1,76 @@
+"""How a replica is split: one specification a rank; stages by cost, by configuration, by device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.config import TransferConfig
+from kvtransfer.messages import ReplicaIdentity
+from workers.config import EngineConfig, Parallel
+from workers.errors import WorkerError
+from workers.messages import RankJoined, StageCost
+from workers.model.random_checkpoint import write_random_checkpoint
+from workers.shape import Shape
+
+
+def shape(model_dir: Path, parallel: Parallel, role: str = "both") -> Shape:
+    write_random_checkpoint(model_dir, "llama", seed=1, num_hidden_layers=6)
+    return Shape(
+        identity=ReplicaIdentity("r", 1),
+        role=role,
+        model_dir=str(model_dir),
+        dtype="float32",
+        parallel=parallel,
+        engine=EngineConfig(chunk_tokens=32, max_sequences=8),
+        transfer=TransferConfig(),
+        secret=b"s" * 32,
+        faults=(),
+    )
+
+
+def joined(*costs: StageCost) -> list[RankJoined]:
+    return [RankJoined(rank, 1, "", cost, 0.001 * (rank + 1)) for rank, cost in enumerate(costs)]
+
+
+def test_ranks_are_numbered_stage_by_stage(tmp_path: Path) -> None:
+    specs = shape(tmp_path, Parallel(tp=2, pp=2, devices=("cuda", "cpu"))).specs
+    assert [(spec.rank, spec.stage, spec.tp_rank, spec.device) for spec in specs] == [
+        (0, 0, 0, "cuda"),
+        (1, 0, 1, "cuda"),
+        (2, 1, 0, "cpu"),
+        (3, 1, 1, "cpu"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pp", "role", "rows"), [(1, "both", (0, 1)), (2, "prefill", (32, 1)), (2, "decode", (8, 8))]
+)
+def test_stages_measure_the_steps_of_their_role(
+    tmp_path: Path, pp: int, role: str, rows: tuple[int, int]
+) -> None:
+    spec = shape(tmp_path, Parallel(pp=pp, devices=("cpu",) * pp), role).specs[0]
+    assert (spec.probe_rows, spec.probe_sampled_rows) == rows
+
+
+def test_a_disturbed_measure_does_not_tilt_equal_stages(tmp_path: Path) -> None:
+    split = shape(tmp_path, Parallel(pp=2, devices=("cpu", "cpu")))
+    assert split.plan_stages(joined(StageCost(1.0), StageCost(1.6))) == ((0, 3), (3, 6))
+    assert split.stages == ((0, 3), (3, 6))
+    assert split.attention_ratio == pytest.approx(0.0015)
+
+
+def test_a_slower_device_gets_fewer_layers(tmp_path: Path) -> None:
+    split = shape(tmp_path, Parallel(pp=2, devices=("cuda", "cpu")))
+    assert split.plan_stages(joined(StageCost(1.0), StageCost(1.6))) == ((0, 4), (4, 6))
+    same_name = shape(tmp_path, Parallel(pp=2, devices=("cpu", "cpu")))
+    assert same_name.plan_stages(joined(StageCost(1.0), StageCost(5.0))) == ((0, 5), (5, 6))
+
+
+def test_configured_layers_win_over_measures(tmp_path: Path) -> None:
+    given = shape(tmp_path, Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, 5)))
+    assert given.plan_stages(joined(StageCost(1.0), StageCost(1.0))) == ((0, 1), (1, 6))
+    wrong = shape(tmp_path, Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, 4)))
+    with pytest.raises(WorkerError, match="num_hidden_layers"):
+        wrong.plan_stages(joined(StageCost(1.0), StageCost(1.0)))

@@ -1,0 +1,258 @@
+"""The collectives between the ranks of one replica: sums and logits inside a stage, hidden states from stage
+to stage, sampled ids from the last stage back to the first.
+
+Groups are made for this replica alone on a store of its own, not on torch's global default group. gloo serves
+CPUs and every pair of unlike devices, NCCL serves CUDA; NCCL has not been run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from workers.errors import RankDiedError, WorkerError
+
+# Whether a peer hangs is for the brain to judge, who then kills every rank: a wait ends before that only when
+# a connection breaks.
+_TIMEOUT = timedelta(hours=1)
+# A sum for which a rank sends no more than this goes straight to all ranks. Between two ranks that exchange
+# takes 124 us for 8 KiB where gloo's ring, on a thread of its own, takes 333; at 2 MiB they are equal.
+_DIRECT_BYTES = 2 << 20
+_SUM_TAG, _LOGITS_TAG = 0, 1
+
+
+class RankGroups:
+    """The place of `rank` = stage * tp + tp_rank in its replica, and what it says to the other ranks.
+
+    Every rank makes it at the same time, on one `store`; a replica of one rank needs none and forms nothing.
+    `host` is the address of this rank's interface that the other ranks can reach. A broken connection raises
+    RankDiedError wherever it is met.
+    """
+
+    def __init__(
+        self, store: Store | None, *, tp: int, pp: int, rank: int, device: torch.device, host: str
+    ) -> None:
+        self.tp, self.pp, self.rank = tp, pp, rank
+        self.stage, self.tp_rank = divmod(rank, tp)
+        self.is_first_stage = self.stage == 0
+        self.is_last_stage = self.stage == pp - 1
+        self.is_sampler = self.is_last_stage and self.tp_rank == 0
+        self._nccl_groups: list[Any] = []
+        self._layer_group: Any = None
+        self._previous: _HiddenPair | None = None
+        self._next: _HiddenPair | None = None
+        self._tokens: _TokenGroup | None = None
+        if tp * pp > 1:
+            assert store is not None, "ranks find each other in a store"
+            with _broken_connections("forming the replica's groups"):
+                former = _Former(store, device, host)
+                self._form(former)
+                self._nccl_groups = former.nccl_groups
+
+    def _form(self, former: _Former) -> None:
+        kinds = former.exchange_devices(self.rank, self.tp * self.pp)
+        own = kinds[self.rank]
+        first = self.stage * self.tp
+        if set(kinds[first : first + self.tp]) != {own}:
+            raise WorkerError(f"the ranks of stage {self.stage} are on unlike devices: {kinds}")
+        if self.tp > 1:
+            self._layer_group = former.group(f"stage {self.stage}", self.tp_rank, self.tp, own == "cuda")
+        if not self.is_first_stage:
+            both_cuda = own == kinds[self.rank - self.tp] == "cuda"
+            group = former.group(f"hidden {self.rank - self.tp}", 1, 2, both_cuda)
+            self._previous = _HiddenPair(group, both_cuda, self.pp)
+        if not self.is_last_stage:
+            both_cuda = own == kinds[self.rank + self.tp] == "cuda"
+            group = former.group(f"hidden {self.rank}", 0, 2, both_cuda)
+            self._next = _HiddenPair(group, both_cuda, self.pp)
+        if self.is_first_stage or self.is_sampler:
+            self._tokens = _TokenGroup(former, self.tp, self.pp, self.rank)
+
+    # -------------------------------------------------------------------------------- inside a stage
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by the sum over the stage's ranks, equal bit for bit on all."""
+        assert self._layer_group is not None, "one rank has nothing to add up"
+        with _broken_connections("summing over a stage's ranks"):
+            if tensor.device.type == "cpu" and tensor.nbytes * (self.tp - 1) <= _DIRECT_BYTES:
+                self._sum_directly(tensor)
+            else:
+                self._layer_group.allreduce([tensor]).wait()
+
+    def _sum_directly(self, tensor: Tensor) -> None:
+        group, others = self._layer_group, [rank for rank in range(self.tp) if rank != self.tp_rank]
+        parts = tensor.new_empty((self.tp, *tensor.shape))
+        works = [group.recv([parts[rank]], rank, _SUM_TAG) for rank in others]
+        works += [group.send([tensor], rank, _SUM_TAG) for rank in others]
+        parts[self.tp_rank] = tensor
+        for work in works:
+            work.wait()
+        torch.sum(parts, 0, out=tensor)
+
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """The stage's [R, widths[r]] side by side at its first rank, None at the others."""
+        group = self._layer_group
+        assert group is not None, "one rank has nothing to gather"
+        assert tensor.shape[1] == widths[self.tp_rank]
+        with _broken_connections("gathering logits"):
+            if self.tp_rank > 0:
+                group.send([tensor.contiguous()], 0, _LOGITS_TAG).wait()
+                return None
+            parts = [tensor.new_empty((tensor.shape[0], width)) for width in widths[1:]]
+            works = [group.recv([part], rank, _LOGITS_TAG) for rank, part in enumerate(parts, start=1)]
+            for work in works:
+                work.wait()
+            return torch.cat([tensor, *parts], 1)
+
+    # ------------------------------------------------------------------------- from stage to stage
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """Send [T, C] to the next stage and return; nobody may change `hidden` afterwards."""
+        assert self._next is not None, "the last stage has no next"
+        with _broken_connections("sending hidden states"):
+            self._next.send(hidden)
+
+    def receive_hidden(self, into: Tensor) -> None:
+        """Wait for the previous stage's next hidden states and fill `into`, contiguous [T, C]."""
+        assert self._previous is not None, "the first stage has no previous"
+        with _broken_connections("receiving hidden states"):
+            self._previous.receive(into)
+
+    def send_tokens(self, step: int, tokens: NDArray[np.int64]) -> None:
+        """The sampler's ids of `step`, to every rank of the first stage but itself. Returns at once."""
+        assert self._tokens is not None, "no rank waits for tokens"
+        assert self.is_sampler
+        with _broken_connections("sending sampled tokens"):
+            self._tokens.send(step, tokens)
+
+    def expect_tokens(self, step: int, num_tokens: int) -> None:
+        """On a rank of the first stage that is not the sampler: the plan of `step` samples so many ids (more
+        than none). Call it for every such plan, in order and before its computation."""
+        assert self._tokens is not None, "only the first stage waits for tokens"
+        assert not self.is_sampler
+        with _broken_connections("receiving sampled tokens"):
+            self._tokens.expect(step, num_tokens)
+
+    def receive_tokens(self) -> tuple[int, NDArray[np.int64]]:
+        """Wait for the ids of the oldest expected step; (step, ids in the order they were sent)."""
+        assert self._tokens is not None, "only the first stage waits for tokens"
+        assert not self.is_sampler
+        with _broken_connections("receiving sampled tokens"):
+            return self._tokens.receive()
+
+    def close(self) -> None:
+        """Leave all groups at once: what was sent and not yet received is lost. Only for the thread that uses
+        the groups; one that waits in gloo for a rank that hangs cannot be woken, only killed."""
+        for group in self._nccl_groups:
+            group.abort()  # else its end waits for what is under way; gloo's does not
+        self._nccl_groups = []
+        self._layer_group = self._previous = self._next = self._tokens = None
+
+
+class _Former:
+    """Makes the groups of one rank: all gloo groups share one device, that is one listening interface."""
+
+    def __init__(self, store: Store, device: torch.device, host: str) -> None:
+        self._store = store
+        self._device = device
+        self.nccl_groups: list[Any] = []
+        self._gloo_device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+
+    def exchange_devices(self, rank: int, num_ranks: int) -> list[str]:
+        """The device type of every rank."""
+        self._store.set(f"device {rank}", self._device.type)
+        return [self._store.get(f"device {other}").decode() for other in range(num_ranks)]
+
+    def group(self, name: str, rank: int, size: int, on_cuda: bool) -> Any:
+        """Returns when all `size` members have called it with this name."""
+        store = PrefixStore(name, self._store)
+        if on_cuda:
+            from torch.distributed import ProcessGroupNCCL  # absent from builds without CUDA
+
+            nccl = ProcessGroupNCCL.Options()
+            nccl._timeout = _TIMEOUT
+            group = ProcessGroupNCCL(store, rank, size, nccl)
+            group.eager_connect_single_device(self._device)
+            self.nccl_groups.append(group)
+            return group
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the type stubs lack it
+        options._timeout = _TIMEOUT
+        options._devices = [self._gloo_device]
+        options._threads = 1
+        return ProcessGroupGloo(store, rank, size, options)
+
+
+class _HiddenPair:
+    """Hidden states between a rank and its counterpart in the next stage, in order. Between unlike devices
+    they pass through host memory."""
+
+    def __init__(self, group: Any, on_cuda: bool, pp: int) -> None:
+        self._group = group
+        self._on_cuda = on_cuda
+        # As many as there are plans in flight: the tensor of the oldest has been received by then.
+        self._most_sends = pp + 1
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, hidden: Tensor) -> None:
+        sent = hidden if self._on_cuda else hidden.cpu()
+        self._sends.append((self._group.send([sent.contiguous()], 1, 0), sent))
+        if len(self._sends) > self._most_sends:
+            self._sends.popleft()[0].wait()
+
+    def receive(self, into: Tensor) -> None:
+        if self._on_cuda or into.device.type == "cpu":
+            self._group.recv([into], 0, 0).wait()
+        else:
+            received = torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
+            self._group.recv([received], 0, 0).wait()
+            into.copy_(received)
+
+
+class _TokenGroup:
+    """The ranks of the first stage and the sampler. A message is the step and its ids, int64."""
+
+    def __init__(self, former: _Former, tp: int, pp: int, rank: int) -> None:
+        self._sampler = 0 if pp == 1 else tp
+        member = rank if rank < tp else self._sampler
+        self._group = former.group("tokens", member, tp if pp == 1 else tp + 1, on_cuda=False)
+        self._receivers = [other for other in range(tp) if other != self._sampler]
+        self._most_sends = pp + 1
+        self._sends: deque[tuple[list[Any], Tensor]] = deque()
+        self._expected: deque[tuple[int, Any, Tensor]] = deque()
+
+    def send(self, step: int, tokens: NDArray[np.int64]) -> None:
+        message = torch.from_numpy(np.concatenate((np.array([step]), tokens)))
+        self._sends.append(([self._group.send([message], to, 0) for to in self._receivers], message))
+        if len(self._sends) > self._most_sends:
+            for work in self._sends.popleft()[0]:
+                work.wait()
+
+    def expect(self, step: int, num_tokens: int) -> None:
+        message = torch.empty(1 + num_tokens, dtype=torch.int64)
+        self._expected.append((step, self._group.recv([message], self._sampler, 0), message))
+
+    def receive(self) -> tuple[int, NDArray[np.int64]]:
+        step, work, message = self._expected.popleft()
+        work.wait()
+        sent_step, *_ = received = message.numpy()
+        assert sent_step == step, f"the tokens of step {sent_step} came for step {step}"
+        return step, received[1:]
+
+
+@contextmanager
+def _broken_connections(doing: str) -> Iterator[None]:
+    """torch reports them as RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankDiedError(f"{doing}: {str(error).splitlines()[0]}") from error
