@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # the stubs lack one
 from torch.distributed.distributed_c10d import PrefixStore
 
 from kvtransfer.framing import receive_frame, send_frame

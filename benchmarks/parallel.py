@@ -5,9 +5,9 @@ Three kinds of lines, `figure` and `limit` in microseconds, `ratio` the first ov
 *plan*: from before the plan is encoded in one process until the slower of two ranks has decoded it, for a
 plan that decodes 1 and 16 sequences. The limit is to wake a process that has slept for a while.
 
-*all-reduce*: the sum of [rows, hidden size] over two ranks, as a rank does it (`direct`) and by gloo's own
-all-reduce. The limit is to wake a process that has just fallen asleep, and the bytes once over the memory's
-bandwidth.
+*all-reduce*: the sum of [rows, hidden size] over two ranks, as a rank does it (`rank`), by gloo's own
+all-reduce, and over a plain socket between the two. The limit is to wake a process that has just fallen
+asleep, and the bytes once over the memory's bandwidth.
 
 *step*: the time between two tokens of a replica of two ranks. The limit is half of what one rank alone
 computes for a step, the plan's delivery and two all-reduces a layer, all as measured here.
@@ -22,11 +22,12 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -118,12 +119,14 @@ def play_reducer(order: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank, device = order["rank"], torch.device("cpu")
     store = find_store(order["port"])
-    groups = RankGroups(store, tp=NUM_RANKS, pp=1, rank=rank, device=device, host="127.0.0.1")
+    groups = RankGroups(store, tp=NUM_RANKS, pp=1, rank=rank, device=device, host="127.0.0.1", host_id="here")
     gloo = gloo_group(store, "gloo", rank, NUM_RANKS)
     ways: dict[str, Callable[[torch.Tensor], object]] = {
-        "direct": groups.all_reduce,
+        "rank": groups.all_reduce,
         "gloo": lambda tensor: gloo.allreduce([tensor]).wait(),
+        "plain socket": lambda tensor: _sum_over_socket(connection, tensor),
     }
+    connection = socket.socket(fileno=order["socket"])
     for num_rows in order["rows"]:
         for way, reduce in ways.items():
             tensor = torch.zeros(num_rows, order["hidden"])
@@ -133,6 +136,21 @@ def play_reducer(order: dict[str, Any]) -> None:
                 reduce(tensor)
                 times.append(1e6 * (CLOCK.now() - began_at))
             print(json.dumps([way, num_rows, times[order["repeat"] // 10 :]]), flush=True)
+
+
+def _sum_over_socket(connection: socket.socket, tensor: torch.Tensor) -> None:
+    """Both send what the other's buffers take, and receive, until nothing is left."""
+    other = torch.empty_like(tensor)
+    to_send, to_receive = (memoryview(each.numpy().data).cast("B") for each in (tensor, other))
+    while to_send or to_receive:
+        if to_send:
+            with suppress(BlockingIOError):
+                to_send = to_send[connection.send(to_send, socket.MSG_DONTWAIT) :]
+        if to_receive:
+            with suppress(BlockingIOError):
+                flags = socket.MSG_DONTWAIT if to_send else 0
+                to_receive = to_receive[connection.recv_into(to_receive, 0, flags) :]
+    tensor += other
 
 
 def play_echo(order: dict[str, Any]) -> None:
@@ -238,17 +256,19 @@ def measure_plans(batches: list[int], repeat: int, wake_us: float) -> dict[int, 
 def measure_sums(
     rows: list[int], hidden: int, num_layers: int, repeat: int, limits: tuple[float, float]
 ) -> dict[int, float]:
-    """Prints both ways; returns how long the one that is used takes, by number of rows. `limits`: to wake a
+    """Prints all ways; returns how long the one that is used takes, by number of rows. `limits`: to wake a
     process (microseconds), and the memory's bandwidth (GB/s)."""
     wake_us, gb_s = limits
     store = open_store()
     rows_to_us = {}
     common = {"port": store.port, "rows": rows, "hidden": hidden, "repeat": repeat}
     with ExitStack() as parts:
+        fds = [parts.enter_context(end).fileno() for end in socket.socketpair()]
         processes = [
-            parts.enter_context(part("reducer", {**common, "rank": rank})) for rank in range(NUM_RANKS)
+            parts.enter_context(part("reducer", {**common, "rank": rank, "socket": fd}, (fd,)))
+            for rank, fd in enumerate(fds)
         ]
-        for _ in range(2 * len(rows)):
+        for _ in range(3 * len(rows)):
             (how, num_rows, times), *_ = [answer(process) for process in processes]
             num_bytes = 4 * num_rows * hidden
             limit_us = wake_us + num_bytes / gb_s / 1e3
@@ -257,7 +277,7 @@ def measure_sums(
             emit(
                 "all-reduce", median(times), limit_us, **fields, p95_us=_p95(times), step_us=round(step_us, 1)
             )
-            if how == "direct":
+            if how == "rank":
                 rows_to_us[num_rows] = median(times)
     return rows_to_us
 

@@ -55,7 +55,7 @@ class BareReplica:
         self._draw = np.random.default_rng(0)
         self._fingerprint = model_fingerprint(model_dir)
         self._vocab_size = read_model_config(model_dir).vocab_size
-        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._death = ""
         self._changed = asyncio.Event()
         self._num_requests = 0
         secret = draw_secret()
@@ -75,9 +75,7 @@ class BareReplica:
     async def start(self, attention_ratio: float | None = None) -> None:
         """`attention_ratio` is used instead of the measured one."""
         ready = (await self._group.start(self._shape.specs, "127.0.0.1", self._shape.plan_stages))[0]
-        self.attention_ratio = (
-            self._shape.attention_ratio if attention_ratio is None else attention_ratio
-        )
+        self.attention_ratio = self._shape.attention_ratio if attention_ratio is None else attention_ratio
         self.pool = BlockPool(ready.num_blocks, self._engine.block_tokens)
         self.scheduler = Scheduler(
             self._engine,
@@ -124,11 +122,9 @@ class BareReplica:
         """Wait for what the next steps bring; `RuntimeError` when a rank dies before."""
         while not is_reached():
             self._changed.clear()
-            waiting = asyncio.ensure_future(self._changed.wait())
-            await asyncio.wait([waiting, self._death], return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if self._death.done():
-                self._death.result()
+            await self._changed.wait()
+            if self._death:
+                raise RuntimeError(self._death)
 
     def _send(self, plan: StepPlan) -> None:
         self.plans[plan.step] = plan
@@ -149,8 +145,8 @@ class BareReplica:
         self._changed.set()
 
     def _died(self, reason: str) -> None:
-        if not self._death.done():
-            self._death.set_exception(RuntimeError(reason))
+        self._death = reason
+        self._changed.set()
 
 
 @asynccontextmanager

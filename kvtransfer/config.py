@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvtransfer.messages import TransferSettings
 
@@ -32,7 +32,8 @@ class TransferConfig(BaseModel):
     """Network devices for `rdma`, by UCX's names; empty: the host's InfiniBand devices, and where there are
     none `rdma` is not offered."""
     hand_over_gb_s: float = Field(default=0.0, ge=0)
-    """The most that one rank writes for hand-overs (0: no limit)."""
+    """The most that one rank writes for hand-overs (0: no limit). A chunk of a prompt that needs longer than
+    `landing_stall_s` at this rate is taken for one that does not move."""
     prefetch_gb_s: float = Field(default=0.0, ge=0)
     """The same for prefetches, which move only while no hand-over wants to."""
     write_back_gb_s: float = Field(default=0.0, ge=0)
@@ -56,6 +57,13 @@ class TransferConfig(BaseModel):
     """A writer that has not acknowledged a stop after this is killed."""
     data_host: str = "127.0.0.1"
     """The address on which ranks listen for KV over TCP, and that they announce to their peers."""
+
+    @field_validator("transports")
+    @classmethod
+    def _each_once(cls, value: tuple[TransportName, ...]) -> tuple[TransportName, ...]:
+        if repeated := [name for name in value if value.count(name) > 1]:
+            raise ValueError(f"{repeated[0]} is named more than once")
+        return value
 
     def settings(self) -> TransferSettings:
         """What a rank's transfer agent needs of it."""

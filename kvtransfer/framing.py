@@ -16,6 +16,8 @@ from kvtransfer.wire import MAX_FRAME_BYTES
 
 _LENGTH = struct.Struct("<I")
 HANDSHAKE_TIMEOUT_S = 10.0
+_HANDSHAKE_BYTES = 4096
+"""No frame of the proof is longer: a stranger must not make us take memory."""
 
 
 def send_frame(sock: socket.socket, frame: bytes) -> None:
@@ -26,9 +28,9 @@ def send_frame(sock: socket.socket, frame: bytes) -> None:
         raise PeerGoneError(f"connection lost while sending: {error}") from error
 
 
-def receive_frame(sock: socket.socket) -> bytes:
-    """Read one frame; `PeerGoneError` when the connection ends."""
-    return receive_exactly(sock, _checked_length(receive_exactly(sock, _LENGTH.size)))
+def receive_frame(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Read one frame; `PeerGoneError` when the connection ends, `WireError` when the frame is longer."""
+    return receive_exactly(sock, _checked_length(receive_exactly(sock, _LENGTH.size), max_bytes))
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
@@ -51,8 +53,8 @@ def prove_as_client(sock: socket.socket, secret: bytes, name: str) -> None:
     handshake = ClientHandshake(secret, name)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, handshake.hello())
-    send_frame(sock, handshake.answer(receive_frame(sock)))
-    handshake.finish(receive_frame(sock))
+    send_frame(sock, handshake.answer(receive_frame(sock, _HANDSHAKE_BYTES)))
+    handshake.finish(receive_frame(sock, _HANDSHAKE_BYTES))
     sock.settimeout(None)
 
 
@@ -60,24 +62,25 @@ def prove_as_server(sock: socket.socket, secret: bytes) -> str:
     """The accepting side's handshake; returns the client's name."""
     handshake = ServerHandshake(secret)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
-    send_frame(sock, handshake.challenge(receive_frame(sock)))
-    send_frame(sock, handshake.welcome(receive_frame(sock)))
+    send_frame(sock, handshake.challenge(receive_frame(sock, _HANDSHAKE_BYTES)))
+    send_frame(sock, handshake.welcome(receive_frame(sock, _HANDSHAKE_BYTES)))
     sock.settimeout(None)
     return handshake.client_name
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Read one frame; `PeerGoneError` when the connection ends."""
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Read one frame; `PeerGoneError` when the connection ends, `WireError` when the frame is longer."""
     try:
-        length = _checked_length(await reader.readexactly(_LENGTH.size))
+        length = _checked_length(await reader.readexactly(_LENGTH.size), max_bytes)
         return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, OSError) as error:
         raise PeerGoneError(f"connection closed by the other side: {error}") from error
 
 
 def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
-    """Queue one frame for sending."""
-    writer.write(_LENGTH.pack(len(frame)) + frame)
+    """Queue one frame for sending; to a connection that has closed, nothing: its reader hears of the end."""
+    if not writer.is_closing():
+        writer.write(_LENGTH.pack(len(frame)) + frame)
 
 
 async def prove_as_async_server(
@@ -86,14 +89,14 @@ async def prove_as_async_server(
     """The accepting side's handshake on asyncio streams; returns the client's name."""
     handshake = ServerHandshake(secret)
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-        write_frame(writer, handshake.challenge(await read_frame(reader)))
-        write_frame(writer, handshake.welcome(await read_frame(reader)))
+        write_frame(writer, handshake.challenge(await read_frame(reader, _HANDSHAKE_BYTES)))
+        write_frame(writer, handshake.welcome(await read_frame(reader, _HANDSHAKE_BYTES)))
         await writer.drain()
     return handshake.client_name
 
 
-def _checked_length(header: bytes) -> int:
+def _checked_length(header: bytes, max_bytes: int) -> int:
     (length,) = _LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    if length > max_bytes:
+        raise WireError(f"frame of {length} bytes exceeds the limit of {max_bytes}")
     return int(length)

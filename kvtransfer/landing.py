@@ -21,6 +21,7 @@ from typing import Protocol
 
 from kvtransfer.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.config import TransferConfig
+from kvtransfer.gate import RecentIds
 from kvtransfer.messages import (
     CloseLanding,
     LandingAbort,
@@ -93,6 +94,7 @@ class LandingBook:
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
         self._landings: dict[bytes, _Landing] = {}
+        self._ended = RecentIds()  # what ranks still report of these is not about a later landing
         self._writers: dict[ReplicaIdentity, Lanes] = {}
         self._seconds_per_grant = 0.0
         self._last_grant_at = 0.0
@@ -113,8 +115,8 @@ class LandingBook:
             len(item.held) + len(item.blocks) for item in self._landings.values() if item.state is _State.OPEN
         )
 
-    def is_open(self, landing_id: bytes) -> bool:
-        landing = self._landings.get(landing_id)
+    def is_open(self, writer: ReplicaIdentity, landing_id: bytes) -> bool:
+        landing = self._of(writer, landing_id)
         return landing is not None and landing.state is _State.OPEN
 
     # ------------------------------------------------------------------------------------- messages
@@ -139,8 +141,9 @@ class LandingBook:
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
         num_waiting = self.num_waiting
         wait_s = self._seconds_per_grant * (num_waiting + 1)
-        if self._refusal:
-            return [self._refuse(writer, request, self._refusal, retry_after_s=0.0)]
+        refusal = "a landing of this id has ended" if request.landing_id in self._ended else self._refusal
+        if refusal:
+            return [self._refuse(writer, request, refusal, retry_after_s=0.0)]
         if num_waiting >= self._config.landing_queue:
             return [self._refuse(writer, request, "the landing queue is full", wait_s)]
         if request.deadline_s is not None and num_waiting and wait_s > request.deadline_s:
@@ -351,19 +354,15 @@ class LandingBook:
         if not landing.handed_over or pieces.is_pending:
             return []
         landing_id, num_held = landing.request.landing_id, len(landing.held)
+        self._ended.add(landing_id)
         num_valid = num_held + pieces.num_good_blocks()
         num_tokens = min(num_valid * self._block_tokens, landing.request.num_tokens)
+        block_ids, num_held_tokens = (*landing.held, *landing.blocks), num_held * self._block_tokens
         del self._landings[landing_id]
         return [
             ToRanks(CloseLanding(landing_id)),
             ToWriter(landing.writer, LandingResult(landing_id, num_tokens, pieces.num_bad_pieces)),
-            Landed(
-                landing_id,
-                (*landing.held, *landing.blocks),
-                num_tokens,
-                num_held * self._block_tokens,
-                pieces.num_bad_pieces,
-            ),
+            Landed(landing_id, block_ids, num_tokens, num_held_tokens, pieces.num_bad_pieces),
         ]
 
     def _free_if_unreachable(self, landing: _Landing) -> None:
@@ -376,6 +375,7 @@ class LandingBook:
             self._pool.release(landing.blocks)
         elif landing.state is _State.QUARANTINED:
             self._pool.release_quarantine(landing.blocks)
+        self._ended.add(landing.request.landing_id)
         del self._landings[landing.request.landing_id]
 
     def _refuse(

@@ -328,6 +328,7 @@ class PushDone(Message, frozen=True):
     seconds: float
     started_at: float
     transport: str
+    traffic: TrafficClass = "hand_over"
 
 
 class PushFailed(Message, frozen=True):

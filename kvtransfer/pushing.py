@@ -13,6 +13,7 @@ stop in time must be killed (`KillRanks`): only then is it certain that nothing 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,6 +45,7 @@ from kvtransfer.messages import (
     PushStopped,
     ReplicaIdentity,
     StopPush,
+    TrafficClass,
     WriterStopped,
 )
 
@@ -96,7 +98,7 @@ class _Push:
 class PushCounters:
     """Totals for metrics."""
 
-    num_bytes: int = 0
+    num_bytes: Counter[TrafficClass] = field(default_factory=Counter)
     gb_s: float = 0.0
     """Moving average of the rate of pushes of at least 64 KiB, all ranks together, in 1e9 bytes a second."""
 
@@ -179,10 +181,14 @@ class PushBook:
         push.asked_by_peer = True
         return self._stop(push, abort.reason, now)
 
-    def joined(self, peer: ReplicaIdentity, result: LandingResult) -> list[PushAction]:
+    def joined(self, peer: ReplicaIdentity, result: LandingResult, now: float) -> list[PushAction]:
         """The decode side has taken the sequence over."""
         push = self._of(peer, result.landing_id)
-        return [] if push is None else [self._forget(push, "", "")]
+        if push is None:
+            return []
+        if push.running or not push.prompt_done:  # its blocks are still being read
+            return self._stop(push, "the peer joined what was not handed over", now)
+        return [self._forget(push, "", "")]
 
     def peer_lost(self, peer: ReplicaIdentity, now: float) -> list[PushAction]:
         """The Peer link ended: stop everything that goes there."""
@@ -195,7 +201,7 @@ class PushBook:
 
     def push_done(self, rank: int, report: PushDone, now: float) -> list[PushAction]:
         """A rank has written its pieces: tell the decode side their sums. The push is done when all have."""
-        self.counters.num_bytes += report.num_bytes
+        self.counters.num_bytes[report.traffic] += report.num_bytes
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.OPEN:
             return []

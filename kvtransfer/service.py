@@ -128,8 +128,8 @@ class TransferAgent:
             case ConnectPeer():
                 self._connect(order)
             case ClosePeer():
-                connection = self._connections.pop(order.connection_id, None)
-                if connection is not None:
+                connection = self._connections.get(order.connection_id)
+                if connection is not None:  # kept until its thread has ended: `close` waits for that
                     connection.close()
                     self.governor.wake()
 

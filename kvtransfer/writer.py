@@ -296,6 +296,7 @@ class WriterConnection:
             now - started_at,
             started_at,
             "+".join(sorted({opened.path.transport for opened in self._lanes})),
+            order.traffic,
         )
 
 

@@ -5,7 +5,7 @@ Queues and who empties them:
     Link (gateway)  -> submissions, cancels -> Scheduler.submit, .cancel
     Peer link       -> landings, hand-overs -> Outbound, Inbound
     rank            -> StepReport           -> Scheduler.settle -> news per gateway -> one StepFrame each
-    StepLoop.feed   -> Scheduler.plan       -> StepPlan to the ranks, at most two unreported at a time
+    StepLoop.feed   -> Scheduler.plan       -> StepPlan to all ranks, at most pp + 1 unreported at a time
 
 When a rank ends or hangs, every request here fails over at once
 (`RequestFailed("internal")`), `check_health` raises, and whoever runs the replica replaces it.

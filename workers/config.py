@@ -45,6 +45,11 @@ class EngineConfig(BaseModel):
     """A step that takes this much longer than its size explains means that the ranks hang: the replica
     reports itself unhealthy."""
 
+    @property
+    def longest_chunk_tokens(self) -> int:
+        """What a step can hold of one prompt, however long chunks may be."""
+        return min(self.chunk_tokens, self.max_batch_tokens)
+
     @field_validator("block_tokens")
     @classmethod
     def _power_of_two(cls, value: int) -> int:

@@ -155,13 +155,12 @@ class Inbound:
     def _take_over(self, writer: ReplicaIdentity, hand_over: HandOver, now: float) -> None:
         submission, landing_id = hand_over.submission, hand_over.landing_id
         name = submission.request_id, submission.attempt
-        if self._scheduler.is_here(*name):
-            self._do(self.book.abort(landing_id, f"{name} runs here already", "message"))
-            return
-        self._hand_overs[landing_id] = hand_over
+        if self.book.is_open(writer, landing_id):
+            if self._scheduler.is_here(*name):
+                self._do(self.book.abort(landing_id, f"{name} runs here already", "message"))
+                return
+            self._hand_overs[landing_id] = hand_over
         self._do(self.book.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))
-        if not self.book.is_open(landing_id):
-            self._hand_overs.pop(landing_id, None)
 
     def _join(self, landed: Landed) -> None:
         self._faults.at("brain.join")

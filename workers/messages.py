@@ -170,7 +170,8 @@ class RequestFailed(Part, frozen=True):
 
 
 class PathMeasure(Part, frozen=True):
-    """One rank-to-rank path of a replica pair, as measured when it was joined."""
+    """One rank-to-rank path of a replica pair, as measured when it was joined. Without a `transport`:
+    there is none at all to the peer, because of `instead_of`."""
 
     peer: ReplicaIdentity
     rank: int
@@ -204,7 +205,8 @@ class LoadReport(Part, frozen=True):
     num_checksum_failures: int
     num_preemptions: int
     transfer_gb_s: float
-    num_moved_bytes: int = 0
+    num_moved_bytes: dict[str, int] = {}
+    """By traffic class: what was written to other replicas."""
     num_lost_landings: dict[str, int] = {}
     """By cause (`kvtransfer.actions.Lost`): landings that were open here and ended without hand-over."""
     paths: tuple[PathMeasure, ...] = ()
@@ -374,7 +376,7 @@ class SlotStart(Part, frozen=True):
 class BatchEntry(Part, frozen=True):
     """Compute `num_tokens` tokens of one sequence from position `start`.
 
-    `tokens` is empty when the input is the token that the previous plan produced for the slot (the brain
+    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the brain
     may not know it yet). `block_ids` is the sequence's whole block table, enough for start + num_tokens.
     `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not
     the prompt's last, one normally, n when n samples fork from one prompt.

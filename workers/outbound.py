@@ -173,7 +173,7 @@ class Outbound:
                 if num_bad_pieces:
                     name = peer.replica_id
                     _log.error("%s: %d pieces were bad, %d tokens good", name, num_bad_pieces, num_tokens)
-                self._do(self.book.joined(peer, message))
+                self._do(self.book.joined(peer, message, self._clock.now()))
             case _:
                 _log.warning("%s sent %s to its writer", peer.replica_id, type(message).__name__)
 

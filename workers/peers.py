@@ -22,7 +22,7 @@ from typing import Protocol
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
-from kvtransfer.layout import PlannedPiece, plan_pieces
+from kvtransfer.layout import PlannedPiece, intersect, plan_pieces
 from kvtransfer.messages import (
     ClosePeer,
     CompatibilityRecord,
@@ -44,6 +44,8 @@ from workers.links import FrameStream, open_stream
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 
 _HELLO_TIMEOUT_S = 10.0
+_MAX_RANKS = 1024
+"""Of a peer: planning takes as many steps as the product of both sides' ranks."""
 
 _log = logging.getLogger("tandem.peers")
 
@@ -166,8 +168,9 @@ class Peers:
             self._wake()
 
     def paths(self) -> tuple[PathMeasure, ...]:
-        """The measured paths, one for each lane, for reports."""
-        return tuple(
+        """The measured paths, one for each lane, for reports; for a peer that no way leads to now, one that
+        has no transport and tells why."""
+        measured = tuple(
             PathMeasure(
                 peer=peer.target.identity,
                 rank=rank,
@@ -182,6 +185,12 @@ class Peers:
             for rank, paths in sorted(peer.paths.items())
             for path in paths
         )
+        missing = tuple(
+            PathMeasure(identity, 0, 0, transport="", gb_s=0.0, latency_us=0.0, instead_of=cooling.reason)
+            for identity, cooling in self._cooling.items()
+            if self.connection(identity) is None
+        )
+        return measured + missing
 
     def _log_paths(self, peer: _Outbound, rank: int, paths: tuple[LanePath, ...]) -> None:
         """Each path at join, and what has changed when a lane failed over later."""
@@ -230,6 +239,7 @@ class Peers:
             raise IncompatibleError("the peer did not introduce itself")
         if hello.identity != peer.target.identity:
             raise IncompatibleError(f"expected {peer.target.identity}, found {hello.identity}")
+        self._check_compatibility(hello)
         pieces = _plan(self._ranks, hello.ranks)
         for own in self._ranks:
             lanes = (
@@ -280,7 +290,8 @@ class Peers:
         if not isinstance(hello, PeerHello):
             return
         try:
-            pieces = self._pieces_from(hello)
+            self._check_compatibility(hello)
+            pieces = _plan(hello.ranks, self._ranks)
         except IncompatibleError as error:
             stream.send(PEER_CODEC.encode(PeerRefusal(str(error))))
             await stream.receive()
@@ -294,7 +305,7 @@ class Peers:
         self._decode_side.writer_joined(writer, [(target, piece) for _, target, piece in pieces])
         stream.send(PEER_CODEC.encode(self._hello()))
         try:
-            while (frame := await stream.receive()) is not None:
+            while (frame := await stream.receive()) is not None and self._inbound.get(writer) is stream:
                 self._decode_side.message(writer, PEER_CODEC.decode(frame))
                 self._wake()
         finally:
@@ -303,11 +314,19 @@ class Peers:
                 self._decode_side.writer_lost(writer)
                 self._wake()
 
-    def _pieces_from(self, hello: PeerHello) -> tuple[PlannedPiece, ...]:
-        differences = self._compatibility.differences(hello.compatibility)
+    def _check_compatibility(self, hello: PeerHello) -> None:
+        ours = self._compatibility
+        differences = ours.differences(hello.compatibility)
         if differences:
             raise IncompatibleError("; ".join(differences))
-        return _plan(hello.ranks, self._ranks)
+        if [item.rank for item in hello.ranks] != list(range(len(hello.ranks))):
+            raise IncompatibleError("the peer did not introduce its ranks in order")
+        if not 0 < len(hello.ranks) <= _MAX_RANKS:
+            raise IncompatibleError(f"the peer has {len(hello.ranks)} ranks; 1 to {_MAX_RANKS} are possible")
+        model = Shard(0, ours.num_layers, 0, ours.num_kv_heads)
+        for item in hello.ranks:
+            if intersect(item.shard, model) != item.shard:
+                raise IncompatibleError(f"rank {item.rank} of the peer holds {item.shard} of {model}")
 
     def send_inbound(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """To a replica that writes here; dropped when its link is gone."""
@@ -338,9 +357,6 @@ class Peers:
 
 
 def _plan(writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints]) -> tuple[PlannedPiece, ...]:
-    for ranks in (writer, target):
-        if [item.rank for item in ranks] != list(range(len(ranks))):
-            raise IncompatibleError("a replica did not introduce its ranks in order")
     return plan_pieces(
         [(item.rank, item.shard) for item in writer], [(item.rank, item.shard) for item in target]
     )

@@ -147,11 +147,13 @@ class RankGroup:
             joined = [self._joined[spec.rank] for spec in specs]
             self.send(FormGroup(joined[0].store_address, plan_stages(joined)))
             await self._until(lambda: len(self._ready) == self._num_ranks)
+            ready = [self._ready[spec.rank] for spec in specs]
+            _refuse_unlike(ready)
             self._serving = True
         finally:
             if not self._serving:
                 self.kill()
-        return [self._ready[spec.rank] for spec in specs]
+        return ready
 
     def send(self, message: RankDown) -> None:
         """Send to every rank."""
@@ -271,3 +273,10 @@ class RankGroup:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _refuse_unlike(ready: Sequence[RankReady]) -> None:
+    """`RankDiedError` when ranks, which may be on several hosts, have loaded unlike models."""
+    for other in ready[1:]:
+        if differences := ready[0].compatibility.differences(other.compatibility):
+            raise RankDiedError(f"rank {other.rank} is not of rank 0's model: {'; '.join(differences)}")

@@ -53,6 +53,7 @@ class Reports:
         """The state of this moment."""
         self._load_sequence += 1
         scheduler, pool, landings = self._scheduler, self._pool, self._inbound.book
+        pushes = self._outbound.book.counters
         return LoadReport(
             identity=self._identity,
             sequence=self._load_sequence,
@@ -70,8 +71,8 @@ class Reports:
             num_steps=self._steps.num_steps,
             num_checksum_failures=self._inbound.num_checksum_failures,
             num_preemptions=scheduler.num_preemptions,
-            transfer_gb_s=self._outbound.book.counters.gb_s,
-            num_moved_bytes=self._outbound.book.counters.num_bytes,
+            transfer_gb_s=pushes.gb_s,
+            num_moved_bytes={str(each): count for each, count in pushes.num_bytes.items()},
             num_lost_landings={str(cause): count for cause, count in self._inbound.num_lost.items()},
             paths=self._peers.paths(),
         )

@@ -45,7 +45,7 @@ class Shape:
         # Ranks of several stages measure a step: of a decode replica a small one, of which all rows sample,
         # else a chunk, of which one does.
         is_decode = role == "decode"
-        num_rows = min(_DECODE_PROBE_ROWS, engine.max_sequences) if is_decode else engine.chunk_tokens
+        num_rows = min(_DECODE_PROBE_ROWS, engine.max_sequences) if is_decode else engine.longest_chunk_tokens
         self.specs = [
             RankSpec(
                 replica=identity,

@@ -156,7 +156,14 @@ class Listener(ABC):
             )
             with self._lock:
                 self._connections[sock] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no threads left: others can be served again later
+                _log.warning("%s: a connection was not taken: %s", self.transport, error)
+                self._unproven.release()
+                with self._lock:
+                    del self._connections[sock]
+                sock.close()
 
     def _run(self, sock: socket.socket) -> None:
         try:
@@ -172,12 +179,14 @@ class Listener(ABC):
 
     def _prove(self, sock: socket.socket) -> ChannelHello:
         """Check the secret and the layout; raises after telling the writer why it is refused."""
+        overdue = threading.Timer(HANDSHAKE_TIMEOUT_S, shut_down, (sock,))  # also for who sends byte by byte
+        overdue.daemon = True
+        overdue.start()
         try:
             prove_as_server(sock, self._target.secret)
-            sock.settimeout(HANDSHAKE_TIMEOUT_S)
             hello = HELLO_CODEC.decode(receive_frame(sock))
-            sock.settimeout(None)
         finally:
+            overdue.cancel()
             self._unproven.release()
         try:
             if not isinstance(hello, ChannelHello) or hello.protocol != PROTOCOL_VERSION:

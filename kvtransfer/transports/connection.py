@@ -9,6 +9,9 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
@@ -44,9 +47,9 @@ class ChannelHello(Message, frozen=True):
 
 
 class ChannelWelcome(Message, frozen=True):
-    """Target to writer: accepted; its pool has this many blocks."""
+    """Target to writer: accepted; its pool has this many blocks, whose ids have 32 bits."""
 
-    num_blocks: int
+    num_blocks: Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
 class ChannelRefusal(Message, frozen=True):

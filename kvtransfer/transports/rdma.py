@@ -26,7 +26,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from kvtransfer.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
@@ -72,10 +74,10 @@ class Offer(Message, frozen=True):
     kind of memory it is."""
 
     metadata: bytes
-    pool_address: int
-    scratch_address: int
+    pool_address: Annotated[int, Meta(ge=0)]
+    scratch_address: Annotated[int, Meta(ge=0)]
     kind: str
-    device_index: int
+    device_index: Annotated[int, Meta(ge=0)]
 
 
 class Writing(Message, frozen=True):

@@ -14,6 +14,7 @@ child that a writer forks inherits mapping and socket together, so it only delay
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -166,6 +167,8 @@ def _receive_mapping(sock: socket.socket, num_bytes: int) -> mmap.mmap:
         total_bytes = mapping_bytes(num_bytes)
         if mark != _FD_MARK or os.fstat(descriptors[0]).st_size != total_bytes:
             raise WireError(f"the descriptor is not a pool of {num_bytes} bytes")
+        if not fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise WireError("the target could shrink the memory: a write to it would end this process")
         return map_shared(descriptors[0], total_bytes)
     finally:
         os.close(descriptors[0])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from landing_world import BLOCK, DECODE, PREFILL, World, request
 
-from kvtransfer.actions import KillRanks
+from kvtransfer.actions import KillRanks, ToWriter
 from kvtransfer.messages import (
     LandingAbort,
     LandingClosed,
     LandingGrant,
     LandingRefusal,
     LandingRequest,
+    LandingResult,
     WriterGone,
 )
 from workers.engine.blocks import BlockPool
@@ -29,7 +30,7 @@ def test_a_hand_over_moves_only_what_the_decode_side_lacks() -> None:
     world.settle()
     world.compute(1, 2 * BLOCK)
     world.settle()
-    assert world.push.counters.num_bytes == 0, "the first two blocks are held and must not move"
+    assert world.push.counters.num_bytes.total() == 0, "the first two blocks are held and must not move"
     world.compute(1, 3 * BLOCK)
     assert len(world.writers[0].orders) == 1, "a finished chunk is pushed before the prompt is complete"
     world.compute(1, 3 * BLOCK + 5)
@@ -233,6 +234,37 @@ def test_a_hand_over_to_a_landing_that_is_gone_is_answered() -> None:
     world.settle()
     assert world.ended == {"r1": "peer"}, "the prefill side would wait for ever"
     assert pool.num_references == 0
+
+
+def test_an_id_that_was_used_is_refused_for_late_reports_would_be_taken_for_news_of_it() -> None:
+    pool = BlockPool(8, BLOCK)
+    world = World(pool)
+    for number, end in enumerate(("given up", "joined"), 1):
+        wanted = request(number, BLOCK)
+        world.ask(wanted)
+        world.settle()
+        if end == "joined":
+            world.compute(number, BLOCK)
+            world.settle()
+            assert bytes([number]) * 16 in world.joined
+        else:
+            stopped = LandingAbort(bytes([number]) * 16, "given up", True)
+            world.do_landing(world.landing.aborted_by_writer(PREFILL, stopped))
+        (action,) = world.landing.request(PREFILL, wanted, 0.0, idle=True)
+        assert isinstance(action, ToWriter)
+        assert isinstance(action.message, LandingRefusal)
+        assert "has ended" in action.message.reason
+
+
+def test_a_result_before_the_hand_over_does_not_free_what_is_being_read() -> None:
+    world = World(BlockPool(8, BLOCK))
+    world.ask(request(1, 2 * BLOCK))
+    world.settle()
+    world.compute(1, BLOCK)
+    world.do_push(world.push.joined(DECODE, LandingResult(bytes([1]) * 16, BLOCK, 0), 0.0))
+    assert world.ended == {}, "a rank may be reading the prompt's blocks"
+    world.settle()
+    assert world.ended == {"r1": "peer"}
 
 
 @pytest.mark.parametrize(("name", "num_tokens"), [(("r2", 0), BLOCK), (("r1", 1), BLOCK), (("r1", 0), 5)])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 from service_house import BOTH, LAYOUT, NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
-from transfer_house import eventually
+from transfer_house import WAIT_S, eventually
 
 from kvtransfer.checksum import Checksummer
 from kvtransfer.clock import ManualClock
@@ -88,6 +89,28 @@ def test_each_target_rank_gets_its_piece_of_every_block(writer: Rank, transport:
         writer.agent.handle(ClosePeer(connection_id))
 
 
+def test_ranks_of_one_peer_on_two_hosts_are_reached_over_two_transports(writer: Rank) -> None:
+    """And what breaks one of the lanes leaves the other as it is."""
+    near, far = Shard(0, 4, 0, 1), Shard(0, 4, 1, 2)
+    with Rank(TARGET, shard=near) as first, Rank(TARGET, rank=1, shard=far) as second:
+        elsewhere = msgspec.structs.replace(second.agent.endpoints(), host_id="elsewhere")
+        lanes = [Lane(first.agent.endpoints(), near), Lane(elsewhere, far)]
+        connection_id = writer.connect(lanes=lanes)
+        assert [(path.transport, path.instead_of) for path in writer.paths()] == [("shm", ""), ("tcp", "")]
+        stays = writer.agent._connections[connection_id]._lanes[0]
+        landing_id = draw_id()
+        for each in (first, second):
+            each.agent.handle(OpenLanding(landing_id, WRITER, (1, 2)))
+        writer.faults.hooks["push.half"] = lambda count: writer.break_channel(1) if count == 2 else None
+        writer.push(connection_id, landing_id, [(4, 1), (5, 2)])
+        assert writer.reports.take(PushDone).transport == "shm+tcp"
+        assert [(path.transport, path.instead_of) for path in writer.paths()] == [("shm", ""), ("tcp", "")]
+        assert writer.agent._connections[connection_id]._lanes[0] is stays
+        for src, dst in ((4, 1), (5, 2)):
+            assert first.piece(dst, near) == writer.piece(src, near)
+            assert second.piece(dst, far) == writer.piece(src, far)
+
+
 def test_a_piece_with_another_sum_or_that_is_not_held_is_bad(target: Rank) -> None:
     target.bytes[:] = np.random.default_rng(2).integers(0, 256, target.bytes.shape, dtype=np.uint8)
     head, layer = Shard(0, 4, 1, 2), Shard(2, 3, 0, 2)
@@ -107,6 +130,31 @@ def test_a_piece_with_another_sum_or_that_is_not_held_is_bad(target: Rank) -> No
         PieceCheck(3, 9, Shard(2, 2, 0, 1), 0),
     ]
     assert target.verify(*good, *bad) == (4, 5, 6, 7, 8, 9)
+
+
+def test_an_agent_that_is_closed_has_no_thread_left_that_reads_its_pool(target: Rank) -> None:
+    """Also of a connection that was closed just before, in the middle of a block."""
+    writing, going_on = threading.Event(), threading.Event()
+    with Rank(WRITER, seed=1) as writer:
+        connection_id = writer.connect(target)
+        writer.paths()
+
+        def halt(count: int) -> None:
+            writing.set()
+            assert going_on.wait(WAIT_S)
+
+        writer.faults.hooks["push.half"] = halt
+        writer.push(connection_id, target.open(1), [(1, 1)])
+        assert writing.wait(WAIT_S)
+        connection = writer.agent._connections[connection_id]
+        writer.agent.handle(ClosePeer(connection_id))
+        closing = threading.Thread(target=writer.agent.close)
+        closing.start()
+        closing.join(0.3)
+        assert closing.is_alive(), "the block is not written yet"
+        going_on.set()
+        closing.join(WAIT_S)
+        assert connection.has_ended
 
 
 def test_only_transports_that_can_listen_here_are_offered() -> None:
@@ -215,6 +263,7 @@ def test_a_write_back_lets_a_hand_over_through_after_its_batch(
     assert (target.bytes[20:22] == writer.bytes[20:22]).all()
     pieces = next(each for each in writer.reports.all if isinstance(each, PushDone) and each.push_id == 1)
     assert [piece.block_index for piece in pieces.pieces] == list(range(10))
+    assert pieces.traffic == "write_back"
 
 
 @pytest.mark.usefixtures("no_stall")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from workers.messages import (
     Leaving,
     LinkUp,
     LoadReport,
+    PathMeasure,
     PrefillReport,
     ReplicaHello,
     RequestFailed,
@@ -94,6 +95,7 @@ class ScriptedReplica:
         self._streams: dict[str, FrameStream] = {}
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = {}
         self._sequence = 0
+        self._load_sequence = 1
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{await self._server.start('127.0.0.1')}"
@@ -166,10 +168,19 @@ class ScriptedReplica:
                 self.snapshot_requests.append(message.reason)
                 stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
 
+    def report(self, paths: Sequence[PathMeasure]) -> None:
+        """Tell the gateways of these paths."""
+        self._load_sequence += 1
+        self.broadcast(StepFrame(load=self._load(paths)))
+
     def _hello(self) -> ReplicaHello:
-        load = LoadReport(
+        load = self._load(())
+        return ReplicaHello(self.identity, self.role, self.role, self.compatibility(), MAX_CONTEXT, load)
+
+    def _load(self, paths: Sequence[PathMeasure]) -> LoadReport:
+        return LoadReport(
             identity=self.identity,
-            sequence=1,
+            sequence=self._load_sequence,
             num_running=0,
             num_waiting=0,
             num_landings=0,
@@ -185,8 +196,8 @@ class ScriptedReplica:
             num_checksum_failures=0,
             num_preemptions=0,
             transfer_gb_s=1.0,
+            paths=tuple(paths),
         )
-        return ReplicaHello(self.identity, self.role, self.role, self.compatibility(), MAX_CONTEXT, load)
 
     def _run(self, submission: Submission, gateway_id: str, work: Any) -> None:
         key = (submission.request_id, submission.attempt)

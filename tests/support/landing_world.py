@@ -176,7 +176,7 @@ class World:
             case LandingAbort():
                 self.do_push(self.push.aborted(DECODE, message, self.now))
             case LandingResult():
-                self.do_push(self.push.joined(DECODE, message))
+                self.do_push(self.push.joined(DECODE, message, self.now))
             case _:
                 raise AssertionError(message)
         return True

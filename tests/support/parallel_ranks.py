@@ -102,7 +102,9 @@ def run_case(case: Case, groups: RankGroups) -> dict[str, Tensor]:
 
 def form(case: Case, store: Store | None, rank: int) -> RankGroups:
     """The groups of rank `rank` of the case; they must be open until all its ranks are done."""
-    return RankGroups(store, tp=case.tp, pp=len(case.stages), rank=rank, device=CPU, host=HOST)
+    return RankGroups(
+        store, tp=case.tp, pp=len(case.stages), rank=rank, device=CPU, host=HOST, host_id="here"
+    )
 
 
 def _inputs(

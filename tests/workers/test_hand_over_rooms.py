@@ -211,6 +211,23 @@ async def test_a_hand_over_joins_when_every_rank_has_verified_its_pieces() -> No
     assert rooms.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
 
 
+async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landing() -> None:
+    rooms = Rooms(lanes=HALVES)
+    landing(rooms)
+    pieces = tuple(PieceSum(0, rank, shard, 0) for rank, shard in HALVES)
+    rooms.inbound.message(PEER, Manifest(LANDING_ID, pieces))
+    rooms.inbound.message(PEER, hand_over(rooms.submission("r", PROMPT, outputs=((1,),), max_tokens=3)))
+    other = ReplicaIdentity("other", 1)
+    rooms.inbound.message(other, hand_over(rooms.submission("r", [9] * len(PROMPT), outputs=((7,),))))
+    assert [type(message) for message in rooms.peers.to_writer] == [LandingGrant, LandingAbort]
+    for rank in (0, 1):
+        rooms.inbound.report(rank, Verified(LANDING_ID, ()))
+    assert rooms.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
+    (sequence,) = rooms.scheduler._life._sequences()
+    tokens = [sequence.token_at(index) for index in range(sequence.num_tokens)]
+    assert tokens == [*PROMPT, 1]
+
+
 async def test_a_leaving_replica_takes_no_landing() -> None:
     rooms = Rooms()
     rooms.inbound.leave("it leaves")

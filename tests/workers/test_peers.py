@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec.structs import replace
 from walk_house import until
 
 from kvtransfer.clock import ManualClock
@@ -145,6 +146,44 @@ async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
     assert house.sides.lost == [PEER, PEER]
 
 
+async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> None:
+    """Its landings are lost: a request of it would open one that its writer has forgotten."""
+    house = House()
+    hello = PeerHello(PEER, RECORD, WHOLE)
+    old, late = fed(hello)
+    first = asyncio.create_task(house.peers.serve(old))
+    await until(lambda: PEER in house.peers._inbound, "the first link")
+    lose = house.sides.writer_lost
+
+    def lose_with_a_frame_on_its_way(writer: ReplicaIdentity) -> None:
+        late.put_nowait(PEER_CODEC.encode(WriterStopped(b"1")))
+        lose(writer)
+
+    house.sides.writer_lost = lose_with_a_frame_on_its_way  # type: ignore[method-assign]
+    new, feed = fed(hello)
+    second = asyncio.create_task(house.peers.serve(new))
+    await first
+    assert house.sides.heard == []
+    feed.put_nowait(None)
+    await second
+
+
+@pytest.mark.parametrize(
+    ("hello", "word"),
+    [
+        (PeerHello(PEER, replace(RECORD, dtype="bfloat16"), WHOLE), "dtype: 'float32' here, 'bfloat16' "),
+        (PeerHello(PEER, RECORD, ()), "the peer has 0 ranks"),
+    ],
+)
+async def test_a_peer_that_accepts_what_does_not_fit_is_not_written_to(hello: PeerHello, word: str) -> None:
+    house = House()
+    async with served(house, answering(hello)) as target:
+        house.peers.ensure(target)
+        await until(lambda: bool(house.sides.failed), "it is refused")
+        assert word in house.sides.failed[0]
+        assert connects(house.orders_to[0]) == []
+
+
 async def test_an_error_of_ours_is_told_and_does_not_leave_a_dead_link_behind() -> None:
     async def grant(stream: FrameStream) -> None:
         await stream.receive()
@@ -244,7 +283,11 @@ async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> Non
     [
         (STAGES[:1], "no rank of the writer holds layers 1 to 1 of KV heads 0 to 1, which rank 0 needs"),
         (STAGES[::-1], "did not introduce its ranks in order"),
-        ((), "no rank of the writer holds"),
+        ((), "the peer has 0 ranks"),
+        (ranks(*[Shard(0, 2, 0, 2)] * 1025), "the peer has 1025 ranks"),
+        (ranks(Shard(-1, 2, 0, 2)), "rank 0 of the peer holds Shard(layer_start=-1"),
+        (ranks(Shard(0, 2, 0, 2), Shard(1, 1, 0, 2)), "rank 1 of the peer holds Shard(layer_start=1"),
+        (ranks(Shard(0, 2, 0, 3)), "rank 0 of the peer holds Shard(layer_start=0"),
     ],
 )
 async def test_a_writer_that_cannot_send_all_is_refused_with_the_reason(
@@ -277,6 +320,9 @@ async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a
 
         for number, delay_s in enumerate((1.0, 2.0, 3.0, 3.0), 1):
             await fail(number)
+            assert [(it.peer, it.transport, it.instead_of) for it in house.peers.paths()] == [
+                (PEER, "", "rank 0: all are slow")
+            ]
             house.clock.advance(delay_s - 0.5)
             house.peers.ensure(target)
             assert house.sides.failed == [
@@ -290,6 +336,7 @@ async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a
         await until(lambda: len(connects(house.orders_to[0])) == 5, "it is tried")
         connection = connects(house.orders_to[0])[-1].connection_id
         house.peers.path_report(0, PeerConnected(connection, (path(0),)))
+        assert [it.transport for it in house.peers.paths()] == [path(0).transport]
         house.clock.advance(3.5)
         house.peers.path_report(0, PeerLost(connection, "it broke"))
         house.clock.advance(0.75)

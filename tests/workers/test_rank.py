@@ -232,6 +232,16 @@ def test_the_rank_ends_with_its_brain_before_the_others_have_joined(brain: Brain
     assert process.wait(START_TIMEOUT_S) == 0
 
 
+def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(brain: Brain, model_dir: Path) -> None:
+    process = brain.start_process(make_spec(brain, model_dir, rank=1, tp=2))
+    brain.accept()
+    assert isinstance(brain.receive(), RankJoined)
+    brain.send(Shutdown("the test is over"))
+    assert brain.sock is not None
+    brain.sock.close()
+    assert process.wait(START_TIMEOUT_S) == 0
+
+
 def test_the_rank_ends_with_its_brain_while_loading(brain: Brain, model_dir: Path) -> None:
     process = brain.start_process(make_spec(brain, model_dir))
     brain.accept()

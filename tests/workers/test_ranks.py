@@ -5,40 +5,36 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 import torch
+from msgspec.structs import replace
+from puppet_ranks import SECRET, Puppet, PuppetLauncher
 from step_plans import BLOCK, walk
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.faults import FaultRule
-from kvtransfer.framing import prove_as_client, send_frame
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from workers.engine.executor import Executor
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
-    RANK_UP_CODEC,
     RankFailed,
     RankJoined,
     RankReady,
     RankSpec,
     RankUp,
-    StageCost,
     StepPlan,
     StepReport,
 )
 from workers.ranks import PlanStages, ProcessHandle, ProcessLauncher, RankGroup, RankHandle
 from workers.stages import given_layers, split_layers
 
-SECRET = b"s" * 32
 NUM_LAYERS = 3
 PATIENCE_S = 60.0
 
@@ -230,6 +226,16 @@ async def test_a_refused_split_ends_the_ranks(model_dir: Path) -> None:
         assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
 
 
+async def test_ranks_of_unlike_models_are_refused(model_dir: Path, make_checkpoint: MakeCheckpoint) -> None:
+    """As happens where each host has a copy of the model."""
+    specs = make_specs(model_dir, 2, 1)
+    other = make_checkpoint("llama", seed=4, num_hidden_layers=NUM_LAYERS)
+    async with holding() as brain:
+        unlike = [specs[0], replace(specs[1], model_dir=str(other))]
+        with pytest.raises(RankDiedError, match="rank 1 is not of rank 0's model: model_fingerprint: "):
+            await brain.group.start(unlike, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
+
+
 async def test_a_rank_that_dies_while_the_others_wait_for_it_ends_the_start(model_dir: Path) -> None:
     def plan(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
         os.kill(joined[1].process_id, signal.SIGKILL)
@@ -241,8 +247,10 @@ async def test_a_rank_that_dies_while_the_others_wait_for_it_ends_the_start(mode
         assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
 
 
-async def test_the_rank_that_died_in_a_step_is_named(model_dir: Path, tmp_path: Path) -> None:
-    """The other three meet broken connections at the same time, and say so."""
+async def test_the_rank_that_died_in_a_step_is_named(
+    model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other three meet broken connections at the same time, and say so, in a line each."""
     marker = tmp_path / "marker"
     faults = (FaultRule("rank.step.decode", "kill", str(marker)),)
     async with holding() as brain:
@@ -257,6 +265,12 @@ async def test_the_rank_that_died_in_a_step_is_named(model_dir: Path, tmp_path: 
         assert len(brain.deaths) == 1
         assert brain.deaths[0].startswith(f"rank {killed}, process ")
         assert brain.deaths[0].endswith(f"ended with status {-signal.SIGKILL}")
+        told = ""
+        async with asyncio.timeout(PATIENCE_S):
+            while " lost another rank: " not in told:
+                await SystemClock().sleep(0.01)
+                told += capfd.readouterr().err
+        assert "Traceback" not in told
 
 
 async def test_a_rank_stopped_in_a_step_can_be_killed_with_those_that_wait(
@@ -281,49 +295,6 @@ async def test_a_rank_stopped_in_a_step_can_be_killed_with_those_that_wait(
 
 
 # ---------------------------------------------------------------------- whose fault it was, without processes
-
-
-@dataclass
-class Puppet:
-    """A rank that a test plays."""
-
-    spec: RankSpec
-    ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_killed: bool = False
-    sock: socket.socket | None = None
-
-    async def wait(self) -> str:
-        return await self.ended
-
-    def kill(self) -> None:
-        self.is_killed = True
-        self.leave()
-        if not self.ended.done():
-            self.ended.set_result("killed")
-
-    async def join(self) -> None:
-        host, _, port = self.spec.brain_address.rpartition(":")
-        self.sock = sock = socket.create_connection((host, int(port)))
-        await asyncio.to_thread(prove_as_client, sock, SECRET, "puppet")
-        self.say(RankJoined(self.spec.rank, 1, "", StageCost(), 0.0))
-
-    def say(self, message: RankUp) -> None:
-        assert self.sock is not None
-        send_frame(self.sock, RANK_UP_CODEC.encode(message))
-
-    def leave(self) -> None:
-        if self.sock is not None:
-            self.sock.close()
-            self.sock = None
-
-
-class PuppetLauncher:
-    def __init__(self) -> None:
-        self.puppets: list[Puppet] = []
-
-    async def launch(self, spec: RankSpec) -> RankHandle:
-        self.puppets.append(Puppet(spec))
-        return self.puppets[-1]
 
 
 def refuse_planning(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:

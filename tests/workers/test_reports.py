@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rooms import GATEWAY, HERE, PEER, Rooms
 
-from kvtransfer.messages import LandingRequest
+from kvtransfer.messages import LandingRequest, PushDone
 from workers.reports import Reports
 from workers.steps import StepLoop
 
@@ -37,6 +37,14 @@ async def test_blocks_of_sequences_and_landings_are_not_leaked_and_others_are() 
     assert told.pool.num_references == 4
     told.pool.allocate(2)
     assert told.reports.load().num_leaked_blocks == 2
+
+
+async def test_what_was_moved_is_told_by_class_also_of_pushes_that_are_forgotten() -> None:
+    told = Told()
+    for number, traffic in enumerate(("hand_over", "prefetch", "hand_over")):
+        done = PushDone(number, bytes(16), (), 10 + number, 0.1, 1.0, "shm", traffic)  # type: ignore[arg-type]
+        told.outbound.report(0, done)
+    assert told.reports.load().num_moved_bytes == {"hand_over": 22, "prefetch": 11}
 
 
 async def test_an_idle_replica_checks_its_books_once_after_work() -> None:

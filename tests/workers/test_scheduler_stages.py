@@ -195,6 +195,15 @@ def test_chunks_shrink_behind_a_cached_prefix_and_an_own_one() -> None:
     assert [(entry.start, entry.num_tokens) for entry in plan(side).entries] == [(16, 4)]
 
 
+def test_chunks_shrink_also_where_the_step_bounds_the_first() -> None:
+    side = engine(num_stages=2, ratio=0.5, chunk_tokens=1000, max_batch_tokens=8)
+    side.scheduler.submit(ask("a", list(range(1, 24)), max_tokens=1), 0.0)
+    sizes = []
+    while side.plan(0.0):
+        sizes.append(side.plans[-1].entries[0].num_tokens)
+    assert sizes == [8, 4, 4, 4, 3]
+
+
 # ------------------------------------------------------------------------------------------- a timeline
 
 Spans = list[tuple[float, float]]

@@ -14,8 +14,10 @@ from workers.messages import RankJoined, StageCost
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.shape import Shape
 
+ENGINE = EngineConfig(chunk_tokens=32, max_sequences=8)
 
-def shape(model_dir: Path, parallel: Parallel, role: str = "both") -> Shape:
+
+def shape(model_dir: Path, parallel: Parallel, role: str = "both", engine: EngineConfig = ENGINE) -> Shape:
     write_random_checkpoint(model_dir, "llama", seed=1, num_hidden_layers=6)
     return Shape(
         identity=ReplicaIdentity("r", 1),
@@ -23,7 +25,7 @@ def shape(model_dir: Path, parallel: Parallel, role: str = "both") -> Shape:
         model_dir=str(model_dir),
         dtype="float32",
         parallel=parallel,
-        engine=EngineConfig(chunk_tokens=32, max_sequences=8),
+        engine=engine,
         transfer=TransferConfig(),
         secret=b"s" * 32,
         faults=(),
@@ -52,6 +54,12 @@ def test_stages_measure_the_steps_of_their_role(
 ) -> None:
     spec = shape(tmp_path, Parallel(pp=pp, devices=("cpu",) * pp), role).specs[0]
     assert (spec.probe_rows, spec.probe_sampled_rows) == rows
+
+
+def test_no_longer_chunk_is_measured_than_a_step_holds(tmp_path: Path) -> None:
+    engine = EngineConfig(chunk_tokens=10**9, max_batch_tokens=64)
+    spec = shape(tmp_path, Parallel(pp=2, devices=("cpu", "cpu")), engine=engine).specs[0]
+    assert spec.probe_rows == 64
 
 
 def test_a_disturbed_measure_does_not_tilt_equal_stages(tmp_path: Path) -> None:

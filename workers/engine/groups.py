@@ -1,15 +1,16 @@
 """The collectives between the ranks of one replica: sums and logits inside a stage, hidden states from stage
 to stage, sampled ids from the last stage back to the first.
 
-Groups are made for this replica alone on a store of its own, not on torch's global default group. gloo serves
-CPUs and every pair of unlike devices, NCCL serves CUDA; NCCL has not been run.
+Ranks on the CPUs of one host use shared memory (`local_links`). Else groups are made for this replica alone,
+on a store of its own and not on torch's global default group: NCCL serves CUDA, gloo all other pairs. NCCL
+has not been run.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from workers.engine.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
 from workers.errors import RankDiedError, WorkerError
 
 # Whether a peer hangs is for the brain to judge, who then kills every rank: a wait ends before that only when
@@ -35,12 +37,20 @@ class RankGroups:
     """The place of `rank` = stage * tp + tp_rank in its replica, and what it says to the other ranks.
 
     Every rank makes it at the same time, on one `store`; a replica of one rank needs none and forms nothing.
-    `host` is the address of this rank's interface that the other ranks can reach. A broken connection raises
-    RankDiedError wherever it is met.
+    `host` is the address of this rank's interface that the other ranks can reach; ranks of equal `host_id`
+    share memory ("": with nobody). A broken connection raises RankDiedError wherever it is met.
     """
 
     def __init__(
-        self, store: Store | None, *, tp: int, pp: int, rank: int, device: torch.device, host: str
+        self,
+        store: Store | None,
+        *,
+        tp: int,
+        pp: int,
+        rank: int,
+        device: torch.device,
+        host: str,
+        host_id: str = "",
     ) -> None:
         self.tp, self.pp, self.rank = tp, pp, rank
         self.stage, self.tp_rank = divmod(rank, tp)
@@ -48,35 +58,65 @@ class RankGroups:
         self.is_last_stage = self.stage == pp - 1
         self.is_sampler = self.is_last_stage and self.tp_rank == 0
         self._nccl_groups: list[Any] = []
-        self._layer_group: Any = None
-        self._previous: _HiddenPair | None = None
-        self._next: _HiddenPair | None = None
-        self._tokens: _TokenGroup | None = None
+        self._layer_group: SharedSums | _LayerGroup | None = None
+        self._previous: HiddenReceiver | _HiddenPair | None = None
+        self._next: HiddenSender | _HiddenPair | None = None
+        self._tokens: LocalTokens | _TokenGroup | None = None
         if tp * pp > 1:
             assert store is not None, "ranks find each other in a store"
             with _broken_connections("forming the replica's groups"):
                 former = _Former(store, device, host)
-                self._form(former)
+                with closing(Switchboard(store, rank, tp * pp, host_id or f"rank {rank}")) as board:
+                    self._form(former, board)
                 self._nccl_groups = former.nccl_groups
 
-    def _form(self, former: _Former) -> None:
+    def _form(self, former: _Former, board: Switchboard) -> None:
         kinds = former.exchange_devices(self.rank, self.tp * self.pp)
         own = kinds[self.rank]
         first = self.stage * self.tp
-        if set(kinds[first : first + self.tp]) != {own}:
+        stage = range(first, first + self.tp)
+        if {kinds[rank] for rank in stage} != {own}:
             raise WorkerError(f"the ranks of stage {self.stage} are on unlike devices: {kinds}")
-        if self.tp > 1:
-            self._layer_group = former.group(f"stage {self.stage}", self.tp_rank, self.tp, own == "cuda")
+
+        def are_local(ranks: Iterable[int]) -> bool:
+            return {(board.hosts[rank], kinds[rank]) for rank in ranks} == {(board.hosts[self.rank], "cpu")}
+
+        if self.tp > 1 and are_local(stage):
+            sockets = board.connect("sum", (rank for rank in stage if rank != self.rank))
+            self._layer_group = SharedSums(
+                {rank - first: sock for rank, sock in sockets.items()}, self.tp_rank
+            )
+        elif self.tp > 1:
+            group = former.group(f"stage {self.stage}", self.tp_rank, self.tp, own == "cuda")
+            self._layer_group = _LayerGroup(group, self.tp, self.tp_rank)
         if not self.is_first_stage:
-            both_cuda = own == kinds[self.rank - self.tp] == "cuda"
-            group = former.group(f"hidden {self.rank - self.tp}", 1, 2, both_cuda)
-            self._previous = _HiddenPair(group, both_cuda, self.pp)
+            peer = self.rank - self.tp
+            if are_local((peer, self.rank)):
+                self._previous = HiddenReceiver(board.connect("hidden", [peer])[peer])
+            else:
+                both_cuda = own == kinds[peer] == "cuda"
+                self._previous = _HiddenPair(
+                    former.group(f"hidden {peer}", 1, 2, both_cuda), both_cuda, self.pp
+                )
         if not self.is_last_stage:
-            both_cuda = own == kinds[self.rank + self.tp] == "cuda"
-            group = former.group(f"hidden {self.rank}", 0, 2, both_cuda)
-            self._next = _HiddenPair(group, both_cuda, self.pp)
-        if self.is_first_stage or self.is_sampler:
+            peer = self.rank + self.tp
+            if are_local((peer, self.rank)):
+                self._next = HiddenSender(board.connect("hidden", [peer])[peer])
+            else:
+                both_cuda = own == kinds[peer] == "cuda"
+                self._next = _HiddenPair(
+                    former.group(f"hidden {self.rank}", 0, 2, both_cuda), both_cuda, self.pp
+                )
+        sampler = (self.pp - 1) * self.tp
+        receivers = [rank for rank in range(self.tp) if rank != sampler]
+        if not (self.is_first_stage or self.is_sampler) or not receivers:
+            return
+        if len({board.hosts[rank] for rank in (*receivers, sampler)}) > 1:
             self._tokens = _TokenGroup(former, self.tp, self.pp, self.rank)
+        elif self.is_sampler:
+            self._tokens = LocalTokens(board.connect("tokens", receivers).values())
+        else:
+            self._tokens = LocalTokens(board.connect("tokens", [sampler]).values())
 
     # -------------------------------------------------------------------------------- inside a stage
 
@@ -84,35 +124,14 @@ class RankGroups:
         """Replace a contiguous tensor by the sum over the stage's ranks, equal bit for bit on all."""
         assert self._layer_group is not None, "one rank has nothing to add up"
         with _broken_connections("summing over a stage's ranks"):
-            if tensor.device.type == "cpu" and tensor.nbytes * (self.tp - 1) <= _DIRECT_BYTES:
-                self._sum_directly(tensor)
-            else:
-                self._layer_group.allreduce([tensor]).wait()
-
-    def _sum_directly(self, tensor: Tensor) -> None:
-        group, others = self._layer_group, [rank for rank in range(self.tp) if rank != self.tp_rank]
-        parts = tensor.new_empty((self.tp, *tensor.shape))
-        works = [group.recv([parts[rank]], rank, _SUM_TAG) for rank in others]
-        works += [group.send([tensor], rank, _SUM_TAG) for rank in others]
-        parts[self.tp_rank] = tensor
-        for work in works:
-            work.wait()
-        torch.sum(parts, 0, out=tensor)
+            self._layer_group.all_reduce(tensor)
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         """The stage's [R, widths[r]] side by side at its first rank, None at the others."""
-        group = self._layer_group
-        assert group is not None, "one rank has nothing to gather"
+        assert self._layer_group is not None, "one rank has nothing to gather"
         assert tensor.shape[1] == widths[self.tp_rank]
         with _broken_connections("gathering logits"):
-            if self.tp_rank > 0:
-                group.send([tensor.contiguous()], 0, _LOGITS_TAG).wait()
-                return None
-            parts = [tensor.new_empty((tensor.shape[0], width)) for width in widths[1:]]
-            works = [group.recv([part], rank, _LOGITS_TAG) for rank, part in enumerate(parts, start=1)]
-            for work in works:
-                work.wait()
-            return torch.cat([tensor, *parts], 1)
+            return self._layer_group.gather_columns(tensor, widths)
 
     # ------------------------------------------------------------------------- from stage to stage
 
@@ -156,6 +175,9 @@ class RankGroups:
         for group in self._nccl_groups:
             group.abort()  # else its end waits for what is under way; gloo's does not
         self._nccl_groups = []
+        for link in (self._layer_group, self._previous, self._next, self._tokens):
+            if isinstance(link, SharedSums | HiddenSender | HiddenReceiver | LocalTokens):
+                link.close()
         self._layer_group = self._previous = self._next = self._tokens = None
 
 
@@ -190,6 +212,41 @@ class _Former:
         options._devices = [self._gloo_device]
         options._threads = 1
         return ProcessGroupGloo(store, rank, size, options)
+
+
+class _LayerGroup:
+    """Sums and gathers over the ranks of one stage, by gloo or NCCL."""
+
+    def __init__(self, group: Any, tp: int, tp_rank: int) -> None:
+        self._group = group
+        self._tp = tp
+        self._tp_rank = tp_rank
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cpu" and tensor.nbytes * (self._tp - 1) <= _DIRECT_BYTES:
+            self._sum_directly(tensor)
+        else:
+            self._group.allreduce([tensor]).wait()
+
+    def _sum_directly(self, tensor: Tensor) -> None:
+        others = [rank for rank in range(self._tp) if rank != self._tp_rank]
+        parts = tensor.new_empty((self._tp, *tensor.shape))
+        works = [self._group.recv([parts[rank]], rank, _SUM_TAG) for rank in others]
+        works += [self._group.send([tensor], rank, _SUM_TAG) for rank in others]
+        parts[self._tp_rank] = tensor
+        for work in works:
+            work.wait()
+        torch.sum(parts, 0, out=tensor)
+
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        if self._tp_rank > 0:
+            self._group.send([tensor.contiguous()], 0, _LOGITS_TAG).wait()
+            return None
+        parts = [tensor.new_empty((tensor.shape[0], width)) for width in widths[1:]]
+        works = [self._group.recv([part], rank, _LOGITS_TAG) for rank, part in enumerate(parts, start=1)]
+        for work in works:
+            work.wait()
+        return torch.cat([tensor, *parts], 1)
 
 
 class _HiddenPair:
@@ -251,8 +308,8 @@ class _TokenGroup:
 
 @contextmanager
 def _broken_connections(doing: str) -> Iterator[None]:
-    """torch reports them as RuntimeError."""
+    """torch reports them as RuntimeError, a socket as OSError."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise RankDiedError(f"{doing}: {str(error).splitlines()[0]}") from error

@@ -30,7 +30,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.faults import Faults
 from kvtransfer.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.messages import RankEndpoints
-from kvtransfer.service import TRANSFER_THREADS, TransferAgent
+from kvtransfer.service import TRANSFER_THREADS, TransferAgent, host_id
 from workers.engine.executor import Executor, read_dtype
 from workers.engine.groups import RankGroups
 from workers.engine.joining import find_store, join
@@ -95,6 +95,7 @@ class _Rank:
         self._run_plans(executor)
         agent.close()
         executor.close()
+        self._channel.leave()
 
     def _run_plans(self, executor: Executor) -> None:
         try:
@@ -107,16 +108,18 @@ class _Rank:
 
     def _read_orders(self) -> None:
         with _FailureReport(self._channel, self._spec.rank):
-            while True:
-                message = RANK_DOWN_CODEC.decode(self._channel.receive())
+            while (frame := self._channel.receive()) is not None:
+                message = RANK_DOWN_CODEC.decode(frame)
+                if self._leaving:
+                    continue
                 if isinstance(message, StepPlan):
                     self._plans.put(message)
                 elif isinstance(message, FormGroup):
                     self._formed.put(message)
                 elif isinstance(message, Shutdown):
+                    # Reads on: a rank that still waits for another must not outlive the brain.
                     self._leaving = True
                     self._plans.put(None)
-                    return  # the end of the connection is expected now: `serve` leaves in order
                 else:
                     assert self._agent is not None, "a transfer order came before RankReady"
                     self._agent.handle(message)
@@ -164,6 +167,7 @@ def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) ->
         rank=spec.rank,
         device=device,
         host=spec.transfer.data_host,
+        host_id=host_id(),
     )
     first_layer, end_layer = form.stages[spec.stage]
     return Executor(
@@ -203,6 +207,7 @@ class _BrainChannel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._send_lock = threading.Lock()
+        self._left = False
 
     def send(self, message: RankUp) -> None:
         frame = RANK_UP_CODEC.encode(message)
@@ -212,11 +217,18 @@ class _BrainChannel:
         except PeerGoneError:
             os._exit(0)
 
-    def receive(self) -> bytes:
+    def receive(self) -> bytes | None:
+        """The next frame; None when the connection ends after `leave`."""
         try:
             return receive_frame(self._sock)
         except PeerGoneError:
-            os._exit(0)
+            if not self._left:
+                os._exit(0)
+            return None
+
+    def leave(self) -> None:
+        """The rank is done: its process is its owner's to end."""
+        self._left = True
 
 
 class _FailureReport:
@@ -234,11 +246,15 @@ class _FailureReport:
     ) -> None:
         if error is None:
             return
-        traceback.print_exception(kind, error, trace)
-        sys.stderr.flush()
         named = isinstance(error, WorkerError | TransferError)
         reason = str(error) if named else f"{type(error).__name__}: {error}"
-        self._channel.send(RankFailed(self._rank, reason, lost_peer=isinstance(error, RankDiedError)))
+        is_victim = isinstance(error, RankDiedError)
+        if is_victim:  # a line: every neighbour of the culprit prints one
+            sys.stderr.write(f"rank {self._rank} lost another rank: {reason}\n")
+        else:
+            traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+        self._channel.send(RankFailed(self._rank, reason, lost_peer=is_victim))
         os._exit(1)
 
 

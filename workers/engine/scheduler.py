@@ -70,7 +70,9 @@ class Scheduler:
             max_sequences=config.max_sequences,
             block_tokens=pool.block_tokens,
         )
-        self._micro = MicroBatches(num_stages, config.chunk_tokens, pool.block_tokens, attention_ratio)
+        self._micro = MicroBatches(
+            num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio
+        )
         self._landing_window_tokens = config.max_batch_tokens * num_stages
         self._life = Lifecycle(pool, fingerprint, config.max_sequences)
         self._issued: deque[_IssuedPlan] = deque()

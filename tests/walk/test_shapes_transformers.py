@@ -1,0 +1,73 @@
+"""A replica of 2x2 ranks gives what `transformers` generates, for sizes that two ranks cannot halve."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from walk_house import House
+
+from workers.config import Parallel
+from workers.model.random_checkpoint import write_random_checkpoint
+
+VOCABULARY = 251
+NUM_TOKENS = 64
+UNEVEN: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 96,
+    "intermediate_size": 101,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 3,
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
+    "qwen2": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "mistral": {"family": "mistral", "sliding_window": 24, "num_key_value_heads": 1},
+}
+LENGTHS = (1, 17, 90)
+"""A prompt of one token, one of one chunk, and one of several chunks."""
+
+
+def continued(model_dir: Path, prompt: list[int]) -> list[int]:
+    """What `transformers` puts greedily after the prompt."""
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model.generation_config.eos_token_id = None
+    text = torch.tensor([prompt])
+    with torch.inference_mode():
+        ids = model.generate(
+            text,
+            attention_mask=torch.ones_like(text),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            pad_token_id=0,
+        )
+    return [int(token) for token in ids[0][len(prompt) :]]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+async def test_two_by_two_ranks_give_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
+    write_random_checkpoint(tmp_path, seed=11, **(UNEVEN | CHECKPOINTS[name]))
+    draw = random.Random(name)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(count)] for count in LENGTHS]
+    house = House(tmp_path)
+    try:
+        replica = await house.add("2x2", parallel=Parallel(tp=2, pp=2, devices=("cpu", "cpu")))
+        asked = [
+            house.submission(str(number), prompt, max_tokens=NUM_TOKENS)
+            for number, prompt in enumerate(prompts)
+        ]
+        heard = await asyncio.gather(*(house.run(replica, submission) for submission in asked))
+        await house.quiet()
+    finally:
+        await house.close()
+    assert [each.sequence() for each in heard] == [continued(tmp_path, prompt) for prompt in prompts]
