@@ -1,6 +1,6 @@
 """How fast KV moves between two processes of this machine, beside what the machine gives, as JSON lines.
 
-256 MiB in blocks of 256 KiB. Ways: each transport of `--transports`, through its channel, in pushes of 32
+256 MiB in blocks of 256 KiB. Ways: each transport of `--transports`, through its channel, in pushes of 128
 blocks with a flush each. `checksum`: "writer" is what a channel does by itself, it sums each piece when it
 moves it; "both" lets the target sum it again in its own process, push by push, before the clock stops; "none"
 is TCP from a pool that does not sum (elsewhere the sum is part of the copy).
@@ -58,7 +58,7 @@ SHAPES = {
 }
 WRITER = ReplicaIdentity("writer", 1)
 LANDING = bytes(range(16))
-PUSH_BLOCKS = 32
+PUSH_BLOCKS = 128
 CLOCK = SystemClock()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.clock import Clock
@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WriterHouse:
     """What all connections of a rank share: who writes, which transports it offers itself (so its host has
-    them), and which paths have failed."""
+    them) and why not the others, and which paths have failed."""
 
     rank: WriterRank
     host_id: str
     offered: frozenset[str]
+    unoffered: Mapping[str, str]
     health: PathHealth
     clock: Clock
 
@@ -150,7 +151,9 @@ class Paths:
         address = next((each.address for each in lane.target.endpoints if each.transport == name), None)
         if address is None:
             ours = name in self._house.offered
-            passed.pass_over(name, "not offered by the peer" if ours else "not offered", is_news=ours)
+            why = self._house.unoffered.get(name, "")
+            here = f"not offered: {why}" if why else "not offered"
+            passed.pass_over(name, "not offered by the peer" if ours else here, is_news=ours)
             return None
         key = self._key(lane, name)
         cooling_s = self._house.health.cooling_s(key, self._house.clock.now())

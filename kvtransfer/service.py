@@ -91,11 +91,12 @@ class TransferAgent:
             target=self._verify_all, name=f"{TRANSFER_THREADS}verify", daemon=True
         )
         self._verifier.start()
-        self._listeners = _listen(TargetRank(rank, pool, self._gate, secret, settings))
+        self._listeners, unoffered = _listen(TargetRank(rank, pool, self._gate, secret, settings))
         self._house = WriterHouse(
             WriterRank(identity, rank, pool, secret, faults, settings),
             host_id(),
             frozenset(listener.endpoint.transport for listener in self._listeners),
+            unoffered,
             PathHealth(settings.error_budget, settings.cool_down_s, settings.max_cool_down_s),
             clock,
         )
@@ -188,15 +189,19 @@ class TransferAgent:
         return bad
 
 
-def _listen(target: TargetRank) -> list[Listener]:
+def _listen(target: TargetRank) -> tuple[list[Listener], dict[str, str]]:
+    """What is offered, and why the other configured transports are not."""
     listeners: list[Listener] = []
+    unoffered: dict[str, str] = {}
     for name in target.settings.transports:
         try:
             listeners.append(TRANSPORTS[name].listen(target))
         except PathError as error:
+            unoffered[name] = str(error)
             _log.info("rank %d does not offer %s: %s", target.rank, name, error)
-    _log.info("rank %d offers %s", target.rank, [listener.endpoint for listener in listeners])
-    return listeners
+    level = logging.INFO if listeners else logging.WARNING
+    _log.log(level, "rank %d offers %s", target.rank, [listener.endpoint for listener in listeners])
+    return listeners, unoffered
 
 
 def host_id() -> str:

@@ -21,7 +21,10 @@ CLASSES: tuple[TrafficClass, ...] = get_args(TrafficClass)
 """The most urgent first."""
 
 BATCH_BYTES = 4 << 20
-"""About how much a flow moves between two questions."""
+"""About how much a flow of a class without a limit moves between two questions."""
+
+BATCH_S = 0.005
+"""A limited class moves at most what its rate allows in this time at once: it looks slow, not bursty."""
 
 STALLED_S = 1.0
 """A batch that takes longer than this holds no lower class back any more: its target stalls."""
@@ -115,13 +118,12 @@ class TrafficGovernor:
 
     def __init__(self, settings: TransferSettings, clock: Clock) -> None:
         self._clock = clock
-        self._rules = TrafficRules(
-            {
-                "hand_over": settings.hand_over_gb_s * 1e9,
-                "prefetch": settings.prefetch_gb_s * 1e9,
-                "write_back": settings.write_back_gb_s * 1e9,
-            }
-        )
+        self._limits: dict[TrafficClass, float] = {
+            "hand_over": settings.hand_over_gb_s * 1e9,
+            "prefetch": settings.prefetch_gb_s * 1e9,
+            "write_back": settings.write_back_gb_s * 1e9,
+        }
+        self._rules = TrafficRules(self._limits)
         self._changed = threading.Condition()
         self._counted = dict.fromkeys(CLASSES, Counted(0, 0, 0.0))
 
@@ -136,6 +138,11 @@ class TrafficGovernor:
             with self._changed:
                 self._rules.close(number)
                 self._changed.notify_all()
+
+    def batch_bytes(self, traffic: TrafficClass) -> int:
+        """How much to ask for at a time."""
+        limit = self._limits[traffic]
+        return min(BATCH_BYTES, max(1, int(limit * BATCH_S))) if limit else BATCH_BYTES
 
     def wake(self) -> None:
         """Whoever waits asks its `give_up` again, and the clock."""

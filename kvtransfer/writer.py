@@ -32,7 +32,7 @@ from kvtransfer.messages import (
     PushOrder,
     TransferReport,
 )
-from kvtransfer.traffic import BATCH_BYTES, ClassQueue, Flow, TrafficGovernor
+from kvtransfer.traffic import ClassQueue, Flow, TrafficGovernor
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,6 @@ class WriterConnection:
         self._paths = Paths(order, house, lambda _: self._queue.wake())
         self._lanes: list[OpenLane] = []
         self._block_bytes = sum(house.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
-        self._batch_moves = max(1, BATCH_BYTES // max(1, self._block_bytes))  # no lanes: no bytes
         self._max_failures = house.rank.settings.error_budget * max(1, len(order.transports))
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
         """What `_seek` has found: the lane as it was, and its better path."""
@@ -257,9 +256,10 @@ class WriterConnection:
         """Write batch after batch, until the end or until a higher class waits for this thread."""
         order = push.order
         if not self._lanes:
-            push.num_moved = len(order.moves)
+            push.num_moved = len(order.moves)  # no lanes: no bytes
+        batch_moves = max(1, self._governor.batch_bytes(order.traffic) // max(1, self._block_bytes))
         while push.num_moved < len(order.moves):
-            batch = order.moves[push.num_moved : push.num_moved + self._batch_moves]
+            batch = order.moves[push.num_moved : push.num_moved + batch_moves]
             may_move = flow.next(len(batch) * self._block_bytes, lambda: self._gives_way(order))
             if self._is_stopped(order):
                 raise PushStoppedError("stopped on request")

@@ -238,7 +238,8 @@ class Brain:
             raise RankDiedError(self._death)
 
     def join_peers(self, targets: Sequence[HandOverTarget]) -> None:
-        """Open and measure the paths to these decode replicas before they are needed."""
+        """Open and measure the paths to these decode replicas, all that there are, before they are needed."""
+        self.peers.forget_others([target.identity for target in targets])
         for target in targets:
             if target.identity != self.identity:
                 self.peers.ensure(target)

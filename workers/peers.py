@@ -139,6 +139,10 @@ class Peers:
         peer = self._outbound[target.identity] = _Outbound(target, draw_id())
         self._spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
 
+    def forget_others(self, peers: Sequence[ReplicaIdentity]) -> None:
+        """There are only these now: the failures of others are no news any more."""
+        self._cooling = {identity: it for identity, it in self._cooling.items() if identity in peers}
+
     def connection(self, peer: ReplicaIdentity) -> bytes | None:
         """The id of the measured data connection to `peer`; None while there is none."""
         outbound = self._outbound.get(peer)

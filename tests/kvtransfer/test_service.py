@@ -206,6 +206,14 @@ def test_what_is_passed_over_is_told(writer: Rank, target: Rank, caplog: pytest.
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
 
 
+def test_a_transport_that_this_rank_cannot_offer_is_told_with_the_reason(target: Rank) -> None:
+    with Rank(WRITER, transports=("rdma", "shm")) as writer:
+        writer.connect(target, transports=("rdma", "shm"))
+        (path,) = writer.paths()
+        assert path.instead_of.startswith("rdma: not offered: ")
+        assert any(reason in path.instead_of for reason in ("InfiniBand", "NIXL"))
+
+
 def test_paths_below_the_floor_are_refused_each_with_its_figure(writer: Rank, target: Rank) -> None:
     writer.connect(target, min_gb_s=1e6)
     reason = writer.reports.take(PeerConnectFailed).reason
@@ -239,7 +247,7 @@ def no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_write_back_lets_a_hand_over_through_after_its_batch(
     writer: Rank, target: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.writer.BATCH_BYTES", 3 * LAYOUT.block_bytes)
+    monkeypatch.setattr("kvtransfer.traffic.BATCH_BYTES", 3 * LAYOUT.block_bytes)
     connection_id = writer.connect(target)
     writer.paths()
     low_landing, high_landing = target.open(*range(10)), target.open(20, 21)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.clock import ManualClock, SystemClock
 from kvtransfer.messages import TrafficClass, TransferSettings
-from kvtransfer.traffic import CLASSES, STALLED_S, ClassQueue, TrafficGovernor, TrafficRules
+from kvtransfer.traffic import BATCH_BYTES, CLASSES, STALLED_S, ClassQueue, TrafficGovernor, TrafficRules
 
 WAIT_S = 30.0
 NO_LIMITS = TransferSettings("127.0.0.1", ())
@@ -237,3 +237,12 @@ def test_a_woken_queue_says_so_first() -> None:
     queue.put("hand_over", 1)
     queue.wake()
     assert [queue.get(), queue.get()] == [None, 1]
+
+
+def test_a_limited_class_moves_in_batches_that_its_rate_explains() -> None:
+    governor = TrafficGovernor(
+        TransferSettings("h", (), hand_over_gb_s=0.1, prefetch_gb_s=1e-9), SystemClock()
+    )
+    assert governor.batch_bytes("hand_over") == 500_000
+    assert governor.batch_bytes("prefetch") == 1, "never nothing"
+    assert governor.batch_bytes("write_back") == BATCH_BYTES

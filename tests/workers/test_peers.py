@@ -342,3 +342,7 @@ async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a
         house.clock.advance(0.75)
         house.peers.ensure(target)
         assert house.sides.failed == ["rank 0: it broke", "rank 0: it broke (tried again in 0.2 s)"]
+        house.peers.forget_others([PEER])
+        assert [it.instead_of for it in house.peers.paths()] == ["rank 0: it broke"]
+        house.peers.forget_others([])
+        assert house.peers.paths() == (), "a replica that is gone for good is no missing path"
