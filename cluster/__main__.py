@@ -34,8 +34,9 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
-    # Ray prints this for every process that ends early, over our own one line that says why.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+    # Ray prints the first for every process that ends early, over our own one line that says why, and the
+    # second where a replica has many ranks.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|worker processes have been started",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GRPC_VERBOSITY": "ERROR",

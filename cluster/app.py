@@ -26,6 +26,7 @@ from cluster.capacity import GATEWAY_CPUS, bundles, placement_strategy
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import RosterAwayError
 from cluster.gateway import Gateway
+from cluster.logs import log_to_stderr
 from cluster.messages import GatewayRecord, ReplicaRecord, RosterView
 from cluster.metrics import ReplicaMetrics
 from cluster.rank_actors import RayRankLauncher, node_host, only
@@ -97,6 +98,7 @@ class ReplicaActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, pool_name: str, secret: bytes
     ) -> None:
+        log_to_stderr()
         config = ClusterConfig.model_validate_json(config_json)
         self._pool = next(pool for pool in config.pools if pool.name == pool_name)
         self._model_name = config.model_name
@@ -156,9 +158,11 @@ class ReplicaActor:
                 self._brain.check_health()
         except RankDiedError as error:
             print(f"{self._identity.replica_id} ends: {error}", file=sys.stderr, flush=True)
-        await self._roster.remove(self._identity.replica_id, self._identity.epoch)
-        await self._brain.stop()
-        os._exit(1)
+        try:
+            await self._roster.remove(self._identity.replica_id, self._identity.epoch)
+            await self._brain.stop()
+        finally:
+            os._exit(1)
 
     async def _join_peers(self) -> None:
         """Open and measure the paths to every decode replica before a request needs them."""
@@ -204,6 +208,7 @@ class GatewayActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, secret: bytes, *_pools: object
     ) -> None:
+        log_to_stderr()
         config = ClusterConfig.model_validate_json(config_json)
         self._clock = SystemClock()
         self._roster = open_roster(config.app)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -48,8 +48,8 @@ class BlockingClient:
         *,
         timeout_s: float | None = None,
         resume: bool = True,
-    ) -> Iterator[Event]:
-        """As `Client.generate`; leaving the iteration cancels the request."""
+    ) -> Generator[Event, None, None]:
+        """As `Client.generate`; leaving or closing the iteration cancels the request."""
         events = self._client.generate(prompt, options, timeout_s=timeout_s, resume=resume).events()
         try:
             while (event := self._wait(_next_or_none(events))) is not None:

@@ -101,7 +101,7 @@ class GenerateStream:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """What iterating gives; closing the generator early cancels the request."""
-        num_failures, failing_since = 0, 0.0
+        num_failures, failing_since, before = 0, 0.0, ""
         while True:
             num_tokens = self._num_tokens()
             try:
@@ -115,7 +115,12 @@ class GenerateStream:
                 if num_failures == 1:
                     failing_since = self._client.clock.now()
                 if not self._should_resume(error, failing_since):
+                    if before and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        raise CallError(
+                            error.code, f"{error.message}; the failure before: {before}"
+                        ) from error
                     raise
+                before = error.message
                 await self._client.pause(error.retry_after_s, num_failures)
             finally:
                 if self._call is not None:

@@ -8,6 +8,7 @@ pools:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cluster.errors import ConfigError
 from kvtransfer.config import TransferConfig
 from kvtransfer.faults import FaultRule
+from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineConfig
 from workers.model.config import ModelConfig
@@ -181,6 +183,20 @@ class ClusterConfig(_Settings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _pools_share_a_transport(self) -> Self:
+        """Of those that the configuration allows, by the memory that each end's KV lies in."""
+        for writer, target in itertools.permutations(self.pools, 2):
+            if writer.role == "decode" or target.role == "prefill":
+                continue
+            for devices in itertools.product(writer.stage_devices, target.stage_devices):
+                if not _common_transports(self.transfer, devices):
+                    raise ValueError(
+                        f"transfer.transports: none of {', '.join(self.transfer.transports)} moves KV from "
+                        f"{devices[0]} (pool {writer.name}) to {devices[1]} (pool {target.name}); add tcp"
+                    )
+        return self
+
 
 def load_config(path: Path) -> ClusterConfig:
     """Read and check the file; `ConfigError` names the file and each bad field."""
@@ -231,6 +247,15 @@ def default_config(
     if port is not None:
         raw["gateway"] = {"port": port}
     return parse_config(raw, "command line")
+
+
+def _common_transports(transfer: TransferConfig, devices: tuple[Device, ...]) -> list[str]:
+    """Those that suit memory on each of the devices, on one host at least."""
+    return [
+        name
+        for name in transfer.transports
+        if not any(TRANSPORTS[name].unsuited(device, is_same_host=True) for device in devices)
+    ]
 
 
 def _value(pool: PoolConfig, field: str) -> str | int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import plotext
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,8 @@ from cluster.proto import tandem_pb2 as pb
 
 _NONE = "-"
 _NUM_BINS = 30
+_EDGES = 2
+"""Columns of a table's own at its sides."""
 _LATE_S = 3.0
 """Replicas report several times a second; an older report is worth a note."""
 
@@ -101,7 +104,7 @@ def status_view(status: pb.StatusResponse) -> Group:
         for note in _replica_notes(replica)
     ]
     if any(replica.paths for replica in status.replicas):
-        parts.append(_path_matrix(status.replicas))
+        parts.append(_PathMatrix(status.replicas))
     gateways = _table("gateways", "gateway", "address", "process")
     for gateway in status.gateways:
         gateways.add_row(gateway.gateway_id, gateway.address, str(gateway.process_id))
@@ -179,7 +182,7 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
         load = replica.load
         table.add_row(
             replica.replica_id,
-            f"{replica.role}{_shape(replica)}",
+            f"{replica.role}\n{_shape(replica)}".strip(),
             replica.state,
             f"{load.num_running}/{load.num_waiting}",
             f"{load.num_free_blocks}/{load.num_total_blocks}",
@@ -192,12 +195,12 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
 
 
 def _shape(replica: pb.Replica) -> str:
-    """` 2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
+    """`2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
     layers = replica.stage_layers
     if replica.tp * len(layers) <= 1:
         return ""
     split = f" ({'+'.join(map(str, layers))})" if len(layers) > 1 else ""
-    return f" {replica.tp}x{len(layers)}{split}"
+    return f"{replica.tp}x{len(layers)}{split}"
 
 
 def _replica_notes(replica: pb.Replica) -> list[str]:
@@ -211,13 +214,17 @@ def _replica_notes(replica: pb.Replica) -> list[str]:
     notes = [replica.note] if replica.note else []
     if load.age_s > _LATE_S:
         notes.append(f"its last report is {load.age_s:.0f} s old")
-    notes += [
+    notes += [_path_note(path) for path in replica.paths if path.instead_of]
+    return notes + [f"{number} {meaning}" for number, meaning in counts if number]
+
+
+def _path_note(path: pb.Path) -> str:
+    if not path.transport:
+        return f"cannot write to {path.peer_replica_id}: {path.instead_of}"
+    return (
         f"rank {path.rank} writes to {path.peer_replica_id} rank {path.peer_rank} over {path.transport} "
         f"({path.device}), {path.gb_s:.2f} GB/s: {path.instead_of}"
-        for path in replica.paths
-        if path.instead_of
-    ]
-    return notes + [f"{number} {meaning}" for number, meaning in counts if number]
+    )
 
 
 def _candidate_table(decision: pb.Decision) -> Table:
@@ -240,36 +247,58 @@ def _candidate_table(decision: pb.Decision) -> Table:
     return table
 
 
-def _path_matrix(replicas: Sequence[pb.Replica]) -> Table:
-    """Rows write, columns receive; each cell sums up the paths between the ranks of the two."""
-    cells: dict[tuple[str, str], list[pb.Path]] = {}
-    for replica in replicas:
-        for path in replica.paths:
-            cells.setdefault((replica.replica_id, path.peer_replica_id), []).append(path)
-    targets = sorted({target for _, target in cells})
-    table = _table("paths (rows write to columns; the slowest of several)", "from", *targets)
-    for source in sorted({source for source, _ in cells}):
-        table.add_row(source, *(_path_cell(cells.get((source, target), [])) for target in targets))
-    return table
+class _PathMatrix:
+    """Rows write, columns receive; each cell sums up the paths between the ranks of the two. As many columns
+    a table as the width allows."""
+
+    def __init__(self, replicas: Sequence[pb.Replica]) -> None:
+        cells: dict[tuple[str, str], list[pb.Path]] = {}
+        for replica in replicas:
+            for path in replica.paths:
+                cells.setdefault((replica.replica_id, path.peer_replica_id), []).append(path)
+        self._sources = sorted({source for source, _ in cells})
+        self._targets = sorted({target for _, target in cells})
+        self._cells = {pair: _path_cell(paths) for pair, paths in cells.items()}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left = list(self._targets)
+        while left:
+            shown, left = self._split(left, options.max_width)
+            table = _table("paths (rows write to columns; the slowest of several)", "from", *shown)
+            for source in self._sources:
+                table.add_row(source, *(self._cells.get((source, target), _NONE) for target in shown))
+            yield table
+
+    def _split(self, targets: list[str], width: int) -> tuple[list[str], list[str]]:
+        """Those that fit beside the sources (at least one), and the others."""
+        left = width - _EDGES - max(len(source) for source in self._sources)
+        for index, target in enumerate(targets):
+            cells = (self._cells.get((source, target), "") for source in self._sources)
+            lines = (Text.from_markup(cell).plain.split("\n") for cell in cells)
+            left -= 1 + max(len(target), *(len(line) for cell in lines for line in cell))
+            if left < 0 and index > 0:
+                return targets[:index], targets[index:]
+        return targets, []
 
 
 def _path_cell(paths: Sequence[pb.Path]) -> str:
-    """`shm memory 5.80 GB/s 3 us`, and how many paths it stands for; warnings are yellow."""
-    if not paths:
-        return _NONE
-    slowest = min(paths, key=lambda path: path.gb_s)
-    names = "+".join(sorted({f"{path.transport} {path.device}" for path in paths}))
-    number = f" x{len(paths)}" if len(paths) > 1 else ""
-    cell = f"{names}{number} {slowest.gb_s:.2f} GB/s {max(path.latency_us for path in paths):.0f} us"
+    """A line `shm memory x3` for each transport, then `5.80 GB/s 3 us`; warnings are yellow."""
+    if not all(path.transport for path in paths):
+        return "[red]none[/]"
+    kinds = Counter(f"{path.transport} {path.device}" for path in paths)
+    lines = [f"{kind} x{count}" if len(paths) > 1 else kind for kind, count in sorted(kinds.items())]
+    gb_s, latency_us = min(path.gb_s for path in paths), max(path.latency_us for path in paths)
+    cell = "\n".join([*lines, f"{gb_s:.2f} GB/s {latency_us:.0f} us"])
     return f"[yellow]{cell}[/]" if any(path.instead_of for path in paths) else cell
 
 
 def _table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
-    """A table that is narrow enough for 80 columns; the `numbers` stand to the right."""
+    """A table that is narrow enough for 80 columns; the `numbers` stand to the right. Where it still is too
+    wide, texts fold: nothing is cut off."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
 
     for name in texts:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table

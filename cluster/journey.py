@@ -101,6 +101,8 @@ class Journey:
         self._num_hand_overs = 0
         self._excluded: set[str] = set()
         self._avoided: set[str] = set()
+        self._cut_off: set[str] = set()
+        """Prefill replicas that had no way to a decode replica; without another, the latter goes on alone."""
         self._no_route_since: float | None = None
         self._num_no_routes = 0
         self._last_failure = ""
@@ -147,7 +149,8 @@ class Journey:
         ]
 
     def on_no_route(self, reason: str, retry_after_s: float, now: float) -> list[Action]:
-        """The router found no place: wait and ask again, without exclusions, while patience lasts."""
+        """The router found no place: wait and ask again, without exclusions (but by the one side of a broken
+        path instead of the other), while patience lasts."""
         if self.state is not JourneyState.ROUTING:
             return []
         if self._no_route_since is None:
@@ -162,6 +165,7 @@ class Journey:
         had_exclusions = bool(self._excluded or self._avoided)
         self._excluded.clear()
         self._avoided.clear()
+        self._excluded, self._cut_off = self._cut_off, self._excluded
         delay_s = 0.0 if had_exclusions and self._num_no_routes == 0 else _backoff(self._num_no_routes)
         self._num_no_routes += 1
         return [self._route(delay_s)]
@@ -221,7 +225,10 @@ class Journey:
             self._avoided.add(failure.refused_by or source.replica_id)
             return self._retry(reason, [], now, retry_after_s=failure.retry_after_s, refused=True)
         others = [member for member in self._members() if member != source]
-        return self._retry(reason, others if failure.code == "peer" and others else [source], now)
+        if failure.code != "peer" or not others:
+            return self._retry(reason, [source], now)
+        self._cut_off.add(source.replica_id)
+        return self._retry(reason, others, now)
 
     def on_lost(self, replica: ReplicaIdentity, reason: str, now: float) -> list[Action]:
         """The Link to a replica ended. A prefill replica that has done its part is not missed."""

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ray.util.metrics import Counter, Gauge
 
 from workers.messages import LoadReport
 
 _PATH_TAGS = ("pool", "replica", "peer", "rank", "peer_rank", "transport", "device")
-_GAUGES = {
-    "num_running": "Sequences that are computed.",
-    "num_waiting": "Sequences that wait.",
-    "num_landings": "Landings that are open or wait for room.",
-    "num_free_blocks": "KV blocks that can be taken, cached ones included.",
-    "num_quarantined_blocks": "KV blocks that a writer of an ended landing could still write.",
-    "num_leaked_blocks": "KV blocks that are referenced although nothing runs.",
-    "prefill_tok_s": "Prompt tokens computed a second while there is prefill.",
-    "decode_step_s": "Seconds of a step without prefill.",
-    "transfer_gb_s": "Rate of recent pushes, 1e9 bytes a second.",
-}
-_COUNTERS = {
-    "num_steps": "Engine steps.",
-    "num_checksum_failures": "KV pieces that failed their checksum and were computed again.",
-    "num_preemptions": "Sequences that gave their blocks to others.",
-    "num_moved_bytes": "Bytes of KV written to other replicas.",
-}
+_GB = 1e9
+
+
+class _Gauge(NamedTuple):
+    """A field of `LoadReport`, in the base unit that its name ends with."""
+
+    field: str
+    name: str
+    text: str
+    scale: float = 1.0
+
+
+class _Counter(NamedTuple):
+    """A field of `LoadReport` that only grows; Ray adds `_total` to the name, and shows it from 1 on."""
+
+    field: str
+    name: str
+    text: str
+
+
+_GAUGES = (
+    _Gauge("num_running", "running_sequences", "Sequences that are computed."),
+    _Gauge("num_waiting", "waiting_sequences", "Sequences that wait."),
+    _Gauge("num_landings", "landings", "Landings that are open or wait for room."),
+    _Gauge("num_free_blocks", "free_blocks", "KV blocks that can be taken, cached ones included."),
+    _Gauge(
+        "num_quarantined_blocks",
+        "quarantined_blocks",
+        "KV blocks that a writer of an ended landing could still write.",
+    ),
+    _Gauge("num_leaked_blocks", "leaked_blocks", "KV blocks that are referenced although nothing runs."),
+    _Gauge("prefill_tok_s", "prefill_tokens_per_second", "Prompt tokens computed while there is prefill."),
+    _Gauge("decode_step_s", "decode_step_seconds", "How long a step without prefill takes."),
+    _Gauge("transfer_gb_s", "transfer_bytes_per_second", "Rate of recent pushes.", _GB),
+)
+_COUNTERS = (
+    _Counter("num_steps", "steps", "Engine steps."),
+    _Counter(
+        "num_checksum_failures",
+        "checksum_failures",
+        "KV pieces that failed their checksum and were computed again.",
+    ),
+    _Counter("num_preemptions", "preemptions", "Sequences that gave their blocks to others."),
+)
 
 
 class ReplicaMetrics:
@@ -32,24 +61,31 @@ class ReplicaMetrics:
     def __init__(self, pool: str, replica_id: str) -> None:
         self._tags = {"pool": pool, "replica": replica_id}
         tags = tuple(self._tags)
-        self._gauges = {name: Gauge(f"tandem_{name}", text, tags) for name, text in _GAUGES.items()}
-        self._counters = {name: Counter(f"tandem_{name}", text, tags) for name, text in _COUNTERS.items()}
+        self._gauges = [(item, Gauge(f"tandem_{item.name}", item.text, tags)) for item in _GAUGES]
+        self._counters = [(item, Counter(f"tandem_{item.name}", item.text, tags)) for item in _COUNTERS]
         self._lost = Counter(
-            "tandem_num_lost_landings", "Landings that ended without hand-over, by cause.", (*tags, "cause")
+            "tandem_lost_landings", "Landings that ended without hand-over, by cause.", (*tags, "cause")
         )
-        self._path_gb_s = Gauge("tandem_path_gb_s", "Measured rate of a path between ranks.", _PATH_TAGS)
-        self._path_latency = Gauge("tandem_path_latency_us", "Its one-way latency.", _PATH_TAGS)
+        self._moved = Counter(
+            "tandem_moved_bytes", "KV written to other replicas, by traffic class.", (*tags, "class")
+        )
+        self._path_rate = Gauge(
+            "tandem_path_bytes_per_second", "Measured rate of a path between ranks.", _PATH_TAGS
+        )
+        self._path_latency = Gauge("tandem_path_latency_seconds", "Its measured latency.", _PATH_TAGS)
         self._paths: dict[tuple[str, ...], dict[str, str]] = {}
         self._totals: dict[str, int] = {}
 
     def update(self, load: LoadReport) -> None:
         """Set and count everything of this report."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(load, name), self._tags)
-        for name, counter in self._counters.items():
-            self._count(counter, name, getattr(load, name), self._tags)
+        for item, gauge in self._gauges:
+            gauge.set(getattr(load, item.field) * item.scale, self._tags)
+        for kind, counter in self._counters:
+            self._count(counter, kind.name, getattr(load, kind.field), self._tags)
         for cause, total in load.num_lost_landings.items():
             self._count(self._lost, f"lost {cause}", total, {**self._tags, "cause": cause})
+        for traffic, total in load.num_moved_bytes.items():
+            self._count(self._moved, f"moved {traffic}", total, {**self._tags, "class": traffic})
         self._update_paths(load)
 
     def _update_paths(self, load: LoadReport) -> None:
@@ -60,15 +96,15 @@ class ReplicaMetrics:
                 "peer": path.peer.replica_id,
                 "rank": str(path.rank),
                 "peer_rank": str(path.peer_rank),
-                "transport": path.transport,
+                "transport": path.transport or "none",
                 "device": path.device,
             }
             self._paths[tuple(tags.values())] = tags
-            self._path_gb_s.set(path.gb_s, tags)
-            self._path_latency.set(path.latency_us, tags)
+            self._path_rate.set(path.gb_s * _GB, tags)
+            self._path_latency.set(path.latency_us * 1e-6, tags)
         for key, tags in gone.items():
             if key not in self._paths:  # a series cannot be taken back: 0 says that it carries nothing
-                self._path_gb_s.set(0.0, tags)
+                self._path_rate.set(0.0, tags)
                 self._path_latency.set(0.0, tags)
 
     def _count(self, counter: Counter, name: str, total: int, tags: dict[str, str]) -> None:

@@ -8,30 +8,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
+from typing import NamedTuple
 
+import psutil
 import ray
 from msgspec.structs import replace
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster.logs import log_to_stderr
+from kvtransfer.clock import SystemClock
 from workers.messages import RANK_SPEC_CODEC, RankSpec
 
-_KILL_AFTER_S = 1.0
+_KILL_AFTER_S = 0.3
+_THERE_S = 5.0
+"""How long a process on another node may take to be killed; Ray itself needs about as long."""
+_SAME_S = 0.1
+
+
+class Place(NamedTuple):
+    """Where a rank runs. After its end the number may be another process's, but not with this start."""
+
+    process_id: int
+    started_at: float
+    node_id: str
 
 
 class RankActor:
     """One rank in a process of its own; `run` returns when the brain has told it to leave, or is gone."""
 
-    def place(self) -> tuple[int, str]:
-        """The process id, and the Ray node that it is an id of."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+    def place(self) -> Place:
+        return Place(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
 
     def run(self, spec_frame: bytes) -> None:
         from workers.engine.rank import run_rank  # here: it imports torch, which no other actor needs
 
+        log_to_stderr()
         spec = RANK_SPEC_CODEC.decode(spec_frame)
         # The ranks of a replica may be on several nodes: each listens at its own.
         transfer = replace(spec.transfer, data_host=node_host(spec.transfer.data_host))
@@ -54,51 +68,60 @@ class RayRankLauncher:
             .options(**only(share), max_restarts=0, scheduling_strategy=_in_bundle(group, index))
             .remote()
         )
-        process_id, node_id = await actor.place.remote()
-        return RayRankHandle(actor, process_id, node_id, spec)
+        return RayRankHandle(actor, Place(*await actor.place.remote()), spec)
 
 
 class RayRankHandle:
     """A `RankHandle`: the rank runs while its one call does."""
 
-    def __init__(self, actor: ActorHandle[RankActor], process_id: int, node_id: str, spec: RankSpec) -> None:
+    def __init__(self, actor: ActorHandle[RankActor], place: Place, spec: RankSpec) -> None:
         self._actor = actor
-        self._process_id = process_id
-        self._node_id = node_id
+        self._place = place
         self._rank = spec.rank
-        self._ended = False
+        self._killing: asyncio.Task[None] | None = None
         self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec))
 
     async def wait(self) -> str:
-        try:
-            await self._running
-        except RayTaskError as error:
-            return f"rank {self._rank} failed: {error.cause!r}"
-        except RayActorError as error:
-            return f"rank {self._rank}, process {self._process_id}, died: {str(error).splitlines()[0]}"
-        finally:
-            self._ended = True
-        return f"rank {self._rank} left"
+        reason = await self._call_ended()
+        if self._killing is not None:  # Ray counts a stopped process as dead as soon as it shall be
+            await self._killing
+        return reason
 
     def kill(self) -> None:
         """Ray ends the actor, which it then does not report as a crash; SIGKILL follows, for a process that
         is stopped, from the node that it runs on."""
         ray.kill(self._actor, no_restart=True)
-        asyncio.get_running_loop().call_later(_KILL_AFTER_S, self._kill_process)
+        if self._killing is None:
+            self._killing = asyncio.create_task(self._kill_process())
 
-    def _kill_process(self) -> None:
-        if self._ended:
+    async def _call_ended(self) -> str:
+        try:
+            await self._running
+        except RayTaskError as error:
+            return f"rank {self._rank} failed: {error.cause!r}"
+        except RayActorError as error:
+            lines = str(error).splitlines()
+            return f"rank {self._rank}, process {self._place.process_id}, died: {lines[0]}"
+        return f"rank {self._rank} left"
+
+    async def _kill_process(self) -> None:
+        await SystemClock().sleep(_KILL_AFTER_S)
+        if self._place.node_id == ray.get_runtime_context().get_node_id():
+            end_process(self._place.process_id, self._place.started_at)
             return
-        if self._node_id == ray.get_runtime_context().get_node_id():
-            _end_process(self._process_id)
-        else:
-            there = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
-            ray.remote(_end_process).options(num_cpus=0, scheduling_strategy=there).remote(self._process_id)
+        there = NodeAffinitySchedulingStrategy(self._place.node_id, soft=False)
+        ending = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        with contextlib.suppress(RayError, TimeoutError):  # the node is gone, or Ray was faster
+            async with asyncio.timeout(_THERE_S):
+                await ending.remote(self._place.process_id, self._place.started_at)
 
 
-def _end_process(process_id: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process_id, signal.SIGKILL)
+def end_process(process_id: int, started_at: float) -> None:
+    """SIGKILL, if that process still is the one that started then."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(process_id)
+        if abs(process.create_time() - started_at) < _SAME_S:
+            process.kill()
 
 
 def node_host(configured: str) -> str:

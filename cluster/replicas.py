@@ -329,8 +329,7 @@ class ReplicaLinks:
 
     def _on_load(self, view: ReplicaView, load: LoadReport) -> None:
         view.load, view.load_at = load, self._clock.now()
-        if load.paths:
-            view.paths = load.paths
+        view.paths = load.paths
         self._router.on_load(
             ReplicaLoad(
                 identity=load.identity,

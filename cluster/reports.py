@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Collection
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from cluster.intake import Intake
 from cluster.proto import tandem_pb2 as pb
 from cluster.replicas import ReplicaLinks, ReplicaView
 from kvtransfer.clock import Clock
+from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
 from workers.messages import LoadReport, PathMeasure, StageTimes
 
@@ -47,9 +49,11 @@ class Reporter:
     def status(self) -> pb.StatusResponse:
         counters = self._desk.counters
         now = self._clock.now()
+        views = self._links.views()
+        known = {view.record.identity for view in views}
         return pb.StatusResponse(
             model=self.model(),
-            replicas=[_replica(view, now) for view in self._links.views()],
+            replicas=[_replica(view, now, known) for view in views],
             gateways=[
                 pb.GatewayStatus(
                     gateway_id=record.gateway_id,
@@ -176,7 +180,8 @@ def _decision(attempt: int, decision: Decision) -> pb.Decision:
     )
 
 
-def _replica(view: ReplicaView, now: float) -> pb.Replica:
+def _replica(view: ReplicaView, now: float, known: Collection[ReplicaIdentity]) -> pb.Replica:
+    """`known`: the replicas there are; paths to others are history."""
     record = view.record
     return pb.Replica(
         replica_id=record.identity.replica_id,
@@ -189,7 +194,7 @@ def _replica(view: ReplicaView, now: float) -> pb.Replica:
         process_id=record.process_id,
         rank_process_ids=record.rank_process_ids,
         load=_load(view.load, now - view.load_at) if view.load else None,
-        paths=[_path(path) for path in view.paths],
+        paths=[_path(path) for path in view.paths if path.peer in known],
         tp=record.tp,
         stage_layers=[end - start for start, end in record.stages],
     )

@@ -22,6 +22,7 @@ from cluster.errors import CallError, InvalidRequestError
 from cluster.options import generate_request
 from cluster.proto import tandem_pb2 as pb
 from cluster.samples import sample_seed
+from workers.messages import RequestFailed
 
 
 async def collect(stream: GenerateStream, collector: Collector) -> None:
@@ -121,6 +122,16 @@ async def test_an_unreachable_gateway_is_tried_until_the_deadline() -> None:
     assert caught.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
+async def test_a_deadline_does_not_hide_why_it_took_so_long(house: GatewayHouse) -> None:
+    replica = await house.add_replica("d0", "decode")
+    replica.script.failure = RequestFailed("", 0, "internal", "it broke")
+    replica.script.stop_after = 3  # the second time it begins, and does not end
+    _, address = await house.add_gateway(house.config(max_attempts=1))
+    with pytest.raises(CallError, match="the failure before: d0: it broke") as caught:
+        await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=9), timeout_s=2.5)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 async def test_bad_requests_are_not_repeated(pair: Pair) -> None:
     stream = pair.client.generate("", GenerateOptions())
     with pytest.raises(CallError, match="prompt") as caught:
@@ -150,7 +161,7 @@ async def test_the_blocking_client_does_the_same(pair: Pair) -> None:
             found.append((client.status().ready, client.models()[0].name))
             events = client.generate("x", GenerateOptions(max_tokens=400))
             next(events)
-            events.close()  # type: ignore[attr-defined]
+            events.close()
 
     thread = threading.Thread(target=use, args=(pair.client._addresses[0],))
     thread.start()

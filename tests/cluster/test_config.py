@@ -73,6 +73,22 @@ def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
         ({"model": "m", "pools": POOLS, "transfer": {"growth_reserve": 2}}, "transfer.growth_reserve: "),
         ({"model": "m", "pools": POOLS, "transfer": {"transports": ["smoke"]}}, "transfer.transports[0]: "),
         ({"model": "m", "pools": POOLS, "transfer": {"transports": []}}, "transfer.transports: "),
+        (
+            {"model": "m", "pools": POOLS, "transfer": {"transports": ["shm", "tcp", "shm"]}},
+            "transfer.transports: shm is named more than once",
+        ),
+        (
+            {"model": "m", "pools": POOLS, "transfer": {"transports": ["cuda_ipc", "nccl"]}},
+            "transfer.transports: none of cuda_ipc, nccl moves KV from cpu (pool p) to cpu (pool d); add tcp",
+        ),
+        (
+            {
+                "model": "m",
+                "pools": [{**POOLS[0], "pp": 2, "devices": ["cpu", "cuda"]}, POOLS[1]],
+                "transfer": {"transports": ["cuda_ipc", "shm"]},
+            },
+            "transfer.transports: none of cuda_ipc, shm moves KV from cuda (pool p) to cpu (pool d); add tcp",
+        ),
         ({"model": "m", "pools": POOLS, "gateway": {"port": 70000}}, "gateway.port: "),
         ({"model": "m", "pools": [POOLS[0]]}, "pools: at least one needs the role decode"),
         ({"model": "m", "pools": [POOLS[1], POOLS[1]]}, "pools: the name 'd' is used more than once"),
@@ -94,6 +110,11 @@ def test_every_bad_field_gets_a_line() -> None:
 def test_pools_that_exchange_kv_must_agree(field: str, change: dict[str, Any]) -> None:
     message = refused({"model": "m", "pools": [POOLS[0], {**POOLS[1], **change}]})
     assert f"pools: {field} must be equal" in message
+
+
+def test_a_transport_is_needed_only_where_kv_moves() -> None:
+    pools = [{**POOLS[1], "name": "d1"}, {**POOLS[1], "name": "d2", "device": "cuda"}]
+    parse_config({"model": "m", "pools": pools, "transfer": {"transports": ["shm"]}}, "test")
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:

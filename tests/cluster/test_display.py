@@ -49,3 +49,63 @@ def test_status_notes_a_replica_that_does_not_report() -> None:
     assert "report" not in quiet
     assert "7 cancelled" in quiet
     assert "prefill-abcd1234 prefill connecting" in quiet
+
+
+def path(rank: int, peer: str, transport: str, gb_s: float, instead_of: str = "") -> pb.Path:
+    device = "memory" if transport == "shm" else "127.0.0.1"
+    return pb.Path(
+        peer_replica_id=peer,
+        rank=rank,
+        transport=transport,
+        device=device,
+        gb_s=gb_s,
+        latency_us=10 * rank,
+        instead_of=instead_of,
+    )
+
+
+def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
+    targets = [f"decode-{number}-abcd1234" for number in range(7)]
+    writer = pb.Replica(
+        replica_id="prefill-abcd1234",
+        role="prefill",
+        state="ready",
+        tp=2,
+        stage_layers=[2, 4],
+        load=pb.Load(num_free_blocks=1024, num_total_blocks=1024, prefill_tok_s=12345, decode_step_ms=123.4),
+        paths=[path(rank, target, "shm", 5.5 + rank) for target in targets[:-1] for rank in range(2)]
+        + [path(1, targets[-1], "shm", 3.25), path(0, targets[-1], "tcp", 0.75, "shm is 0.1 GB/s")],
+    )
+    reader = pb.Replica(replica_id="decode-0-abcd1234", role="decode", state="ready", tp=1, stage_layers=[6])
+    text = shown(status_view(pb.StatusResponse(replicas=[writer, reader])))
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for cell in ("2x2 (2+4)", "1024/1024", "12345", "123.4", *targets):
+        assert cell in text
+    assert "1x1" not in text
+    assert text.count("shm memory x2") == text.count("5.50 GB/s 10 us") == 6
+    assert text.count("rows write to columns") > 1  # one table would be too wide
+    assert "shm memory x1" in text
+    assert "tcp 127.0.0.1 x1" in text
+    assert "0.75 GB/s 10 us" in text
+    assert f"rank 0 writes to {targets[-1]} rank 0 over tcp" in text
+
+
+def test_a_missing_path_is_shown_with_its_reason() -> None:
+    missing = pb.Path(
+        peer_replica_id="decode-abcd1234", instead_of="shm: 4 GB/s is below the floor of 9 GB/s"
+    )
+    replica = pb.Replica(replica_id="prefill-abcd1234", role="prefill", state="ready", paths=[missing])
+    text = shown(status_view(pb.StatusResponse(replicas=[replica]))).split("paths (", 1)
+    assert "prefill-abcd1234: cannot write to decode-abcd1234: shm: 4 GB/s" in text[0]
+    assert text[1].split("prefill-abcd1234")[1].split()[0] == "none"
+
+
+def test_a_long_name_folds_and_is_not_cut_off() -> None:
+    name = "a-pool-with-quite-a-long-name-for-a-name-abcd1234"
+    replica = pb.Replica(replica_id=name, role="both", state="connecting", load=pb.Load(num_cached_blocks=77))
+    text = shown(status_view(pb.StatusResponse(replicas=[replica])))
+    assert "…" not in text
+    firsts = [line.split()[0] for line in text.splitlines() if line.split()]
+    assert "".join(first for first in firsts if first in name) == name
+    assert "77" in text

@@ -17,7 +17,9 @@ from cluster.errors import CallError
 from cluster.gateway import SERVICE_NAME
 from cluster.proto import tandem_pb2 as pb
 from cluster.samples import sample_seed
-from workers.messages import RequestFailed
+from kvtransfer.clock import SystemClock
+from kvtransfer.messages import ReplicaIdentity
+from workers.messages import PathMeasure, RequestFailed
 
 
 async def collect(stream: GenerateStream, collector: Collector) -> None:
@@ -185,7 +187,7 @@ async def test_the_prefill_replica_is_not_missed_after_the_hand_over(house: Gate
     async for event in client.generate(PROMPT, GenerateOptions(seed=5, max_tokens=20)):
         if isinstance(event, pb.Delta):
             seen.extend(event.token_ids)
-            if len(seen) == 5:
+            if len(seen) >= 5 and not decode_replica.script.resume.is_set():
                 await prefill.die()
                 decode_replica.script.resume.set()
         if isinstance(event, pb.Finished):
@@ -194,7 +196,7 @@ async def test_the_prefill_replica_is_not_missed_after_the_hand_over(house: Gate
 
 
 async def test_a_refused_request_waits_and_tries_again(pair: Pair) -> None:
-    pair.prefill.script.num_refusals = 2
+    pair.prefill.script.num_refusals = pair.decode.script.num_refusals = 1  # d0 is asked to do it alone
     done = await pair.client.complete(PROMPT, GenerateOptions(seed=6, max_tokens=5))
     assert list(done.token_ids[0]) == expected(6, 5)
     assert done.finished.timing.attempts == 3
@@ -278,6 +280,36 @@ async def test_blocks_that_a_replica_reports_count_as_cached(pair: Pair) -> None
     decision = (await pair.client.explain(held.request_id)).decisions[0]
     assert decision.decode_cached_tokens == len(prompt) // 16 * 16
     assert {it.side for it in decision.candidates} == {"prefill", "decode", "local"}
+
+
+async def test_a_decode_replica_that_cannot_be_written_to_does_all_itself(pair: Pair) -> None:
+    pair.house.replicas["p0"].script.failure = RequestFailed("", 0, "peer", "no path")
+    done = await pair.client.complete(PROMPT, GenerateOptions(max_tokens=4))
+    assert (done.finished.prefill_replica, done.finished.decode_replica) == ("d0", "d0")
+    assert done.finished.timing.attempts == 2
+
+
+async def shown_paths(pair: Pair, num_paths: int) -> list[pb.Path]:
+    """Of p0, as the status shows them as soon as it shows so many."""
+    clock = SystemClock()
+    async with asyncio.timeout(20.0):
+        while True:
+            replicas = (await pair.client.status()).replicas
+            paths = list(next(it for it in replicas if it.replica_id == "p0").paths)
+            if len(paths) == num_paths:
+                return paths
+            await clock.sleep(0.01)
+
+
+async def test_status_tells_of_missing_paths_to_replicas_that_there_are(pair: Pair) -> None:
+    p0, d0 = pair.house.replicas["p0"], pair.house.replicas["d0"]
+    gone = ReplicaIdentity("d9", 1)
+    paths = [PathMeasure(peer, 0, 0, "", 0.0, 0.0, "", "too slow") for peer in (d0.identity, gone)]
+    p0.report(paths)
+    found = await shown_paths(pair, 1)
+    assert [(it.peer_replica_id, it.transport, it.instead_of) for it in found] == [("d0", "", "too slow")]
+    p0.report([])
+    assert await shown_paths(pair, 0) == []
 
 
 async def test_status_names_replicas_and_models(pair: Pair) -> None:

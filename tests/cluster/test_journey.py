@@ -161,9 +161,14 @@ def test_who_is_blamed_for_a_failure(
     assert isinstance(retry, Route)
     assert retry.request.excluded == excluded
     assert retry.delay_s == (0.5 if avoided else 0.0)
+    if code == "peer":  # without another decode replica, d0 shall do it without p0, which has no way there
+        (alone,) = journey.on_no_route("none left", 1.0, 1.0)
+        assert isinstance(alone, Route)
+        assert (alone.request.excluded, alone.delay_s) == (("p0",), 0.0)
     (again,) = journey.on_no_route("none left", 1.0, 1.0)  # then anyone will do
     assert isinstance(again, Route)
-    assert (again.request.excluded, again.delay_s) == ((), 0.0)
+    assert again.request.excluded == ()
+    assert (again.delay_s == 0.0) == (code != "peer")
 
 
 def test_attempts_are_bounded() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +84,57 @@ def test_a_long_prompt_is_prefilled_here_and_decoded_there(client: BlockingClien
     second = client.complete(PROMPT, GenerateOptions(max_tokens=12), timeout_s=60)
     assert second.finished.usage.cached.device > 0
     assert second.token_ids == first.token_ids
+
+
+def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
+    cluster: RunningCluster, client: BlockingClient
+) -> None:
+    """Ray hands the figures on some seconds later."""
+    prefill, decode = cluster.replica("prefill"), cluster.replica("decode")
+    pause = threading.Event()
+    for number in range(8):  # cancelled ever later, so that some have a landing
+        stream = client.generate(f"# {number}\n{PROMPT * 8}", GenerateOptions(max_tokens=4), timeout_s=60)
+        next(iter(stream))
+        pause.wait(0.01 * number)
+        stream.close()
+    client.complete(PROMPT, GenerateOptions(max_tokens=4), timeout_s=60)
+    wanted = {"ray_tandem_lost_landings_total", "ray_tandem_moved_bytes_total", "ray_tandem_steps_total"}
+    for _ in range(120):
+        series = cluster.metrics()
+        if wanted <= series.keys():
+            break
+        pause.wait(0.25)
+    (labels, rate), (latency_labels, latency_s) = (
+        only_of(series[f"ray_tandem_path_{what}"], prefill)
+        for what in ("bytes_per_second", "latency_seconds")
+    )
+    assert {
+        "pool": "prefill",
+        "peer": decode.replica_id,
+        "rank": "0",
+        "peer_rank": "0",
+    }.items() <= labels.items()
+    assert (labels["transport"], labels["device"]) == ("shm", "memory")
+    assert latency_labels["peer"] == decode.replica_id
+    assert rate == pytest.approx(prefill.paths[0].gb_s * 1e9)
+    assert latency_s == pytest.approx(prefill.paths[0].latency_us * 1e-6)
+    assert only_of(series["ray_tandem_free_blocks"], decode)[1] <= decode.load.num_total_blocks
+    assert only_of(series["ray_tandem_steps_total"], prefill)[1] >= 1
+    lost = [
+        item for item in series["ray_tandem_lost_landings_total"] if item[0]["replica"] == decode.replica_id
+    ]
+    assert all(item["cause"] and number >= 1 for item, number in lost)
+    moved = only_of(series["ray_tandem_moved_bytes_total"], prefill)
+    assert moved[0]["class"] == "hand_over"
+    assert moved[1] > 0
+    assert not [name for name in series if name.startswith("ray_tandem_num_")]
+    line = rf"INFO tandem.peers: {prefill.replica_id} rank 0 writes to {decode.replica_id} rank 0 over shm"
+    assert re.search(line, cluster.log())
+
+
+def only_of(series: list[tuple[dict[str, str], float]], replica: pb.Replica) -> tuple[dict[str, str], float]:
+    (found,) = (item for item in series if item[0]["replica"] == replica.replica_id)
+    return found
 
 
 def test_no_token_and_no_kv_crosses_ray(cluster: RunningCluster, client: BlockingClient) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,23 @@ class RunningCluster:
                 return status
             pause.wait(0.2)
         raise AssertionError(f"not within {timeout_s} s; last seen: {status}")
+
+    def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """Our series as Prometheus finds and reads them now: name to (labels, value)."""
+        found = Path(self.addresses["logs"]).parent / "prom_metrics_service_discovery.json"
+        series: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for address in (address for group in json.loads(found.read_text()) for address in group["targets"]):
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+                text = reply.read().decode()
+            for name, labels, value in re.findall(r"^(ray_tandem_\w+){(.*)} (\S+)$", text, re.MULTILINE):
+                series.setdefault(name, []).append(
+                    (dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value))
+                )
+        return series
+
+    def log(self) -> str:
+        """What all processes of the service have logged."""
+        return "".join(file.read_text() for file in Path(self.addresses["logs"]).glob("worker-*.err"))
 
     def processes(self) -> list[psutil.Process]:
         """Everything below `tandem serve`, itself included."""
