@@ -235,6 +235,8 @@ async def test_an_accepted_stream_outlives_a_long_absence_of_its_gateway(
 
 def test_ctrl_c_ends_a_blocking_call_and_nothing_else() -> None:
     """Also in the middle of a stream, whose generator is then still running."""
+    # A shell's background job starts with Ctrl-C ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     timer = threading.Timer(0.3, signal.pthread_kill, (main_thread, signal.SIGINT))
@@ -245,6 +247,7 @@ def test_ctrl_c_ends_a_blocking_call_and_nothing_else() -> None:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             list(client.generate("x"))
+    signal.signal(signal.SIGINT, before)
 
 
 async def test_the_readmes_example_works(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
