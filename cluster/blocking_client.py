@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
-from concurrent.futures import wait
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,8 +13,6 @@ from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 
 T = TypeVar("T")
-
-_NOTICE_S = 0.5
 
 
 class BlockingClient:
@@ -83,9 +80,6 @@ class BlockingClient:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            # Not one endless wait: a Ctrl-C just before its start would be noticed at its end only.
-            while not wait([future], timeout=_NOTICE_S).done:
-                pass
             return future.result()
         finally:
             future.cancel()  # when Ctrl-C ended the wait; otherwise it is done
