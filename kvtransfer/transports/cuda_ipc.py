@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from kvtransfer.device import DevicePool
-from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError
+from kvtransfer.errors import PathError, PeerGoneError
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
 from kvtransfer.memory import SCRATCH_BYTES
 from kvtransfer.messages import BlockMove, Lane
@@ -175,6 +175,7 @@ class CudaIpcChannel(OneSidedChannel):
     """Copies from device to device; a write returns when they are done."""
 
     transport: ClassVar[str] = "cuda_ipc"
+    batch_bytes: ClassVar[int] = _BATCH_BYTES
 
     def __init__(
         self,
@@ -192,7 +193,6 @@ class CudaIpcChannel(OneSidedChannel):
         target = replace(pool.layout, shard=lane.target.shard)
         self._src_bytes, self._dst_bytes = pool.layout.block_bytes, target.block_bytes
         self._grid = piece_grid(pool.layout, target, lane.piece)
-        self._batch = max(1, _BATCH_BYTES // self.piece_bytes)
         self._scratch = pool.tensor.new_empty(SCRATCH_BYTES)
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
@@ -210,18 +210,11 @@ class CudaIpcChannel(OneSidedChannel):
             _say_unmapped(self._connection.sock)
         super().close()
 
-    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        assert landing_id in self._begun
-        sums: list[int] = []
-        for start in range(0, len(moves), self._batch):
-            if stopped():
-                raise PushStoppedError("stopped on request")
-            part = moves[start : start + self._batch]
-            with self._finishing():
-                for move in part:
-                    self._copy(move, self._grid)
-                sums += self._pool.sums([move.src_block for move in part], self._piece)
-        return sums
+    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        with self._finishing():
+            for move in moves:
+                self._copy(move, self._grid)
+            return self._pool.sums([move.src_block for move in moves], self._piece)
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         assert landing_id in self._begun

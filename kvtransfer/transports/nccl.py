@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.errors import PathError
 from kvtransfer.messages import Lane
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.pair import PairChannel, PairListener, connect_pair
@@ -81,8 +80,6 @@ def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> PairChannel:
     """Open a channel; `TransferError` says why it could not be."""
-    if not NcclPair.is_possible(rank.pool.device):
-        raise PathError(f"nccl: not for KV on {rank.pool.device}")
     return connect_pair(NcclChannel, rank, lane, address, connection_id, on_lost)
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import socket
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from kvtransfer.errors import PeerGoneError
+from kvtransfer.errors import PeerGoneError, PushStoppedError
 from kvtransfer.framing import receive_frame, send_frame
 from kvtransfer.gate import RecentIds
-from kvtransfer.messages import Lane
+from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.transports.base import Channel, Listener, WriterRank
 from kvtransfer.transports.connection import ACK_CODEC, Ack, ChannelHello, Connection, Stopped
 from kvtransfer.wire import Codec, Message
@@ -70,7 +71,10 @@ class OneSidedListener(Listener):
 
 
 class OneSidedChannel(Channel):
-    """A channel with one connection, over which landings are begun."""
+    """A channel with one connection, over which landings are begun. It writes at most `batch_bytes` between
+    two looks at whether it shall stop."""
+
+    batch_bytes: ClassVar[int]
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class OneSidedChannel(Channel):
         super().__init__(rank, lane, (connection,), num_blocks, device, on_lost)
         self._connection = connection
         self._begun = RecentIds(_MAX_BEGUN)
+        self._batch = max(1, self.batch_bytes // self.piece_bytes)
 
     def begin(self, landing_id: bytes, stopped: Stopped) -> None:
         self.check()
@@ -92,6 +97,19 @@ class OneSidedChannel(Channel):
             self._connection.await_answer(number, stopped)
             self._check_accepted(landing_id)
             self._begun.add(landing_id)
+
+    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        assert landing_id in self._begun
+        sums: list[int] = []
+        for start in range(0, len(moves), self._batch):
+            if stopped():
+                raise PushStoppedError("stopped on request")
+            sums += self._copy_batch(moves[start : start + self._batch], stopped)
+        return sums
+
+    @abstractmethod
+    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        """Write the pieces of so many blocks; their sums at the source."""
 
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
         _send(connection, Sync())

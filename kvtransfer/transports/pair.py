@@ -354,6 +354,8 @@ def connect_pair(
     on_lost: Callable[[str], None],
 ) -> PairChannel:
     """Open a channel; `TransferError` says why it could not be."""
+    if not channel_type.kind.is_possible(rank.pool.device):
+        raise PathError(f"{channel_type.transport}: not for KV on {rank.pool.device}")
     with contextlib.ExitStack() as failed:
         sock = failed.enter_context(open_socket(address))
         try:

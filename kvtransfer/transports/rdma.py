@@ -155,6 +155,7 @@ class RdmaChannel(OneSidedChannel):
     """An agent that writes to the target's."""
 
     transport: ClassVar[str] = "rdma"
+    batch_bytes: ClassVar[int] = _BATCH_BYTES
 
     def __init__(
         self,
@@ -178,7 +179,6 @@ class RdmaChannel(OneSidedChannel):
         self._packed = Runs(packed_runs, packed.block_bytes, theirs.block_bytes)
         self._one_byte = Runs([Run(0, runs[0].dst_offset, 1)], packed.block_bytes, theirs.block_bytes)
         self._packs = min(run.num_bytes for run in runs) < _PACK_BELOW_BYTES and len(packed_runs) < len(runs)
-        self._batch = max(1, _BATCH_BYTES // self.piece_bytes)
         slot_bytes = max(SCRATCH_BYTES, self._batch * self.piece_bytes if self._packs else self.piece_bytes)
         self._slots = [Slot(rank.pool, slot_bytes) for _ in range(_MAX_UNDER_WAY if self._packs else 1)]
         self._source = pool_region(rank.pool)
@@ -224,23 +224,16 @@ class RdmaChannel(OneSidedChannel):
         self._slots.clear()
         super().close()
 
-    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        assert landing_id in self._begun
-        sums: list[int] = []
-        for start in range(0, len(moves), self._batch):
-            if stopped():
-                raise PushStoppedError("stopped on request")
-            self._await(_MAX_UNDER_WAY - 1, stopped)
-            batch = moves[start : start + self._batch]
-            sources, targets = [move.src_block for move in batch], [move.dst_block for move in batch]
-            if self._packs:
-                slot = self._slots[self._num_packed % _MAX_UNDER_WAY]
-                self._num_packed += 1
-                sums += slot.gather(sources, self._piece)
-                self._post(self._packed, slot.region, range(len(batch)), self._target, targets)
-            else:
-                self._post(self._direct, self._source, sources, self._target, targets)
-                sums += self._pool.sums(sources, self._piece)
+    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        self._await(_MAX_UNDER_WAY - 1, stopped)
+        sources, targets = [move.src_block for move in moves], [move.dst_block for move in moves]
+        if not self._packs:
+            self._post(self._direct, self._source, sources, self._target, targets)
+            return self._pool.sums(sources, self._piece)
+        slot = self._slots[self._num_packed % _MAX_UNDER_WAY]
+        self._num_packed += 1
+        sums = slot.gather(sources, self._piece)
+        self._post(self._packed, slot.region, range(len(moves)), self._target, targets)
         return sums
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:

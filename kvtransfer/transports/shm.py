@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from kvtransfer.errors import PathError, PushStoppedError, TransferError, WireError
+from kvtransfer.errors import PathError, TransferError, WireError
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S
 from kvtransfer.layout import Run, plan_runs, split_runs
 from kvtransfer.memory import map_shared, mapping_bytes, scratch_offset
@@ -60,6 +60,7 @@ class ShmChannel(OneSidedChannel):
     """The target's pool, mapped here."""
 
     transport: ClassVar[str] = "shm"
+    batch_bytes: ClassVar[int] = _BATCH_BYTES
 
     def __init__(
         self,
@@ -79,7 +80,6 @@ class ShmChannel(OneSidedChannel):
         self._table = RunTable(runs)
         self._halves: tuple[list[Run], list[Run]] = split_runs(runs, self.piece_bytes // 2)
         self._block_bytes = target.block_bytes
-        self._batch = max(1, _BATCH_BYTES // self.piece_bytes)
         self._scratch = scratch_offset(welcome.num_blocks * target.block_bytes)
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
@@ -93,14 +93,8 @@ class ShmChannel(OneSidedChannel):
         self._mapping.close()
         super().close()
 
-    def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        assert landing_id in self._begun
-        sums: list[int] = []
-        for start in range(0, len(moves), self._batch):
-            if stopped():
-                raise PushStoppedError("stopped on request")
-            sums += self._copy(moves[start : start + self._batch], self._table)
-        return sums
+    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        return self._copy(moves, self._table)
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         assert landing_id in self._begun
