@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from service_house import NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
 
@@ -20,19 +18,6 @@ from kvtransfer.messages import (
     StopPush,
 )
 from kvtransfer.secret import draw_id
-
-
-@pytest.fixture
-def target() -> Iterator[Rank]:
-    with Rank(TARGET) as rank:
-        yield rank
-
-
-@pytest.fixture
-def writer(target: Rank) -> Iterator[Rank]:
-    """Made after the target and closed before it."""
-    with Rank(WRITER, seed=1) as rank:
-        yield rank
 
 
 def test_tcp_finishes_what_shared_memory_began(target: Rank) -> None:

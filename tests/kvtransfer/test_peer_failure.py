@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from agent_process import HOLD
 from transfer_house import (
     LAYOUT,
     ONE_SIDED,
-    TRANSPORTS,
     Rank,
     TransferHouse,
     eventually,
@@ -38,19 +36,6 @@ from kvtransfer.messages import (
 HALF = LAYOUT.block_bytes // 2
 FILL = 0xA5
 OTHER = ReplicaIdentity("other", 1)
-
-
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def processes(request: pytest.FixtureRequest) -> Iterator[TransferHouse]:
-    house = TransferHouse(request.param)
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def house(processes: TransferHouse) -> Iterator[TransferHouse]:
-    with processes.room():
-        yield processes
 
 
 def halted(house: TransferHouse, target: Rank, action: str, folder: Path) -> tuple[Rank, bytes]:

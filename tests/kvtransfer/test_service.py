@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -31,19 +30,6 @@ from kvtransfer.messages import (
     TransferReport,
 )
 from kvtransfer.secret import draw_id
-
-
-@pytest.fixture
-def target() -> Iterator[Rank]:
-    with Rank(TARGET) as rank:
-        yield rank
-
-
-@pytest.fixture
-def writer(target: Rank) -> Iterator[Rank]:
-    """Made after the target and closed before it."""
-    with Rank(WRITER, seed=1) as rank:
-        yield rank
 
 
 def check_sum(data: bytes) -> int:

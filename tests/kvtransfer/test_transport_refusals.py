@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +12,6 @@ from transfer_house import (
     LAYOUT,
     SECRET,
     SHARD,
-    TRANSPORTS,
     WRITER,
     Rank,
     TransferHouse,
@@ -25,19 +23,6 @@ from kvtransfer.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.layout import BlockLayout
 from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
 from kvtransfer.transports.connection import HELLO_CODEC, ChannelHello, ChannelRefusal
-
-
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def processes(request: pytest.FixtureRequest) -> Iterator[TransferHouse]:
-    house = TransferHouse(request.param)
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def house(processes: TransferHouse) -> Iterator[TransferHouse]:
-    with processes.room():
-        yield processes
 
 
 def test_a_path_below_the_floor_is_refused_by_name_or_used_with_a_warning(house: TransferHouse) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from transfer_house import (
     LAYOUT,
     NUM_BLOCKS,
     SHARD,
-    TRANSPORTS,
     Rank,
     TransferHouse,
     eventually,
@@ -40,20 +38,6 @@ from kvtransfer.messages import (
     VerifyOrder,
 )
 from kvtransfer.secret import draw_id
-
-
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def processes(request: pytest.FixtureRequest) -> Iterator[TransferHouse]:
-    house = TransferHouse(request.param)
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def house(processes: TransferHouse) -> Iterator[TransferHouse]:
-    with processes.room():
-        yield processes
-
 
 # ------------------------------------------------------------------------------------------- it lands
 

@@ -1,0 +1,35 @@
+"""Fixtures of the transfer's tests: two agents in processes of their own, and two ranks in this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from service_house import TARGET, WRITER, Rank
+from transfer_house import TRANSPORTS, TransferHouse
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def processes(request: pytest.FixtureRequest) -> Iterator[TransferHouse]:
+    house = TransferHouse(request.param)
+    yield house
+    house.close()
+
+
+@pytest.fixture
+def house(processes: TransferHouse) -> Iterator[TransferHouse]:
+    with processes.room():
+        yield processes
+
+
+@pytest.fixture
+def target() -> Iterator[Rank]:
+    with Rank(TARGET) as rank:
+        yield rank
+
+
+@pytest.fixture
+def writer(target: Rank) -> Iterator[Rank]:
+    """Made after the target and closed before it."""
+    with Rank(WRITER, seed=1) as rank:
+        yield rank
