@@ -340,7 +340,9 @@ class PushFailed(Message, frozen=True):
 
 
 class PushStopped(Message, frozen=True):
-    """Answer to `StopPush`: the fence. No byte of this landing is written after this."""
+    """Answer to `StopPush`: the fence. This rank writes no byte of the landing after this. What a two-sided
+    transport still carries of it is dropped by the target, which has closed the landing or is about to
+    (`CloseLanding`) before it uses the blocks again."""
 
     landing_id: bytes
 

@@ -99,7 +99,7 @@ def test_a_target_killed_mid_write_fails_the_push(house: TransferHouse, tmp_path
     writer.push(1, connection_id, target.open(writer, 1, 2), [(4, 1), (5, 2)])
     eventually((tmp_path / "marker").exists, "the middle of the first block")
     process.signal(signal.SIGKILL)
-    process.await_state("Z")
+    process.await_death()
     (tmp_path / "marker.go").touch()
     assert writer.reports.take(PeerLost).connection_id == connection_id
     # In memory that both map the rest may be written before the writer notices.
@@ -135,7 +135,7 @@ def test_when_one_of_two_lanes_dies_the_push_fails_and_the_other_stays_fenced(
     writer.push(1, connection_id, landing_id, [(0, 0), (1, 1), (2, 2), (3, 3)])
     eventually((tmp_path / "marker").exists, "the middle of a block")
     process.signal(signal.SIGKILL)
-    process.await_state("Z")
+    process.await_death()
     alive.handle(CloseLanding(landing_id))
     admitted = alive.reports.take(LandingClosed).connections
     assert len(admitted) == is_one_sided(house)

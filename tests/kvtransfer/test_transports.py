@@ -223,9 +223,9 @@ def test_blocks_of_a_stopped_landing_can_be_reused_at_once(house: TransferHouse,
     writer.handle(StopPush(landing_id))
     let_go(tmp_path / "marker")
     writer.reports.take(PushStopped)
+    target.close_landing(landing_id)  # what a two-sided writer left on its way is dropped by this
     other.move(target, other_connection, 1, [(block, block) for block in range(3)])
     np.testing.assert_array_equal(target.pool[:3], other.pool[:3])
-    target.close_landing(landing_id)
     # Whatever the first writer had under way would have to come before this.
     writer.move(target, connection_id, 2, [(20, 20)])
     np.testing.assert_array_equal(target.pool[:3], other.pool[:3])

@@ -294,8 +294,12 @@ class AgentProcess:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def await_death(self) -> None:
+        """Wait until all its threads have ended, and with them its connections are closed."""
+        self._process.wait(WAIT_S)
+
     def await_state(self, state: str) -> None:
-        """Wait until the kernel says that the process is in `state` ("T": stopped, "Z": dead)."""
+        """Wait until the kernel says that the process is in `state` ("T": stopped)."""
         stat = Path(f"/proc/{self.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
 
