@@ -126,7 +126,7 @@ def test_a_writer_dies_and_another_takes_its_place(transport: str) -> None:
         writer.connect(target.address, SHARD, SHARD)
         landing_id = target.open(*(dst for _, dst in MOVES))
         writer.start_push(landing_id, MOVES)
-        writer.await_death()
+        writer.await_state("Z")
         target.close_landing(landing_id)
         if transport == "cuda_ipc":  # let in one-sided: quarantined until it is gone
             eventually(lambda: target.reports().gone, "the proof of its death")

@@ -223,7 +223,7 @@ def test_a_writer_killed_in_the_middle_leaves_a_target_that_serves_the_next(
     writer = writer_process(ends, setup(seed=1, faults=(rule,)))
     writer.connect(target.address, SHARD, SHARD)
     writer.start_push(target.open(*(dst for _, dst in MOVES)), MOVES)
-    writer.await_death()
+    writer.await_state("Z")
     eventually(lambda: gloo_threads() == ["gloo-listen"], "the end of its threads")
     done = MOVES[: after - 1]
     assert np.array_equal(target.data(), landed(target.setup, writer.setup, SHARD, done))
@@ -272,7 +272,7 @@ def test_a_killed_target_ends_a_push_and_a_new_one_takes_its_place(ends: Ends) -
     writer.connect(target.address, SHARD, SHARD)
     landing_id = target.open(1)
     target.signal(signal.SIGKILL)
-    target.await_death()
+    target.await_state("Z")
     eventually(lambda: writer.lost, "the loss")
     with pytest.raises(PeerGoneError):
         writer.push(landing_id, [(1, 1)])
