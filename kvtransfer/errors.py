@@ -6,7 +6,10 @@ TransferError
 ├── IncompatibleError    the other side's model, dtype or layout differs: do not pair
 ├── PathError            a path could not be opened or fell below its floor: use another, or refuse
 ├── PeerGoneError        the other side closed or died: fail over
-└── PushStoppedError     the push was stopped by an abort: nothing more is written
+├── PushStoppedError     the push was stopped by an abort: nothing more is written
+└── StoreError           a record or a tier of the store cannot be used: what it held is a miss
+    ├── StoreIoError     reading or writing NVMe failed
+    └── OtherVersionError  a record of another format version: ignored, its space is used again
 """
 
 from __future__ import annotations
@@ -38,3 +41,15 @@ class PeerGoneError(TransferError):
 
 class PushStoppedError(TransferError):
     """The push was stopped on request before it completed."""
+
+
+class StoreError(TransferError):
+    """What the store was asked for cannot be had, or a record of it is damaged."""
+
+
+class StoreIoError(StoreError):
+    """The file of a record could not be read or written, or holds something else."""
+
+
+class OtherVersionError(StoreError):
+    """The record is whole, but of another version of the format."""

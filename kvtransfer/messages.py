@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvtransfer.wire import Message, Part
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 TrafficClass = Literal["hand_over", "prefetch", "write_back"]
 """What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to."""
@@ -374,16 +374,20 @@ class Verified(Message, frozen=True):
 
 
 class BlocksStored(Part, frozen=True):
-    """Blocks `keys` (a chain, each the child of the one before) follow `parent` (b"" at the root)."""
+    """Blocks `keys` (a chain, each the child of the one before) follow `parent` (b"" at the root) and are
+    held in `tier`. What the node's store holds is told in its cheapest tier, whether or not the device holds
+    it too."""
 
     parent: bytes
     keys: tuple[bytes, ...]
+    tier: Literal["device", "dram", "nvme"] = "device"
 
 
 class BlocksRemoved(Part, frozen=True):
-    """These blocks are no longer held."""
+    """These blocks are no longer held on the device, or in no tier of the node's store."""
 
     keys: tuple[bytes, ...]
+    tier: Literal["device", "store"] = "device"
 
 
 class KvEvents(Message, frozen=True):

@@ -7,14 +7,10 @@ time, and must not wait for anything that another report brings.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from kvtransfer.clock import Clock
 from kvtransfer.errors import PathError
@@ -22,6 +18,7 @@ from kvtransfer.faults import Faults
 from kvtransfer.fence import PushFence
 from kvtransfer.gate import Gate
 from kvtransfer.health import PathHealth
+from kvtransfer.host import host_id
 from kvtransfer.lanes import WriterHouse
 from kvtransfer.layout import intersect
 from kvtransfer.messages import (
@@ -52,8 +49,6 @@ TRANSFER_THREADS = "kv-"
 
 _log = logging.getLogger(__name__)
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 class TransferAgent:
@@ -202,11 +197,3 @@ def _listen(target: TargetRank) -> tuple[list[Listener], dict[str, str]]:
     level = logging.INFO if listeners else logging.WARNING
     _log.log(level, "rank %d offers %s", target.rank, [listener.endpoint for listener in listeners])
     return listeners, unoffered
-
-
-def host_id() -> str:
-    """Equal exactly where unix sockets and memory can be shared: one boot, network namespace and user."""
-    if not _BOOT_ID.exists():
-        return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:32]
-    fields = (_BOOT_ID.read_text().strip(), os.stat(_NETWORK_NAMESPACE).st_ino, os.getuid())
-    return hashlib.sha256(repr(fields).encode()).hexdigest()[:32]

@@ -15,10 +15,10 @@ from service_house import BOTH, LAYOUT, NUM_BLOCKS, SECRET, TARGET, WHOLE, WRITE
 from transfer_house import WAIT_S
 
 from kvtransfer.framing import prove_as_server, receive_frame, send_frame
+from kvtransfer.host import host_id
 from kvtransfer.memory import mapping_bytes
 from kvtransfer.messages import Endpoint, Lane, PeerConnectFailed, RankEndpoints
 from kvtransfer.secret import HANDSHAKE_CODEC, Hello
-from kvtransfer.service import host_id
 from kvtransfer.transports.connection import HELLO_CODEC, ChannelWelcome
 
 Serve = Callable[[socket.socket], object]
