@@ -98,7 +98,7 @@ def plan_pieces(
         pieces += _shared(ranks, needed)
     for rank, shard in targets:
         sent = [piece for _, target_rank, piece in pieces if target_rank == rank]
-        missing = next(_without(shard, sent), None)
+        missing = next(without(shard, sent), None)
         if missing is not None:
             raise IncompatibleError(f"no rank of the writer holds {_named(missing)}, which rank {rank} needs")
     return tuple(sorted(pieces, key=itemgetter(0, 1)))
@@ -159,7 +159,7 @@ def _append(runs: list[Run], run: Run) -> None:
 def _shared(ranks: Sequence[int], needed: Sequence[tuple[int, Shard]]) -> Iterator[PlannedPiece]:
     """Deal the pieces that targets need of one shard to the ranks that hold it, laid end to end by size: the
     i-th of n takes what lies between i/n and (i+1)/n of the whole, to the nearest layer."""
-    total = sum(_size(piece) for _, piece in needed)
+    total = sum(shard_size(piece) for _, piece in needed)
     begin = 0
     for target_rank, piece in needed:
         num_heads = piece.head_end - piece.head_start
@@ -172,14 +172,14 @@ def _shared(ranks: Sequence[int], needed: Sequence[tuple[int, Shard]]) -> Iterat
             if first < last:
                 layers = piece.layer_start + first, piece.layer_start + last
                 yield PlannedPiece(rank, target_rank, Shard(*layers, piece.head_start, piece.head_end))
-        begin += _size(piece)
+        begin += shard_size(piece)
 
 
 def _nearest(numerator: int, denominator: int) -> int:
     return (2 * numerator + denominator) // (2 * denominator)
 
 
-def _size(shard: Shard) -> int:
+def shard_size(shard: Shard) -> int:
     """Heads of all layers."""
     return (shard.layer_end - shard.layer_start) * (shard.head_end - shard.head_start)
 
@@ -192,7 +192,7 @@ def _check_disjoint(shards: Sequence[Shard]) -> None:
                 raise IncompatibleError(f"the writer's ranks overlap in {_named(both)} but are no copies")
 
 
-def _without(shard: Shard, taken: Sequence[Shard]) -> Iterator[Shard]:
+def without(shard: Shard, taken: Sequence[Shard]) -> Iterator[Shard]:
     """Rectangles of `shard` that none of `taken` covers."""
     both = None
     rest = taken
@@ -206,8 +206,8 @@ def _without(shard: Shard, taken: Sequence[Shard]) -> Iterator[Shard]:
     left = Shard(both.layer_start, both.layer_end, shard.head_start, both.head_start)
     right = Shard(both.layer_start, both.layer_end, both.head_end, shard.head_end)
     for part in (above, below, left, right):
-        if _size(part):
-            yield from _without(part, rest)
+        if shard_size(part):
+            yield from without(part, rest)
 
 
 def _named(shard: Shard) -> str:

@@ -1,0 +1,123 @@
+"""What a record looks like, in the arena and on NVMe alike: one header page, then the payload, padded.
+
+The page starts with magic, checksum, version and length, at the same places in every version of the format;
+the checksum (`kvtransfer.checksum`) covers version, length and fields. Headers suffice to rebuild the books.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvtransfer.checksum import Checksummer
+from kvtransfer.errors import OtherVersionError, StoreError, WireError
+from kvtransfer.messages import CompatibilityRecord
+from kvtransfer.store.messages import HEADER_BYTES as HEADER_BYTES
+from kvtransfer.store.messages import RecordInfo
+from kvtransfer.wire import Codec, Part
+
+PAGE_BYTES = 4096
+MAGIC = b"tandem\x9dR"
+VERSION = 1
+SPACE_BYTES = 8
+MAX_TENANT_BYTES = 1024
+
+State = Literal["allocated", "committed"]
+
+_FRONT = struct.Struct("<8sQII")
+"""Magic, checksum, version, number of bytes of the fields."""
+_SUMMED_FROM = 16
+_MAX_FIELDS_BYTES = HEADER_BYTES - _FRONT.size
+
+
+class Writer(NamedTuple):
+    """A process that may write the payload of an allocated record: its id, its start time (clock ticks since
+    boot, `kvtransfer.store.writers`) and the session for which it writes (b"": the owner itself)."""
+
+    process_id: int
+    started_at: int
+    session: bytes = b""
+
+
+class Place(NamedTuple):
+    """Where in which arena a header was written: one that lies elsewhere is a copy, or bytes left behind."""
+
+    arena: bytes
+    offset: int
+
+
+class Header(Part, frozen=True):
+    """All of a header page. `sequence` grows with every header that an owner writes; `writer` is None when
+    nobody writes (any more), `place` is None when it was not made for an arena."""
+
+    info: RecordInfo
+    state: State
+    sequence: int
+    writer: Writer | None
+    place: Place | None
+
+
+_CODEC: Codec[Header] = Codec(Header)
+_THREAD = threading.local()
+
+
+def space_id(compatibility: CompatibilityRecord) -> bytes:
+    """What names the space of a model, dtype and block layout: equal where KV can be used. 8 bytes."""
+    fields = msgspec.structs.asdict(compatibility)
+    del fields["protocol"]
+    return hashlib.sha256(msgspec.msgpack.encode(fields)).digest()[:SPACE_BYTES]
+
+
+def image_bytes(num_payload: int) -> int:
+    """Size of the whole record of a payload of `num_payload` bytes: header page and padded payload."""
+    return HEADER_BYTES + -(-num_payload // PAGE_BYTES) * PAGE_BYTES
+
+
+def encode_header(
+    info: RecordInfo, state: State, sequence: int, writer: Writer | None = None, place: Place | None = None
+) -> bytes:
+    """The header page, `HEADER_BYTES` long. `StoreError` when the tenant's name or the rest is too long."""
+    num_tenant_bytes = len(info.tenant.encode())
+    if num_tenant_bytes > MAX_TENANT_BYTES:
+        raise StoreError(f"the tenant's name has {num_tenant_bytes} bytes; a record takes {MAX_TENANT_BYTES}")
+    fields = _CODEC.encode(Header(info, state, sequence, writer, place))
+    if len(fields) > _MAX_FIELDS_BYTES:
+        raise StoreError(f"the record's fields take {len(fields)} bytes; a header takes {_MAX_FIELDS_BYTES}")
+    front = _FRONT.pack(MAGIC, 0, VERSION, len(fields))
+    total = _summer().sum((front[_SUMMED_FROM:] + fields,))
+    page = _FRONT.pack(MAGIC, total, VERSION, len(fields)) + fields
+    return page.ljust(HEADER_BYTES, b"\0")
+
+
+def decode_header(page: memoryview | bytes) -> Header:
+    """The header in the first `HEADER_BYTES` of `page`. `StoreError` when it is none of ours or damaged,
+    `OtherVersionError` when it is whole and of another version of the format; nothing else, ever."""
+    if len(page) < HEADER_BYTES:
+        raise StoreError(f"a header page has {HEADER_BYTES} bytes, not {len(page)}")
+    magic, total, version, num_fields_bytes = _FRONT.unpack_from(page)
+    if magic != MAGIC:
+        raise StoreError("no record starts here")
+    if num_fields_bytes > _MAX_FIELDS_BYTES:
+        raise StoreError("the record's header is damaged: impossible length")
+    # A copy: the page may be shared memory, and what was summed must be what is decoded.
+    summed = bytes(page[_SUMMED_FROM : _FRONT.size + num_fields_bytes])
+    if _summer().sum((summed,)) != total:
+        raise StoreError("the record's header is damaged: its sum is wrong")
+    if version != VERSION:
+        raise OtherVersionError(f"the record has format version {version}; this is version {VERSION}")
+    try:
+        return _CODEC.decode(summed[_FRONT.size - _SUMMED_FROM :])
+    except WireError as error:
+        raise StoreError(f"the record's header is damaged: {error}") from error
+
+
+def _summer() -> Checksummer:
+    """One for each thread: headers are read on the threads of the I/O pool too."""
+    summer: Checksummer | None = getattr(_THREAD, "summer", None)
+    if summer is None:
+        summer = _THREAD.summer = Checksummer()
+    return summer
