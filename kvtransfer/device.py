@@ -8,6 +8,7 @@ the step, and what is scattered here is complete before any order that uses it i
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -17,10 +18,15 @@ from kvtransfer.checksum_torch import finish_totals, piece_totals
 from kvtransfer.layout import BlockLayout, intersect
 from kvtransfer.messages import Shard
 from kvtransfer.pool import KvPool
+from kvtransfer.runs import Place
+
+_log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
 """Moved by one operation: the temporaries of the checksum are a few times as large."""
 _WORD_BYTES = 8
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device of the process."""
 
 Staging = memoryview | torch.Tensor
 """Writable contiguous bytes: host memory, or a uint8 tensor on the host or on the pool's device."""
@@ -46,6 +52,8 @@ class DevicePool(KvPool):
         wide = layout.head_bytes % _WORD_BYTES == 0 and tensor.storage_offset() % _WORD_BYTES == 0
         self._word = torch.int64 if wide else torch.uint8
         self._streams = threading.local()
+        self._pinned: set[int] = set()
+        """Addresses of attached memory."""
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         self.check_blocks(block_ids)
@@ -84,6 +92,58 @@ class DevicePool(KvPool):
         """Pinned when the pool is on CUDA."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda).numpy().data
 
+    def store(self, block_ids: Sequence[int], place: Place, offsets: Sequence[int]) -> list[int]:
+        self.check_blocks(block_ids)
+        shard = self.layout.shard
+        pieces, memory = self._pieces(shard), _memory(place, offsets, self.layout.block_bytes)
+        with self._working():
+            totals: list[torch.Tensor] = []
+            for start, ids in self._batches(block_ids, shard):
+                packed = self._take(pieces, ids, None)
+                rows = packed.view(len(ids), -1).view(torch.uint8)
+                for row, offset in zip(rows, offsets[start : start + len(ids)], strict=True):
+                    memory[offset : offset + len(row)].copy_(row, non_blocking=True)
+                totals.append(self._totals(packed))
+            sums = self._finish(totals, shard)
+            self._synchronize()
+            return sums
+
+    def load(
+        self, block_ids: Sequence[int], piece: Shard, place: Place, offsets: Sequence[int], shard: Shard
+    ) -> list[int]:
+        """The whole record goes to the device, where its very bytes are summed before its part is taken."""
+        self.check_blocks(block_ids)
+        size = self.piece_bytes(shard)
+        pieces, memory = self._pieces(piece), _memory(place, offsets, size)
+        with self._working():
+            totals: list[torch.Tensor] = []
+            for start, ids in self._batches(block_ids, shard):
+                records = torch.empty((len(ids), size), dtype=torch.uint8, device=self.tensor.device)
+                for row, offset in zip(records, offsets[start : start + len(ids)], strict=True):
+                    row.copy_(memory[offset : offset + size], non_blocking=True)
+                totals.append(self._totals(records))
+                self._put(pieces, ids, self._part(records, shard, piece))
+            sums = self._finish(totals, shard)
+            self._synchronize()
+            return sums
+
+    def attach(self, place: Place) -> None:
+        """Pinned for CUDA, which takes all of its pages; where that is refused, copies are slower."""
+        if self._is_cuda:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self.tensor.device):
+                status = runtime.cudaHostRegister(place.address, len(place.bytes), _PORTABLE)
+            if status != runtime.cudaError.success:
+                _log.warning("%d bytes of host memory could not be pinned: %s", len(place.bytes), status)
+            else:
+                self._pinned.add(place.address)
+
+    def detach(self, place: Place) -> None:
+        if place.address in self._pinned:
+            self._pinned.discard(place.address)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(runtime.cudaHostUnregister(place.address)))
+
     def close(self) -> None:
         self.tensor = torch.empty((0, self.layout.block_bytes), dtype=torch.uint8)
         self.num_blocks = 0
@@ -106,11 +166,14 @@ class DevicePool(KvPool):
 
     def _pieces(self, piece: Shard) -> torch.Tensor:
         """The pool as words [num_blocks, layers, 2, heads, words], restricted to the piece; a view."""
-        shard = self.layout.shard
+        return self._part(self.tensor, self.layout.shard, piece)
+
+    def _part(self, blocks: torch.Tensor, shard: Shard, piece: Shard) -> torch.Tensor:
+        """Of blocks of `shard` (uint8 [n, bytes]) the piece, as words [n, layers, 2, heads, -1]; a view."""
         if intersect(shard, piece) != piece:
             raise ValueError(f"{piece} is not part of {shard}")
         num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
-        whole = self.tensor.view(self._word).view(self.num_blocks, num_layers, 2, num_heads, -1)
+        whole = blocks.view(self._word).view(len(blocks), num_layers, 2, num_heads, -1)
         layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
         return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
 
@@ -155,6 +218,13 @@ class DevicePool(KvPool):
 
     def _finish(self, totals: Sequence[torch.Tensor], piece: Shard) -> list[int]:
         return finish_totals(torch.cat(list(totals)), self.piece_bytes(piece)) if totals else []
+
+
+def _memory(place: Place, offsets: Sequence[int], size: int) -> torch.Tensor:
+    """The memory of `place` (uint8 [bytes]); `IndexError` when `size` bytes at an offset would leave it."""
+    if offsets and (min(offsets) < 0 or max(offsets) + size > len(place.bytes)):
+        raise IndexError(f"bytes up to {max(offsets) + size} of {len(place.bytes)}")
+    return torch.from_numpy(place.bytes)
 
 
 def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvtransfer import native
-from kvtransfer.layout import BlockLayout, piece_runs
+from kvtransfer.layout import BlockLayout, piece_runs, plan_runs
 from kvtransfer.memory import KvMemory
 from kvtransfer.messages import Shard
 from kvtransfer.runs import Place, RunTable, copy_runs, sum_runs
@@ -44,6 +44,26 @@ class KvPool(ABC):
     @abstractmethod
     def allocate_staging(self, num_bytes: int) -> memoryview:
         """Host memory (bytes, writable) that `gather` and `scatter` reach at full speed."""
+
+    @abstractmethod
+    def store(self, block_ids: Sequence[int], place: Place, offsets: Sequence[int]) -> list[int]:
+        """Copy whole blocks to these offsets of `place`, host memory outside the pool; returns the sums of
+        the very bytes that were copied."""
+
+    @abstractmethod
+    def load(
+        self, block_ids: Sequence[int], piece: Shard, place: Place, offsets: Sequence[int], shard: Shard
+    ) -> list[int]:
+        """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard` that lie
+        at the offset; returns the sums of all of `shard`, which the pool itself need not hold."""
+
+    def attach(self, place: Place) -> None:
+        """Before the first `store` and `load` of this memory: make it fast to reach."""
+        return
+
+    def detach(self, place: Place) -> None:
+        """After the last ones, before it is unmapped."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -89,6 +109,21 @@ class HostPool(KvPool):
     def allocate_staging(self, num_bytes: int) -> memoryview:
         return np.empty(num_bytes, dtype=np.uint8).data
 
+    def store(self, block_ids: Sequence[int], place: Place, offsets: Sequence[int]) -> list[int]:
+        table = self._table(self.layout.shard)
+        return copy_runs(self.place, self.offsets(block_ids), place, offsets, table, streamed=True)
+
+    def load(
+        self, block_ids: Sequence[int], piece: Shard, place: Place, offsets: Sequence[int], shard: Shard
+    ) -> list[int]:
+        targets = self.offsets(block_ids)
+        table = part_table(self.layout, piece, shard)
+        if piece == shard:
+            return copy_runs(place, offsets, self.place, targets, table, streamed=True)
+        whole = replace(self.layout, shard=shard)
+        copy_runs(place, offsets, self.place, targets, table, sums=False, streamed=True)
+        return sum_runs(place, offsets, piece_table(whole, shard))
+
     def offsets(self, block_ids: Sequence[int]) -> list[int]:
         """Where the blocks start, in bytes; `IndexError` for one outside the pool."""
         self.check_blocks(block_ids)
@@ -106,3 +141,10 @@ class HostPool(KvPool):
 def piece_table(layout: BlockLayout, piece: Shard) -> RunTable:
     """From a block to its packed piece. `ValueError` when the block does not hold it."""
     return RunTable(piece_runs(layout, piece))
+
+
+@functools.lru_cache(maxsize=256)
+def part_table(layout: BlockLayout, piece: Shard, shard: Shard) -> RunTable:
+    """From the packed bytes of `shard` to the part `piece` of a block. `ValueError` when one of the two does
+    not hold it."""
+    return RunTable(plan_runs(replace(layout, shard=shard), layout, piece))

@@ -186,7 +186,7 @@ extern "C" void move_runs(const uint8_t* src, const int64_t* src_offsets, uint8_
         next = source + runs[number + 1].src_offset;
       else if (block + 1 < num_blocks)
         next = src + src_offsets[block + 1] + runs[0].src_offset;
-      if (sums)
+      if (sums || streamed)  // also unwanted, a sum costs nothing beside stores that pass by the cache
         sum.feed(source + run.src_offset, there, run.num_bytes, streamed, next);
       else
         memcpy(there, source + run.src_offset, static_cast<size_t>(run.num_bytes));

@@ -77,6 +77,8 @@ class Script:
     """End with the end token at this output index."""
     hand_over_first: bool = False
     """As a prefill replica: hand over before the first token is sent."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Of the prompt's cached tokens: those that the store's tiers gave."""
 
 
 class ScriptedReplica:
@@ -221,7 +223,14 @@ class ScriptedReplica:
             return
         num_tokens = len(submission.prompt) // 4
         times = StageTimes(arrived=1.0, scheduled=1.25, prefilled=2.0)
-        report = PrefillReport(request_id, attempt, num_tokens, min(16, num_tokens - 1), times)
+        report = PrefillReport(
+            request_id,
+            attempt,
+            num_tokens,
+            min(16, num_tokens - 1),
+            times,
+            num_loaded_tokens=self.script.loaded,
+        )
         first = {state.index: len(state.output) // 4 for state in submission.samples}
         deltas = tuple(self._delta(submission, state, first[state.index]) for state in submission.samples)
         if submission.decode is None:

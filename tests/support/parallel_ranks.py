@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from workers.engine.groups import RankGroups
 from workers.engine.joining import find_store, open_store
-from workers.model.attention import AttentionBatch, SequenceSpan
+from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.config import read_model_config
 from workers.model.decoder import load_decoder
 from workers.model.parallel import parallelize

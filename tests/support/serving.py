@@ -51,8 +51,8 @@ def tandem(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedPro
 
 
 def environment() -> dict[str, str]:
-    """Ours, in which the sources are importable from every process and nothing points to another Ray."""
-    kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    """Ours, in which the sources are importable from each process; nothing points to another Ray or Redis."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "REDIS_URL")}
     return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
 
 

@@ -54,8 +54,10 @@ class Step:
 
 @dataclass
 class Stage:
-    """One stage's memory: KV by (block, offset)."""
+    """One stage's memory: KV by (block, offset). Blocks from `num_blocks` on are in host memory: nothing is
+    computed into them."""
 
+    num_blocks: int
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def copy_blocks(self, plan: StepPlan) -> None:
@@ -71,6 +73,7 @@ class Stage:
         for position, token in enumerate(tokens, entry.start):
             place = entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
             assert place not in written, "two entries of a plan write one place"
+            assert place[0] < self.num_blocks, "KV is computed into host memory"
             written.add(place)
             self.kv[place] = token
 
@@ -90,6 +93,8 @@ class StagedEngine:
     num_blocks: int
     num_stages: int = 1
     attention_ratio: float = 0.0
+    num_offload_blocks: int = 0
+    has_store: bool = False
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
 
@@ -103,8 +108,10 @@ class StagedEngine:
             fingerprint=FINGERPRINT,
             num_stages=self.num_stages,
             attention_ratio=self.attention_ratio,
+            num_offload_blocks=self.num_offload_blocks,
+            has_store=self.has_store,
         )
-        self.stages = [Stage() for _ in range(self.num_stages)]
+        self.stages = [Stage(self.num_blocks) for _ in range(self.num_stages)]
         self.steps: deque[Step] = deque()
         self.blocks_of_landings: list[int] = []
         self.step = 0
@@ -210,11 +217,18 @@ class StagedEngine:
         for plan in self.plans:
             named = {block for entry in plan.entries for block in entry.block_ids}
             named |= {copy.src_block for copy in plan.copies}
-            assert all(self.pool.is_referenced(block) for block in named), "freed before its plan is reported"
+            on_device = {block for block in named if block < self.num_blocks}
+            assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
 
     @property
     def max_tokens(self) -> int:
+        """Of a request that is handed over."""
         return min(MAX_CONTEXT, self.num_blocks * BLOCK_TOKENS)
+
+    @property
+    def max_local_tokens(self) -> int:
+        """Of a request that stays, partly in host memory."""
+        return self.scheduler.max_local_tokens
 
 
 # ------------------------------------------------------------------------- what one test asks of one engine
@@ -222,12 +236,20 @@ class StagedEngine:
 PROMPT = [5, 6, 7, 8, 9, 10]
 
 
-def config(**settings: int) -> EngineConfig:
+def config(**settings: float) -> EngineConfig:
     return EngineConfig(**{"block_tokens": 16, "max_batch_tokens": 16, "chunk_tokens": 8, **settings})
 
 
-def engine(num_blocks: int = 40, num_stages: int = 1, ratio: float = 0.0, **settings: int) -> StagedEngine:
-    return StagedEngine(config(**settings), num_blocks, num_stages, ratio)
+def engine(
+    num_blocks: int = 40,
+    num_stages: int = 1,
+    ratio: float = 0.0,
+    *,
+    offload: int = 0,
+    has_store: bool = False,
+    **settings: float,
+) -> StagedEngine:
+    return StagedEngine(config(**settings), num_blocks, num_stages, ratio, offload, has_store)
 
 
 def ask(

@@ -152,10 +152,12 @@ class House:
         transfer: dict[str, Any] | None = None,
         faults: Sequence[FaultRule] = (),
         parallel: Parallel = SINGLE,
+        store: str | None = None,
+        epoch: int = 1,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
         brain = Brain(
-            identity=ReplicaIdentity(name, 1),
+            identity=ReplicaIdentity(name, epoch),
             pool=role,
             role=role,
             model_dir=str(self._model_dir),
@@ -167,6 +169,7 @@ class House:
             launcher=ProcessLauncher(),
             clock=SystemClock(),
             host="127.0.0.1",
+            store=store,
             faults=faults,
         )
         await brain.start()
@@ -223,6 +226,8 @@ class House:
                 pool = brain.pool
                 books = brain.inbound.book.num_open + brain.inbound.book.num_waiting
                 busy = books + brain.outbound.book.num_active + len(brain.requests)
+                if brain.tiers is not None:
+                    busy += not brain.tiers.is_idle
                 return pool.num_referenced == 0 and pool.num_quarantined == 0 and busy == 0
 
             await until(is_quiet, f"every reference of {brain.identity.replica_id} is 0")

@@ -1,0 +1,105 @@
+"""Rank side: the connection to the node's owner, and the arena that comes over it, mapped.
+
+The connection stays open for as long as the rank may write into the arena: its end is the owner's proof that
+nothing more is written. When the owner ends first, the mapping is kept and offered to the next owner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+
+from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
+from kvtransfer.memory import map_shared
+from kvtransfer.runs import Place
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    ArenaGrant,
+    AttachStore,
+    RankHello,
+    StoreRefusal,
+)
+
+_FD_MARK = b"F"
+
+
+class MappedArena:
+    """An owner's arena, mapped here. `place` is its bytes, `fd` the descriptor, kept for another owner."""
+
+    def __init__(self, arena: bytes, num_bytes: int, fd: int) -> None:
+        """Takes the descriptor over. `StoreError` when it is not such an arena, or cannot be mapped."""
+        self.id = arena
+        self.num_bytes = num_bytes
+        self.fd = fd
+        try:
+            if not 0 < num_bytes <= os.fstat(fd).st_size:
+                raise StoreError(f"the descriptor is not an arena of {num_bytes} bytes")
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise StoreError("the arena could shrink: a write to it would end this process")
+            self._mapping: mmap.mmap = map_shared(fd, num_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise StoreError(f"the arena cannot be mapped: {error}") from error
+        except StoreError:
+            os.close(fd)
+            raise
+        self.place = Place(memoryview(self._mapping))
+
+    def close(self) -> None:
+        """Unmap it; nothing may look at `place` any more."""
+        self.place = Place(memoryview(bytearray()))
+        self._mapping.close()
+        os.close(self.fd)
+
+
+def attach(
+    order: AttachStore, rank: int, secret: bytes, earlier: MappedArena | None
+) -> tuple[socket.socket, MappedArena]:
+    """Connect to the owner; returns the open connection and its arena, which is `earlier` when the owner
+    works with that one. `TransferError` says why it cannot be had; then `earlier` is as it was."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        sock.connect(f"\0{order.address}")
+        arena = _introduce(sock, order, rank, secret, earlier)
+        sock.settimeout(None)
+    except OSError as error:
+        sock.close()
+        raise PeerGoneError(f"the owner at {order.address} cannot be reached: {error}") from error
+    except TransferError:
+        sock.close()
+        raise
+    return sock, arena
+
+
+def _introduce(
+    sock: socket.socket, order: AttachStore, rank: int, secret: bytes, earlier: MappedArena | None
+) -> MappedArena:
+    prove_as_client(sock, secret, f"rank {rank} of {order.session.hex()[:8]}")
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    hello = RankHello(STORE_PROTOCOL, order.session, rank, earlier.id if earlier else b"")
+    send_frame(sock, TO_OWNER_CODEC.encode(hello))
+    if earlier is not None:
+        socket.send_fds(sock, [_FD_MARK], [earlier.fd])
+    grant = FROM_OWNER_CODEC.decode(receive_frame(sock))
+    if isinstance(grant, StoreRefusal):
+        raise StoreError(f"refused by the owner: {grant.reason}")
+    if not isinstance(grant, ArenaGrant):
+        raise WireError(f"expected ArenaGrant, got {type(grant).__name__}")
+    if grant.is_yours:
+        if earlier is None or (grant.arena, grant.num_bytes) != (earlier.id, earlier.num_bytes):
+            raise WireError("the owner means an arena that was not offered")
+        return earlier
+    return MappedArena(grant.arena, grant.num_bytes, _receive_descriptor(sock))
+
+
+def _receive_descriptor(sock: socket.socket) -> int:
+    _, descriptors, _, _ = socket.recv_fds(sock, len(_FD_MARK), 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise WireError("the owner sent no descriptor")
+    return descriptors[0]

@@ -1,0 +1,151 @@
+"""Owners that cannot exchange records, or that do not keep to the protocol: refused loudly, and a miss."""
+
+from __future__ import annotations
+
+import pytest
+from exchange_house import GRANULE_BYTES, Node, eventually, record_id, settings
+
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
+from kvtransfer.secret import draw_id
+from kvtransfer.store.exchange import Wanted
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    OwnerHello,
+    RecordId,
+    RecordsSent,
+    SendRecords,
+    ToOwner,
+)
+from kvtransfer.store.streams import FrameStream, open_tcp
+
+TRANSPORTS = ("shm", "tcp")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+async def fetch(asker: Node, holder: Node, wanted: list[Wanted]) -> dict[RecordId, int]:
+    return await asker.exchange.fetch(holder.identity, holder.address, wanted)
+
+
+def assert_nothing_leaks(asker: Node, holder: Node) -> None:
+    assert holder.num_leases == 0
+    assert asker.exchange.stat().num_quarantined == 0
+    asker.arena.check()
+
+
+async def test_another_granule_is_refused_by_both_sides() -> None:
+    async with Node(settings("a", granule_bytes=2 * GRANULE_BYTES)) as a, Node(settings("b")) as b:
+        b.put(1, 50_000)
+        wanted = a.want(1, 50_000)
+        assert await fetch(a, b, [wanted]) == {}
+        assert a.freed == [wanted.offset]
+        note = a.exchange.stat().note
+        assert f"{GRANULE_BYTES} here" in note
+        assert f"{2 * GRANULE_BYTES} there" in note
+
+
+@pytest.mark.parametrize("who", ["another secret", "another life", "nobody"])
+async def test_owners_that_cannot_be_asked_are_a_miss_and_cool_down(who: str) -> None:
+    secret = bytes(32) if who == "another secret" else settings("b").secret
+    async with Node(settings("a")) as a, Node(settings("b", secret=secret)) as b:
+        b.put(1, 50_000)
+        holder = ReplicaIdentity("b", 2) if who == "another life" else b.identity
+        address = "127.0.0.1:1" if who == "nobody" else b.address
+        wanted = a.want(1, 50_000)
+        assert await a.exchange.fetch(holder, address, [wanted]) == {}
+        assert a.freed == [wanted.offset]
+        assert a.exchange.is_cooling(holder)
+        stat = a.exchange.stat()
+        assert (stat.num_failures, stat.num_misses) == (1, 1)
+        assert stat.note
+        again = a.want(1, 50_000)
+        assert await a.exchange.fetch(holder, address, [again]) == {}
+        assert a.exchange.stat().num_failures == 1  # it was not asked
+        assert a.freed == [wanted.offset, again.offset]
+        assert b.num_lent == 0
+
+
+async def test_a_path_below_the_floor_is_not_used(transport: str) -> None:
+    async with (
+        Node(settings("a", transports=[transport])) as a,
+        Node(settings("b", transports=[transport], remote_min_gb_s=1e6)) as b,
+    ):
+        b.put(1, 50_000)
+        wanted = a.want(1, 50_000)
+        assert await fetch(a, b, [wanted]) == {}
+        await eventually(lambda: a.freed == [wanted.offset], "the slot is free")
+        assert "floor" in a.exchange.stat().note
+        assert a.exchange.is_cooling(b.identity)
+        assert_nothing_leaks(a, b)
+
+
+NOWHERE = RankEndpoints(0, Shard(0, 1, 0, 1), "elsewhere", ())
+MODEL_POOL = RankEndpoints(0, Shard(0, 2, 0, 2), "elsewhere", ())
+RECORDS = (record_id(1),)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SendRecords(draw_id(), NOWHERE, RECORDS, ()),
+        SendRecords(draw_id(), MODEL_POOL, RECORDS, ((1,),)),
+        OwnerHello(STORE_PROTOCOL, ReplicaIdentity("a", 1), GRANULE_BYTES),
+    ],
+)
+async def test_nonsense_ends_that_connection_only(message: ToOwner) -> None:
+    async with Node(settings("a")) as a, Node(settings("b")) as b:
+        b.put(1, 50_000)
+        stream = await introduced(b)
+        stream.send(TO_OWNER_CODEC.encode(message))
+        with pytest.raises(PeerGoneError):
+            await stream.receive()
+        await stream.close()
+        wanted = a.want(1, 50_000)
+        assert set(await fetch(a, b, [wanted])) == {record_id(1)}
+        assert_nothing_leaks(a, b)
+
+
+async def introduced(holder: Node) -> FrameStream:
+    """A connection of an owner that is not one of ours."""
+    stream = await open_tcp(holder.address, holder.settings.secret, "stranger")
+    hello = OwnerHello(STORE_PROTOCOL, ReplicaIdentity("stranger", 1), GRANULE_BYTES)
+    stream.send(TO_OWNER_CODEC.encode(hello))
+    FROM_OWNER_CODEC.decode(await stream.receive())
+    return stream
+
+
+async def test_an_asker_that_cannot_be_reached_is_answered() -> None:
+    async with Node(settings("b")) as b:
+        b.put(1, 50_000)
+        stream = await introduced(b)
+        order = SendRecords(draw_id(), NOWHERE, RECORDS, ((1, 2, 3, 4),))
+        stream.send(TO_OWNER_CODEC.encode(order))
+        answer = FROM_OWNER_CODEC.decode(await stream.receive())
+        assert isinstance(answer, RecordsSent)
+        assert (answer.landing_id, answer.sent) == (order.landing_id, ())
+        assert "no path" in answer.reason
+        await stream.close()
+        assert b.num_lent == b.num_leases
+
+
+async def test_granules_outside_the_askers_arena_are_not_written(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The asker's own books are wrong, or it lies: the push fails, nothing is written anywhere.
+    async with (
+        Node(settings("a", transports=[transport])) as a,
+        Node(settings("b", transports=[transport])) as b,
+    ):
+        b.put(1, 50_000)
+        beyond = Wanted(record_id(1), a.arena.num_bytes, 50_000)
+        monkeypatch.setattr(a, "slot_free", a.freed.append)
+        assert await fetch(a, b, [beyond]) == {}
+        await eventually(lambda: a.freed == [beyond.offset], "the slot is told")
+        assert_nothing_leaks(a, b)

@@ -1,0 +1,152 @@
+"""Blocks to and from records outside the pool, on both kinds of pools, against plain slices of the bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer import device
+from kvtransfer.checksum import checksum
+from kvtransfer.device import DevicePool
+from kvtransfer.layout import BlockLayout
+from kvtransfer.memory import KvMemory
+from kvtransfer.messages import Shard
+from kvtransfer.pool import HostPool, KvPool
+from kvtransfer.runs import Place
+
+NUM_BLOCKS = 5
+
+
+def host_pool(layout: BlockLayout, data: np.ndarray) -> KvPool:
+    memory = KvMemory.allocate(data.size)
+    np.frombuffer(memory.buffer, dtype=np.uint8)[:] = data.reshape(-1)
+    return HostPool(layout, memory)
+
+
+def device_pool(layout: BlockLayout, data: np.ndarray, *, indexed: bool) -> KvPool:
+    return DevicePool(layout, torch.from_numpy(data.copy()), indexed=indexed)
+
+
+POOLS: dict[str, Callable[[BlockLayout, np.ndarray], KvPool]] = {
+    "host": host_pool,
+    "device": functools.partial(device_pool, indexed=False),
+    "device, indexed": functools.partial(device_pool, indexed=True),
+}
+
+
+def blocks_of(pool: KvPool) -> np.ndarray:
+    """The pool's bytes, [blocks, block_bytes]."""
+    if isinstance(pool, HostPool):
+        return pool.place.bytes.reshape(pool.num_blocks, -1)
+    assert isinstance(pool, DevicePool)
+    return pool.tensor.numpy()
+
+
+def part(data: np.ndarray, shard: Shard, piece: Shard) -> np.ndarray:
+    """A view of the piece of packed `shard`s: [n, layers, 2, heads, bytes]."""
+    shape = (len(data), shard.layer_end - shard.layer_start, 2, shard.head_end - shard.head_start, -1)
+    layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
+    heads = slice(piece.head_start - shard.head_start, piece.head_end - shard.head_start)
+    return data.reshape(shape)[:, layers, :, heads]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[BlockLayout, Shard, Shard]:
+    """The pool's layout, a record's shard, and a piece that both hold."""
+
+    def around(start: int, end: int, limit: int) -> tuple[int, int]:
+        return draw(st.integers(0, start)), draw(st.integers(end, limit))
+
+    layer, head = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    layers, heads = (layer, draw(st.integers(layer + 1, 5))), (head, draw(st.integers(head + 1, 4)))
+    piece = Shard(*layers, *heads)
+    own, other = (Shard(*around(*layers, 5), *around(*heads, 4)) for _ in range(2))
+    layout = BlockLayout(own, draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([1, 4])), 2)
+    return layout, other, piece
+
+
+def bytes_of(layout: BlockLayout, shard: Shard, count: int, seed: int) -> np.ndarray:
+    size = BlockLayout(shard, layout.head_dim, layout.block_tokens, layout.item_bytes).block_bytes
+    return np.random.default_rng(seed).integers(0, 256, (count, size), dtype=np.uint8)
+
+
+IDS = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@given(shapes(), IDS, st.integers(0, 9), st.booleans())
+def test_blocks_are_stored_whole(
+    kind: str, shape: tuple[BlockLayout, Shard, Shard], ids: list[int], gap: int, small: bool
+) -> None:
+    layout, _, _ = shape
+    data = bytes_of(layout, layout.shard, NUM_BLOCKS, 1)
+    pool = POOLS[kind](layout, data)
+    step = layout.block_bytes + gap
+    memory = np.full(NUM_BLOCKS * step + 3, 7, dtype=np.uint8)
+    offsets = [3 + step * block for block in ids]
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(device, "_BATCH_BYTES", 2 * layout.block_bytes)
+        sums = pool.store(ids, Place(memory.data), offsets)
+    expected = np.full_like(memory, 7)
+    for block, offset in zip(ids, offsets, strict=True):
+        expected[offset : offset + layout.block_bytes] = data[block]
+    assert (memory == expected).all()
+    assert sums == [checksum(data[block].tobytes()) for block in ids]
+    assert (blocks_of(pool) == data).all()
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@given(shapes(), IDS, st.integers(0, 9), st.booleans())
+def test_a_piece_is_loaded_from_a_record_of_any_shape(
+    kind: str, shape: tuple[BlockLayout, Shard, Shard], ids: list[int], gap: int, small: bool
+) -> None:
+    layout, shard, piece = shape
+    data = bytes_of(layout, layout.shard, NUM_BLOCKS, 1)
+    records = bytes_of(layout, shard, NUM_BLOCKS, 2)
+    pool = POOLS[kind](layout, data)
+    size = records.shape[1]
+    memory = np.zeros(NUM_BLOCKS * (size + gap) + 3, dtype=np.uint8)
+    offsets = [3 + (size + gap) * block for block in range(len(ids))]
+    for record, offset in zip(records, offsets, strict=False):
+        memory[offset : offset + size] = record
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(device, "_BATCH_BYTES", 2 * size)
+        sums = pool.load(ids, piece, Place(memory.data), offsets, shard)
+    expected = data.copy()
+    part(expected, layout.shard, piece)[ids] = part(records, shard, piece)[: len(ids)]
+    assert (blocks_of(pool) == expected).all()
+    assert sums == [checksum(record.tobytes()) for record in records[: len(ids)]]
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(kind: str) -> None:
+    own = Shard(0, 2, 0, 2)
+    layout = BlockLayout(own, 8, 4, 2)
+    data = bytes_of(layout, own, NUM_BLOCKS, 1)
+    pool = POOLS[kind](layout, data)
+    memory = np.zeros(2 * layout.block_bytes, dtype=np.uint8)
+    place = Place(memory.data)
+    for ids, offsets in (
+        ([NUM_BLOCKS], [0]),
+        ([-1], [0]),
+        ([0], [layout.block_bytes + 1]),
+        ([0, 1], [0, -1]),
+    ):
+        with pytest.raises(IndexError):
+            pool.store(ids, place, offsets)
+        with pytest.raises(IndexError):
+            pool.load(ids, own, place, offsets, own)
+    with pytest.raises(ValueError, match="not part of"):
+        pool.load([0], Shard(0, 3, 0, 2), place, [0], Shard(0, 3, 0, 2))
+    with pytest.raises(ValueError, match="not part of"):
+        pool.load([0], own, place, [0], Shard(0, 1, 0, 2))
+    assert not memory.any()
+    assert (blocks_of(pool) == data).all()

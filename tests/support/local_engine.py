@@ -1,0 +1,116 @@
+"""A whole engine in this process: the scheduler, and the executors of all ranks in a thread each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from step_plans import BLOCK
+
+from kvtransfer.clock import ManualClock
+from workers.config import EngineConfig
+from workers.engine.blocks import BlockPool
+from workers.engine.executor import Executor
+from workers.engine.groups import RankGroups
+from workers.engine.joining import find_store, open_store
+from workers.engine.scheduler import Scheduler
+from workers.messages import StepPlan, StepReport, Submission
+from workers.model.host_kv import OffloadMode
+from workers.model.weights import ShardSpec
+
+CPU = torch.device("cpu")
+
+
+class LocalEngine:
+    """`num_blocks` on the device and `num_offload_blocks` in host memory; the model is split over `tp` ranks
+    for each of `stages` (first and end layer)."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        num_blocks: int,
+        num_offload_blocks: int = 0,
+        mode: OffloadMode = "in_place",
+        *,
+        tp: int = 1,
+        stages: Sequence[tuple[int, int]] = ((0, 2),),
+    ) -> None:
+        self.tp, self.pp = tp, len(stages)
+        self._store, self._address = open_store("127.0.0.1")
+        self._threads = [ThreadPoolExecutor(1) for _ in range(tp * self.pp)]
+
+        def make(rank: int) -> Executor:
+            first, end = stages[rank // tp]
+            groups = RankGroups(
+                find_store(self._address), tp=tp, pp=self.pp, rank=rank, device=CPU, host="127.0.0.1"
+            )
+            executor = Executor(
+                model_dir=model_dir,
+                dtype=torch.float32,
+                device=CPU,
+                block_tokens=BLOCK,
+                num_kv_tokens=num_blocks * BLOCK,
+                num_threads=1,
+                clock=ManualClock(5.0),
+                shard=ShardSpec(first, end, rank % tp, tp),
+                groups=groups,
+                num_offload_tokens=num_offload_blocks * BLOCK,
+                offload_mode=mode,
+            )
+            executor.warm_up()
+            return executor
+
+        made = [thread.submit(make, rank) for rank, thread in enumerate(self._threads)]
+        self.executors = [each.result() for each in made]
+        fields = self.executors[0].ready_fields
+        self.pool = BlockPool(num_blocks, BLOCK)
+        self.scheduler = Scheduler(
+            config,
+            self.pool,
+            eos_token_ids=(),
+            max_context_tokens=fields.max_context_tokens,
+            fingerprint=b"model",
+            num_stages=self.pp,
+            num_offload_blocks=fields.num_offload_blocks,
+        )
+        self._out: deque[list[Future[StepReport]]] = deque()
+        self.most_offloaded = 0
+        self.plans: list[StepPlan] = []
+
+    def run(self, submissions: Sequence[Submission]) -> dict[tuple[str, int], bytes]:
+        """The outputs of all samples; plans run ahead as they do under a brain."""
+        for submission in submissions:
+            self.scheduler.submit(submission, 0.0)
+        outputs: dict[tuple[str, int], bytes] = {}
+        while self._feed():
+            reports = [future.result() for future in self._out.popleft()]
+            sampled = reports[(self.pp - 1) * self.tp]
+            for delta in self.scheduler.settle(sampled, 0.0).tokens:
+                name = delta.request_id, delta.sample
+                outputs[name] = outputs.get(name, b"") + delta.tokens
+            self.scheduler.check()
+            self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
+        assert self.scheduler.is_idle
+        assert self.scheduler.num_offloaded_blocks == 0
+        return outputs
+
+    def _feed(self) -> bool:
+        while len(self._out) < self.pp + 1 and (plan := self.scheduler.plan(0.0)) is not None:
+            self.plans.append(plan)
+            self._out.append(
+                [
+                    thread.submit(executor.run, plan)
+                    for thread, executor in zip(self._threads, self.executors, strict=True)
+                ]
+            )
+        return bool(self._out)
+
+    def close(self) -> None:
+        for thread, executor in zip(self._threads, self.executors, strict=True):
+            thread.submit(executor.close).result()
+            thread.shutdown()
+        del self._store

@@ -1,0 +1,123 @@
+"""A store process as its admins see it: real proof and frames over TCP, answers that the test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvtransfer.errors import TransferError
+from kvtransfer.framing import prove_as_async_server, read_frame, write_frame
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    AdminHello,
+    FromOwner,
+    IndexStat,
+    ListedRecord,
+    ListRequest,
+    PurgeRequest,
+    PurgeResult,
+    RecordId,
+    RecordInfo,
+    StatRequest,
+    StoreListing,
+    StoreStat,
+    TierStat,
+    ToOwner,
+    VerifyRequest,
+    VerifyResult,
+)
+
+FINGERPRINT = bytes(range(16))
+
+
+def record(number: int, tenant: str) -> RecordInfo:
+    return RecordInfo(
+        id=RecordId(b"space---", bytes([number]) * 16, Shard(0, 4, 0, 2)),
+        parent=b"",
+        chain=bytes([number]) * 16,
+        tenant=tenant,
+        model=FINGERPRINT,
+        num_bytes=3000,
+        checksum=number,
+    )
+
+
+class ScriptedStore:
+    """Holds `records` in "dram". `answer`, when set, is sent to every request instead; with `is_silent`
+    nothing is, and with `hangs_up` the connection ends."""
+
+    def __init__(self, node_id: str, secret: bytes, records: list[RecordInfo]) -> None:
+        self.node_id = node_id
+        self.records = records
+        self.requests: list[ToOwner] = []
+        self.answer: FromOwner | None = None
+        self.is_silent = False
+        self.hangs_up = False
+        self.num_bad = 0
+        self.num_pending = 0
+        self.address = ""
+        self._secret = secret
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await prove_as_async_server(reader, writer, self._secret)
+            hello = TO_OWNER_CODEC.decode(await read_frame(reader))
+            assert hello == AdminHello(STORE_PROTOCOL)
+            while True:
+                request = TO_OWNER_CODEC.decode(await read_frame(reader))
+                self.requests.append(request)
+                if self.hangs_up:
+                    return
+                if not self.is_silent:
+                    write_frame(writer, FROM_OWNER_CODEC.encode(self.answer or self._answer(request)))
+        except TransferError:
+            return  # the admin has left, or does not know the secret
+        finally:
+            writer.close()
+
+    def _answer(self, request: ToOwner) -> FromOwner:
+        if isinstance(request, StatRequest):
+            return self._stat()
+        assert isinstance(request, ListRequest | VerifyRequest | PurgeRequest)
+        found = [
+            info
+            for info in self.records
+            if request.tenant in (None, info.tenant) and info.model.hex().startswith(request.model or "")
+        ]
+        num_bytes = sum(info.num_bytes for info in found)
+        if isinstance(request, ListRequest):
+            listed = tuple(ListedRecord(info, ("dram",), 2) for info in found[: request.limit])
+            return StoreListing(listed, len(found))
+        if isinstance(request, VerifyRequest):
+            return VerifyResult({"dram": len(found)}, {"dram": self.num_bad}, num_bytes, 0.5)
+        self.records = [info for info in self.records if info not in found]
+        return PurgeResult({"dram": len(found)}, {"dram": num_bytes}, self.num_pending)
+
+    def _stat(self) -> StoreStat:
+        by_tenant: dict[str, int] = {}
+        for info in self.records:
+            by_tenant[info.tenant] = by_tenant.get(info.tenant, 0) + info.num_bytes
+        dram = TierStat(
+            "dram",
+            num_bytes=sum(by_tenant.values()),
+            capacity_bytes=10**9,
+            num_records=len(self.records),
+            num_hits=30,
+            num_misses=10,
+        )
+        nvme = TierStat(
+            "nvme", 0, 2 * 10**9, 0, num_put_bytes=1000, num_written_bytes=1500, latency_s=0.002, note="gone"
+        )
+        return StoreStat(ReplicaIdentity(self.node_id, 1), (dram, nvme), IndexStat("up", 5), by_tenant, 2)
