@@ -1,8 +1,9 @@
 """Speed and quality of the router, as JSON lines.
 
-Speed: decisions per second with 64 replicas and prompts of 2k and 8k tokens. Quality, with `--trace FILE`
-(lines with timestamp in ms, input_length, output_length, hash_ids of 512-token blocks): every policy on 16
-prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
+Speed: decisions per second with 64 replicas and prompts of 2k and 8k tokens, without any store, and with
+stores that hold what the devices lack, the shallower half in DRAM and the rest on NVMe. Quality, with
+`--trace FILE` (lines with timestamp in ms, input_length, output_length, hash_ids of 512-token blocks): every
+policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
 
     python -m benchmarks.router [--trace FILE] [--policies cost,round_robin]
 """
@@ -69,7 +70,7 @@ def quantiles_us(call: Callable[[], object], num_calls: int) -> tuple[float, flo
     return times[num_calls // 2] * 1e6, times[num_calls * 99 // 100] * 1e6
 
 
-def measure_speed(num_tokens: int, num_calls: int = 2000) -> Iterator[dict[str, object]]:
+def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> Iterator[dict[str, object]]:
     """The walk, the floor of a compressed walk, and the whole decision; every depth is different."""
     clock = SystemClock()
     num_blocks = num_tokens // BLOCK_TOKENS
@@ -79,12 +80,17 @@ def measure_speed(num_tokens: int, num_calls: int = 2000) -> Iterator[dict[str, 
     for index in range(NUM_REPLICAS):
         identity = ReplicaIdentity(f"r{index:02}", 1)
         others = tuple(key_of((index + 1) << 64 | number) for number in range(4000))
-        chains = (BlocksStored(b"", keys[: num_blocks * index // NUM_REPLICAS]), BlocksStored(b"", others))
+        held = num_blocks * index // NUM_REPLICAS
+        chains = [BlocksStored(b"", keys[:held]), BlocksStored(b"", others)]
+        if with_store:
+            middle = (held + num_blocks) // 2
+            chains.append(BlocksStored(b"", keys[held:middle], "dram"))
+            chains.append(BlocksStored(b"", keys[middle:], "nvme"))
         service.add_replica(identity, "prefill" if index < NUM_REPLICAS // 2 else "decode")
         service.on_load(load_of(identity.replica_id, clock.now(), index % 7 * 100, index % 5))
         tree.add_replica(identity)
         for target in (service.on_snapshot, tree.apply_snapshot):
-            target(KvSnapshot(identity, 1, chains))
+            target(KvSnapshot(identity, 1, tuple(chains)))
     copy = tuple(bytes(bytearray(key)) for key in keys)
 
     def decide() -> None:
@@ -103,6 +109,7 @@ def measure_speed(num_tokens: int, num_calls: int = 2000) -> Iterator[dict[str, 
             "prompt_tokens": num_tokens,
             "blocks": num_blocks,
             "replicas": NUM_REPLICAS,
+            "with_store": with_store,
             "p50_us": round(median_us, 1),
             "p99_us": round(p99_us, 1),
             "per_s": round(1e6 / median_us),
@@ -226,8 +233,9 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(get_args(PolicyName)))
     arguments = parser.parse_args()
     for num_tokens in (2048, 8192):
-        for line in measure_speed(num_tokens):
-            print(json.dumps(line), flush=True)
+        for with_store in (False, True):
+            for line in measure_speed(num_tokens, with_store):
+                print(json.dumps(line), flush=True)
     if arguments.trace is not None:
         trace = read_trace(arguments.trace)
         for name in get_args(PolicyName):

@@ -3,10 +3,15 @@
 One unit is the delay of computing one prompt token on a prefill replica. All delays a choice causes are
 added: that of the request itself, that of those who come later, and that of the streams it disturbs.
 
-    prefill p         uncached(p) + backlog(p) + work(p) + disturbance(p)
+    prefill p         uncached(p) + loading(p) + backlog(p) + work(p) + disturbance(p)
     decode d          pressure x sequences(d) + no room(d)
     pair p, d         prefill p + decode d + uncached(d) x prefill rate(p) / transfer rate(p)
     local d           prefill d + decode d
+
+*Loading*: a token of the prefix that the store of the replica's node holds is loaded instead of computed, in
+the time its tier takes: min(1, prefill rate / load rate) tokens. Loading delays nobody else: other work runs
+meanwhile. What would take as long as computing is computed, and counts as uncached. At the decode side of a
+pair only the device counts: what is in its store is sent all the same.
 
 *Work*: a part of the uncached tokens once more. For the request itself, queueing behind a sibling that
 computes the prefix is no better than computing it again on an idle replica; for all others it is.
@@ -32,6 +37,8 @@ DEFAULT_PREFILL_TOK_S = 10_000.0
 """Assumed for a replica that has not measured its prefill rate."""
 DEFAULT_DECODE_STEP_S = 0.03
 """Assumed for a replica that has not measured its decode step."""
+DEFAULT_LOAD_RATIO = {"dram": 0.1, "nvme": 0.5}
+"""Cost of loading a token over computing it, by tier, assumed until the replica has measured both."""
 DEFAULT_TRANSFER_RATIO = 0.1
 """Cost of sending a token over computing it, assumed until the prefill replica has measured both."""
 WORK_PART = 0.2
@@ -58,11 +65,16 @@ class Ask(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A replica that may be chosen: its load, and how many leading prompt tokens it holds."""
+    """A replica that may be chosen: its load, how many leading prompt tokens its device holds, how many it
+    would compute, and how many between it would load from which tier of its node's store, at what cost."""
 
     state: LoadState
-    matched_tokens: int
     is_stale: bool
+    matched_tokens: int
+    uncached_tokens: int
+    dram_tokens: int = 0
+    nvme_tokens: int = 0
+    loading_tokens: float = 0.0
 
 
 class Choice(NamedTuple):
@@ -82,6 +94,35 @@ def disturbance_tokens(state: LoadState, uncached_tokens: int) -> float:
     prefill_tok_s = state.prefill_tok_s or DEFAULT_PREFILL_TOK_S
     decode_step_s = state.decode_step_s or DEFAULT_DECODE_STEP_S
     return num_streams * uncached_tokens * min(1.0, uncached_tokens / prefill_tok_s / decode_step_s)
+
+
+def option_of(ask: Ask, state: LoadState, is_stale: bool, device: int, dram: int, nvme: int) -> Option:
+    """The option of a replica that holds so many leading blocks of the prompt on its device and in its node's
+    store. At least one token must be computed, whatever is held."""
+    matched_tokens = min(device * ask.block_tokens, ask.num_tokens - 1)
+    rest_tokens = ask.num_tokens - matched_tokens
+    if not dram and not nvme:
+        return Option(state, is_stale, matched_tokens, rest_tokens)
+    dram_ratio, nvme_ratio = load_ratio(state, "dram"), load_ratio(state, "nvme")
+    dram_tokens = min(dram * ask.block_tokens, rest_tokens - 1) if dram_ratio < 1.0 else 0
+    nvme_tokens = min(nvme * ask.block_tokens, rest_tokens - 1 - dram_tokens) if nvme_ratio < 1.0 else 0
+    return Option(
+        state,
+        is_stale,
+        matched_tokens,
+        uncached_tokens=rest_tokens - dram_tokens - nvme_tokens,
+        dram_tokens=dram_tokens,
+        nvme_tokens=nvme_tokens,
+        loading_tokens=dram_tokens * dram_ratio + nvme_tokens * nvme_ratio,
+    )
+
+
+def load_ratio(state: LoadState, tier: str) -> float:
+    """Time to load one token from this tier of the replica's node over the time to compute it there."""
+    load_tok_s = state.load_tok_s.get(tier, 0.0)
+    if not state.prefill_tok_s or not load_tok_s:
+        return DEFAULT_LOAD_RATIO[tier]
+    return min(1.0, state.prefill_tok_s / load_tok_s)
 
 
 def transfer_ratio(state: LoadState) -> float:
@@ -107,21 +148,23 @@ def room_penalty_tokens(ask: Ask, option: Option) -> float:
 
 
 def prefill_candidate(ask: Ask, option: Option) -> Candidate:
-    state = option.state
-    uncached = ask.num_tokens - option.matched_tokens
+    state, is_stale, matched, uncached, dram, nvme, loading = option
     pressure = WORK_PART * uncached + disturbance_tokens(state, uncached)
-    if option.is_stale:
+    if is_stale:
         pressure += STALE_TOKENS
     return Candidate(
         replica_id=state.replica_id,
         side="prefill",
-        matched_tokens=option.matched_tokens,
+        matched_tokens=matched,
         uncached_tokens=uncached,
         backlog_tokens=float(state.backlog_tokens),
         transfer_tokens=ask.num_tokens * transfer_ratio(state),
         pressure_tokens=pressure,
-        cost=uncached + state.backlog_tokens + pressure,
-        note="stale load" if option.is_stale else "",
+        cost=uncached + loading + state.backlog_tokens + pressure,
+        note="stale load" if is_stale else "",
+        dram_tokens=dram,
+        nvme_tokens=nvme,
+        loading_tokens=loading,
     )
 
 
@@ -142,25 +185,27 @@ def decode_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candid
 
 
 def local_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candidate:
-    state = option.state
-    uncached = ask.num_tokens - option.matched_tokens
+    state, is_stale, matched, uncached, dram, nvme, loading = option
     pressure, note = _decode_pressure(ask, option, decode_pressure)
     disturbance = disturbance_tokens(state, uncached)
     pressure += WORK_PART * uncached + disturbance
-    if option.is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides
+    if is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides
         pressure += STALE_TOKENS
     if disturbance:
         note = f"{note}; disturbs by {disturbance:.0f}" if note else f"disturbs by {disturbance:.0f}"
     return Candidate(
         replica_id=state.replica_id,
         side="local",
-        matched_tokens=option.matched_tokens,
+        matched_tokens=matched,
         uncached_tokens=uncached,
         backlog_tokens=float(state.backlog_tokens),
         transfer_tokens=0.0,
         pressure_tokens=pressure,
-        cost=uncached + state.backlog_tokens + pressure,
+        cost=uncached + loading + state.backlog_tokens + pressure,
         note=note,
+        dram_tokens=dram,
+        nvme_tokens=nvme,
+        loading_tokens=loading,
     )
 
 

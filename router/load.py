@@ -5,7 +5,9 @@ The service tells the book of every report and every step of a request; policies
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtransfer.clock import Clock
@@ -17,6 +19,7 @@ REPORT_LAG_S = 0.02
 hand-over, after its first token): the way to the replica plus the way back, with room."""
 PHANTOM_S = 300.0
 """A request without news for this long no longer counts as load: its end was lost."""
+_NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
 class LoadState(NamedTuple):
@@ -35,6 +38,8 @@ class LoadState(NamedTuple):
     decode_step_s: float
     transfer_tok_s: float
     reported_at: float
+    load_tok_s: Mapping[str, float] = _NO_RATES
+    """By tier of the node's store; a tier without measure is absent or 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -235,4 +240,5 @@ def _state_of(page: _Page) -> LoadState:
         decode_step_s=report.decode_step_s,
         transfer_tok_s=report.transfer_tok_s,
         reported_at=report.received_at,
+        load_tok_s=report.load_tok_s,
     )

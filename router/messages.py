@@ -23,6 +23,8 @@ class ReplicaLoad(Part, frozen=True):
     prefill_tok_s: float
     decode_step_s: float
     transfer_tok_s: float
+    load_tok_s: dict[str, float] = {}
+    """By tier ("dram", "nvme"): how fast blocks come from the node's store; absent while not measured."""
 
 
 class RouteRequest(Part, frozen=True):
@@ -43,7 +45,10 @@ class RouteRequest(Part, frozen=True):
 class Candidate(Part, frozen=True):
     """One replica as it looked in a decision; every term of its cost, in tokens.
 
-    With the policy "cost", `cost` is uncached + backlog + pressure ("prefill", "local") or pressure
+    The prompt is matched + dram + nvme + uncached tokens: on the device, in the node's store, and to be
+    computed. A "decode" candidate counts what is not on its device as uncached: that must be sent.
+
+    With the policy "cost", `cost` is uncached + loading + backlog + pressure ("prefill", "local") or pressure
     ("decode"); `pressure_tokens` is what others suffer, plus penalties, named in `note`. `transfer_tokens`
     of a "prefill" candidate is what sending the whole prompt from there would cost. A pair costs both costs
     plus `transfer_tokens` times the uncached share of the prompt at the decode side.
@@ -59,12 +64,18 @@ class Candidate(Part, frozen=True):
     pressure_tokens: float
     cost: float
     note: str = ""
+    dram_tokens: int = 0
+    nvme_tokens: int = 0
+    loading_tokens: float = 0.0
+    """What loading both costs."""
 
 
 class Decision(Part, frozen=True):
-    """Where a request goes and why. `prefill` "" means: the decode replica prefills by itself. The choice
-    can be recomputed from `candidates` alone (`router.cost.recompute`): the least cost of all pairs of two
-    replicas and all "local" candidates wins; ties go to "local", then to what comes first in `candidates`."""
+    """Where a request goes and why. `prefill` "" means: the decode replica prefills by itself.
+    `prefill_cached_tokens` need not be computed where the prompt is prefilled (on the device or in the node's
+    store), `decode_cached_tokens` are on the decode replica's device. The choice can be recomputed from
+    `candidates` alone (`router.cost.recompute`): the least cost of all pairs of two replicas and all "local"
+    candidates wins; ties go to "local", then to what comes first in `candidates`."""
 
     request_id: str
     policy: str

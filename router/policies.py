@@ -119,24 +119,30 @@ def rank_by_load(options: Sequence[Option], side: str) -> list[float]:
 
 def rank_by_prefix(options: Sequence[Option], side: str) -> list[float]:
     """Most of the prompt held, whatever the load."""
-    return [-float(option.matched_tokens) for option in options]
+    return [-float(option.matched_tokens + option.dram_tokens + option.nvme_tokens) for option in options]
 
 
 def _must_stay(ask: Ask, option: Option) -> bool:
-    return ask.may_stay and ask.num_tokens - option.matched_tokens <= ask.skip_prefill_tokens
+    return ask.may_stay and option.uncached_tokens + option.loading_tokens <= ask.skip_prefill_tokens
 
 
 def _plain(ask: Ask, option: Option, side: str, rank: float) -> Candidate:
     state = option.state
     stale_tokens = STALE_TOKENS if option.is_stale else 0.0
+    if side == "decode":
+        matched_tokens = option.matched_tokens
+        option = Option(state, option.is_stale, matched_tokens, ask.num_tokens - matched_tokens)
     return Candidate(
         replica_id=state.replica_id,
         side=side,
         matched_tokens=option.matched_tokens,
-        uncached_tokens=ask.num_tokens - option.matched_tokens,
+        uncached_tokens=option.uncached_tokens,
         backlog_tokens=float(state.backlog_tokens),
         transfer_tokens=0.0,
         pressure_tokens=float(state.num_sequences),
         cost=rank + stale_tokens,
         note="stale load" if option.is_stale else "",
+        dram_tokens=option.dram_tokens,
+        nvme_tokens=option.nvme_tokens,
+        loading_tokens=option.loading_tokens,
     )

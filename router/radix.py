@@ -1,4 +1,4 @@
-"""The prefix tree: which replica holds which block, fed by KV events, snapshots and predictions.
+"""The prefix tree: which replica holds which block where, fed by KV events, snapshots and predictions.
 
 The router's service owns one tree and asks it, for each request, how much of the prompt each replica holds.
 """
@@ -8,13 +8,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvtransfer.clock import Clock
-from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 
 SNAPSHOT_WAIT_S = 2.0
 """While a snapshot is awaited, the gap is reported again only this often: one request, not one per event."""
+
+StoreTier = Literal["dram", "nvme"]
+
+
+class InStore(NamedTuple):
+    """Blocks of a prompt that only the store of a replica's node holds, by tier."""
+
+    dram: int
+    nvme: int
+
+
+NOT_IN_STORE = InStore(0, 0)
+
+
+class Match(NamedTuple):
+    """The leading blocks of a prompt that each replica can have without computing: `device` counts the
+    first ones, which it holds itself, `stored` those after them. Replicas with none are absent."""
+
+    device: dict[str, int]
+    stored: dict[str, InStore]
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +48,9 @@ class _Holder:
     """True from a snapshot on, until a gap; events are applied only then."""
     asked_at: float | None = None
     held: set[bytes] = field(default_factory=set)
+    """On its device."""
+    stored: dict[bytes, StoreTier] = field(default_factory=dict)
+    """In the store of its node."""
     predicted_until: dict[bytes, float] = field(default_factory=dict)
 
 
@@ -52,6 +75,9 @@ class PrefixTree:
            +- C  0b010     p1             p2: 1 block  (A)
            +- D  0b101  p0    p2          (p2's D does not count: its B is gone)
 
+    What the store of a replica's node holds has masks of its own, by tier. A prefix is a chain: blocks in the
+    store count only when all before them are on the device or in the store.
+
     Nodes are single keys and not compressed runs, on purpose. Events name single keys, with parents that
     may be unknown here, so every key needs its own entry anyway (170 bytes with one holder); compressed runs
     would also split wherever one replica's cache ends. The walk over 128 blocks and 64 replicas, all of
@@ -66,6 +92,7 @@ class PrefixTree:
         self._clock = clock
         self._prediction_ttl_s = prediction_ttl_s
         self._key_to_mask: dict[bytes, int] = {}
+        self._tier_to_masks: dict[StoreTier, dict[bytes, int]] = {"dram": {}, "nvme": {}}
         self._holders: dict[str, _Holder] = {}
         self._slot_to_id: list[str] = []
         self._free_slots: list[int] = []
@@ -91,8 +118,9 @@ class PrefixTree:
         holder = self._holders.pop(replica_id, None)
         if holder is None:
             return
-        self._clear_bit(holder, holder.held)
-        self._clear_bit(holder, holder.predicted_until)
+        _clear_bit(self._key_to_mask, holder, holder.held)
+        _clear_bit(self._key_to_mask, holder, holder.predicted_until)
+        self._unstore(holder, tuple(holder.stored))
         holder.held.clear()
         holder.predicted_until.clear()
         self._slot_to_id[holder.slot] = ""
@@ -113,9 +141,11 @@ class PrefixTree:
             if events.sequence == holder.sequence + 1:
                 holder.sequence = events.sequence
                 for removal in events.removed:
-                    self._remove(holder, removal.keys)
-                for stored in events.stored:
-                    self._store(holder, stored.keys)
+                    if removal.tier == "device":
+                        self._remove(holder, removal.keys)
+                    else:
+                        self._unstore(holder, removal.keys)
+                self._take(holder, events.stored)
                 return True
             holder.in_step = False
         now = self._clock.now()
@@ -131,9 +161,11 @@ class PrefixTree:
             return False
         if holder.in_step and snapshot.sequence < holder.sequence:
             return False
-        keys = {key for stored in snapshot.stored for key in stored.keys}
-        self._remove(holder, holder.held - keys)
-        self._store(holder, keys)
+        on_device = {key for stored in snapshot.stored if stored.tier == "device" for key in stored.keys}
+        in_store = {key for stored in snapshot.stored if stored.tier != "device" for key in stored.keys}
+        self._remove(holder, holder.held - on_device)
+        self._unstore(holder, holder.stored.keys() - in_store)
+        self._take(holder, snapshot.stored)
         holder.sequence = snapshot.sequence
         holder.in_step = True
         holder.asked_at = None
@@ -161,12 +193,14 @@ class PrefixTree:
             masks[key] = masks.get(key, 0) | bit
         self._predictions.append(_Prediction(until, holder, unconfirmed))
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many leading keys each replica holds; replicas that lack the first are absent."""
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """Where each replica finds how many of the leading keys."""
         self._expire()
         replica_to_depth: dict[str, int] = {}
         if not keys:
-            return replica_to_depth
+            return Match(replica_to_depth, {})
+        if any(self._tier_to_masks.values()):
+            return self._match_tiers(keys)
         get_mask = self._key_to_mask.get
         alive = get_mask(keys[0], 0)
         depth = 0
@@ -176,30 +210,66 @@ class PrefixTree:
                 self._record(replica_to_depth, alive ^ still_alive, depth)
                 alive = still_alive
                 if not alive:
-                    return replica_to_depth
+                    return Match(replica_to_depth, {})
         self._record(replica_to_depth, alive, depth + 1)
-        return replica_to_depth
+        return Match(replica_to_depth, {})
 
     @property
     def num_keys(self) -> int:
-        """Distinct block keys with at least one holder."""
-        return len(self._key_to_mask)
+        """Distinct block keys that are held anywhere."""
+        return len(set(self._key_to_mask).union(*self._tier_to_masks.values()))
 
     def num_held(self, replica_id: str) -> int:
-        """Block keys that the replica itself reported."""
+        """Block keys that the replica itself reported to be on its device."""
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.held)
+
+    def num_stored(self, replica_id: str) -> int:
+        """Block keys that the replica reported to be in its node's store."""
+        holder = self._holders.get(replica_id)
+        return 0 if holder is None else len(holder.stored)
 
     def check(self) -> None:
         """Assert that masks, holders and slots agree, and that nothing is left of what is gone."""
         expected: dict[bytes, int] = {}
+        expected_stored: dict[StoreTier, dict[bytes, int]] = {"dram": {}, "nvme": {}}
         for replica_id, holder in self._holders.items():
             assert self._slot_to_id[holder.slot] == replica_id
             assert not holder.held & holder.predicted_until.keys()
             for key in (*holder.held, *holder.predicted_until):
                 expected[key] = expected.get(key, 0) | 1 << holder.slot
+            for key, tier in holder.stored.items():
+                expected_stored[tier][key] = expected_stored[tier].get(key, 0) | 1 << holder.slot
         assert expected == self._key_to_mask
+        assert expected_stored == self._tier_to_masks
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
+
+    def _match_tiers(self, keys: Sequence[bytes]) -> Match:
+        """As `match`, with the store: a replica walks the store from where its device part ends, and what it
+        walked is counted whenever its tier changes."""
+        on_device = self._key_to_mask.get
+        on_dram, on_nvme = self._tier_to_masks["dram"].get, self._tier_to_masks["nvme"].get
+        replica_to_depth: dict[str, int] = {}
+        runs = _Runs()
+        alive = on_device(keys[0], 0)
+        leaving = ~alive  # those whose device part is empty
+        depth = 0
+        for depth, key in enumerate(keys):
+            still_alive = alive & on_device(key, 0)
+            if still_alive != alive:
+                leaving |= alive ^ still_alive
+                self._record(replica_to_depth, alive ^ still_alive, depth)
+                alive = still_alive
+            if walking := leaving | runs.dram | runs.nvme:
+                runs.enter(walking & on_dram(key, 0), walking & on_nvme(key, 0), depth)
+                leaving = 0
+            if not alive | runs.dram | runs.nvme:
+                break
+        self._record(replica_to_depth, alive, depth + 1)
+        runs.enter(0, 0, depth + 1)
+        ids = self._slot_to_id
+        stored = {ids[bit.bit_length() - 1]: InStore(*counts) for bit, counts in runs.counts.items()}
+        return Match(replica_to_depth, stored)
 
     def _record(self, replica_to_depth: dict[str, int], mask: int, depth: int) -> None:
         while mask:
@@ -207,27 +277,34 @@ class PrefixTree:
             replica_to_depth[self._slot_to_id[lowest.bit_length() - 1]] = depth
             mask ^= lowest
 
-    def _store(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        bit, masks = 1 << holder.slot, self._key_to_mask
+    def _take(self, holder: _Holder, stored: Iterable[BlocksStored]) -> None:
+        for blocks in stored:
+            if blocks.tier == "device":
+                self._hold(holder, blocks.keys)
+            else:
+                self._store(holder, blocks.keys, blocks.tier)
+
+    def _hold(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         for key in keys:
             holder.predicted_until.pop(key, None)
             holder.held.add(key)
-            masks[key] = masks.get(key, 0) | bit
+        _set_bit(self._key_to_mask, holder, keys)
+
+    def _store(self, holder: _Holder, keys: Sequence[bytes], tier: StoreTier) -> None:
+        self._unstore(holder, [key for key in keys if holder.stored.get(key, tier) != tier])
+        holder.stored.update(dict.fromkeys(keys, tier))
+        _set_bit(self._tier_to_masks[tier], holder, keys)
 
     def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         gone = [key for key in keys if key in holder.held]
         holder.held.difference_update(gone)
-        self._clear_bit(holder, gone)
+        _clear_bit(self._key_to_mask, holder, gone)
 
-    def _clear_bit(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        """Every key has the holder's bit set; none may be both held and predicted."""
-        bit, masks = 1 << holder.slot, self._key_to_mask
+    def _unstore(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         for key in keys:
-            mask = masks.get(key, 0) & ~bit
-            if mask:
-                masks[key] = mask
-            else:
-                masks.pop(key, None)
+            tier = holder.stored.pop(key, None)
+            if tier is not None:
+                _clear_bit(self._tier_to_masks[tier], holder, (key,))
 
     def _expire(self) -> None:
         now = self._clock.now()
@@ -237,4 +314,43 @@ class PrefixTree:
             over = [key for key in prediction.keys if predicted_until.get(key, now + 1.0) <= now]
             for key in over:
                 del predicted_until[key]
-            self._clear_bit(prediction.holder, over)
+            _clear_bit(self._key_to_mask, prediction.holder, over)
+
+
+class _Runs:
+    """Which replicas are in which store tier at the current block, and how many blocks they had in each."""
+
+    def __init__(self) -> None:
+        self.dram = 0
+        self.nvme = 0
+        self.counts: dict[int, list[int]] = {}
+        """By the replica's bit: blocks in DRAM and on NVMe."""
+        self._bit_to_start: dict[int, int] = {}
+
+    def enter(self, dram: int, nvme: int, depth: int) -> None:
+        """From block `depth` on, these are there (no replica in both)."""
+        changed = (dram ^ self.dram) | (nvme ^ self.nvme)
+        while changed:
+            bit = changed & -changed
+            num_blocks = depth - self._bit_to_start.get(bit, depth)
+            counts = self.counts.setdefault(bit, [0, 0])
+            counts[0 if bit & self.dram else 1] += num_blocks
+            self._bit_to_start[bit] = depth
+            changed ^= bit
+        self.dram, self.nvme = dram, nvme
+
+
+def _set_bit(masks: dict[bytes, int], holder: _Holder, keys: Iterable[bytes]) -> None:
+    bit = 1 << holder.slot
+    for key in keys:
+        masks[key] = masks.get(key, 0) | bit
+
+
+def _clear_bit(masks: dict[bytes, int], holder: _Holder, keys: Iterable[bytes]) -> None:
+    bit = 1 << holder.slot
+    for key in keys:
+        mask = masks.get(key, 0) & ~bit
+        if mask:
+            masks[key] = mask
+        else:
+            masks.pop(key, None)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from kvtransfer.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.cost import Ask, Choice, Option, choose
+from router.cost import Ask, Choice, Option, choose, option_of
 from router.errors import NoReplicaError
 from router.load import LoadBook, Placement
 from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
 from router.policies import make_policy
-from router.radix import PrefixTree
+from router.radix import NOT_IN_STORE, Match, PrefixTree
 
 ROLES = ("prefill", "decode", "both")
 NUM_DECISIONS_KEPT = 1024
@@ -95,7 +95,7 @@ class RouterService:
     def route(self, request: RouteRequest) -> Decision:
         """Choose, and count the request where it goes. `NoReplicaError` names the side that is missing."""
         prefill_ids, decode_ids = self._usable(request)
-        replica_to_depth = self._tree.match(request.block_keys)
+        match = self._tree.match(request.block_keys)
         ask = Ask(
             num_tokens=max(request.num_tokens, 1),
             num_growth_tokens=request.max_new_tokens * request.num_samples,
@@ -104,8 +104,8 @@ class RouterService:
             skip_prefill_tokens=self._config.skip_prefill_tokens,
             may_stay=not request.pinned_prefill or request.pinned_prefill == request.pinned_decode,
         )
-        prefills = self._options(ask, prefill_ids, replica_to_depth)
-        decodes = self._options(ask, decode_ids, replica_to_depth)
+        prefills = self._options(ask, prefill_ids, match)
+        decodes = self._options(ask, decode_ids, match)
         candidates = self._policy.candidates(ask, prefills, decodes)
         choice = choose(candidates)
         if choice is None:
@@ -171,14 +171,14 @@ class RouterService:
         )
         return f"{text}; {pinned} was pinned" if pinned else text
 
-    def _options(self, ask: Ask, ids: Iterable[str], replica_to_depth: dict[str, int]) -> list[Option]:
-        """At least one token of the prompt must be computed, whatever is held."""
+    def _options(self, ask: Ask, ids: Iterable[str], match: Match) -> list[Option]:
         oldest = self._clock.now() - self._config.stale_load_s
         options = []
         for replica_id in ids:
             state = self._book.state(replica_id)
-            held_tokens = replica_to_depth.get(replica_id, 0) * ask.block_tokens
-            options.append(Option(state, min(held_tokens, ask.num_tokens - 1), state.reported_at < oldest))
+            device = match.device.get(replica_id, 0)
+            dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
+            options.append(option_of(ask, state, state.reported_at < oldest, device, dram, nvme))
         return options
 
     def _place(self, request: RouteRequest, ask: Ask, decision: Decision) -> None:
@@ -210,23 +210,20 @@ class RouterService:
 
 
 def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Candidate]) -> Decision:
-    """Both cached counts are those of the replica that prefills and of the one that decodes; the same
-    when it is one replica."""
-    cached = {(item.side, item.replica_id): item.matched_tokens for item in candidates}
+    chosen = {(item.side, item.replica_id): item for item in candidates}
     if choice.prefill:
-        prefill_cached = cached["prefill", choice.prefill]
-        decode_cached = cached["decode", choice.decode]
+        prefill, decode = chosen["prefill", choice.prefill], chosen["decode", choice.decode]
         reason = f"the pair costs {choice.pair_cost:.0f}, {_other('alone', choice.local_cost)}"
     else:
-        prefill_cached = decode_cached = cached["local", choice.decode]
+        prefill = decode = chosen["local", choice.decode]
         reason = f"alone costs {choice.local_cost:.0f}, {_other('the best pair', choice.pair_cost)}"
     return Decision(
         request_id=request_id,
         policy=policy,
         prefill=choice.prefill,
         decode=choice.decode,
-        prefill_cached_tokens=prefill_cached,
-        decode_cached_tokens=decode_cached,
+        prefill_cached_tokens=prefill.matched_tokens + prefill.dram_tokens + prefill.nvme_tokens,
+        decode_cached_tokens=decode.matched_tokens,
         candidates=tuple(candidates),
         reason=reason,
     )

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.cost import (
+    DEFAULT_LOAD_RATIO,
     DEFAULT_TRANSFER_RATIO,
     NEVER_FITS_TOKENS,
     NO_ROOM_TOKENS,
@@ -17,7 +18,9 @@ from router.cost import (
     choose,
     decode_candidate,
     disturbance_tokens,
+    load_ratio,
     local_candidate,
+    option_of,
     prefill_candidate,
     recompute,
     room_penalty_tokens,
@@ -37,24 +40,40 @@ def state(
     prefill_tok_s: float = 10_000.0,
     decode_step_s: float = 0.02,
     transfer_tok_s: float = 50_000.0,
+    load_tok_s: dict[str, float] | None = None,
 ) -> LoadState:
     return LoadState(
-        "r", role, backlog, sequences, free, 100, prefill_tok_s, decode_step_s, transfer_tok_s, 0.0
+        "r",
+        role,
+        backlog,
+        sequences,
+        free,
+        100,
+        prefill_tok_s,
+        decode_step_s,
+        transfer_tok_s,
+        0.0,
+        load_tok_s or {},
     )
 
 
+def option(of: LoadState, matched_tokens: int, is_stale: bool = False) -> Option:
+    """Of a replica whose device holds that many tokens, and whose store nothing."""
+    return Option(of, is_stale, matched_tokens, ASK.num_tokens - matched_tokens)
+
+
 def test_prefill_terms() -> None:
-    candidate = prefill_candidate(ASK, Option(state("prefill", backlog=300), 640, False))
+    candidate = prefill_candidate(ASK, option(state("prefill", backlog=300), 640))
     assert (candidate.matched_tokens, candidate.uncached_tokens) == (640, 360)
     assert candidate.pressure_tokens == WORK_PART * 360
     assert candidate.cost == 360 + 300 + WORK_PART * 360
     assert candidate.transfer_tokens == 1000 * 10_000 / 50_000
-    stale = prefill_candidate(ASK, Option(state("prefill", backlog=300), 640, True))
+    stale = prefill_candidate(ASK, option(state("prefill", backlog=300), 640, True))
     assert (stale.cost, stale.note) == (candidate.cost + STALE_TOKENS, "stale load")
 
 
 def test_a_both_replica_prefills_at_the_expense_of_its_streams() -> None:
-    candidate = prefill_candidate(ASK, Option(state("both", sequences=3), 0, False))
+    candidate = prefill_candidate(ASK, option(state("both", sequences=3), 0))
     assert candidate.pressure_tokens == WORK_PART * 1000 + 3 * 1000
     assert candidate.cost == candidate.pressure_tokens + 1000
 
@@ -92,22 +111,85 @@ def test_unmeasured_rates_have_defaults() -> None:
     ],
 )
 def test_room(free: int, matched: int, penalty: float) -> None:
-    assert room_penalty_tokens(ASK, Option(state(free=free), matched, False)) == penalty
+    assert room_penalty_tokens(ASK, option(state(free=free), matched)) == penalty
 
 
 def test_what_never_fits_is_the_very_last_choice() -> None:
     huge = ASK._replace(num_tokens=6400)
-    candidate = decode_candidate(huge, Option(state(), 0, False), 64.0)
+    candidate = decode_candidate(huge, Option(state(), False, 0, 6400), 64.0)
     assert candidate.cost > NEVER_FITS_TOKENS
     assert candidate.note == "never fits"
 
 
 def test_local_terms_add_up() -> None:
-    candidate = local_candidate(ASK, Option(state(backlog=10, sequences=2), 900, False), 64.0)
+    candidate = local_candidate(ASK, option(state(backlog=10, sequences=2), 900), 64.0)
     disturbance = 3 * 100 * 0.5
     assert candidate.pressure_tokens == pytest.approx(2 * 64 + WORK_PART * 100 + disturbance)
     assert candidate.cost == pytest.approx(100 + 10 + candidate.pressure_tokens)
     assert candidate.note == "disturbs by 150"
+
+
+# ---------------------------------------------------------------------------------- what the store holds
+
+
+def test_the_prompt_is_shared_out_by_tier() -> None:
+    rates = {"dram": 200_000.0, "nvme": 40_000.0}
+    replica = state("prefill", backlog=300, load_tok_s=rates)
+    candidate = prefill_candidate(ASK, option_of(ASK, replica, False, 2, 4, 6))
+    assert (candidate.matched_tokens, candidate.dram_tokens, candidate.nvme_tokens) == (128, 256, 384)
+    assert candidate.uncached_tokens == 1000 - 128 - 256 - 384
+    assert candidate.loading_tokens == pytest.approx(256 / 20 + 384 / 4)
+    assert candidate.pressure_tokens == pytest.approx(WORK_PART * 232), "only what is computed delays others"
+    assert candidate.cost == pytest.approx(232 + 256 / 20 + 384 / 4 + 300 + WORK_PART * 232)
+
+
+def test_a_local_candidate_loads_too() -> None:
+    replica = state(sequences=2, load_tok_s={"dram": 100_000.0})
+    candidate = local_candidate(ASK, option_of(ASK, replica, False, 0, 14, 0), 64.0)
+    assert (candidate.dram_tokens, candidate.uncached_tokens) == (896, 104)
+    assert candidate.cost == pytest.approx(104 + 89.6 + 2 * 64 + WORK_PART * 104 + 3 * 104 * 0.52)
+
+
+def test_at_the_decode_side_of_a_pair_only_the_device_counts() -> None:
+    with_store = option_of(ASK, state(), False, 5, 5, 5)
+    without = option_of(ASK, state(), False, 5, 0, 0)
+    candidate = decode_candidate(ASK, with_store, 64.0)
+    assert candidate == decode_candidate(ASK, without, 64.0)
+    assert (candidate.matched_tokens, candidate.uncached_tokens) == (320, 680)
+
+
+def test_blocks_in_the_store_need_room_on_the_device() -> None:
+    full = option_of(ASK, state(free=18), False, 0, 15, 0)
+    assert room_penalty_tokens(ASK, full) == NO_ROOM_TOKENS + 64
+
+
+@pytest.mark.parametrize("tier", ["dram", "nvme"])
+def test_load_ratio(tier: str) -> None:
+    assert load_ratio(state(load_tok_s={tier: 40_000.0}), tier) == 0.25
+    assert load_ratio(state(load_tok_s={tier: 5_000.0}), tier) == 1.0
+    for unmeasured in (
+        state(),
+        state(load_tok_s={tier: 0.0}),
+        state(prefill_tok_s=0.0, load_tok_s={tier: 1.0}),
+    ):
+        assert load_ratio(unmeasured, tier) == DEFAULT_LOAD_RATIO[tier]
+
+
+def test_what_loads_slower_than_it_computes_is_computed() -> None:
+    slow = state(load_tok_s={"dram": 100_000.0, "nvme": 9_000.0})
+    made = option_of(ASK, slow, False, 1, 2, 3)
+    assert made == Option(slow, False, 64, 808, 128, 0, made.loading_tokens)
+    assert made.loading_tokens == pytest.approx(12.8)
+
+
+@given(device=st.integers(0, 20), dram=st.integers(0, 20), nvme=st.integers(0, 20))
+def test_the_parts_make_the_prompt_and_one_token_is_computed(device: int, dram: int, nvme: int) -> None:
+    made = option_of(ASK, state(), False, device, dram, nvme)
+    parts = made.matched_tokens, made.dram_tokens, made.nvme_tokens, made.uncached_tokens
+    assert sum(parts) == ASK.num_tokens
+    assert min(parts) >= 0
+    assert made.uncached_tokens == max(1, ASK.num_tokens - 64 * (device + dram + nvme))
+    assert made.loading_tokens == pytest.approx(0.1 * made.dram_tokens + 0.5 * made.nvme_tokens)
 
 
 amounts = st.integers(0, 4).map(float) | st.floats(0, 1e13, allow_nan=False)

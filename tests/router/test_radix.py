@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
-from router.radix import SNAPSHOT_WAIT_S, PrefixTree
+from router.radix import SNAPSHOT_WAIT_S, InStore, PrefixTree
 
+Tier = Literal["device", "dram", "nvme"]
 TTL_S = 5.0
 REPLICAS = ("p0", "p1", "p2")
 
@@ -25,6 +27,8 @@ def keys_of(path: tuple[int, ...]) -> tuple[bytes, ...]:
 
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
+tiers = st.sampled_from(("device", "device", "dram", "nvme"))
+chains = st.tuples(paths, tiers)
 ALL_PATHS = [tuple(map(int, f"{number:b}"[1:])) for number in range(16, 32)]
 
 
@@ -37,6 +41,7 @@ class Life:
     in_step: bool = False
     asked_at: float | None = None
     held: set[bytes] = field(default_factory=set)
+    stored: dict[bytes, str] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
 
 
@@ -53,7 +58,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         if replica not in self.lives or self.lives[replica].epoch != epoch:
             self.lives[replica] = Life(epoch)
         if with_snapshot:
-            self.snapshot(replica, 0, 1, [(0, 1)])
+            self.snapshot(replica, 0, 1, [((0, 1), "device"), ((0, 1, 0), "nvme")])
 
     @rule(replica=st.sampled_from(REPLICAS))
     def leave(self, replica: str) -> None:
@@ -64,16 +69,16 @@ class TreeAgainstModel(RuleBasedStateMachine):
         replica=st.sampled_from(REPLICAS),
         wrong_epoch=st.sampled_from([0, 0, 0, 0, 1]),
         step=st.sampled_from([1, 1, 1, 1, 1, 0, -1, 2]),
-        stored=st.lists(paths, max_size=3),
-        removed=st.lists(paths, max_size=2),
+        stored=st.lists(chains, max_size=3),
+        removed=st.lists(st.tuples(paths, st.sampled_from(("device", "store"))), max_size=2),
     )
     def events(
         self,
         replica: str,
         wrong_epoch: int,
         step: int,
-        stored: list[tuple[int, ...]],
-        removed: list[tuple[int, ...]],
+        stored: list[tuple[tuple[int, ...], Tier]],
+        removed: list[tuple[tuple[int, ...], Literal["device", "store"]]],
     ) -> None:
         life = self.lives.get(replica)
         sequence = (life.sequence if life else 0) + step
@@ -82,8 +87,8 @@ class TreeAgainstModel(RuleBasedStateMachine):
             KvEvents(
                 ReplicaIdentity(replica, epoch),
                 sequence,
-                tuple(BlocksStored(b"unknown", keys_of(path)) for path in stored),
-                tuple(BlocksRemoved((key_of(path),)) for path in removed),
+                tuple(BlocksStored(b"unknown", keys_of(path), tier) for path, tier in stored),
+                tuple(BlocksRemoved((key_of(path),), where) for path, where in removed),
             )
         )
         if life is None or wrong_epoch:
@@ -93,8 +98,11 @@ class TreeAgainstModel(RuleBasedStateMachine):
         elif life.in_step and step == 1:
             assert known
             life.sequence = sequence
-            life.held -= {key_of(path) for path in removed}
-            self._hold(life, {key for path in stored for key in keys_of(path)})
+            life.held -= {key_of(path) for path, where in removed if where == "device"}
+            for path, where in removed:
+                if where == "store":
+                    life.stored.pop(key_of(path), None)
+            self._take(life, stored)
         else:
             life.in_step = False
             asked = life.asked_at is not None and self.clock.now() - life.asked_at < SNAPSHOT_WAIT_S
@@ -106,23 +114,27 @@ class TreeAgainstModel(RuleBasedStateMachine):
         replica=st.sampled_from(REPLICAS),
         wrong_epoch=st.sampled_from([0, 0, 0, 1]),
         step=st.integers(-1, 3),
-        stored=st.lists(paths, max_size=4),
+        stored=st.lists(chains, max_size=4),
     )
-    def any_snapshot(self, replica: str, wrong_epoch: int, step: int, stored: list[tuple[int, ...]]) -> None:
+    def any_snapshot(
+        self, replica: str, wrong_epoch: int, step: int, stored: list[tuple[tuple[int, ...], Tier]]
+    ) -> None:
         self.snapshot(replica, wrong_epoch, step, stored)
 
-    def snapshot(self, replica: str, wrong_epoch: int, step: int, stored: list[tuple[int, ...]]) -> None:
+    def snapshot(
+        self, replica: str, wrong_epoch: int, step: int, stored: list[tuple[tuple[int, ...], Tier]]
+    ) -> None:
         life = self.lives.get(replica)
         sequence = (life.sequence if life else 0) + step
         identity = ReplicaIdentity(replica, (life.epoch if life else 1) + wrong_epoch)
-        chains = tuple(BlocksStored(b"", keys_of(path)) for path in stored)
-        taken = self.tree.apply_snapshot(KvSnapshot(identity, sequence, chains))
+        told = tuple(BlocksStored(b"", keys_of(path), tier) for path, tier in stored)
+        taken = self.tree.apply_snapshot(KvSnapshot(identity, sequence, told))
         stale = life is not None and life.in_step and step < 0
         assert taken == (life is not None and not wrong_epoch and not stale)
         if life is not None and taken:
             life.sequence, life.in_step, life.asked_at = sequence, True, None
-            life.held = set()
-            self._hold(life, {key for path in stored for key in keys_of(path)})
+            life.held, life.stored = set(), {}
+            self._take(life, stored)
 
     @rule(replica=st.sampled_from(REPLICAS), path=paths)
     def predict(self, replica: str, path: tuple[int, ...]) -> None:
@@ -139,14 +151,19 @@ class TreeAgainstModel(RuleBasedStateMachine):
     @invariant()
     def same_matches(self) -> None:
         for path in ALL_PATHS:
-            expected: dict[str, int] = {}
+            on_device: dict[str, int] = {}
+            in_store: dict[str, InStore] = {}
             for replica, life in self.lives.items():
-                depth = 0
-                while depth < len(path) and self._counts(life, key_of(path[: depth + 1])):
-                    depth += 1
-                if depth:
-                    expected[replica] = depth
-            assert self.tree.match(keys_of(path)) == expected
+                keys = list(keys_of(path))
+                while keys and self._counts(life, keys[0]):
+                    keys.pop(0)
+                    on_device[replica] = on_device.get(replica, 0) + 1
+                walked = []
+                while keys and keys[0] in life.stored:
+                    walked.append(life.stored[keys.pop(0)])
+                if walked:
+                    in_store[replica] = InStore(walked.count("dram"), walked.count("nvme"))
+            assert self.tree.match(keys_of(path)) == (on_device, in_store)
 
     @invariant()
     def nothing_leaks(self) -> None:
@@ -155,19 +172,24 @@ class TreeAgainstModel(RuleBasedStateMachine):
         alive = {
             key
             for life in self.lives.values()
-            for key in (*life.held, *life.predicted_until)
-            if self._counts(life, key)
+            for key in (*life.held, *life.predicted_until, *life.stored)
+            if self._counts(life, key) or key in life.stored
         }
         assert self.tree.num_keys == len(alive)
         for replica in REPLICAS:
             life = self.lives.get(replica)
             assert self.tree.num_held(replica) == (len(life.held) if life else 0)
+            assert self.tree.num_stored(replica) == (len(life.stored) if life else 0)
             assert self.tree.needs_snapshot(replica) == (life is not None and not life.in_step)
 
-    def _hold(self, life: Life, keys: set[bytes]) -> None:
-        life.held |= keys
-        for key in keys:
-            life.predicted_until.pop(key, None)
+    def _take(self, life: Life, told: list[tuple[tuple[int, ...], Tier]]) -> None:
+        for path, tier in told:
+            for key in keys_of(path):
+                if tier == "device":
+                    life.held.add(key)
+                    life.predicted_until.pop(key, None)
+                else:
+                    life.stored[key] = tier
 
     def _counts(self, life: Life, key: bytes) -> bool:
         return key in life.held or life.predicted_until.get(key, 0.0) > self.clock.now()
@@ -186,8 +208,8 @@ def synced_tree(*replicas: str) -> tuple[PrefixTree, ManualClock]:
     return tree, clock
 
 
-def stored(replica: str, sequence: int, *keys: bytes) -> KvEvents:
-    return KvEvents(ReplicaIdentity(replica, 1), sequence, (BlocksStored(b"", keys),), ())
+def stored(replica: str, sequence: int, *keys: bytes, tier: Tier = "device") -> KvEvents:
+    return KvEvents(ReplicaIdentity(replica, 1), sequence, (BlocksStored(b"", keys, tier),), ())
 
 
 def removed(replica: str, sequence: int, *keys: bytes) -> KvEvents:
@@ -200,7 +222,7 @@ def test_drawn_example() -> None:
     assert tree.apply_events(stored("p1", 1, b"A", b"B", b"C"))
     assert tree.apply_events(stored("p2", 1, b"A", b"B", b"D"))
     assert tree.apply_events(removed("p2", 2, b"B"))
-    assert tree.match((b"A", b"B", b"D", b"E")) == {"p0": 3, "p1": 2, "p2": 1}
+    assert tree.match((b"A", b"B", b"D", b"E")).device == {"p0": 3, "p1": 2, "p2": 1}
 
 
 def test_a_gap_asks_once_until_the_wait_is_over() -> None:
@@ -208,13 +230,13 @@ def test_a_gap_asks_once_until_the_wait_is_over() -> None:
     assert tree.apply_events(stored("p0", 1, b"A"))
     assert not tree.apply_events(stored("p0", 3, b"B"))
     assert tree.apply_events(stored("p0", 4, b"C"))
-    assert tree.match((b"A",)) == {"p0": 1}, "what was known stays known"
-    assert tree.match((b"C",)) == {}, "events after a gap are ignored"
+    assert tree.match((b"A",)).device == {"p0": 1}, "what was known stays known"
+    assert tree.match((b"C",)).device == {}, "events after a gap are ignored"
     clock.advance(SNAPSHOT_WAIT_S)
     assert not tree.apply_events(stored("p0", 5, b"D"))
     assert tree.apply_snapshot(KvSnapshot(ReplicaIdentity("p0", 1), 5, (BlocksStored(b"", (b"C", b"D")),)))
-    assert tree.match((b"A",)) == {}
-    assert tree.match((b"C", b"D")) == {"p0": 2}
+    assert tree.match((b"A",)).device == {}
+    assert tree.match((b"C", b"D")).device == {"p0": 2}
     assert tree.apply_events(stored("p0", 6, b"E"))
     tree.check()
 
@@ -225,9 +247,9 @@ def test_duplicates_are_ignored() -> None:
     assert tree.apply_events(removed("p0", 2, b"A"))
     assert tree.apply_events(stored("p0", 2, b"A")), "a repeated number is no gap"
     assert tree.apply_events(stored("p0", 1, b"A"))
-    assert tree.match((b"A",)) == {}
+    assert tree.match((b"A",)).device == {}
     assert tree.apply_events(stored("p0", 3, b"A"))
-    assert tree.match((b"A",)) == {"p0": 1}
+    assert tree.match((b"A",)).device == {"p0": 1}
 
 
 def test_events_before_the_first_snapshot_are_ignored() -> None:
@@ -245,21 +267,23 @@ def test_a_recycled_bit_inherits_nothing() -> None:
     tree.remove_replica("old")
     assert tree.num_keys == 0
     tree.add_replica(ReplicaIdentity("new", 1))
-    assert tree.match((b"A", b"B")) == {}
+    assert tree.match((b"A", b"B")).device == {}
     clock.advance(1.0)
     tree.predict("new", (b"A", b"B"))
     clock.advance(TTL_S - 0.5)
-    assert tree.match((b"A", b"B")) == {"new": 2}, "the old replica's expiry must not touch the new one's"
+    assert tree.match((b"A", b"B")).device == {"new": 2}, (
+        "the old replica's expiry must not touch the new one's"
+    )
     tree.check()
 
 
 def test_a_confirmed_prediction_outlives_its_time() -> None:
     tree, clock = synced_tree("p0")
     tree.predict("p0", (b"A", b"B"))
-    assert tree.match((b"A", b"B", b"C")) == {"p0": 2}
+    assert tree.match((b"A", b"B", b"C")).device == {"p0": 2}
     assert tree.apply_events(stored("p0", 1, b"A"))
     clock.advance(TTL_S)
-    assert tree.match((b"A", b"B", b"C")) == {"p0": 1}
+    assert tree.match((b"A", b"B", b"C")).device == {"p0": 1}
     assert tree.apply_events(removed("p0", 2, b"A"))
     assert tree.num_keys == 0
 
@@ -270,8 +294,44 @@ def test_a_repeated_prediction_lasts_from_the_last_one() -> None:
     clock.advance(TTL_S - 1.0)
     tree.predict("p0", (b"A",))
     clock.advance(TTL_S - 1.0)
-    assert tree.match((b"A",)) == {"p0": 1}
+    assert tree.match((b"A",)).device == {"p0": 1}
     clock.advance(1.0)
     assert tree.num_held("p0") == 0
-    assert tree.match((b"A",)) == {}
+    assert tree.match((b"A",)).device == {}
+    assert tree.num_keys == 0
+
+
+def test_a_prefix_goes_on_in_the_store() -> None:
+    tree, _ = synced_tree("p0", "p1", "p2")
+    assert tree.apply_events(stored("p0", 1, b"A"))
+    assert tree.apply_events(stored("p0", 2, b"A", b"B", b"C", tier="dram"))
+    assert tree.apply_events(stored("p0", 3, b"D", tier="nvme"))
+    assert tree.apply_events(stored("p1", 1, b"A", b"B", tier="nvme"))
+    assert tree.apply_events(stored("p2", 1, b"B", b"C", tier="dram"))
+    match = tree.match((b"A", b"B", b"C", b"D", b"E"))
+    assert match.device == {"p0": 1}
+    assert match.stored == {"p0": InStore(2, 1), "p1": InStore(0, 2)}, "p2 lacks A"
+
+
+def test_the_store_is_told_in_its_cheapest_tier_only() -> None:
+    tree, _ = synced_tree("p0")
+    assert tree.apply_events(stored("p0", 1, b"A", b"B", tier="nvme"))
+    assert tree.apply_events(stored("p0", 2, b"B", tier="dram"))
+    assert tree.match((b"A", b"B")).stored == {"p0": InStore(1, 1)}
+    assert tree.apply_events(stored("p0", 3, b"B", tier="nvme"))
+    assert tree.match((b"A", b"B")).stored == {"p0": InStore(0, 2)}
+    gone = KvEvents(ReplicaIdentity("p0", 1), 4, (), (BlocksRemoved((b"A", b"A", b"X"), "store"),))
+    assert tree.apply_events(gone)
+    assert tree.match((b"A", b"B")) == ({}, {})
+    tree.check()
+
+
+def test_a_block_may_leave_the_device_and_stay_in_the_store() -> None:
+    tree, _ = synced_tree("p0")
+    assert tree.apply_events(stored("p0", 1, b"A", b"B"))
+    assert tree.apply_events(stored("p0", 2, b"A", b"B", tier="dram"))
+    assert tree.match((b"A", b"B")) == ({"p0": 2}, {})
+    assert tree.apply_events(removed("p0", 3, b"B"))
+    assert tree.match((b"A", b"B")) == ({"p0": 1}, {"p0": InStore(1, 0)})
+    tree.remove_replica("p0")
     assert tree.num_keys == 0

@@ -7,91 +7,16 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router_house import BLOCK_TOKENS, House, Tier, keys_of
 
-from kvtransfer.clock import ManualClock
-from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
-from router.cost import WORK_PART, recompute
+from router.cost import WORK_PART
 from router.errors import NoReplicaError
-from router.messages import Decision, ReplicaLoad, RouteRequest
-from router.service import NUM_DECISIONS_KEPT, RouterService
+from router.service import NUM_DECISIONS_KEPT
 
-BLOCK_TOKENS = 16
+TIERS: tuple[Tier, ...] = ("device", "dram", "nvme")
 POLICIES = ("cost", "round_robin", "random", "least_loaded", "longest_prefix")
-
-
-def keys_of(prompt: str, num_blocks: int) -> tuple[bytes, ...]:
-    return tuple(f"{prompt}:{index}".encode() for index in range(num_blocks))
-
-
-class House:
-    """A router with replicas named by role: p0, p1 (prefill), d0 (decode), b0 (both)."""
-
-    def __init__(self, *replicas: str, config: RouterConfig | None = None) -> None:
-        self.clock = ManualClock(100.0)
-        self.router = RouterService(config or RouterConfig(), BLOCK_TOKENS, self.clock, seed=7)
-        self.num_requests = 0
-        self.sequences: dict[str, int] = {}
-        for replica in replicas:
-            self.join(replica)
-
-    def join(self, replica: str, epoch: int = 1) -> None:
-        role = {"p": "prefill", "d": "decode", "b": "both"}[replica[0]]
-        self.router.add_replica(ReplicaIdentity(replica, epoch), role)
-        self.router.on_snapshot(KvSnapshot(ReplicaIdentity(replica, epoch), 0, ()))
-        self.sequences[replica] = 0
-        self.load(replica, epoch=epoch)
-
-    def load(
-        self, replica: str, backlog: int = 0, running: int = 0, free: int = 1000, epoch: int = 1
-    ) -> None:
-        self.router.on_load(
-            ReplicaLoad(
-                identity=ReplicaIdentity(replica, epoch),
-                received_at=self.clock.now(),
-                num_running=running,
-                num_waiting=0,
-                num_landings=0,
-                num_backlog_tokens=backlog,
-                num_free_blocks=free,
-                num_total_blocks=1000,
-                prefill_tok_s=10_000.0,
-                decode_step_s=0.02,
-                transfer_tok_s=100_000.0,
-            )
-        )
-
-    def store(self, replica: str, keys: tuple[bytes, ...]) -> None:
-        self.sequences[replica] += 1
-        events = KvEvents(
-            ReplicaIdentity(replica, 1), self.sequences[replica], (BlocksStored(b"", keys),), ()
-        )
-        assert self.router.on_events(events)
-
-    def route(
-        self,
-        keys: tuple[bytes, ...] = (),
-        num_tokens: int = 1000,
-        excluded: tuple[str, ...] = (),
-        pinned_prefill: str = "",
-        pinned_decode: str = "",
-    ) -> Decision:
-        self.num_requests += 1
-        decision = self.router.route(
-            RouteRequest(
-                request_id=f"q{self.num_requests}",
-                tenant="t",
-                block_keys=keys,
-                num_tokens=num_tokens,
-                max_new_tokens=32,
-                excluded=excluded,
-                pinned_prefill=pinned_prefill,
-                pinned_decode=pinned_decode,
-            )
-        )
-        assert recompute(decision) == (decision.prefill, decision.decode)
-        assert self.router.explain(decision.request_id) is decision
-        return decision
 
 
 # -------------------------------------------------------------------------------- who may be chosen
@@ -122,7 +47,8 @@ def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, dat
             backlog, running, free = (data.draw(st.integers(0, most)) for most in (5000, 9, 99))
             house.load(name, backlog, running, free)
         elif action == "store" and name in alive:
-            house.store(name, keys_of("shared", data.draw(st.integers(1, 20))))
+            tier = data.draw(st.sampled_from(TIERS))
+            house.store(name, keys_of("shared", data.draw(st.integers(1, 20))), tier)
         elif action == "wait":
             house.clock.advance(data.draw(st.sampled_from([0.01, 1.0, 6.0])))
         elif action == "route":
@@ -267,6 +193,9 @@ def test_strangers_spread_evenly() -> None:
     decisions = [house.route(keys_of(f"{number:06}", 60)) for number in range(80)]
     assert set(Counter(item.prefill for item in decisions).values()) == {20}
     assert set(Counter(item.decode for item in decisions).values()) == {40}
+
+
+# ---------------------------------------------------------------------------- what the store holds
 
 
 # --------------------------------------------------------------------- whether the prefill pool is used

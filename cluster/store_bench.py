@@ -1,0 +1,109 @@
+"""`tandem bench store`: a trace replayed through the store's policies at several sizes, without a cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cluster.errors import BenchError
+from kvtransfer.errors import StoreError
+from kvtransfer.store.simulate import POLICIES, TRACE_BLOCK_TOKENS, Outcome, Sizes, read_trace, simulate
+
+DEFAULT_DEVICE_BLOCKS = 2000
+DEFAULT_DRAM_BLOCKS = (8000,)
+DEFAULT_NVME_BLOCKS = (0, 10_000, 20_000, 40_000, 80_000)
+"""Blocks of 512 tokens: about what one node holds of a model with 100 kB a token."""
+
+
+def bench_store(
+    trace: Path,
+    device_blocks: int,
+    dram_blocks: Sequence[int],
+    nvme_blocks: Sequence[int],
+    console: Console,
+    *,
+    as_json: bool,
+) -> None:
+    """Replay the trace with every size of DRAM and NVMe and every policy; a table, or JSON lines one by one.
+    `BenchError` when it cannot be read or has nothing in it."""
+    try:
+        requests = read_trace(trace)
+    except StoreError as error:
+        raise BenchError(str(error)) from error
+    if not any(requests):
+        raise BenchError(f"{trace} has no full block of {TRACE_BLOCK_TOKENS} tokens")
+    outcomes = []
+    with console.status("replaying") as status:
+        for dram in dram_blocks:
+            for nvme in nvme_blocks:
+                for policy in POLICIES if nvme else ("all",):
+                    status.update(f"replaying: DRAM {dram}, NVMe {nvme} blocks, {policy}")
+                    outcome = simulate(requests, Sizes(device_blocks, dram, nvme), policy)
+                    outcomes.append(outcome)
+                    if as_json:
+                        print(json.dumps(outcome_json(outcome)), flush=True)
+    if not as_json:
+        console.print(store_table(outcomes))
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """One run as JSON values; rates are shares of all blocks of the trace."""
+    return {
+        "what": "store",
+        "policy": outcome.policy if outcome.sizes.nvme else None,
+        "block_tokens": TRACE_BLOCK_TOKENS,
+        "device_blocks": outcome.sizes.device,
+        "dram_blocks": outcome.sizes.dram,
+        "nvme_blocks": outcome.sizes.nvme,
+        "num_blocks": outcome.num_blocks,
+        "device_hit_rate": outcome.num_device_hits / outcome.num_blocks,
+        "dram_hit_rate": outcome.num_dram_hits / outcome.num_blocks,
+        "nvme_hit_rate": outcome.num_nvme_hits / outcome.num_blocks,
+        "hit_rate": outcome.hit_rate,
+        "ideal_hit_rate": outcome.ideal_hit_rate,
+        "written_blocks": outcome.num_written,
+        "moved_blocks": outcome.num_moved,
+        "written_per_hit": outcome.written_per_hit,
+    }
+
+
+def store_table(outcomes: Sequence[Outcome]) -> Table:
+    """Runs of one trace, those of the same sizes together."""
+    first = outcomes[0]
+    title = (
+        f"{first.num_blocks} blocks of {TRACE_BLOCK_TOKENS} tokens; the device holds {first.sizes.device}; "
+        f"ideal hit rate {_percent(first.ideal_hit_rate)}"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("DRAM", "NVMe"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for name in ("device", "DRAM hits", "NVMe hits", "all hits", "of ideal", "written / hit"):
+        table.add_column(name, justify="right")
+    sizes = first.sizes
+    for outcome in outcomes:
+        if outcome.sizes != sizes:
+            table.add_section()
+        sizes = outcome.sizes
+        table.add_row(
+            str(sizes.dram),
+            str(sizes.nvme),
+            outcome.policy if sizes.nvme else "",
+            _percent(outcome.num_device_hits / outcome.num_blocks),
+            _percent(outcome.num_dram_hits / outcome.num_blocks),
+            _percent(outcome.num_nvme_hits / outcome.num_blocks),
+            _percent(outcome.hit_rate),
+            _percent(outcome.hit_rate / outcome.ideal_hit_rate) if outcome.num_ideal_hits else "",
+            "" if outcome.written_per_hit is None else f"{outcome.written_per_hit:.2f}",
+        )
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,201 @@
+"""Which records are written to NVMe: a pure policy that learns from what became of those written before."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvtransfer.store.config import Admission as AdmissionPolicy
+from kvtransfer.store.messages import RecordId, RecordInfo
+
+FIRST_WORTH = 0.15
+"""A record seen for the first time displaces others only if at least this part of those like it were read
+back: about seven bytes written for a byte read. Lower: more hits; higher: less wear."""
+AGAIN_WORTH = 0.02
+"""The same for a record seen again; almost always kept: the next reading is seldom the last."""
+SAMPLED = 32
+"""One chain of so many is written although it is not worth it, to notice when that changes."""
+MIN_TRIALS = 64
+"""A class is worth writing until so many of it have ended."""
+MEMORY_TRIALS = 4000
+"""When so many of a class have ended, what was counted weighs half: workloads change."""
+SEEN_FACTOR = 4
+"""Records remembered, for each that the tier has room for."""
+MIN_SEEN, MAX_SEEN = 1024, 1 << 19
+"""Bounds of the above; the upper one is about 80 MB."""
+
+_MAX_SIGHTS = 4
+_MAX_TURN = 2
+_MAX_DEPTH_CLASS = 6
+
+
+class _Sight(NamedTuple):
+    """What is remembered of a record. `num_turns`: how often its chain was prolonged after it had been seen
+    again, `depth` its place in the chain; both as far as its predecessors are remembered."""
+
+    num_sights: int
+    num_turns: int
+    depth: int
+    is_sampled: bool
+
+    @property
+    def kind(self) -> int:
+        """The class it is judged with: how often it was seen; of a first sight, turn and depth (in steps of
+        4 x) tell apart a new conversation's beginning and the end of an old one."""
+        if self.num_sights > 1:
+            return self.num_sights
+        depth_class = min((self.depth + 1).bit_length() // 2, _MAX_DEPTH_CLASS)
+        return 1 | self.num_turns << 4 | depth_class << 8
+
+    def pack(self) -> int:
+        return self.depth << 5 | self.is_sampled << 4 | self.num_turns << 2 | self.num_sights - 1
+
+
+def _unpack(packed: int) -> _Sight:
+    return _Sight((packed & 3) + 1, packed >> 2 & 3, packed >> 5, bool(packed >> 4 & 1))
+
+
+class _Trials:
+    """How many records of a class ended, and how many of them by being read from NVMe."""
+
+    __slots__ = ("num_ended", "num_read")
+
+    def __init__(self) -> None:
+        self.num_ended = 0.0
+        self.num_read = 0.0
+
+    @property
+    def worth(self) -> float:
+        return 1.0 if self.num_ended < MIN_TRIALS else self.num_read / self.num_ended
+
+    def end(self, was_read: bool) -> None:
+        self.num_ended += 1
+        self.num_read += was_read
+        if self.num_ended >= MEMORY_TRIALS:
+            self.num_ended /= 2
+            self.num_read /= 2
+
+
+class Admission:
+    """Told of every record of one node; says which are worth writing to its NVMe tier.
+
+    A yes is an offer: the caller tells `written` when the record is on NVMe, and asks again at the next hit
+    when it is not. `is_full`: a write now displaces other records.
+
+    *Adaptive*: while there is room everything is written, which wears the disk by once its size. After that
+    a record has to be worth it. A record written in class c is a trial of c. It succeeds when the record is
+    read from NVMe; it fails when the record is dropped unread, and also when it is found in the host tier, as
+    it could have been written only then. Either way a record seen once more goes on in its next class. The
+    part that succeeds is what a write of the class is worth. A rejected class is still written for one chain
+    of 32: for whole chains, as a block is of no use without those before it.
+    """
+
+    def __init__(self, policy: AdmissionPolicy, capacity_bytes: int) -> None:
+        self._policy = policy
+        self._capacity_bytes = capacity_bytes
+        self._seen: dict[int, int] = {}
+        """By hash of the record's id, packed: a collision costs one wrong guess."""
+        self._on_nvme: dict[int, int] = {}
+        """The class each written record is a trial of."""
+        self._trials: dict[int, _Trials] = {}
+        self._num_chains = 0
+        self._mean_bytes = 0.0
+
+    def put(self, info: RecordInfo, is_full: bool) -> bool:
+        """The record was committed to the host tier and is not on NVMe: write it there now?"""
+        if self._policy == "all":
+            return True
+        self._mean_bytes += (info.num_bytes - self._mean_bytes) * (0.01 if self._mean_bytes else 1.0)
+        number = hash(info.id)
+        packed = self._seen.pop(number, None)
+        sight = self._first_sight(info) if packed is None else _again(packed)
+        self._remember(number, sight)
+        return self._is_worth(sight, is_full)
+
+    def hit(self, info: RecordInfo, is_full: bool) -> bool:
+        """The record was found in the host tier: write it to NVMe now? Always no when it is there."""
+        number = hash(info.id)
+        is_there = number in self._on_nvme
+        if self._policy == "all":
+            return not is_there
+        sight = self._see_again(number)
+        if is_there:
+            self._next_trial(number, sight, was_read=False)
+            return False
+        return self._is_worth(sight, is_full)
+
+    def written(self, info: RecordInfo) -> None:
+        """The record is on NVMe now. Of those found there at the start nothing need be told."""
+        number = hash(info.id)
+        packed = self._seen.get(number)
+        self._on_nvme[number] = 1 if packed is None else _unpack(packed).kind
+
+    def nvme_hit(self, record_id: RecordId) -> None:
+        """The record was read from NVMe."""
+        number = hash(record_id)
+        self._next_trial(number, self._see_again(number), was_read=True)
+
+    def dropped(self, record_id: RecordId) -> None:
+        """The record left NVMe to make room."""
+        kind = self._on_nvme.pop(hash(record_id), None)
+        if kind is not None:
+            self._end(kind, was_read=False)
+
+    def forgotten(self, record_id: RecordId) -> None:
+        """The record left NVMe for a reason that says nothing of its worth: purged, damaged."""
+        self._on_nvme.pop(hash(record_id), None)
+
+    @property
+    def num_remembered(self) -> int:
+        return len(self._seen)
+
+    def _is_worth(self, sight: _Sight, is_full: bool) -> bool:
+        if self._policy == "seen_twice":
+            return sight.num_sights > 1
+        if not is_full or sight.is_sampled:
+            return True
+        trials = self._trials.get(sight.kind)
+        return trials is None or trials.worth >= (FIRST_WORTH if sight.num_sights == 1 else AGAIN_WORTH)
+
+    def _first_sight(self, info: RecordInfo) -> _Sight:
+        record = info.id
+        parent_number = hash(RecordId(record.space, info.parent, record.shard))
+        packed = self._seen.get(parent_number) if info.parent else None
+        if packed is None:
+            return _Sight(1, 0, 0, self._draw())
+        parent = _unpack(packed)
+        if parent.num_sights == 1:
+            return parent._replace(depth=parent.depth + 1)
+        return _Sight(1, min(parent.num_turns + 1, _MAX_TURN), parent.depth + 1, self._draw())
+
+    def _see_again(self, number: int) -> _Sight:
+        packed = self._seen.pop(number, None)
+        sight = _Sight(2, 0, 0, False) if packed is None else _again(packed)
+        self._remember(number, sight)
+        return sight
+
+    def _remember(self, number: int, sight: _Sight) -> None:
+        """The last seen stay; of the others the memory is bounded."""
+        self._seen[number] = sight.pack()
+        most = SEEN_FACTOR * self._capacity_bytes / max(self._mean_bytes, 1.0)
+        most = min(max(most, MIN_SEEN), MAX_SEEN)
+        while len(self._seen) > most:
+            del self._seen[next(iter(self._seen))]
+
+    def _draw(self) -> bool:
+        self._num_chains += 1
+        return self._num_chains % SAMPLED == 0
+
+    def _next_trial(self, number: int, sight: _Sight, *, was_read: bool) -> None:
+        kind = self._on_nvme.get(number)
+        if kind is not None:
+            self._end(kind, was_read)
+            self._on_nvme[number] = sight.kind
+
+    def _end(self, kind: int, was_read: bool) -> None:
+        self._trials.setdefault(kind, _Trials()).end(was_read)
+
+
+def _again(packed: int) -> _Sight:
+    """Seen once more. It was sampled as a first sight, if at all: what is seen again is judged by itself."""
+    sight = _unpack(packed)
+    return sight._replace(num_sights=min(sight.num_sights + 1, _MAX_SIGHTS), is_sampled=False)
