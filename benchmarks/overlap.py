@@ -14,36 +14,17 @@ import json
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.clock import SystemClock
+from benchmarks.linked import Heard, LinkedReplicas
 from kvtransfer.config import TransferConfig
-from kvtransfer.keys import block_keys
-from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.secret import draw_secret
-from workers.brain import Brain
 from workers.config import EngineConfig, Parallel
-from workers.links import FrameStream, open_stream
-from workers.messages import (
-    LINK_DOWN_CODEC,
-    LINK_UP_CODEC,
-    GatewayHello,
-    HandOverReport,
-    HandOverTarget,
-    PrefillReport,
-    RequestFailed,
-    SampleState,
-    SamplingParams,
-    StepFrame,
-    Submission,
-)
+from workers.messages import HandOverReport, PrefillReport
 from workers.model.random_checkpoint import write_random_checkpoint
-from workers.ranks import ProcessLauncher
 
 BLOCK_TOKENS = 32
-CLOCK = SystemClock()
 MODEL = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -55,99 +36,31 @@ MODEL = {
 }
 
 
-class Outcome(NamedTuple):
-    """One hand-over; times are seconds on this host's clock."""
-
-    prefill: PrefillReport
-    hand_over: HandOverReport
-
-
 class Pair:
-    """A prefill and a decode replica, with a Link to each."""
+    """A prefill and a decode replica."""
 
     def __init__(self, model_dir: Path, num_tokens: int, chunk_tokens: int) -> None:
-        self._model_dir = model_dir
+        self._replicas = LinkedReplicas(model_dir, "float32", draw_secret())
         self._engine = EngineConfig(
             block_tokens=BLOCK_TOKENS,
             kv_tokens=2 * num_tokens + 512,
             chunk_tokens=chunk_tokens,
             max_batch_tokens=chunk_tokens,
         )
-        self._secret = draw_secret()
-        self._prefills: dict[str, PrefillReport] = {}
-        self._hand_overs: dict[str, HandOverReport] = {}
-        self._heard = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._streams: list[FrameStream] = []
-        self._brains: list[Brain] = []
+        self._draw = np.random.default_rng(0)
 
     async def start(self, writer: Parallel, limit_gb_s: float) -> None:
-        self._writer = await self._add("prefill", writer, TransferConfig(hand_over_gb_s=limit_gb_s))
-        self._target = await self._add("decode", Parallel(), TransferConfig())
+        transfer = TransferConfig(hand_over_gb_s=limit_gb_s)
+        await self._replicas.add("prefill", "prefill", writer, self._engine, transfer)
+        await self._replicas.add("decode", "decode", Parallel(), self._engine)
 
-    async def _add(self, role: str, parallel: Parallel, transfer: TransferConfig) -> Brain:
-        brain = Brain(
-            identity=ReplicaIdentity(role, 1),
-            pool=role,
-            role=role,
-            model_dir=str(self._model_dir),
-            dtype="float32",
-            parallel=parallel,
-            engine=self._engine,
-            transfer=transfer,
-            secret=self._secret,
-            launcher=ProcessLauncher(),
-            clock=CLOCK,
-            host="127.0.0.1",
-        )
-        await brain.start()
-        self._brains.append(brain)
-        stream = await open_stream(brain.address, "link", self._secret, "overlap")
-        stream.send(LINK_DOWN_CODEC.encode(GatewayHello("overlap", 1)))
-        self._streams.append(stream)
-        self._tasks.append(asyncio.create_task(self._listen(stream)))
-        return brain
-
-    async def run(self, name: str, num_tokens: int) -> Outcome:
+    async def run(self, name: str, num_tokens: int) -> Heard:
         """One prompt of random tokens, handed over."""
-        tokens = np.random.default_rng(len(self._prefills)).integers(3, 250, num_tokens, dtype=np.uint32)
-        prompt = tokens.astype("<u4").tobytes()
-        fingerprint = self._writer.compatibility.model_fingerprint
-        submission = Submission(
-            request_id=name,
-            attempt=0,
-            tenant="",
-            priority=0,
-            prompt=prompt,
-            block_keys=block_keys(prompt, BLOCK_TOKENS, fingerprint, ""),
-            samples=(SampleState(0, 1),),
-            sampling=SamplingParams(max_tokens=4, ignore_eos=True),
-            decode=HandOverTarget(self._target.identity, self._target.address),
-            deadline_s=None,
-        )
-        self._streams[0].send(LINK_DOWN_CODEC.encode(submission))
-        while name not in self._prefills or name not in self._hand_overs:
-            self._heard.clear()
-            await self._heard.wait()
-        return Outcome(self._prefills[name], self._hand_overs[name])
+        prompt = self._draw.integers(3, 250, num_tokens).astype("<u4").tobytes()
+        return await self._replicas.run("prefill", name, prompt, decode="decode")
 
     async def stop(self) -> None:
-        for stream in self._streams:
-            stream.close()
-        await asyncio.gather(*self._tasks)
-        for brain in self._brains:
-            await brain.stop()
-
-    async def _listen(self, stream: FrameStream) -> None:
-        while (frame := await stream.receive()) is not None:
-            message = LINK_UP_CODEC.decode(frame)
-            if not isinstance(message, StepFrame):
-                continue
-            failures: tuple[RequestFailed, ...] = message.failures
-            assert not failures, failures
-            self._prefills |= {report.request_id: report for report in message.prefills}
-            self._hand_overs |= {report.request_id: report for report in message.hand_overs}
-            self._heard.set()
+        await self._replicas.stop()
 
 
 async def measure(model_dir: Path, writer: Parallel, arguments: argparse.Namespace) -> dict[str, object]:
@@ -158,7 +71,7 @@ async def measure(model_dir: Path, writer: Parallel, arguments: argparse.Namespa
     unlimited = [await free.run(f"free-{number}", num_tokens) for number in range(arguments.repeat)]
     await free.stop()
     prefill_s = median(_prefill_s(outcome) for outcome in unlimited)
-    num_bytes = unlimited[0].hand_over.num_moved_bytes
+    num_bytes = _hand_over(unlimited[0]).num_moved_bytes
     # The limit is a rank's; together the ranks of the writer move the prompt in the share of its prefill.
     total_gb_s = num_bytes / (arguments.share * prefill_s) / 1e9
     slow = Pair(model_dir, num_tokens, chunk_tokens)
@@ -167,7 +80,7 @@ async def measure(model_dir: Path, writer: Parallel, arguments: argparse.Namespa
     limited = [await slow.run(f"slow-{number}", num_tokens) for number in range(arguments.repeat)]
     await slow.stop()
     last_chunk_s = num_bytes / num_tokens * chunk_tokens / total_gb_s / 1e9
-    rests = [outcome.hand_over.times.transfer_end - outcome.prefill.times.prefilled for outcome in limited]
+    rests = [_hand_over(heard).times.transfer_end - _prefill(heard).times.prefilled for heard in limited]
     return {
         "what": "overlap",
         "writer": f"{writer.tp}x{writer.pp}",
@@ -184,8 +97,19 @@ async def measure(model_dir: Path, writer: Parallel, arguments: argparse.Namespa
     }
 
 
-def _prefill_s(outcome: Outcome) -> float:
-    return outcome.prefill.times.prefilled - outcome.prefill.times.scheduled
+def _prefill(heard: Heard) -> PrefillReport:
+    assert heard.prefill is not None
+    return heard.prefill
+
+
+def _hand_over(heard: Heard) -> HandOverReport:
+    assert heard.hand_over is not None
+    return heard.hand_over
+
+
+def _prefill_s(heard: Heard) -> float:
+    times = _prefill(heard).times
+    return times.prefilled - times.scheduled
 
 
 def main() -> None:

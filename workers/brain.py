@@ -35,33 +35,28 @@ from kvtransfer.messages import (
     Verified,
     WriterGone,
 )
+from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
 from workers.config import EngineConfig, Parallel
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
 from workers.errors import RankDiedError
+from workers.gateway_links import GatewayLinks
 from workers.gateways import GatewayKey, Gateways
-from workers.inbound import Inbound
 from workers.links import FrameStream, LinkServer
 from workers.messages import (
-    LINK_DOWN_CODEC,
     Cancel,
-    GatewayHello,
     HandOverTarget,
     Leaving,
+    LinkDown,
     RankReady,
     RankUp,
     ReplicaHello,
     StepReport,
     Submission,
 )
-from workers.outbound import Outbound
-from workers.peers import Peers
 from workers.ranks import RankGroup, RankLauncher
-from workers.reports import Reports
-from workers.requests import Requests
+from workers.rooms import Rooms
 from workers.shape import Shape
 from workers.stages import Stages
-from workers.steps import StepLoop
+from workers.tiers import Tiers
 
 _log = logging.getLogger("tandem.brain")
 
@@ -86,8 +81,10 @@ class Brain:
         launcher: RankLauncher,
         clock: Clock,
         host: str,
+        store: str | None = None,
         faults: Sequence[FaultRule] = (),
     ) -> None:
+        """`store` is the socket of the node's store (None: there is none)."""
         self.identity = identity
         self.pool_name = pool
         self.role = role
@@ -96,6 +93,7 @@ class Brain:
         self._secret = secret
         self._clock = clock
         self._host = host
+        self._store = store
         self._faults = Faults(faults)
         self._shape = Shape(
             identity=identity,
@@ -109,13 +107,15 @@ class Brain:
             faults=faults,
         )
         self._group = RankGroup(secret, launcher, self._on_rank_message, self._on_rank_died)
-        self._server = LinkServer(secret, self._serve_gateway, self._serve_peer)
         self._gateways = Gateways(clock, lambda: self.reports.load())
+        links = GatewayLinks(self._gateways, self._hello, self._on_gateway_message)
+        self._server = LinkServer(secret, links.serve, self._serve_peer)
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump_scheduled = False
         self._death = ""
         self.address = ""
         self.ready: list[RankReady] = []
+        self.tiers: Tiers | None = None
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -124,83 +124,34 @@ class Brain:
         self.ready = await self._group.start(self._shape.specs, self._host, self._shape.plan_stages)
         times = max(ready.load_s for ready in self.ready), max(ready.warm_up_s for ready in self.ready)
         _log.info("%s: loaded in %.1f s, warmed up in %.1f s", self.identity.replica_id, *times)
-        self._furnish(self.ready[0])
+        self._furnish()
+        if self.tiers is not None:
+            await self.tiers.start()
         port = await self._server.start(self._host)
         self.address = f"{self._host}:{port}"
         self._spawn(self._tick_forever(), "brain-tick")
 
-    def _furnish(self, ready: RankReady) -> None:
+    def _furnish(self) -> None:
         """Build the rooms, now that the ranks have told their sizes."""
-        tp, pp = self._shape.parallel.tp, self._shape.parallel.pp
-        self.pool = BlockPool(ready.num_blocks, self._engine.block_tokens)
-        self.scheduler = Scheduler(
-            self._engine,
-            self.pool,
-            eos_token_ids=ready.eos_token_ids,
-            max_context_tokens=ready.max_context_tokens,
-            fingerprint=ready.compatibility.model_fingerprint,
-            num_stages=pp,
-            attention_ratio=self._shape.attention_ratio,
-        )
-        self.steps = StepLoop(self.scheduler, self._group.send, self._clock, tp, pp)
-        self.outbound = Outbound(
-            config=self._transfer,
-            block_tokens=self._engine.block_tokens,
-            scheduler=self.scheduler,
-            clock=self._clock,
-            num_ranks=len(self.ready),
-            order=self._group.send,
-            on_failed=lambda failure: self.requests.failed(failure),
-            on_ended=lambda key: self.requests.ended(key),
-            kill_ranks=self._on_rank_died,
-            faults=self._faults,
-        )
-        self.inbound = Inbound(
-            config=self._transfer,
-            block_tokens=self._engine.block_tokens,
-            pool=self.pool,
-            scheduler=self.scheduler,
-            clock=self._clock,
-            num_ranks=len(self.ready),
-            order=self._group.send,
-            order_to=self._group.send_to,
-            on_joined=lambda *news: self.requests.joined(*news),
-            faults=self._faults,
-        )
-        self.requests = Requests(
+        rooms = Rooms(
             identity=self.identity,
-            scheduler=self.scheduler,
-            gateways=self._gateways,
-            outbound=self.outbound,
-            inbound=self.inbound,
-            clock=self._clock,
-            vocab_size=ready.vocab_size,
-            wake=self._wake,
-        )
-        self.peers = Peers(
-            identity=self.identity,
-            compatibility=ready.compatibility,
-            ranks=tuple(each.endpoints for each in self.ready),
-            config=self._transfer,
+            engine=self._engine,
+            transfer=self._transfer,
             secret=self._secret,
             clock=self._clock,
-            order=self._group.send,
-            order_to=self._group.send_to,
-            prefill_side=self.outbound,
-            decode_side=self.inbound,
+            faults=self._faults,
+            shape=self._shape,
+            group=self._group,
+            ready=self.ready,
+            gateways=self._gateways,
+            store=self._store,
             wake=self._wake,
+            kill_ranks=self._on_rank_died,
             on_error=self._broke,
         )
-        self.outbound.peers = self.inbound.peers = self.peers
-        self.reports = Reports(
-            identity=self.identity,
-            pool=self.pool,
-            scheduler=self.scheduler,
-            steps=self.steps,
-            outbound=self.outbound,
-            inbound=self.inbound,
-            peers=self.peers,
-        )
+        self.pool, self.scheduler, self.steps = rooms.pool, rooms.scheduler, rooms.steps
+        self.outbound, self.inbound, self.peers = rooms.outbound, rooms.inbound, rooms.peers
+        self.requests, self.reports, self.tiers = rooms.requests, rooms.reports, rooms.tiers
 
     async def stop(self) -> None:
         """End everything at once."""
@@ -209,6 +160,8 @@ class Brain:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.address:
             await self.peers.close()
+        if self.tiers is not None:
+            await self.tiers.close()
         self._gateways.close()
         await self._server.stop()
         await self._group.stop()
@@ -258,39 +211,28 @@ class Brain:
 
     # ------------------------------------------------------------------------------------- gateways
 
-    async def _serve_gateway(self, stream: FrameStream) -> None:
-        frame = await stream.receive()
-        hello = None if frame is None else LINK_DOWN_CODEC.decode(frame)
-        if not isinstance(hello, GatewayHello):
-            return
-        key = hello.gateway_id, hello.epoch
-        self._gateways.connected(key, stream)
-        self._gateways.send(
-            key,
-            ReplicaHello(
-                self.identity,
-                self.pool_name,
-                self.role,
-                self.compatibility,
-                self.ready[0].max_context_tokens,
-                self.reports.load(),
-            ),
+    def _hello(self) -> ReplicaHello:
+        return ReplicaHello(
+            self.identity,
+            self.pool_name,
+            self.role,
+            self.compatibility,
+            self.ready[0].max_context_tokens,
+            self.reports.load(),
         )
+
+    def _on_gateway_message(self, gateway: GatewayKey, message: LinkDown) -> None:
         try:
-            while (frame := await stream.receive()) is not None:
-                self._on_gateway_message(key, frame)
-        except TransferError as error:
-            _log.warning("gateway %s sent nonsense: %s", hello.gateway_id, error)
+            self._take(gateway, message)
         except Exception as error:
             self._broke(error)
-        finally:
-            self._gateways.disconnected(key, stream)
 
-    def _on_gateway_message(self, gateway: GatewayKey, frame: bytes) -> None:
-        message = LINK_DOWN_CODEC.decode(frame)
+    def _take(self, gateway: GatewayKey, message: LinkDown) -> None:
         match message:
             case Submission():
                 self.requests.submit(gateway, message)
+                if self.tiers is not None:
+                    self.tiers.arrived(message)
             case Cancel(request_id, attempt):
                 self.requests.cancel((request_id, attempt))
             case KvSnapshotRequest():
@@ -321,6 +263,9 @@ class Brain:
                 self.outbound.report(rank, message)
             case Verified() | LandingClosed() | WriterGone():
                 self.inbound.report(rank, message)
+            case StoreAttached() | StorePutDone() | StoreGetDone():
+                if self.tiers is not None:
+                    self.tiers.report(rank, message)
             case PeerConnected() | PeerConnectFailed() | PeerLost():
                 self.peers.path_report(rank, message)
             case _:
@@ -346,8 +291,12 @@ class Brain:
             self._gateways.flush()
             return
         self.inbound.grant()
+        if self.tiers is not None:
+            self.tiers.pump()
         self.outbound.wanted(self.scheduler.landings_wanted())
         self.steps.feed()
+        if self.scheduler.has_new_wishes():
+            self._wake()
         for failure in self.scheduler.take_failures():
             self.requests.dropped(failure)
         self._publish_kv()
@@ -365,6 +314,8 @@ class Brain:
                 self.requests.cancel_all_of(gateway)
             self.outbound.tick()
             self.inbound.tick()
+            if self.tiers is not None:
+                self.tiers.tick()
             if self.steps.probe(self._engine.canary_idle_s):
                 self.reports.check_when_idle()
             self._wake()

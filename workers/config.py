@@ -45,6 +45,18 @@ class EngineConfig(BaseModel):
     """A step that takes this much longer than its size explains means that the ranks hang: the replica
     reports itself unhealthy."""
 
+    offload_tokens: int = Field(default=0, ge=0)
+    """KV capacity in host memory beyond `kv_tokens`, where running sequences keep older blocks (0: none, a
+    sequence that finds no room is preempted)."""
+    offload_at: float = Field(default=0.95, gt=0, le=1)
+    """Blocks move there when more than this share of `kv_tokens` is in use."""
+    offload_share: float = Field(default=0.9, ge=0, le=1)
+    """The most of one sequence's blocks that may lie there: every step brings all of them to the device."""
+    write_queue: int = Field(default=1024, ge=1)
+    """Finished blocks that may wait to be copied into the node's host tier; more are not stored."""
+    max_loading: int = Field(default=4, ge=1)
+    """Requests whose KV is being loaded from the store at a time; more wait their turn."""
+
     @property
     def longest_chunk_tokens(self) -> int:
         """What a step can hold of one prompt, however long chunks may be."""

@@ -21,6 +21,7 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
+from kvtransfer.store.messages import StoreOrder, StoreReport
 from kvtransfer.wire import Codec, Message, Part
 
 # ---------------------------------------------------------------------------------- what is asked for
@@ -140,6 +141,8 @@ class PrefillReport(Part, frozen=True):
     times: StageTimes
     trace: tuple[tuple[str, float], ...] = ()
     """Named moments of the prompt's chunks and pushes so far, on the replica's monotonic clock."""
+    num_loaded_tokens: dict[str, int] = {}
+    """Of the cached tokens: those that were brought from the store for this request, by tier."""
 
 
 class HandOverReport(Part, frozen=True):
@@ -210,6 +213,18 @@ class LoadReport(Part, frozen=True):
     num_lost_landings: dict[str, int] = {}
     """By cause (`kvtransfer.actions.Lost`): landings that were open here and ended without hand-over."""
     paths: tuple[PathMeasure, ...] = ()
+    load_tok_s: dict[str, float] = {}
+    """By tier of the node's store: the measured rate at which blocks come from there into this replica."""
+    num_loaded_tokens: dict[str, int] = {}
+    """By tier: tokens whose KV was loaded instead of computed."""
+    num_stored_blocks: int = 0
+    """Blocks written through to the host tier."""
+    num_unstored_blocks: dict[str, int] = {}
+    """By cause ("queue", "refused", "failed"): finished blocks that were not written through."""
+    num_store_checksum_failures: int = 0
+    """Records read whose bytes had another sum: their blocks were computed."""
+    num_offloaded_blocks: int = 0
+    """Blocks of running sequences that lie in host memory now."""
 
 
 class StepFrame(Message, frozen=True):
@@ -291,6 +306,8 @@ class RankSpec(Message, frozen=True):
     max_batch_tokens: int
     max_sequences: int
     transfer: TransferSettings
+    num_offload_tokens: int = 0
+    """KV capacity in host memory for older blocks of running sequences, beside `num_kv_tokens`."""
     probe_rows: int = 0
     probe_sampled_rows: int = 0
     faults: tuple[FaultRule, ...] = ()
@@ -351,6 +368,8 @@ class RankReady(Message, frozen=True):
     endpoints: RankEndpoints
     load_s: float
     warm_up_s: float
+    num_offload_blocks: int = 0
+    """In host memory; their ids follow on those of `num_blocks`."""
 
 
 class RankFailed(Message, frozen=True):
@@ -434,8 +453,8 @@ class Shutdown(Message, frozen=True):
 LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving
 PeerLinkMessage = PeerMessage | HandOver
-RankDown = FormGroup | StepPlan | Shutdown | TransferOrder
-RankUp = RankJoined | RankReady | RankFailed | StepReport | TransferReport
+RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
+RankUp = RankJoined | RankReady | RankFailed | StepReport | TransferReport | StoreReport
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)
 LINK_UP_CODEC: Codec[LinkUp] = Codec(LinkUp)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
@@ -10,6 +12,7 @@ from workers.messages import LoadReport
 from workers.outbound import Outbound
 from workers.peers import Peers
 from workers.steps import StepLoop
+from workers.tiers import Tiers
 
 
 class Reports:
@@ -25,6 +28,7 @@ class Reports:
         outbound: Outbound,
         inbound: Inbound,
         peers: Peers,
+        tiers: Tiers | None = None,
     ) -> None:
         self._identity = identity
         self._pool = pool
@@ -33,21 +37,28 @@ class Reports:
         self._outbound = outbound
         self._inbound = inbound
         self._peers = peers
+        self._tiers = tiers
         self._kv_sequence = 0
         self._load_sequence = 0
         self._num_steps_checked = 0
 
     def kv_events(self) -> KvEvents | None:
-        """What changed in the prefix cache since the last call; None when nothing did."""
+        """What changed in the prefix cache, and in the node's store, since the last call; None: nothing."""
         stored, removed = self._pool.take_events()
+        if self._tiers is not None:
+            stored_there, removed_there = self._tiers.view.take_events()
+            stored, removed = stored + stored_there, removed + removed_there
         if not (stored or removed):
             return None
         self._kv_sequence += 1
         return KvEvents(self._identity, self._kv_sequence, stored, removed)
 
     def kv_snapshot(self) -> KvSnapshot:
-        """The whole prefix cache; events that were not yet told must be told before."""
-        return KvSnapshot(self._identity, self._kv_sequence, self._pool.snapshot())
+        """The whole of both; events that were not yet told must be told before."""
+        stored = self._pool.snapshot()
+        if self._tiers is not None:
+            stored += self._tiers.view.snapshot()
+        return KvSnapshot(self._identity, self._kv_sequence, stored)
 
     def load(self) -> LoadReport:
         """The state of this moment."""
@@ -65,7 +76,7 @@ class Reports:
             num_cached_blocks=pool.num_cached,
             num_quarantined_blocks=pool.num_quarantined,
             num_total_blocks=pool.num_total,
-            num_leaked_blocks=pool.num_references - scheduler.num_references - landings.num_references,
+            num_leaked_blocks=pool.num_references - scheduler.num_references - self._num_other_references,
             prefill_tok_s=self._steps.rates.prefill_tok_s,
             decode_step_s=self._steps.rates.decode_step_s,
             num_steps=self._steps.num_steps,
@@ -75,11 +86,31 @@ class Reports:
             num_moved_bytes={str(each): count for each, count in pushes.num_bytes.items()},
             num_lost_landings={str(cause): count for cause, count in self._inbound.num_lost.items()},
             paths=self._peers.paths(),
+            num_offloaded_blocks=scheduler.num_offloaded_blocks,
+            **self._of_the_store(),
         )
+
+    def _of_the_store(self) -> dict[str, Any]:
+        """The fields of a load report that tell of it."""
+        tiers = self._tiers
+        if tiers is None:
+            return {}
+        return {
+            "load_tok_s": tiers.costs.measured_tok_s,
+            "num_loaded_tokens": dict(tiers.num_loaded_tokens),
+            "num_stored_blocks": tiers.writing.num_stored,
+            "num_unstored_blocks": dict(tiers.writing.num_unstored),
+            "num_store_checksum_failures": tiers.loading.num_checksum_failures,
+        }
+
+    @property
+    def _num_other_references(self) -> int:
+        """Of landings, and of copies to and from the store."""
+        return self._inbound.book.num_references + (0 if self._tiers is None else self._tiers.num_references)
 
     def check_when_idle(self) -> None:
         """Assert every invariant of pool, sequences and landings, once after each time of work."""
         if self._scheduler.is_idle and self._steps.num_steps != self._num_steps_checked:
             self._num_steps_checked = self._steps.num_steps
-            self._scheduler.check(self._inbound.book.num_references)
+            self._scheduler.check(self._num_other_references)
             self._inbound.book.check()

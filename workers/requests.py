@@ -183,7 +183,14 @@ class Requests:
             trace = self._outbound.trace(key)
             self._gateways.post(
                 request.gateway,
-                PrefillReport(*key, num_prompt_tokens, prompt.num_cached_tokens, prompt.times, trace),
+                PrefillReport(
+                    *key,
+                    num_prompt_tokens,
+                    prompt.num_cached_tokens,
+                    prompt.times,
+                    trace,
+                    prompt.num_loaded_tokens,
+                ),
             )
 
     def _post_delta(self, delta: TokenDelta) -> None:

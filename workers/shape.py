@@ -60,6 +60,7 @@ class Shape:
                 num_threads=engine.num_threads,
                 block_tokens=engine.block_tokens,
                 num_kv_tokens=engine.kv_tokens,
+                num_offload_tokens=engine.offload_tokens,
                 max_batch_tokens=engine.max_batch_tokens,
                 max_sequences=engine.max_sequences,
                 transfer=transfer.settings(),

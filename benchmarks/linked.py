@@ -1,0 +1,146 @@
+"""Whole replicas without a gateway, for benchmarks: brains in this process, their ranks as processes, and a
+bare Link to each. Used by `overlap` and `warm_start`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtransfer.clock import SystemClock
+from kvtransfer.config import TransferConfig
+from kvtransfer.keys import block_keys
+from kvtransfer.messages import ReplicaIdentity
+from workers.brain import Brain
+from workers.config import EngineConfig, Parallel
+from workers.links import FrameStream, open_stream
+from workers.messages import (
+    LINK_DOWN_CODEC,
+    LINK_UP_CODEC,
+    GatewayHello,
+    HandOverReport,
+    HandOverTarget,
+    PrefillReport,
+    SampleState,
+    SamplingParams,
+    StepFrame,
+    Submission,
+)
+from workers.ranks import ProcessLauncher
+
+CLOCK = SystemClock()
+
+
+@dataclass
+class Heard:
+    """What came up for a request; times are this process's monotonic clock."""
+
+    submitted_at: float
+    token_times: list[float] = field(default_factory=list)
+    tokens: bytes = b""
+    is_finished: bool = False
+    prefill: PrefillReport | None = None
+    hand_over: HandOverReport | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times[0] - self.submitted_at
+
+
+class LinkedReplicas:
+    """Replicas of one model and secret; `stop` ends them."""
+
+    def __init__(self, model_dir: Path, dtype: str, secret: bytes) -> None:
+        self._model_dir = model_dir
+        self._dtype = dtype
+        self._secret = secret
+        self._brains: dict[str, tuple[Brain, FrameStream]] = {}
+        self._heard: dict[str, Heard] = {}
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def add(
+        self,
+        name: str,
+        role: str,
+        parallel: Parallel,
+        engine: EngineConfig,
+        transfer: TransferConfig | None = None,
+        store: str | None = None,
+    ) -> Brain:
+        """A started replica with a Link to it."""
+        brain = Brain(
+            identity=ReplicaIdentity(name, 1),
+            pool=role,
+            role=role,
+            model_dir=str(self._model_dir),
+            dtype=self._dtype,
+            parallel=parallel,
+            engine=engine,
+            transfer=transfer or TransferConfig(),
+            secret=self._secret,
+            launcher=ProcessLauncher(),
+            clock=CLOCK,
+            host="127.0.0.1",
+            store=store,
+        )
+        await brain.start()
+        stream = await open_stream(brain.address, "link", self._secret, "benchmark")
+        stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
+        self._brains[name] = brain, stream
+        self._tasks.append(asyncio.create_task(self._listen(stream)))
+        return brain
+
+    async def run(
+        self, at: str, request_id: str, prompt: bytes, *, decode: str = "", max_tokens: int = 4
+    ) -> Heard:
+        """Submit to the replica `at`; wait for the last token, and for the hand-over to `decode`, if any."""
+        brain, stream = self._brains[at]
+        target = self._brains[decode][0] if decode else None
+        compatibility = brain.compatibility
+        submission = Submission(
+            request_id=request_id,
+            attempt=0,
+            tenant="",
+            priority=0,
+            prompt=prompt,
+            block_keys=block_keys(prompt, compatibility.block_tokens, compatibility.model_fingerprint, ""),
+            samples=(SampleState(0, 1),),
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            decode=HandOverTarget(target.identity, target.address) if target else None,
+            deadline_s=None,
+        )
+        heard = self._heard[request_id] = Heard(CLOCK.now())
+        stream.send(LINK_DOWN_CODEC.encode(submission))
+        while not heard.is_finished or (target is not None and heard.hand_over is None):
+            self._changed.clear()
+            await self._changed.wait()
+        return heard
+
+    async def stop(self) -> None:
+        for _, stream in self._brains.values():
+            stream.close()
+        await asyncio.gather(*self._tasks)
+        for brain, _ in self._brains.values():
+            await brain.stop()
+
+    async def _listen(self, stream: FrameStream) -> None:
+        while (frame := await stream.receive()) is not None:
+            message = LINK_UP_CODEC.decode(frame)
+            if isinstance(message, StepFrame):
+                self._take(message)
+                self._changed.set()
+
+    def _take(self, frame: StepFrame) -> None:
+        assert not frame.failures, frame.failures
+        now = CLOCK.now()
+        for delta in frame.deltas:
+            heard = self._heard[delta.request_id]
+            heard.token_times += [now] * (len(delta.tokens) // 4)
+            heard.tokens += delta.tokens
+            heard.is_finished |= bool(delta.finish)
+        for prefill in frame.prefills:
+            self._heard[prefill.request_id].prefill = prefill
+        for hand_over in frame.hand_overs:
+            self._heard[hand_over.request_id].hand_over = hand_over

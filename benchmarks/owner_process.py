@@ -1,0 +1,49 @@
+"""A node's store process, for benchmarks."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.owner import SPEC_CODEC, OwnerSpec
+
+
+def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
+    """Of a node by itself: no index, and a socket name of its own."""
+    fields: dict[str, Any] = {
+        "node_id": "node",
+        "epoch": 1,
+        "name": f"tandem-bench-{secrets.token_hex(8)}",
+        "secret": secret,
+        "host": "127.0.0.1",
+        "dram_bytes": 1 << 30,
+    }
+    return StoreSettings(**{**fields, **changes})
+
+
+@contextmanager
+def running_owner(settings: StoreSettings) -> Iterator[str]:
+    """The owner's address, while it runs; at the end it flushes and leaves."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvtransfer.store.owner"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    frame = SPEC_CODEC.encode(OwnerSpec(settings))
+    process.stdin.write(struct.pack("<I", len(frame)) + frame)
+    process.stdin.flush()
+    try:
+        yield process.stdout.readline().decode().strip()
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()

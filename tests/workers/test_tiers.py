@@ -1,0 +1,174 @@
+"""Finished blocks on their way into the store; what loading costs; what is told of the tiers."""
+
+from __future__ import annotations
+
+import pytest
+from store_wires import HALVES, KEYS, Wires
+
+from kvtransfer.messages import BlocksRemoved, BlocksStored
+from kvtransfer.store.messages import HELD, REFUSED, PutCommit, PutGrant, PutRequest, StorePutDone, TierEvents
+from workers.engine.batch import FinishedBlock
+from workers.engine.blocks import ROOT, BlockPool
+from workers.tier_costs import TierCosts
+from workers.tier_view import TierView
+from workers.write_through import WriteThrough
+
+
+class WritingHouse:
+    def __init__(self, num_blocks: int = 256) -> None:
+        self.wires = Wires()
+        self.pool = BlockPool(num_blocks, 16)
+        shards = {0: (HALVES[0], 512), 1: (HALVES[1], 512), 2: (HALVES[0], 512)}
+        self.writing = WriteThrough(self.pool, shards, 8, self.wires.send, self.wires.send, self.wires.order)
+
+    def finish(self, *keys: bytes, chain: bytes = KEYS[0], tenant: str = "t") -> list[int]:
+        block_ids = self.pool.allocate(len(keys))
+        parent = ROOT
+        blocks = []
+        for block_id, key in zip(block_ids, keys, strict=True):
+            self.pool.register(block_id, parent, key)
+            blocks.append(FinishedBlock(key, parent, chain, tenant))
+            parent = key
+        self.pool.release(block_ids)
+        self.writing.finished(blocks)
+        return block_ids
+
+    def request(self) -> PutRequest:
+        self.writing.pump()
+        request = self.wires.take(PutRequest)
+        assert isinstance(request, PutRequest)
+        return request
+
+
+def test_a_finished_block_is_committed_with_the_sums_of_its_ranks() -> None:
+    house = WritingHouse()
+    block_ids = house.finish(*KEYS[:2])
+    request = house.request()
+    assert [(record.key, record.shard) for record in request.records] == [
+        (key, shard) for key in KEYS[:2] for shard in HALVES
+    ]  # the copy of a KV head that rank 2 holds is not written again
+    assert house.writing.num_references == 2
+    house.writing.granted(PutGrant(request.number, b"a", (0, 4096, HELD, 8192)))
+    orders = dict(house.wires.orders)
+    assert [(copy.block_id, copy.offset) for copy in orders[0].copies] == [(block_ids[0], 0)]  # type: ignore[union-attr]
+    assert [(copy.block_id, copy.offset) for copy in orders[1].copies] == [  # type: ignore[union-attr]
+        (block_ids[0], 4096),
+        (block_ids[1], 8192),
+    ]
+    house.writing.copied(1, StorePutDone(request.number, (11, 12), 1024, 0.1))
+    assert house.wires.sent == []
+    house.writing.copied(0, StorePutDone(request.number, (10,), 512, 0.1))
+    assert house.wires.take(PutCommit) == PutCommit(((0, 10), (4096, 11), (8192, 12)))
+    assert house.writing.num_stored == 2
+    assert house.writing.is_idle
+    assert house.pool.num_references == 0
+
+
+def test_what_a_rank_could_not_write_is_abandoned() -> None:
+    house = WritingHouse()
+    house.finish(KEYS[0])
+    request = house.request()
+    house.writing.granted(PutGrant(request.number, b"a", (0, 4096)))
+    house.writing.copied(0, StorePutDone(request.number, (), 0, 0.0, "no arena"))
+    house.writing.copied(1, StorePutDone(request.number, (11,), 512, 0.1))
+    assert house.wires.take(PutCommit) == PutCommit(((4096, 11),), (0,))
+    assert house.writing.num_unstored == {"failed": 1}
+
+
+@pytest.mark.parametrize("offset", [HELD, REFUSED])
+def test_without_room_or_need_nothing_is_ordered(offset: int) -> None:
+    house = WritingHouse()
+    house.finish(KEYS[0])
+    request = house.request()
+    house.writing.granted(PutGrant(request.number, b"a", (offset, offset)))
+    assert house.wires.orders == []
+    assert house.writing.is_idle
+    assert house.writing.num_unstored == ({"refused": 1} if offset == REFUSED else {})
+    assert house.pool.num_references == 0
+
+
+def test_a_full_queue_drops_and_an_evicted_block_is_passed_over() -> None:
+    house = WritingHouse(num_blocks=64)
+    house.finish(*(bytes([index]) * 16 for index in range(1, 11)))
+    assert house.writing.num_unstored == {"queue": 2}
+    house.pool.release(house.pool.allocate(64))
+    house.writing.pump()
+    assert house.wires.sent == []
+    assert house.writing.num_unstored == {"queue": 2, "evicted": 8}
+
+
+def test_a_request_holds_blocks_of_one_chain_and_tenant() -> None:
+    house = WritingHouse()
+    house.finish(KEYS[0])
+    house.finish(KEYS[1], chain=KEYS[1])
+    house.finish(KEYS[2], chain=KEYS[1], tenant="u")
+    house.writing.pump()
+    requests = [message for message in house.wires.sent if isinstance(message, PutRequest)]
+    assert [(request.chain, request.tenant) for request in requests] == [(KEYS[0], "t"), (KEYS[1], "t")]
+
+
+def test_when_the_owner_is_lost_only_copies_under_way_hold_blocks() -> None:
+    house = WritingHouse()
+    house.finish(KEYS[0])
+    house.finish(KEYS[1], chain=KEYS[1])
+    first, _ = house.request(), house.request()
+    house.writing.granted(PutGrant(first.number, b"a", (0, 4096)))
+    house.writing.lost()
+    assert house.writing.num_references == 1
+    assert house.writing.has_orders
+    house.wires.is_up = False
+    for rank in (0, 1):
+        house.writing.copied(rank, StorePutDone(first.number, (1,), 512, 0.1))
+    assert house.writing.num_references == house.pool.num_references == 0
+
+
+# ------------------------------------------------------------------------------------------ costs and view
+
+
+def test_a_block_is_loaded_only_where_that_is_faster_than_computing_it() -> None:
+    costs = TierCosts(16, 1_000_000)
+    costs.measured({"dram": 10}, 0.16)  # 1,000 tokens a second
+    costs.measured({"nvme": 10}, 1.6)  # 100
+    assert costs.num_worth_loading(("dram",) * 4, 500) == 4
+    assert costs.num_worth_loading(("dram",) * 4, 2000) == 0
+    assert costs.num_worth_loading(("dram", "dram", "nvme"), 500) == 2
+    # Slow blocks are loaded where fast ones behind them make up for it.
+    assert costs.num_worth_loading(("nvme", *("dram",) * 9), 500) == 10
+    assert costs.num_worth_loading(("nvme",), 0) == 1
+
+
+def test_a_bad_measurement_is_forgotten() -> None:
+    costs = TierCosts(16, 1_000_000)
+    costs.measured({"dram": 1}, 16.0)
+    tries = iter(range(1000))
+    assert any(costs.num_worth_loading(("dram",), 100.0) for _ in tries)
+    assert next(tries) > 5
+
+
+def test_the_owner_s_rate_stands_in_until_a_load_was_measured() -> None:
+    costs = TierCosts(16, 1_000_000)
+    costs.told({"nvme": 2.0})
+    assert costs.tok_s("nvme") == 2.0e9 / 1_000_000 * 16
+    costs.measured({"nvme": 1, "dram": 1}, 1.0)  # of two tiers: says nothing of either
+    assert costs.measured_tok_s == {}
+
+
+def test_the_view_tells_net_changes_and_starts_over_with_a_new_owner() -> None:
+    view = TierView()
+    view.apply(
+        TierEvents((BlocksStored(ROOT, KEYS[:3], "dram"), BlocksStored(KEYS[2], KEYS[3:4], "nvme")), ())
+    )
+    stored, removed = view.take_events()
+    assert stored == (BlocksStored(ROOT, KEYS[:3], "dram"), BlocksStored(KEYS[2], KEYS[3:4], "nvme"))
+    assert removed == ()
+    view.apply(TierEvents((BlocksStored(KEYS[1], KEYS[2:3], "nvme"),), KEYS[3:4]))
+    view.apply(TierEvents((BlocksStored(KEYS[2], KEYS[3:4], "dram"),), ()))
+    view.restart()
+    view.apply(TierEvents((BlocksStored(ROOT, KEYS[:1], "nvme"),), ()))
+    stored, removed = view.take_events()
+    assert stored == (BlocksStored(ROOT, KEYS[:1], "nvme"),)
+    assert [set(each.keys) for each in removed] == [set(KEYS[1:4])]
+    assert isinstance(removed[0], BlocksRemoved)
+    assert removed[0].tier == "store"
+    assert view.snapshot() == (BlocksStored(ROOT, KEYS[:1], "nvme"),)
+    assert view.take_events() == ((), ())

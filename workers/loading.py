@@ -1,0 +1,268 @@
+"""Blocks on their way from the store into the replica, for sequences that wait for them.
+
+    LoadWish --FindRequest--> FindAnswer --worth it?--> FetchRequest --FetchedBlocks ...--> StoreGet to ranks
+        --StoreGetDone of each--> registered, released: found by the sequence like any cached block
+
+A load ends in every case, with what came good: the first `n` blocks of what was asked. What is bad, late,
+lost or not worth its way is computed. No request waits for an owner that does not answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtransfer.clock import Clock
+from kvtransfer.store.messages import (
+    FetchedBlocks,
+    FetchRelease,
+    FetchRequest,
+    FindAnswer,
+    FindRequest,
+    StoreGet,
+    StoreGetDone,
+    StoreRead,
+)
+from workers.engine.batch import LoadWish
+from workers.engine.blocks import ROOT, BlockPool
+from workers.tier_costs import TierCosts
+
+FIND_PATIENCE_S = 0.2
+"""An owner that has not answered a look-up after this is taken for hung."""
+FETCH_PATIENCE_S = 5.0
+"""A fetch of which nothing has come for this long is given up."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some blocks of a fetch that the ranks copy: [first, first + num_blocks) of the load's."""
+
+    first: int
+    num_blocks: int
+    waiting: set[int]
+    reads: dict[int, list[tuple[int, int]]]
+    """By rank, for each of its reads: (block index in the load, offset of the record)."""
+
+
+@dataclass(slots=True)
+class _Load:
+    wish: LoadWish
+    began_at: float
+    heard_at: float
+    tiers: tuple[str, ...] = ()
+    held_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    came_from: list[str] = field(default_factory=list)
+    is_fetching: bool = False
+    num_good: int = 0
+    """Known so far: blocks before the first bad or missing one."""
+    parts: dict[int, _Part] = field(default_factory=dict)
+    bad_offsets: set[int] = field(default_factory=set)
+    is_complete: bool = False
+    """Nothing more comes from the owner."""
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        return self.wish.keys[self.wish.num_held :]
+
+
+class Loading:
+    """See the module's text. One load for each wish, numbered."""
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        costs: TierCosts,
+        clock: Clock,
+        find: Callable[[FindRequest], bool],
+        fetch: Callable[[FetchRequest], bool],
+        release: Callable[[FetchRelease], bool],
+        order_to: Callable[[int, StoreGet], None],
+        prefill_tok_s: Callable[[], float],
+        num_spare_blocks: Callable[[], int],
+        end: Callable[[LoadWish, dict[str, int]], None],
+    ) -> None:
+        """`num_spare_blocks` must stay free for what runs; `end` tells how many blocks came, by tier."""
+        self._pool = pool
+        self._costs = costs
+        self._clock = clock
+        self._find = find
+        self._fetch = fetch
+        self._release = release
+        self._order_to = order_to
+        self._prefill_tok_s = prefill_tok_s
+        self._num_spare_blocks = num_spare_blocks
+        self._end_wish = end
+        self._loads: dict[int, _Load] = {}
+        self._gets: dict[int, tuple[int, _Part]] = {}
+        self._number = 0
+        self.num_loaded: Counter[str] = Counter()
+        """Blocks, by tier."""
+        self.num_checksum_failures = 0
+
+    @property
+    def num_references(self) -> int:
+        """Blocks that loads hold."""
+        return sum(len(load.held_ids) + len(load.block_ids) for load in self._loads.values())
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a rank may be copying."""
+        return bool(self._gets)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._loads
+
+    def wanted(self, wish: LoadWish) -> None:
+        """A sequence waits for these."""
+        self._number += 1
+        now = self._clock.now()
+        load = self._loads[self._number] = _Load(wish, now, now)
+        if not self._find(FindRequest(self._number, wish.keys[0], load.keys)):
+            self._end(self._number)
+
+    def prefetch(self, keys: tuple[bytes, ...]) -> None:
+        """A request that will want these stands further back: bring them near."""
+        self._number += 1
+        self._fetch(FetchRequest(self._number, keys[0], keys, to_device=False))
+
+    def found(self, answer: FindAnswer) -> None:
+        """The owner has looked: fetch what is worth it, once there is room (`pump`)."""
+        load = self._loads.get(answer.number)
+        if load is None or load.tiers or load.is_fetching:
+            return
+        num_blocks = self._costs.num_worth_loading(answer.tiers, self._prefill_tok_s())
+        # Room for the sequence's last, computed block must be left, or the load could not be used.
+        load.tiers = answer.tiers[: min(num_blocks, self._pool.num_total - 1)]
+        if not load.tiers:
+            self._end(answer.number)
+        self.pump()
+
+    def pump(self) -> None:
+        """Begin to fetch what has room now."""
+        for number, load in list(self._loads.items()):
+            if load.tiers and not load.is_fetching:
+                self._begin(number, load)
+
+    def _begin(self, number: int, load: _Load) -> None:
+        held_ids = self._pool.match(load.wish.keys[: load.wish.num_held])
+        if len(held_ids) < load.wish.num_held:  # evicted since: what was found does not follow on them
+            self._end(number)
+            return
+        num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
+        num_room = self._pool.num_free - num_idle - self._num_spare_blocks()
+        if len(load.tiers) > max(num_room, 0):
+            load.heard_at = self._clock.now()
+            return
+        keys = load.keys[: len(load.tiers)]
+        if not self._fetch(FetchRequest(number, load.wish.keys[0], keys, to_device=True)):
+            self._end(number)
+            return
+        load.is_fetching = True
+        load.began_at = load.heard_at = self._clock.now()
+        load.num_good = len(keys)
+        load.held_ids = held_ids
+        self._pool.acquire(held_ids)
+        load.block_ids = self._pool.allocate(len(keys))
+
+    def fetched(self, fetched: FetchedBlocks) -> None:
+        """The next blocks lie in the host tier: the ranks copy them."""
+        load = self._loads.get(fetched.number)
+        if load is None or load.is_complete:
+            return
+        load.heard_at = self._clock.now()
+        end = fetched.first + len(fetched.blocks)
+        load.came_from += fetched.tiers
+        load.is_complete = fetched.is_last
+        if fetched.is_last:
+            load.num_good = min(load.num_good, end)
+        reads: dict[int, list[StoreRead]] = {}
+        part = _Part(fetched.first, len(fetched.blocks), set(), {})
+        for index, sources in enumerate(fetched.blocks, fetched.first):
+            for source in sources:
+                block_id = load.block_ids[index]
+                read = StoreRead(
+                    block_id, source.offset, source.shard, source.piece, source.num_bytes, source.checksum
+                )
+                reads.setdefault(source.rank, []).append(read)
+                part.reads.setdefault(source.rank, []).append((index, source.offset))
+        if reads:
+            self._number += 1
+            part.waiting = set(reads)
+            load.parts[self._number] = part
+            self._gets[self._number] = fetched.number, part
+            for rank, rank_reads in reads.items():
+                self._order_to(rank, StoreGet(self._number, fetched.arena, tuple(rank_reads)))
+        self._settle(fetched.number)
+
+    def copied(self, rank: int, done: StoreGetDone) -> None:
+        """A rank has copied its part of some blocks, and found those bad."""
+        if done.number not in self._gets:
+            return
+        number, part = self._gets[done.number]
+        load = self._loads[number]
+        for index in done.bad:
+            block_index, offset = part.reads[rank][index]
+            load.num_good = min(load.num_good, block_index)
+            if not done.error:
+                load.bad_offsets.add(offset)
+                self.num_checksum_failures += 1
+        load.heard_at = self._clock.now()
+        part.waiting.discard(rank)
+        if not part.waiting:
+            del self._gets[done.number], load.parts[done.number]
+            self._settle(number)
+
+    def tick(self) -> bool:
+        """Give up what takes too long; False when the owner has not answered in time."""
+        now = self._clock.now()
+        answers = True
+        for number, load in list(self._loads.items()):
+            waited_s = now - load.heard_at
+            if not load.tiers and waited_s > FIND_PATIENCE_S:
+                answers = False
+                self._end(number)
+            elif load.is_fetching and not load.is_complete and waited_s > FETCH_PATIENCE_S:
+                answers = False
+                self._give_up(number)
+        return answers
+
+    def lost(self) -> None:
+        """The owner is gone: nothing more is answered. Copies under way are waited for."""
+        for number, load in list(self._loads.items()):
+            if load.is_fetching:
+                self._give_up(number)
+            else:
+                self._end(number)
+
+    def _give_up(self, number: int) -> None:
+        """Be content with what came, or is being copied."""
+        load = self._loads[number]
+        if not load.is_complete:
+            load.is_complete = True
+            load.num_good = min(load.num_good, len(load.came_from))
+        self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        """End the load when all that comes has come and is copied."""
+        load = self._loads[number]
+        if not load.is_complete or load.parts:
+            return
+        parent = load.wish.keys[load.wish.num_held - 1] if load.wish.num_held else ROOT
+        for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
+            self._pool.register(block_id, parent, key)
+            parent = key
+        self._release(FetchRelease(number, tuple(sorted(load.bad_offsets))))
+        self._end(number)
+
+    def _end(self, number: int) -> None:
+        load = self._loads.pop(number)
+        came = Counter(load.came_from[: load.num_good] if load.is_complete else ())
+        if came:
+            self.num_loaded += came
+            self._costs.measured(came, self._clock.now() - load.began_at)
+        self._pool.release(load.held_ids + load.block_ids)
+        self._end_wish(load.wish, dict(came))

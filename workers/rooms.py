@@ -1,0 +1,158 @@
+"""The rooms of a brain, built and joined when its ranks have told their sizes. Called by the brain, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtransfer.clock import Clock
+from kvtransfer.config import TransferConfig
+from kvtransfer.faults import Faults
+from kvtransfer.messages import ReplicaIdentity
+from workers.config import EngineConfig
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.gateways import Gateways
+from workers.inbound import Inbound
+from workers.messages import RankReady
+from workers.outbound import Outbound
+from workers.peers import Peers
+from workers.ranks import RankGroup
+from workers.reports import Reports
+from workers.requests import Requests
+from workers.shape import Shape
+from workers.steps import StepLoop
+from workers.tiers import Tiers, reaches_store
+
+
+class Rooms:
+    """Who is who is drawn in `workers/README.md`. `tiers` is None without a store."""
+
+    def __init__(
+        self,
+        *,
+        identity: ReplicaIdentity,
+        engine: EngineConfig,
+        transfer: TransferConfig,
+        secret: bytes,
+        clock: Clock,
+        faults: Faults,
+        shape: Shape,
+        group: RankGroup,
+        ready: Sequence[RankReady],
+        gateways: Gateways,
+        store: str | None,
+        wake: Callable[[], None],
+        kill_ranks: Callable[[str], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """`wake` asks the brain to plan again; after `on_error` nothing here may be trusted."""
+        first = ready[0]
+        tp, pp = shape.parallel.tp, shape.parallel.pp
+        has_store = reaches_store(store, ready)
+        self.pool = BlockPool(first.num_blocks, engine.block_tokens)
+        self.scheduler = _scheduler(engine, shape, self.pool, first, has_store)
+        self.steps = StepLoop(self.scheduler, group.send, clock, tp, pp)
+        self._build_sides(engine, transfer, clock, faults, group, len(ready), kill_ranks)
+        self.requests = Requests(
+            identity=identity,
+            scheduler=self.scheduler,
+            gateways=gateways,
+            outbound=self.outbound,
+            inbound=self.inbound,
+            clock=clock,
+            vocab_size=first.vocab_size,
+            wake=wake,
+        )
+        self.peers = Peers(
+            identity=identity,
+            compatibility=first.compatibility,
+            ranks=tuple(each.endpoints for each in ready),
+            config=transfer,
+            secret=secret,
+            clock=clock,
+            order=group.send,
+            order_to=group.send_to,
+            prefill_side=self.outbound,
+            decode_side=self.inbound,
+            wake=wake,
+            on_error=on_error,
+        )
+        self.outbound.peers = self.inbound.peers = self.peers
+        self.tiers: Tiers | None = None
+        if has_store:
+            self.tiers = Tiers(
+                name=store or "",
+                secret=secret,
+                identity=identity,
+                ranks=ready,
+                pool=self.pool,
+                scheduler=self.scheduler,
+                engine=engine,
+                clock=clock,
+                order_to=group.send_to,
+                prefill_tok_s=lambda: self.steps.rates.prefill_tok_s,
+                wake=wake,
+                on_error=on_error,
+            )
+        self.reports = Reports(
+            identity=identity,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            steps=self.steps,
+            outbound=self.outbound,
+            inbound=self.inbound,
+            peers=self.peers,
+            tiers=self.tiers,
+        )
+
+    def _build_sides(
+        self,
+        engine: EngineConfig,
+        transfer: TransferConfig,
+        clock: Clock,
+        faults: Faults,
+        group: RankGroup,
+        num_ranks: int,
+        kill_ranks: Callable[[str], None],
+    ) -> None:
+        """Both sides of a hand-over."""
+        self.outbound = Outbound(
+            config=transfer,
+            block_tokens=engine.block_tokens,
+            scheduler=self.scheduler,
+            clock=clock,
+            num_ranks=num_ranks,
+            order=group.send,
+            on_failed=lambda failure: self.requests.failed(failure),
+            on_ended=lambda key: self.requests.ended(key),
+            kill_ranks=kill_ranks,
+            faults=faults,
+        )
+        self.inbound = Inbound(
+            config=transfer,
+            block_tokens=engine.block_tokens,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            clock=clock,
+            num_ranks=num_ranks,
+            order=group.send,
+            order_to=group.send_to,
+            on_joined=lambda *news: self.requests.joined(*news),
+            faults=faults,
+        )
+
+
+def _scheduler(
+    engine: EngineConfig, shape: Shape, pool: BlockPool, first: RankReady, has_store: bool
+) -> Scheduler:
+    return Scheduler(
+        engine,
+        pool,
+        eos_token_ids=first.eos_token_ids,
+        max_context_tokens=first.max_context_tokens,
+        fingerprint=first.compatibility.model_fingerprint,
+        num_stages=shape.parallel.pp,
+        attention_ratio=shape.attention_ratio,
+        has_store=has_store,
+        num_offload_blocks=first.num_offload_blocks,
+    )

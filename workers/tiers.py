@@ -1,0 +1,281 @@
+"""The brain's side of the tiered store: finished blocks go out, missing ones come in, nobody waits.
+
+    StoreClient <---- Tiers ----> ranks (AttachStore, StorePut, StoreGet)
+                      |   |
+          WriteThrough     Loading          TierView (what the node holds, for KV events)
+
+Open is the store when its owner is connected and every rank has mapped the same arena. While it is not, loads
+end at once and finished blocks are not stored; the replica serves on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvtransfer.clock import Clock
+from kvtransfer.host import host_id
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.secret import draw_id
+from kvtransfer.store.client import StoreClient
+from kvtransfer.store.messages import (
+    STORE_PROTOCOL,
+    AttachStore,
+    BrainHello,
+    FetchedBlocks,
+    FindAnswer,
+    PutGrant,
+    StoreAttached,
+    StoreGetDone,
+    StoreOrder,
+    StorePutDone,
+    StoreReport,
+    StoreWelcome,
+    TierEvents,
+)
+from workers.config import EngineConfig
+from workers.engine.batch import LoadWish
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.loading import Loading
+from workers.messages import RankReady, Submission
+from workers.tier_costs import TierCosts
+from workers.tier_view import TierView
+from workers.write_through import WriteThrough
+
+_ATTACH_PERIOD_S = 2.0
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_log = logging.getLogger("tandem.tiers")
+
+
+class Tiers:
+    """See the module's text. Implements `kvtransfer.store.client.StoreEvents`; all on the brain's loop."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        secret: bytes,
+        identity: ReplicaIdentity,
+        ranks: Sequence[RankReady],
+        pool: BlockPool,
+        scheduler: Scheduler,
+        engine: EngineConfig,
+        clock: Clock,
+        order_to: Callable[[int, StoreOrder], None],
+        prefill_tok_s: Callable[[], float],
+        wake: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """`name` is the owner's abstract unix socket. `on_error` hears of errors of ours, after which nothing
+        here may be trusted."""
+        compatibility = ranks[0].compatibility
+        shards = [rank.endpoints.shard for rank in ranks]
+        self._name = name
+        self._session = draw_id()
+        self._scheduler = scheduler
+        self._max_loading = engine.max_loading
+        self._num_ranks = len(shards)
+        self._order_to = order_to
+        self._wake = wake
+        self._is_answering = True
+        self._arenas: dict[int, bytes] = {}
+        """By rank: the arena it has mapped; while there is none it is missing."""
+        self._attach_at = 0.0
+        """When ranks without an arena are told again to map it."""
+        self._clock = clock
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        hello = BrainHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
+        self._client = StoreClient(name, secret, hello, self, clock, on_error)
+        block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
+        self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
+        self.view = TierView()
+        self.writing = WriteThrough(
+            pool,
+            {rank: (shard, block_bytes[shard]) for rank, shard in enumerate(shards)},
+            engine.write_queue,
+            self._client.put,
+            self._client.commit,
+            order_to,
+        )
+        self.loading = Loading(
+            pool=pool,
+            costs=self.costs,
+            clock=clock,
+            find=self._client.find,
+            fetch=self._client.fetch,
+            release=self._client.release,
+            order_to=order_to,
+            prefill_tok_s=prefill_tok_s,
+            num_spare_blocks=lambda: scheduler.num_running,
+            end=self._load_ended,
+        )
+        self._block_tokens = compatibility.block_tokens
+        self.num_loaded_tokens: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Begin to connect; the store opens when it can."""
+        await self._client.start()
+
+    async def close(self) -> None:
+        """Leave the owner."""
+        await self._client.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the owner answers and every rank has mapped its arena."""
+        has_arena = len(self._arenas) == self._num_ranks and len(set(self._arenas.values())) == 1
+        return self._client.is_up and self._is_answering and has_arena
+
+    @property
+    def num_references(self) -> int:
+        """Blocks that are held for copies."""
+        return self.writing.num_references + self.loading.num_references
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way in or out."""
+        return self.writing.is_idle and self.loading.is_idle
+
+    # ------------------------------------------------------------------------------------ from the brain
+
+    def arrived(self, submission: Submission) -> None:
+        """A request was queued. One that will wait for a while has its blocks brought near meanwhile."""
+        if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
+            self.loading.prefetch(submission.block_keys)
+
+    def pump(self) -> None:
+        """Write what is finished, load what is wanted."""
+        is_open = self.is_open
+        finished = self._scheduler.take_finished()
+        if is_open:
+            self.writing.finished(finished)
+            self.writing.pump()
+            self.loading.pump()
+        elif finished:
+            self.writing.num_unstored["away"] += len(finished)
+        while wishes := self._scheduler.loads_wanted():
+            for wish in wishes:
+                if is_open:
+                    self.loading.wanted(wish)
+                else:
+                    self._load_ended(wish, {})
+            if is_open:
+                break
+
+    def tick(self) -> None:
+        """Give up on an owner that does not answer; have ranks try again that could not map its arena."""
+        if self._client.is_up and self._clock.now() >= self._attach_at:
+            self._attach()
+        if not self.loading.tick() and self._is_answering:
+            self._is_answering = False
+            _log.warning("the store does not answer; serving goes on without it")
+
+    def report(self, rank: int, report: StoreReport) -> None:
+        """From a rank."""
+        match report:
+            case StoreAttached(arena, error):
+                self._attached(rank, arena, error)
+            case StorePutDone():
+                if report.error:
+                    _log.warning("rank %d could not write to the store: %s", rank, report.error)
+                self.writing.copied(rank, report)
+            case StoreGetDone():
+                if report.error:
+                    _log.warning("rank %d could not read from the store: %s", rank, report.error)
+                self.loading.copied(rank, report)
+        self._note_quiet()
+
+    def _attached(self, rank: int, arena: bytes, error: str) -> None:
+        if error:
+            self._arenas.pop(rank, None)
+            _log.info("rank %d has no arena: %s", rank, error)
+        else:
+            was_open = self.is_open
+            self._arenas[rank] = arena
+            if self.is_open and not was_open:
+                _log.info("the store is open")
+
+    def _attach(self) -> None:
+        self._attach_at = self._clock.now() + _ATTACH_PERIOD_S
+        for rank in range(self._num_ranks):
+            if rank not in self._arenas:
+                self._order_to(rank, AttachStore(self._name, self._session))
+
+    def _load_ended(self, wish: LoadWish, num_blocks: dict[str, int]) -> None:
+        num_tokens = {tier: count * self._block_tokens for tier, count in num_blocks.items()}
+        self.num_loaded_tokens.update(num_tokens)
+        self._scheduler.end_load(wish, num_tokens)
+        self._wake()
+
+    # ------------------------------------------------------------------------------------ from the owner
+
+    async def ready_to_connect(self) -> None:
+        """No rank copies what an earlier connection was about."""
+        self._note_quiet()
+        await self._quiet.wait()
+
+    def on_welcome(self, welcome: StoreWelcome) -> None:
+        self._heard()
+        self.costs.told(welcome.gb_s)
+        if not self._arenas:
+            self._attach()
+
+    def on_lost(self, reason: str) -> None:
+        self._arenas.clear()
+        self.view.restart()
+        self.writing.lost()
+        self.loading.lost()
+        self._note_quiet()
+        self._wake()
+
+    def on_grant(self, grant: PutGrant) -> None:
+        self._heard()
+        self.writing.granted(grant)
+        self._note_quiet()
+        self._wake()
+
+    def on_find(self, answer: FindAnswer) -> None:
+        self._heard()
+        self.loading.found(answer)
+        self._wake()
+
+    def on_fetched(self, fetched: FetchedBlocks) -> None:
+        self._heard()
+        self.loading.fetched(fetched)
+        self._note_quiet()
+        self._wake()
+
+    def on_tiers(self, events: TierEvents) -> None:
+        self._heard()
+        self.view.apply(events)
+        self._wake()
+
+    def _heard(self) -> None:
+        self._is_answering = True
+
+    def _note_quiet(self) -> None:
+        if self.writing.has_orders or self.loading.has_orders:
+            self._quiet.clear()
+        else:
+            self._quiet.set()
+
+
+def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:
+    """Whether there is a store, and every rank reaches it: ranks copy between their memory and its arena."""
+    if name is None:
+        return False
+    elsewhere = [rank.rank for rank in ranks if rank.host_id != host_id()]
+    if elsewhere:
+        _log.warning("ranks %s are on other hosts: this replica does not use the store", elsewhere)
+    return not elsewhere
+
+
+def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
+    num_heads = (shard.layer_end - shard.layer_start) * (shard.head_end - shard.head_start)
+    token_bytes = 2 * num_heads * compatibility.head_dim * _ITEM_BYTES[compatibility.dtype]
+    return token_bytes * compatibility.block_tokens

@@ -1,0 +1,183 @@
+"""Finished blocks on their way into the host tier: asynchronous, bounded, dropped rather than waited for.
+
+    finished --queue--> PutRequest --PutGrant--> StorePut to the ranks --StorePutDone of each--> PutCommit
+
+A block is referenced from its request until its ranks have copied it, so that nobody overwrites it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvtransfer.messages import Shard
+from kvtransfer.store.messages import (
+    HELD,
+    NewRecord,
+    PutCommit,
+    PutGrant,
+    PutRequest,
+    StoreCopy,
+    StorePut,
+    StorePutDone,
+)
+from workers.engine.batch import FinishedBlock
+from workers.engine.blocks import BlockPool
+
+_BATCH_BYTES = 16 << 20
+_MAX_BATCH_BLOCKS = 32
+_MAX_BATCHES = 2
+_POOL_SHARE = 16
+"""At most one in so many of the replica's blocks is held for copies."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Blocks of one chain; `places` are the (block index, rank) of each record of the request."""
+
+    block_ids: list[int]
+    places: list[tuple[int, int]]
+    copies: dict[int, list[StoreCopy]] = field(default_factory=dict)
+    """By rank: what it copies, from the grant on."""
+    sums: dict[int, StorePutDone] = field(default_factory=dict)
+
+
+class WriteThrough:
+    """See the module's text. `shards` are those of all ranks; copies of a KV head are written once."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        shards: Mapping[int, tuple[Shard, int]],
+        max_queued: int,
+        put: Callable[[PutRequest], bool],
+        commit: Callable[[PutCommit], bool],
+        order_to: Callable[[int, StorePut], None],
+    ) -> None:
+        """`shards` maps ranks to their shard and its bytes of a block."""
+        self._pool = pool
+        self._max_queued = max_queued
+        self._put = put
+        self._commit = commit
+        self._order_to = order_to
+        self._writers: dict[Shard, tuple[int, int]] = {}
+        for rank, (shard, num_bytes) in shards.items():
+            self._writers.setdefault(shard, (rank, num_bytes))
+        block_bytes = sum(num_bytes for _, num_bytes in self._writers.values())
+        most = max(1, min(_BATCH_BYTES // block_bytes, pool.num_total // _POOL_SHARE // _MAX_BATCHES))
+        self._batch_blocks = min(most, _MAX_BATCH_BLOCKS)
+        self._queue: deque[FinishedBlock] = deque()
+        self._batches: dict[int, _Batch] = {}
+        self._number = 0
+        self.num_stored = 0
+        self.num_unstored: Counter[str] = Counter()
+        """By cause."""
+
+    @property
+    def num_references(self) -> int:
+        """Blocks that are held for copies."""
+        return sum(len(batch.block_ids) for batch in self._batches.values())
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a rank may be copying."""
+        return any(batch.copies for batch in self._batches.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queue and not self._batches
+
+    def finished(self, blocks: Iterable[FinishedBlock]) -> None:
+        """Queue them; what finds no room is not stored."""
+        for block in blocks:
+            if len(self._queue) < self._max_queued:
+                self._queue.append(block)
+            else:
+                self.num_unstored["queue"] += 1
+
+    def pump(self) -> None:
+        """Ask for room for the next blocks, while few are under way."""
+        while self._queue and len(self._batches) < _MAX_BATCHES:
+            self._request()
+
+    def _request(self) -> None:
+        first = self._queue[0]
+        blocks: list[tuple[FinishedBlock, int]] = []
+        while self._queue and len(blocks) < self._batch_blocks:
+            block = self._queue[0]
+            if (block.chain, block.tenant) != (first.chain, first.tenant):
+                break
+            self._queue.popleft()
+            held = self._pool.match([block.key])
+            if held:
+                blocks.append((block, held[0]))
+            else:
+                self.num_unstored["evicted"] += 1
+        if not blocks:
+            return
+        places = [(index, rank) for index in range(len(blocks)) for rank, _ in self._writers.values()]
+        records = tuple(
+            NewRecord(block.key, block.parent, shard, num_bytes)
+            for block, _ in blocks
+            for shard, (_, num_bytes) in self._writers.items()
+        )
+        self._number += 1
+        if not self._put(PutRequest(self._number, first.tenant, first.chain, records)):
+            self.num_unstored["failed"] += len(blocks)
+            return
+        block_ids = [block_id for _, block_id in blocks]
+        self._pool.acquire(block_ids)
+        self._batches[self._number] = _Batch(block_ids, places)
+
+    def granted(self, grant: PutGrant) -> None:
+        """The owner has answered: the ranks copy what it gave room for."""
+        batch = self._batches.get(grant.number)
+        if batch is None:
+            return
+        refused: set[int] = set()
+        for (index, rank), offset in zip(batch.places, grant.offsets, strict=True):
+            if offset >= 0:
+                batch.copies.setdefault(rank, []).append(StoreCopy(batch.block_ids[index], offset))
+            elif offset != HELD:
+                refused.add(index)
+        if refused:
+            self.num_unstored["refused"] += len(refused)
+        if not batch.copies:
+            self._end(grant.number)
+        for rank, copies in batch.copies.items():
+            self._order_to(rank, StorePut(grant.number, grant.arena, tuple(copies)))
+
+    def copied(self, rank: int, done: StorePutDone) -> None:
+        """A rank has copied its part, or could not. The last one ends the batch."""
+        batch = self._batches.get(done.number)
+        if batch is None or rank not in batch.copies:
+            return
+        batch.sums[rank] = done
+        if len(batch.sums) < len(batch.copies):
+            return
+        written: list[tuple[int, int]] = []
+        abandoned: list[int] = []
+        bad_blocks: set[int] = set()
+        for writer, copies in batch.copies.items():
+            sums = batch.sums[writer].sums
+            if len(sums) == len(copies):
+                written += [(copy.offset, total) for copy, total in zip(copies, sums, strict=True)]
+            else:
+                abandoned += [copy.offset for copy in copies]
+                bad_blocks.update(copy.block_id for copy in copies)
+        self._commit(PutCommit(tuple(written), tuple(abandoned)))
+        good = {copy.block_id for copies in batch.copies.values() for copy in copies} - bad_blocks
+        self.num_stored += len(good)
+        if bad_blocks:
+            self.num_unstored["failed"] += len(bad_blocks)
+        self._end(done.number)
+
+    def lost(self) -> None:
+        """The owner is gone: what it was asked is void. Copies under way are waited for, not committed."""
+        for number in [number for number, batch in self._batches.items() if not batch.copies]:
+            self.num_unstored["failed"] += len(self._batches[number].block_ids)
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        self._pool.release(self._batches.pop(number).block_ids)
