@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from cluster import commands
 from cluster.bench import Objectives, Workload
 from cluster.client import GenerateOptions, Turn
 from cluster.config import ClusterConfig, default_config, load_config
+from cluster.console import DEFAULT_ADDRESS, Address, AsJson, Timeout, die, err, out, run
 from cluster.display import engine_line, progress_line, stages
 from cluster.errors import CallError, ClusterError
+from cluster.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
+from cluster.store_bench import bench_store as run_store_bench
+from cluster.store_cli import cli as store_cli
 from kvtransfer.clock import SystemClock
 from workers.errors import WorkerError
 from workers.model.config import read_model_config
 
 _TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+_DRAM_BLOCKS, _NVME_BLOCKS = (
+    ",".join(map(str, sizes)) for sizes in (DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS)
+)
 _HELP = "Serve a large language model on Ray, with prefill and decode in separate pools."
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -50,15 +53,11 @@ cli = typer.Typer(
     help=_HELP,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(no_args_is_help=True, help="Measure a running cluster, or the engine alone.")
+bench = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 cli.add_typer(bench, name="bench")
-out, err = Console(), Console(stderr=True)
+cli.add_typer(store_cli, name="store")
 
-Address = Annotated[str, typer.Option(envvar="TANDEM_ADDRESS", help="The gateway, host:port.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]
 RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
-DEFAULT_ADDRESS = "127.0.0.1:8780"
 
 
 def main() -> None:
@@ -70,9 +69,9 @@ def main() -> None:
         cli()
     except CallError as error:
         hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
-        _die(f"{error}{hint}")
+        die(f"{error}{hint}")
     except (ClusterError, WorkerError) as error:
-        _die(str(error))
+        die(str(error))
 
 
 @cli.command()
@@ -82,12 +81,14 @@ def serve(
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill replicas; 0: no such pool.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
+    nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None,
+    nvme_gb: Annotated[float | None, typer.Option(help="How much of the disk, in 1e9 bytes.")] = None,
     ray_address: RayAddress = "auto",
 ) -> None:
     """Start the pools and the gateway, and serve until Ctrl-C."""
     from cluster.serve import Service  # here: only this command and the demo need Ray
 
-    config = _config(file, model, prefill, decode, port)
+    config = _config(file, model, prefill, decode, port, (nvme, nvme_gb))
     interrupted = _catch_signals(threading.Event())
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
@@ -170,19 +171,19 @@ def generate(
     )
     text = _standard_input() if prompt == "-" else prompt
     asked = [Turn("user", text)] if chat else text
-    _run(commands.generate(address, asked, options, timeout, as_json=as_json))
+    run(commands.generate(address, asked, options, timeout, as_json=as_json))
 
 
 @cli.command()
 def status(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """The replicas, their loads, and the measured paths between them."""
-    _run(commands.status(address, out, as_json=as_json))
+    run(commands.status(address, out, as_json=as_json))
 
 
 @cli.command()
 def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Where a running or recent request went, and why."""
-    _run(commands.explain(address, request_id, out, as_json=as_json))
+    run(commands.explain(address, request_id, out, as_json=as_json))
 
 
 @bench.command("serve")
@@ -220,7 +221,7 @@ def bench_serve(
     ]
     objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
     console = err if as_json else out
-    _run(
+    run(
         commands.bench_serve(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json)
     )
 
@@ -259,10 +260,37 @@ def bench_engine(
     )
 
 
+@bench.command("store")
+def bench_store(
+    trace: Annotated[
+        Path, typer.Option(help="Requests with their blocks, in Mooncake's format (JSON lines).")
+    ],
+    device_blocks: Annotated[
+        int, typer.Option(min=0, help="What the replicas hold.")
+    ] = DEFAULT_DEVICE_BLOCKS,
+    dram_blocks: Annotated[str, typer.Option(help="Sizes of the host tier.")] = _DRAM_BLOCKS,
+    nvme_blocks: Annotated[str, typer.Option(help="Sizes of the NVMe tier.")] = _NVME_BLOCKS,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace through the store's policies, without a cluster: hit rates against the ideal, writes."""
+    sizes = _whole_numbers(dram_blocks), _whole_numbers(nvme_blocks)
+    run_store_bench(trace, device_blocks, *sizes, err if as_json else out, as_json=as_json)
+
+
 def _config(
-    file: Path | None, model: Path | None, prefill: int | None, decode: int | None, port: int | None
+    file: Path | None,
+    model: Path | None,
+    prefill: int | None,
+    decode: int | None,
+    port: int | None,
+    nvme: tuple[Path | None, float | None],
 ) -> ClusterConfig:
+    folder, num_gb = nvme
+    if (folder is None) != (num_gb is None):
+        raise typer.BadParameter("go together", param_hint="--nvme, --nvme-gb")
     if file is not None:
+        if folder is not None:
+            raise typer.BadParameter("the file says it, under store:", param_hint="--nvme, --nvme-gb")
         if prefill is not None or decode is not None:
             raise typer.BadParameter(
                 "the file says how many replicas there are", param_hint="--prefill, --decode"
@@ -273,15 +301,23 @@ def _config(
         if port is not None:
             gateway = config.gateway.model_copy(update={"port": port})
             config = config.model_copy(update={"gateway": gateway})
-        return config
-    folder = model or _bundled_model()
-    return default_config(
-        folder,
+        return _with_redis(config)
+    model = model or _bundled_model()
+    config = default_config(
+        model,
         prefill=1 if prefill is None else prefill,
         decode=1 if decode is None else decode,
         port=port,
-        context_tokens=read_model_config(folder).max_context_tokens,
+        context_tokens=read_model_config(model).max_context_tokens,
+        nvme=None if folder is None or num_gb is None else (folder, num_gb),
     )
+    return _with_redis(config)
+
+
+def _with_redis(config: ClusterConfig) -> ClusterConfig:
+    """The index server of the environment, where the file names none."""
+    url = config.store.redis_url or os.environ.get("REDIS_URL", "")
+    return config.model_copy(update={"store": config.store.model_copy(update={"redis_url": url})})
 
 
 def _bundled_model() -> Path:
@@ -312,6 +348,16 @@ def _token_place() -> str:
     return f"in {os.environ.get('RAY_AUTH_TOKEN_PATH') or Path.home() / '.ray' / 'auth_token'}"
 
 
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [-1]
+    if min(values) < 0:
+        raise typer.BadParameter(f"expected whole numbers from 0 between commas, not {text!r}")
+    return values
+
+
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -320,18 +366,6 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
     return value
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    try:
-        asyncio.run(work)
-    except KeyboardInterrupt:
-        _die("interrupted", 130)
-
-
-def _die(message: str, code: int = 1) -> NoReturn:
-    err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,58 +1,50 @@
-"""Ray applied to plain classes, in this one place: pools and gateways as Ray Serve deployments, ranks and
-the roster as actors. Serve starts, watches, replaces and counts them; no request ever passes through it.
+"""Ray applied to plain classes: pools and gateways as Ray Serve deployments, beside actors. Serve starts,
+watches, replaces and counts them; no request ever passes through it.
 
     ReplicaActor (brain)   bundle 0 of its placement group, one deployment `Pool-<name>` a pool
-    RankActor              bundle 1 + stage of the same group, started by its brain
+    RankActor              bundle 1 + stage of the same group, started by its brain (`rank_actors`)
+    StoreActor             one a node, named, detached, made by its first brain (`store_actors`)
     GatewayActor           the deployment `Gateway`, ingress of the application
-    RosterActor            one named detached actor, restarted by Ray, made again by whoever misses it
+    RosterActor            one, named, detached (`roster_actor`); Ray restarts these two
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import ray
 from ray import serve
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from cluster.capacity import GATEWAY_CPUS, bundles, placement_strategy
-from cluster.config import ClusterConfig, PoolConfig
-from cluster.errors import RosterAwayError
+from cluster.config import ClusterConfig
 from cluster.gateway import Gateway
 from cluster.logs import log_to_stderr
-from cluster.messages import GatewayRecord, ReplicaRecord, RosterView
+from cluster.messages import GatewayRecord, ReplicaRecord
 from cluster.metrics import ReplicaMetrics
 from cluster.rank_actors import RayRankLauncher, node_host, only
-from cluster.roster import VIEW_CODEC, RemoteRoster, RosterActor, keep_registered
+from cluster.roster import keep_registered
+from cluster.roster_actor import open_roster
+from cluster.store_actors import keep_store, own_store_name
+from cluster.stores import draw_life, resolve_dtype
 from kvtransfer.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.brain import Brain
 from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
-from workers.model.config import read_model_config
 
 GATEWAY_DEPLOYMENT = "Gateway"
-_ROSTER_NAMESPACE = "tandem"
-_ROSTER_CALL_S = 5.0
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
 _METRICS_S = 2.0
 _GRACE_S = 10.0
 """Added to a replica's drain: Serve kills it only when it overstays this."""
-_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "": "fp32"}
 
 
 def build_application(config: ClusterConfig, cpus: dict[str, float], secret: bytes) -> serve.Application:
     """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool."""
-    config_json = config.model_dump_json()
+    config_json, life = config.model_dump_json(), draw_life()
     pools = [
         serve.deployment(ReplicaActor)
         .options(
@@ -66,7 +58,7 @@ def build_application(config: ClusterConfig, cpus: dict[str, float], secret: byt
             graceful_shutdown_timeout_s=pool.drain_s + _GRACE_S,
             max_constructor_retry_count=2,
         )
-        .bind(config_json, pool.name, secret)
+        .bind(config_json, pool.name, secret, life)
         for pool in config.pools
     ]
     return (
@@ -96,7 +88,7 @@ class ReplicaActor:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, pool_name: str, secret: bytes
+        self, config_json: str, pool_name: str, secret: bytes, life: str
     ) -> None:
         log_to_stderr()
         config = ClusterConfig.model_validate_json(config_json)
@@ -122,7 +114,9 @@ class ReplicaActor:
             clock=self._clock,
             host=host,
             faults=config.debug.fault_rules,
+            store=own_store_name(config, life),
         )
+        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
         await self._brain.start()
         self._metrics = ReplicaMetrics(pool_name, self._identity.replica_id)
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
@@ -143,10 +137,8 @@ class ReplicaActor:
         self._leaving = True
         await self._register()
         await self._brain.drain(self._pool.drain_s)
-        self._renewing.cancel()
-        self._watching.cancel()
-        self._measuring.cancel()
-        self._dying.cancel()
+        for task in (self._renewing, self._watching, self._measuring, self._dying, self._storing):
+            task.cancel()
         await self._roster.remove(self._identity.replica_id, self._identity.epoch)
         await self._brain.stop()
 
@@ -244,82 +236,3 @@ class GatewayActor:
         return await self._roster.register_gateway(
             GatewayRecord(self._gateway_id, self._epoch, address, os.getpid())
         )
-
-
-class _RosterActor(RosterActor):
-    """`RosterActor` as Ray makes it: after a restart, or in place of a lost one, it waits to be filled."""
-
-    def __init__(self, replaces_another: bool) -> None:
-        restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        super().__init__(SystemClock(), restarted=restarted or replaces_another)
-
-
-def open_roster(app: str) -> RemoteRoster:
-    """The application's roster, from any process of the Ray cluster; made when it does not exist."""
-    return RemoteRoster(_RosterCall(app), SystemClock())
-
-
-def start_roster(app: str) -> None:
-    """Make the application's roster, before any member looks for it."""
-    _roster_actor(app, replaces_another=False)
-
-
-def stop_roster(app: str) -> None:
-    """End the application's roster for good; its members must be gone."""
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(_roster_name(app), namespace=_ROSTER_NAMESPACE), no_restart=True)
-
-
-def read_roster(app: str) -> RosterView:
-    """The roster's view now, for the process that started the application; empty when it is away."""
-    try:
-        actor = ray.get_actor(_roster_name(app), namespace=_ROSTER_NAMESPACE)
-        return VIEW_CODEC.decode(ray.get(actor.view.remote(0, 0.0), timeout=_ROSTER_CALL_S))
-    except (RayError, ValueError):
-        return RosterView(version=0)
-
-
-def resolve_dtype(pool: PoolConfig, model_dir: Path) -> str:
-    """The pool's dtype; `auto` is what the checkpoint was saved in."""
-    if pool.dtype != "auto":
-        return pool.dtype
-    return _DTYPE_NAMES[read_model_config(model_dir).checkpoint_dtype]
-
-
-class _RosterCall:
-    """Calls the roster's actor; any failure to reach it in time is `RosterAwayError`."""
-
-    def __init__(self, app: str) -> None:
-        self._app = app
-        self._actor: ActorHandle[_RosterActor] | None = None
-
-    async def __call__(self, method: str, *arguments: Any) -> object:
-        timeout_s = _ROSTER_CALL_S + (float(arguments[1]) if method == "view" else 0.0)
-        try:
-            async with asyncio.timeout(timeout_s):
-                if self._actor is None:
-                    self._actor = await asyncio.to_thread(_roster_actor, self._app, replaces_another=True)
-                return await getattr(self._actor, method).remote(*arguments)
-        except (RayError, TimeoutError, ValueError) as error:
-            self._actor = None
-            raise RosterAwayError(f"roster: {method}: {error!r}") from error
-
-
-def _roster_actor(app: str, *, replaces_another: bool) -> ActorHandle[_RosterActor]:
-    make: Callable[..., ActorHandle[_RosterActor]] = (
-        ray.remote(_RosterActor)
-        .options(
-            name=_roster_name(app),
-            namespace=_ROSTER_NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            num_cpus=0,
-        )
-        .remote
-    )
-    return make(replaces_another)
-
-
-def _roster_name(app: str) -> str:
-    return f"roster-{app}"

@@ -77,6 +77,22 @@ class BlockingClient:
     def explain(self, request_id: str) -> pb.ExplainResponse:
         return self._wait(self._client.explain(request_id))
 
+    def store_stat(self) -> pb.StoreStatResponse:
+        return self._wait(self._client.store_stat())
+
+    def store_list(self, request: pb.StoreListRequest) -> pb.StoreListResponse:
+        return self._wait(self._client.store_list(request))
+
+    def store_verify(
+        self, request: pb.StoreVerifyRequest, timeout_s: float | None = None
+    ) -> pb.StoreVerifyResponse:
+        return self._wait(self._client.store_verify(request, timeout_s))
+
+    def store_purge(
+        self, request: pb.StorePurgeRequest, timeout_s: float | None = None
+    ) -> pb.StorePurgeResponse:
+        return self._wait(self._client.store_purge(request, timeout_s))
+
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

@@ -258,6 +258,27 @@ class Client:
         reply: pb.ExplainResponse = await self._unary("Explain", pb.ExplainRequest(request_id=request_id))
         return reply
 
+    async def store_stat(self) -> pb.StoreStatResponse:
+        reply: pb.StoreStatResponse = await self._unary("StoreStat", pb.StoreStatRequest())
+        return reply
+
+    async def store_list(self, request: pb.StoreListRequest) -> pb.StoreListResponse:
+        reply: pb.StoreListResponse = await self._unary("StoreList", request)
+        return reply
+
+    async def store_verify(
+        self, request: pb.StoreVerifyRequest, timeout_s: float | None = None
+    ) -> pb.StoreVerifyResponse:
+        """Reads all that matches, which may take as long as a disk takes; without `timeout_s` no limit."""
+        reply: pb.StoreVerifyResponse = await self._unary("StoreVerify", request, timeout_s)
+        return reply
+
+    async def store_purge(
+        self, request: pb.StorePurgeRequest, timeout_s: float | None = None
+    ) -> pb.StorePurgeResponse:
+        reply: pb.StorePurgeResponse = await self._unary("StorePurge", request, timeout_s)
+        return reply
+
     @property
     def address(self) -> str:
         """The gateway that is called now."""
@@ -279,9 +300,9 @@ class Client:
         own_s = min(_BACKOFF_S * 2.0 ** (num_failures - 1), _MAX_BACKOFF_S)
         await self.clock.sleep(max(own_s, min(suggested_s or 0.0, _MAX_BACKOFF_S)))
 
-    async def _unary(self, method: str, request: Any) -> Any:
+    async def _unary(self, method: str, request: Any, timeout_s: float | None = _UNARY_TIMEOUT_S) -> Any:
         try:
-            return await getattr(self.stub(), method)(request, timeout=_UNARY_TIMEOUT_S)
+            return await getattr(self.stub(), method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _call_error(error) from error
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -16,6 +15,7 @@ from cluster.bench import Objectives, RequestRecord, Workload, knee, run_workloa
 from cluster.client import Client, Collector, Completion, GenerateOptions, Prompt
 from cluster.display import bench_table, explain_view, histogram, status_view, sweep_plot
 from cluster.errors import BenchError
+from cluster.json_text import as_dict
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 
@@ -54,7 +54,7 @@ def completion_json(completion: Completion) -> dict[str, Any]:
             "text": text,
             "token_ids": list(ids),
             "finish_reason": reason,
-            **({"logprobs": [_as_dict(item) for item in logprobs]} if logprobs else {}),
+            **({"logprobs": [as_dict(item) for item in logprobs]} if logprobs else {}),
         }
         for text, ids, reason, logprobs in zip(
             completion.texts,
@@ -69,8 +69,8 @@ def completion_json(completion: Completion) -> dict[str, Any]:
         **samples[0],
         **({"samples": samples} if len(samples) > 1 else {}),
         "seed": completion.seed,
-        "usage": _as_dict(finished.usage),
-        "timing": _as_dict(finished.timing),
+        "usage": as_dict(finished.usage),
+        "timing": as_dict(finished.timing),
         "prefill_replica": finished.prefill_replica,
         "decode_replica": finished.decode_replica,
     }
@@ -79,17 +79,18 @@ def completion_json(completion: Completion) -> dict[str, Any]:
 async def status(address: str, console: Console, *, as_json: bool) -> None:
     async with Client(address) as client:
         reply = await client.status()
+        stores = (await client.store_stat()).nodes if reply.stores else []
     if as_json:
-        print(json.dumps(_as_dict(reply)))
+        print(json.dumps({**as_dict(reply), "stores": [as_dict(node) for node in stores]}))
     else:
-        console.print(status_view(reply))
+        console.print(status_view(reply, stores))
 
 
 async def explain(address: str, request_id: str, console: Console, *, as_json: bool) -> None:
     async with Client(address) as client:
         reply = await client.explain(request_id)
     if as_json:
-        print(json.dumps(_as_dict(reply)))
+        print(json.dumps(as_dict(reply)))
     else:
         console.print(explain_view(reply))
 
@@ -165,26 +166,3 @@ async def _run(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(label, total=workload.num_requests)
         return await run_workload(workload, send, clock, lambda _: progress.advance(task))
-
-
-def _as_dict(message: Any) -> dict[str, Any]:
-    """Every field, also those at 0, under its name in the .proto; 64-bit integers as numbers."""
-    fields: dict[str, Any] = MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return _with_numbers(message, fields)
-
-
-def _with_numbers(message: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """protobuf's JSON writes 64-bit integers as strings; JSON numbers are meant here."""
-    for descriptor in message.DESCRIPTOR.fields:
-        value = fields.get(descriptor.name)
-        own = getattr(message, descriptor.name)
-        if descriptor.message_type is None and isinstance(value, str) and isinstance(own, int):
-            fields[descriptor.name] = own
-        elif descriptor.message_type is not None and isinstance(value, dict) and hasattr(own, "DESCRIPTOR"):
-            _with_numbers(own, value)
-        elif descriptor.message_type is not None and isinstance(value, list):
-            for item, part in zip(own, value, strict=True):
-                _with_numbers(item, part)
-    return fields

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cluster.errors import ConfigError
 from kvtransfer.config import TransferConfig
 from kvtransfer.faults import FaultRule
+from kvtransfer.store.config import StoreConfig
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineConfig
@@ -160,6 +161,8 @@ class ClusterConfig(_Settings):
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
     router: RouterConfig = RouterConfig()
     transfer: TransferConfig = TransferConfig()
+    store: StoreConfig = StoreConfig()
+    """Where finished KV is kept; `nvme_path` is relative to the file that names it."""
     gateway: GatewayConfig = GatewayConfig()
     secret_file: Path | None = None
     """Holds the cluster secret; None: drawn at start. Relative to the file that names it."""
@@ -211,6 +214,9 @@ def load_config(path: Path) -> ClusterConfig:
     located: dict[str, Any] = {"model": folder / config.model}
     if config.secret_file is not None:
         located["secret_file"] = folder / config.secret_file
+    if config.store.nvme_path is not None:
+        nvme_path = folder / config.store.nvme_path
+        located["store"] = config.store.model_copy(update={"nvme_path": nvme_path})
     return config.model_copy(update=located)
 
 
@@ -230,11 +236,18 @@ def parse_config(raw: dict[str, Any], source: str) -> ClusterConfig:
 
 
 def default_config(
-    model: Path, *, prefill: int = 1, decode: int = 1, port: int | None = None, context_tokens: int = 0
+    model: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    port: int | None = None,
+    context_tokens: int = 0,
+    nvme: tuple[Path, float] | None = None,
 ) -> ClusterConfig:
     """What the command line serves without a file. `prefill` 0 makes one pool of the role `both`.
 
-    `context_tokens` is the model's context length (0: unknown): small models get small blocks.
+    `context_tokens` is the model's context length (0: unknown): small models get small blocks. `nvme` is a
+    folder and how many 1e9 bytes of its disk the store may use.
     """
     block_tokens = 16 if 0 < context_tokens <= _SMALL_CONTEXT_TOKENS else 64
     engine = {"block_tokens": block_tokens}
@@ -246,6 +259,9 @@ def default_config(
     raw: dict[str, Any] = {"model": model.resolve(), "pools": pools}
     if port is not None:
         raw["gateway"] = {"port": port}
+    if nvme is not None:
+        folder, num_gb = nvme
+        raw["store"] = {"nvme_path": folder.resolve(), "nvme_gb": num_gb}
     return parse_config(raw, "command line")
 
 

@@ -135,13 +135,15 @@ async def _send(client: Client, prompt: str, console: Console) -> DemoRow:
     console.print()
     finished = collector.completion().finished
     usage, timing = finished.usage, finished.timing
+    loaded = {tier: getattr(usage.cached, tier) for tier in ("dram", "nvme", "remote")}
     return DemoRow(
         prefill=finished.prefill_replica,
         decode=finished.decode_replica,
         prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached.device + usage.cached.dram + usage.cached.nvme,
+        cached_tokens=usage.cached.device + sum(loaded.values()),
         ttft_ms=timing.ttft_ms,
         itl_ms=(timing.e2e_ms - timing.ttft_ms) / max(usage.completion_tokens - 1, 1),
         transfer_gb_s=timing.transfer_gb_s,
         transport=timing.transport,
+        loaded=loaded,
     )

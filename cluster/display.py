@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import plotext
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from cluster.bench import PERCENTILES
 from cluster.proto import tandem_pb2 as pb
+from cluster.store_display import loaded_text, tiers_table
+from cluster.tables import NONE, made_table
 
-_NONE = "-"
 _NUM_BINS = 30
 _EDGES = 2
 """Columns of a table's own at its sides."""
@@ -35,6 +35,8 @@ class DemoRow(NamedTuple):
     itl_ms: float
     transfer_gb_s: float
     transport: str
+    loaded: dict[str, int] = {}
+    """Of the cached tokens: those that a tier of the store had."""
 
 
 def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:
@@ -70,26 +72,29 @@ def engine_line(figures: dict[str, Any]) -> str:
 def demo_table(rows: Sequence[DemoRow]) -> Table:
     """What the requests of the demonstration met, one row each."""
     numbers = "cached\ntokens", "TTFT\nms", "ITL\nms", "transfer\nGB/s"
-    table = _table("requests that share a prefix", "", "prefill replica", "decode replica", numbers=numbers)
+    table = made_table(
+        "requests that share a prefix", "", "prefill replica", "decode replica", numbers=numbers
+    )
     if any(row.prefill == row.decode for row in rows):
         table.caption = "the same replica twice: it held most of the prompt and computed the rest itself"
         table.caption_justify = "left"
     for number, row in enumerate(rows, 1):
         cached = f"{row.cached_tokens} of {row.prompt_tokens}"
+        loaded = loaded_text(row.loaded)
         table.add_row(
             str(number),
             row.prefill,
             row.decode,
-            f"[green]{cached}[/]" if row.cached_tokens else cached,
+            (f"[green]{cached}[/]" if row.cached_tokens else cached) + (f"\n{loaded}" if loaded else ""),
             f"{row.ttft_ms:.1f}",
             f"{row.itl_ms:.1f}",
-            f"{row.transfer_gb_s:.2f} {row.transport}" if row.transport else _NONE,
+            f"{row.transfer_gb_s:.2f} {row.transport}" if row.transport else NONE,
         )
     return table
 
 
-def status_view(status: pb.StatusResponse) -> Group:
-    """The replicas, the gateways, and the matrix of measured paths between replicas."""
+def status_view(status: pb.StatusResponse, stores: Sequence[pb.StoreNodeStat] = ()) -> Group:
+    """The replicas, the matrix of measured paths between them, the tiers of the stores, and the gateways."""
     model = status.model
     head = Text(
         f"{model.name}: {'ready' if status.ready else 'not ready'}; "
@@ -105,7 +110,9 @@ def status_view(status: pb.StatusResponse) -> Group:
     ]
     if any(replica.paths for replica in status.replicas):
         parts.append(_PathMatrix(status.replicas))
-    gateways = _table("gateways", "gateway", "address", "process")
+    if stores:
+        parts.append(tiers_table(stores))
+    gateways = made_table("gateways", "gateway", "address", "process")
     for gateway in status.gateways:
         gateways.add_row(gateway.gateway_id, gateway.address, str(gateway.process_id))
     return Group(*parts, gateways)
@@ -122,7 +129,7 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
             for candidate in decision.candidates
             if candidate.note
         ]
-    timeline = _table("timeline", "ms", "event", "detail")
+    timeline = made_table("timeline", "ms", "event", "detail")
     for event in explained.timeline:
         timeline.add_row(f"{event.at_ms:.1f}", event.name, event.detail)
     return Group(*parts, timeline)
@@ -130,7 +137,7 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
 
 def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """One column a run of `cluster.bench.summarize`, headed by its load."""
-    table = _table("serving benchmark", "", numbers=[label for label, _ in runs])
+    table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
     figures = [figure for _, figure in runs]
     table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in figures))
     for name, key in (("refused", "num_refused"), ("timed out", "num_timed_out"), ("failed", "num_failed")):
@@ -144,7 +151,7 @@ def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
         table.add_row(name, *(f"{run[key]:.1f}" for run in figures))
     for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms")):
         for rank in PERCENTILES:
-            cells = (f"{run[key][f'p{rank}']:.1f}" if run[key] else _NONE for run in figures)
+            cells = (f"{run[key][f'p{rank}']:.1f}" if run[key] else NONE for run in figures)
             table.add_row(f"{name} p{rank}, ms", *cells)
     table.add_row("goodput, requests/s", *(f"{run['goodput_per_s']:.1f}" for run in figures))
     table.add_row("good", *(f"{run['good_share']:.0%}" for run in figures))
@@ -177,7 +184,7 @@ def _empty_figure(title: str, width: int, height: int) -> Any:
 
 def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
     numbers = "run/\nwait", "free\nblocks", "cached", "prefill\ntok/s", "step\nms", "moved\nGB/s"
-    table = _table("replicas", "replica", "role", "state", numbers=numbers)
+    table = made_table("replicas", "replica", "role", "state", numbers=numbers)
     for replica in replicas:
         load = replica.load
         table.add_row(
@@ -210,6 +217,8 @@ def _replica_notes(replica: pb.Replica) -> list[str]:
         (load.num_checksum_failures, "pieces failed their checksum and were computed again"),
         (load.num_quarantined_blocks, "blocks in quarantine"),
         (load.num_leaked_blocks, "blocks referenced although nothing runs"),
+        (load.num_unstored_blocks.get("failed", 0), "finished blocks could not be written to the store"),
+        (load.num_store_checksum_failures, "records of the store failed their checksum and were computed"),
     )
     notes = [replica.note] if replica.note else []
     if load.age_s > _LATE_S:
@@ -230,7 +239,7 @@ def _path_note(path: pb.Path) -> str:
 def _candidate_table(decision: pb.Decision) -> Table:
     title = f"attempt {decision.attempt}, policy {decision.policy}: {decision.reason}"
     numbers = "matched", "uncached", "backlog", "transfer", "pressure", "cost"
-    table = _table(title, "", "replica", "side", numbers=numbers)
+    table = made_table(title, "", "replica", "side", numbers=numbers)
     chosen = {("prefill", decision.prefill), ("decode" if decision.prefill else "local", decision.decode)}
     for candidate in decision.candidates:
         table.add_row(
@@ -264,9 +273,9 @@ class _PathMatrix:
         left = list(self._targets)
         while left:
             shown, left = self._split(left, options.max_width)
-            table = _table("paths (rows write to columns; the slowest of several)", "from", *shown)
+            table = made_table("paths (rows write to columns; the slowest of several)", "from", *shown)
             for source in self._sources:
-                table.add_row(source, *(self._cells.get((source, target), _NONE) for target in shown))
+                table.add_row(source, *(self._cells.get((source, target), NONE) for target in shown))
             yield table
 
     def _split(self, targets: list[str], width: int) -> tuple[list[str], list[str]]:
@@ -292,17 +301,5 @@ def _path_cell(paths: Sequence[pb.Path]) -> str:
     return f"[yellow]{cell}[/]" if any(path.instead_of for path in paths) else cell
 
 
-def _table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
-    """A table that is narrow enough for 80 columns; the `numbers` stand to the right. Where it still is too
-    wide, texts fold: nothing is cut off."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _rate(value: float, num_digits: int) -> str:
-    return f"{value:.{num_digits}f}" if value else _NONE
+    return f"{value:.{num_digits}f}" if value else NONE

@@ -15,6 +15,7 @@ ClusterError
 ├── CallError                 a call of our own client ended with a gRPC status, as the table says
 ├── ConfigError               the configuration cannot be used: one line per field, named by its path
 ├── BenchError                nothing could be measured: the text says why
+├── StoreAwayError            a node's store did not do what was asked: the text names it
 ├── StartError                the cluster cannot be brought up: the text names what is missing
 └── RosterAwayError           the roster's actor cannot be reached now: go on with the last view
 """
@@ -121,6 +122,10 @@ class ConfigError(ClusterError):
 
 class BenchError(ClusterError):
     """Not one request of a benchmark finished."""
+
+
+class StoreAwayError(ClusterError):
+    """One or more nodes' stores did not answer or are damaged; each line names one."""
 
 
 class StartError(ClusterError):

@@ -22,6 +22,7 @@ from cluster.replicas import ReplicaLinks
 from cluster.reports import Reporter
 from cluster.roster import RosterClient
 from cluster.servicer import InferenceServicer
+from cluster.store_admin import StoreAdmin
 from kvtransfer.clock import Clock
 from kvtransfer.faults import Faults
 from kvtransfer.secret import draw_id
@@ -77,10 +78,12 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             on_members=self._on_members,
         )
+        stores = StoreAdmin(lambda: self._links.stores, secret, gateway_id)
         self._servicer = InferenceServicer(
             desk=self.desk,
             intake=self._intake,
-            reporter=Reporter(config, self.desk, self._links, self._intake, clock),
+            reporter=Reporter(config, self.desk, self._links, self._intake, stores, clock),
+            stores=stores,
             faults=Faults(config.debug.fault_rules),
         )
         self._health: health.aio.HealthServicer | None = None

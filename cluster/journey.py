@@ -176,7 +176,8 @@ class Journey:
             return []
         if self._prefill_report is None:
             self._prefill_report = report
-        self._note(now, "prefilled", f"{report.num_cached_tokens} tokens cached")
+        loaded = "".join(f", {num} of them from {tier}" for tier, num in report.num_loaded_tokens.items())
+        self._note(now, "prefilled", f"{report.num_cached_tokens} tokens cached{loaded}")
         return [NotePrefilled(self.plan.request_id)]
 
     def on_handed_over(self, report: HandOverReport, now: float) -> list[Action]:

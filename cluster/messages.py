@@ -35,6 +35,23 @@ class GatewayRecord(Part, frozen=True):
     process_id: int
 
 
+class StoreRecord(Part, frozen=True):
+    """The store process of a node."""
+
+    node_id: str
+    epoch: int
+    address: str
+    """host:port where other stores and gateways reach it."""
+    process_id: int
+    host: str
+    """The node's name, for people."""
+
+    @property
+    def member_id(self) -> str:
+        """Under which the roster knows it."""
+        return f"store-{self.node_id}"
+
+
 class RosterView(Part, frozen=True):
     """All that is registered; `version` grows with every change."""
 
@@ -42,3 +59,4 @@ class RosterView(Part, frozen=True):
     replicas: tuple[ReplicaRecord, ...] = ()
     gateways: tuple[GatewayRecord, ...] = ()
     desired: dict[str, int] = {}
+    stores: tuple[StoreRecord, ...] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.messages import GatewayRecord, ReplicaRecord
+from cluster.messages import GatewayRecord, ReplicaRecord, StoreRecord
 from cluster.roster import RosterClient
 from kvtransfer.clock import Clock
 from kvtransfer.errors import TransferError
@@ -131,6 +131,7 @@ class ReplicaLinks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         self.gateways: tuple[GatewayRecord, ...] = ()
+        self.stores: tuple[StoreRecord, ...] = ()
         self.compatibility: CompatibilityRecord | None = None
         """What the connected replicas agree on; that of the first one."""
         self.max_context_tokens = 0
@@ -182,7 +183,7 @@ class ReplicaLinks:
             if view.version <= version:
                 continue
             version = view.version
-            self.gateways = view.gateways
+            self.gateways, self.stores = view.gateways, view.stores
             self._update({record.identity.replica_id: record for record in view.replicas})
 
     def _update(self, records: dict[str, ReplicaRecord]) -> None:
@@ -343,6 +344,7 @@ class ReplicaLinks:
                 prefill_tok_s=load.prefill_tok_s,
                 decode_step_s=load.decode_step_s,
                 transfer_tok_s=load.transfer_gb_s * 1e9 / _token_bytes(self.compatibility),
+                load_tok_s=load.load_tok_s,
             )
         )
 

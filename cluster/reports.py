@@ -13,10 +13,11 @@ from cluster.desk import Desk, RequestRecord
 from cluster.intake import Intake
 from cluster.proto import tandem_pb2 as pb
 from cluster.replicas import ReplicaLinks, ReplicaView
+from cluster.store_admin import StoreAdmin
 from kvtransfer.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
-from workers.messages import LoadReport, PathMeasure, StageTimes
+from workers.messages import LoadReport, PathMeasure, PrefillReport, StageTimes
 
 _PACKAGES = ("tandem-serve", "ray", "torch", "grpcio", "tokenizers", "msgspec")
 
@@ -25,12 +26,19 @@ class Reporter:
     """Answers the questions that concern no single stream."""
 
     def __init__(
-        self, config: ClusterConfig, desk: Desk, links: ReplicaLinks, intake: Intake, clock: Clock
+        self,
+        config: ClusterConfig,
+        desk: Desk,
+        links: ReplicaLinks,
+        intake: Intake,
+        stores: StoreAdmin,
+        clock: Clock,
     ) -> None:
         self._config = config
         self._desk = desk
         self._links = links
         self._intake = intake
+        self._stores = stores
         self._clock = clock
         self._started_at = clock.now()
         self._versions = _versions()
@@ -70,6 +78,7 @@ class Reporter:
             num_failed_requests=counters.num_failed,
             num_cancelled_requests=counters.num_cancelled,
             ready=self._links.has_route(),
+            stores=self._stores.members(),
         )
 
     def explain(self, request_id: str) -> pb.ExplainResponse:
@@ -99,7 +108,6 @@ def delta_of(emit: Emit) -> pb.GenerateResponse:
 
 def finished_of(summary: Summary) -> pb.GenerateResponse:
     """The stream's last message."""
-    num_cached = summary.prefill.num_cached_tokens if summary.prefill else 0
     return pb.GenerateResponse(
         finished=pb.Finished(
             samples=[
@@ -108,7 +116,7 @@ def finished_of(summary: Summary) -> pb.GenerateResponse:
             ],
             usage=pb.Usage(
                 prompt_tokens=summary.num_prompt_tokens,
-                cached=pb.CachedTokens(device=num_cached),
+                cached=_cached(summary.prefill),
                 completion_tokens=sum(item.num_tokens for item in summary.samples),
             ),
             timing=_timing(summary),
@@ -116,6 +124,14 @@ def finished_of(summary: Summary) -> pb.GenerateResponse:
             decode_replica=summary.decode_replica,
         )
     )
+
+
+def _cached(report: PrefillReport | None) -> pb.CachedTokens:
+    """By where each token's KV was when the request came; what the store brought is on the device since."""
+    if report is None:
+        return pb.CachedTokens()
+    num_loaded = min(sum(report.num_loaded_tokens.values()), report.num_cached_tokens)
+    return pb.CachedTokens(device=report.num_cached_tokens - num_loaded, **report.num_loaded_tokens)
 
 
 def _timing(summary: Summary) -> pb.Timing:
@@ -218,6 +234,12 @@ def _load(load: LoadReport, age_s: float) -> pb.Load:
         num_preemptions=load.num_preemptions,
         transfer_gb_s=load.transfer_gb_s,
         age_s=age_s,
+        num_stored_blocks=load.num_stored_blocks,
+        num_unstored_blocks=load.num_unstored_blocks,
+        num_loaded_tokens=load.num_loaded_tokens,
+        load_tok_s=load.load_tok_s,
+        num_store_checksum_failures=load.num_store_checksum_failures,
+        num_offloaded_blocks=load.num_offloaded_blocks,
     )
 
 

@@ -1,4 +1,4 @@
-"""Who serves: replicas and gateways register here and everyone watches by long poll.
+"""Who serves: replicas, gateways and stores register here and everyone watches by long poll.
 
 `Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `RosterActor` is the
 plain class that `cluster.app` makes a named Ray actor of. A member renews its registration periodically,
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from cluster.errors import RosterAwayError
-from cluster.messages import GatewayRecord, ReplicaRecord, RosterView
+from cluster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from kvtransfer.clock import Clock
 from kvtransfer.wire import Codec
 
@@ -37,6 +37,9 @@ class RosterClient(Protocol):
     async def register_gateway(self, record: GatewayRecord) -> bool:
         """As `register_replica`."""
 
+    async def register_store(self, record: StoreRecord) -> bool:
+        """As `register_replica`."""
+
     async def remove(self, member_id: str, epoch: int) -> None:
         """Remove the member in this life or an earlier one; that life cannot register again."""
 
@@ -55,6 +58,7 @@ class Roster:
         self._version = first_version
         self._replicas: dict[str, ReplicaRecord] = {}
         self._gateways: dict[str, GatewayRecord] = {}
+        self._stores: dict[str, StoreRecord] = {}
         self._renewed_at: dict[str, float] = {}
         self._removed_epoch: dict[str, int] = {}
         self._desired: dict[str, int] = {}
@@ -69,6 +73,7 @@ class Roster:
             replicas=tuple(self._replicas[key] for key in sorted(self._replicas)),
             gateways=tuple(self._gateways[key] for key in sorted(self._gateways)),
             desired=dict(self._desired),
+            stores=tuple(self._stores[key] for key in sorted(self._stores)),
         )
 
     def register_replica(self, record: ReplicaRecord, now: float) -> bool:
@@ -94,13 +99,25 @@ class Roster:
             self._version += 1
         return True
 
+    def register_store(self, record: StoreRecord, now: float) -> bool:
+        """As `register_replica`."""
+        known = self._stores.get(record.member_id)
+        if self._is_over(record.member_id, record.epoch, known.epoch if known else None):
+            return False
+        self._renewed_at[record.member_id] = now
+        if known != record:
+            self._stores[record.member_id] = record
+            self._version += 1
+        return True
+
     def remove(self, member_id: str, epoch: int) -> bool:
         """True when the member was registered with this epoch or an earlier one, and now is not."""
         self._removed_epoch[member_id] = max(epoch, self._removed_epoch.pop(member_id, epoch))
         if len(self._removed_epoch) > NUM_REMOVED:
             del self._removed_epoch[next(iter(self._removed_epoch))]
-        replica, gateway = self._replicas.get(member_id), self._gateways.get(member_id)
-        registered = replica.identity.epoch if replica else gateway.epoch if gateway else None
+        replica = self._replicas.get(member_id)
+        other = self._gateways.get(member_id) or self._stores.get(member_id)
+        registered = replica.identity.epoch if replica else other.epoch if other else None
         if registered is None or registered > epoch:
             return False
         self._forget(member_id)
@@ -132,6 +149,7 @@ class Roster:
     def _forget(self, member_id: str) -> None:
         self._replicas.pop(member_id, None)
         self._gateways.pop(member_id, None)
+        self._stores.pop(member_id, None)
         self._renewed_at.pop(member_id, None)
         self._version += 1
 
@@ -150,6 +168,9 @@ class LocalRoster:
 
     async def register_gateway(self, record: GatewayRecord) -> bool:
         return await self._apply(lambda: self._roster.register_gateway(record, self._clock.now()))
+
+    async def register_store(self, record: StoreRecord) -> bool:
+        return await self._apply(lambda: self._roster.register_store(record, self._clock.now()))
 
     async def remove(self, member_id: str, epoch: int) -> None:
         await self._apply(lambda: self._roster.remove(member_id, epoch))
@@ -203,6 +224,9 @@ class RosterActor:
     async def register_gateway(self, frame: bytes) -> bool:
         return await self._roster.register_gateway(_GATEWAY_CODEC.decode(frame))
 
+    async def register_store(self, frame: bytes) -> bool:
+        return await self._roster.register_store(_STORE_CODEC.decode(frame))
+
     async def remove(self, member_id: str, epoch: int) -> None:
         await self._roster.remove(member_id, epoch)
 
@@ -235,6 +259,9 @@ class RemoteRoster:
 
     async def register_gateway(self, record: GatewayRecord) -> bool:
         return await self._register("register_gateway", _GATEWAY_CODEC.encode(record))
+
+    async def register_store(self, record: StoreRecord) -> bool:
+        return await self._register("register_store", _STORE_CODEC.encode(record))
 
     async def remove(self, member_id: str, epoch: int) -> None:
         with contextlib.suppress(RosterAwayError):
@@ -283,4 +310,5 @@ async def keep_registered(
 
 _REPLICA_CODEC: Codec[ReplicaRecord] = Codec(ReplicaRecord)
 _GATEWAY_CODEC: Codec[GatewayRecord] = Codec(GatewayRecord)
+_STORE_CODEC: Codec[StoreRecord] = Codec(StoreRecord)
 VIEW_CODEC: Codec[RosterView] = Codec(RosterView)

@@ -22,12 +22,18 @@ from ray import serve
 from ray._private.state import available_resources_per_node
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.app import build_application, deployment_name, read_roster, start_roster, stop_roster
+from cluster.app import build_application, deployment_name
 from cluster.capacity import GATEWAY_CPUS, ReplicaDemand, demands, plan_cpus, shortages
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, StartError
+from cluster.index_server import IndexServer
+from cluster.rank_actors import node_host
+from cluster.roster_actor import read_roster, start_roster, stop_roster
+from cluster.store_actors import stop_stores
+from cluster.stores import check_redis_url, check_store
 from cluster.text import ModelText
 from kvtransfer.clock import Clock
+from kvtransfer.errors import StoreError
 from kvtransfer.secret import draw_secret
 from workers.model.config import read_model_config
 
@@ -38,6 +44,7 @@ _OBJECT_STORE_BYTES = 128 << 20
 _END_S = 5.0
 _REACH_S = 5.0
 _MIN_SECRET_BYTES = 16
+_log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -75,6 +82,7 @@ class Service:
         self._owns_ray = False
         self._deployed = False
         self._dashboard = ""
+        self._index_server: IndexServer | None = None
 
     def start(self, report: Callable[[Progress], None], interrupted: threading.Event) -> Addresses:
         """Return when every replica serves; `StartError` or `ConfigError` when that cannot be.
@@ -85,6 +93,7 @@ class Service:
         for pool in self._config.pools:
             pool.check_model(model)
         ModelText.load(self._config.model)
+        check_redis_url(self._config.store)
         secret = self._secret()
         report(Progress("starting Ray", {}))
         self._connect()
@@ -95,14 +104,17 @@ class Service:
         return self._wait_until_serving(report, interrupted)
 
     def stop(self) -> None:
-        """Let streams drain, end every process of the application and, if it is ours, of Ray."""
+        """Let streams drain and stores flush; end all processes of the application, and of Ray if ours."""
         if ray.is_initialized():
             if self._deployed:
                 serve.delete(self._config.app)
+                stop_stores(self._config.app, self._config.store.flush_s)
                 stop_roster(self._config.app)
+            self._stop_index_server()
             family = psutil.Process().children(recursive=True) if self._owns_ray else []
             ray.shutdown()
             _end(family)
+        self._stop_index_server()
         self._deployed = False
 
     def _secret(self) -> bytes:
@@ -133,6 +145,7 @@ class Service:
                 if self._ray_address != "auto":
                     raise StartError(f"no Ray cluster answers at {self._ray_address}: {error}") from error
         if context is None:
+            check_store(self._config.store, memory_bytes=psutil.virtual_memory().total)
             self._owns_ray = True
             context = ray.init(
                 address="local", include_dashboard=True, object_store_memory=_OBJECT_STORE_BYTES, **options
@@ -165,7 +178,7 @@ class Service:
         start_roster(self._config.app)
         self._deployed = True
         target = serve.RunTarget(
-            build_application(self._config, cpus, secret),
+            build_application(self._with_index(secret), cpus, secret),
             name=self._config.app,
             route_prefix=None,
             external_scaler_enabled=True,
@@ -173,6 +186,24 @@ class Service:
         serve.run_many(
             [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
         )
+
+    def _with_index(self, secret: bytes) -> ClusterConfig:
+        """The configuration, in which a store with an index knows a server: ours where it names none."""
+        store = self._config.store
+        if not (store.index and store.dram_gb) or store.redis_url:
+            return self._config
+        try:
+            self._index_server = IndexServer(node_host(self._config.transfer.data_host), secret, self._clock)
+        except StoreError as error:
+            _log.warning("each node's store knows its own records only: %s", error)
+            return self._config
+        store = store.model_copy(update={"redis_url": self._index_server.url})
+        return self._config.model_copy(update={"store": store})
+
+    def _stop_index_server(self) -> None:
+        server, self._index_server = self._index_server, None
+        if server is not None:
+            server.close()
 
     def _wait_until_serving(
         self, report: Callable[[Progress], None], interrupted: threading.Event

@@ -12,6 +12,7 @@ from cluster.errors import FieldViolation, InvalidRequestError, RequestError, to
 from cluster.intake import Intake
 from cluster.proto import tandem_pb2 as pb
 from cluster.reports import Reporter, delta_of, finished_of
+from cluster.store_admin import StoreAdmin
 from cluster.validation import check_detokenize, check_tokenize
 from kvtransfer.faults import Faults
 
@@ -22,10 +23,13 @@ Context = Any
 class InferenceServicer:
     """One instance serves all calls. A cancelled call is a `CancelledError` here, and then at the desk."""
 
-    def __init__(self, *, desk: Desk, intake: Intake, reporter: Reporter, faults: Faults) -> None:
+    def __init__(
+        self, *, desk: Desk, intake: Intake, reporter: Reporter, stores: StoreAdmin, faults: Faults
+    ) -> None:
         self._desk = desk
         self._intake = intake
         self._reporter = reporter
+        self._stores = stores
         self._faults = faults
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -76,6 +80,27 @@ class InferenceServicer:
                 problem = "is empty; `accepted` and the command line tell it"
                 raise InvalidRequestError(FieldViolation("request_id", problem))
             return self._reporter.explain(request.request_id)
+        except RequestError as error:
+            await _abort(context, error)
+
+    async def StoreStat(self, request: pb.StoreStatRequest, context: Context) -> pb.StoreStatResponse:
+        return await self._stores.stat(context.time_remaining())
+
+    async def StoreList(self, request: pb.StoreListRequest, context: Context) -> pb.StoreListResponse:
+        try:
+            return await self._stores.records(request, context.time_remaining())
+        except RequestError as error:
+            await _abort(context, error)
+
+    async def StoreVerify(self, request: pb.StoreVerifyRequest, context: Context) -> pb.StoreVerifyResponse:
+        try:
+            return await self._stores.verify(request, context.time_remaining())
+        except RequestError as error:
+            await _abort(context, error)
+
+    async def StorePurge(self, request: pb.StorePurgeRequest, context: Context) -> pb.StorePurgeResponse:
+        try:
+            return await self._stores.purge(request, context.time_remaining())
         except RequestError as error:
             await _abort(context, error)
 

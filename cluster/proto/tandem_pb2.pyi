@@ -26,7 +26,7 @@ class ChatMessages(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     add_generation_prompt: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping[str, object]]]] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "text", "token_ids", "chat", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "logprobs", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "tenant", "request_id", "resume", "pins")
@@ -87,7 +87,7 @@ class GenerateRequest(_message.Message):
     request_id: str
     resume: _containers.RepeatedCompositeFieldContainer[ResumedSample]
     pins: Pins
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedSample, _Mapping]]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping[str, object]]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping[str, object]]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedSample, _Mapping[str, object]]]] = ..., pins: _Optional[_Union[Pins, _Mapping[str, object]]] = ...) -> None: ...
 
 class ResumedSample(_message.Message):
     __slots__ = ("sample", "token_ids", "finish_reason")
@@ -115,7 +115,7 @@ class GenerateResponse(_message.Message):
     accepted: Accepted
     delta: Delta
     finished: Finished
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping[str, object]]] = ..., delta: _Optional[_Union[Delta, _Mapping[str, object]]] = ..., finished: _Optional[_Union[Finished, _Mapping[str, object]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "seed", "num_prompt_tokens")
@@ -141,7 +141,7 @@ class Delta(_message.Message):
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     finish_reason: str
-    def __init__(self, sample: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, sample: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping[str, object]]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "top")
@@ -149,7 +149,7 @@ class TokenLogprob(_message.Message):
     TOP_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping[str, object]]]] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -171,7 +171,7 @@ class Finished(_message.Message):
     timing: Timing
     prefill_replica: str
     decode_replica: str
-    def __init__(self, samples: _Optional[_Iterable[_Union[SampleEnd, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ...) -> None: ...
+    def __init__(self, samples: _Optional[_Iterable[_Union[SampleEnd, _Mapping[str, object]]]] = ..., usage: _Optional[_Union[Usage, _Mapping[str, object]]] = ..., timing: _Optional[_Union[Timing, _Mapping[str, object]]] = ..., prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ...) -> None: ...
 
 class SampleEnd(_message.Message):
     __slots__ = ("sample", "finish_reason", "num_tokens")
@@ -191,17 +191,19 @@ class Usage(_message.Message):
     prompt_tokens: int
     cached: CachedTokens
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping[str, object]]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
-    __slots__ = ("device", "dram", "nvme")
+    __slots__ = ("device", "dram", "nvme", "remote")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DRAM_FIELD_NUMBER: _ClassVar[int]
     NVME_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     device: int
     dram: int
     nvme: int
-    def __init__(self, device: _Optional[int] = ..., dram: _Optional[int] = ..., nvme: _Optional[int] = ...) -> None: ...
+    remote: int
+    def __init__(self, device: _Optional[int] = ..., dram: _Optional[int] = ..., nvme: _Optional[int] = ..., remote: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "ttft_ms", "e2e_ms", "transfer_gb_s", "transport", "transfer_bytes", "attempts")
@@ -237,7 +239,7 @@ class TokenizeRequest(_message.Message):
     text: str
     chat: ChatMessages
     add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping[str, object]]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
@@ -269,7 +271,7 @@ class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Model]
-    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "max_context_tokens", "vocab_size", "has_chat_template", "fingerprint", "block_tokens")
@@ -292,7 +294,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests")
+    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +312,7 @@ class StatusResponse(_message.Message):
     NUM_FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     NUM_CANCELLED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
     model: Model
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
@@ -320,7 +323,8 @@ class StatusResponse(_message.Message):
     num_failed_requests: int
     ready: bool
     num_cancelled_requests: int
-    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ...) -> None: ...
+    stores: _containers.RepeatedCompositeFieldContainer[StoreMember]
+    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Replica(_message.Message):
     __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "paths", "tp", "stage_layers")
@@ -350,10 +354,31 @@ class Replica(_message.Message):
     paths: _containers.RepeatedCompositeFieldContainer[Path]
     tp: int
     stage_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping[str, object]]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s")
+    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks")
+    class NumUnstoredBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumLoadedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LoadTokSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_LANDINGS_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +395,12 @@ class Load(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_GB_S_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNSTORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_TOK_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORE_CHECKSUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_landings: int
@@ -386,7 +417,13 @@ class Load(_message.Message):
     num_preemptions: int
     transfer_gb_s: float
     age_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ...) -> None: ...
+    num_stored_blocks: int
+    num_unstored_blocks: _containers.ScalarMap[str, int]
+    num_loaded_tokens: _containers.ScalarMap[str, int]
+    load_tok_s: _containers.ScalarMap[str, float]
+    num_store_checksum_failures: int
+    num_offloaded_blocks: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ...) -> None: ...
 
 class Path(_message.Message):
     __slots__ = ("peer_replica_id", "rank", "peer_rank", "transport", "gb_s", "latency_us", "device", "instead_of")
@@ -438,7 +475,7 @@ class ExplainResponse(_message.Message):
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
     timeline: _containers.RepeatedCompositeFieldContainer[TimelineEvent]
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping[str, object]]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason")
@@ -458,7 +495,7 @@ class Decision(_message.Message):
     decode_cached_tokens: int
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     reason: str
-    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "backlog_tokens", "transfer_tokens", "pressure_tokens", "cost", "note")
@@ -491,3 +528,260 @@ class TimelineEvent(_message.Message):
     name: str
     detail: str
     def __init__(self, at_ms: _Optional[float] = ..., name: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class StoreMember(_message.Message):
+    __slots__ = ("node_id", "epoch", "address", "process_id", "host")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    epoch: int
+    address: str
+    process_id: int
+    host: str
+    def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class StoreFilter(_message.Message):
+    __slots__ = ("tenant", "model")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class StoreStatRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StoreStatResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[StoreNodeStat]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodeStat, _Mapping[str, object]]]] = ...) -> None: ...
+
+class StoreNodeStat(_message.Message):
+    __slots__ = ("member", "error", "tiers", "index", "bytes_by_tenant", "num_sessions")
+    class BytesByTenantEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BY_TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    member: StoreMember
+    error: str
+    tiers: _containers.RepeatedCompositeFieldContainer[StoreTier]
+    index: StoreIndex
+    bytes_by_tenant: _containers.ScalarMap[str, int]
+    num_sessions: int
+    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[StoreTier, _Mapping[str, object]]]] = ..., index: _Optional[_Union[StoreIndex, _Mapping[str, object]]] = ..., bytes_by_tenant: _Optional[_Mapping[str, int]] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+
+class StoreTier(_message.Message):
+    __slots__ = ("tier", "num_bytes", "capacity_bytes", "num_records", "num_hits", "num_misses", "num_hit_bytes", "num_put_bytes", "num_written_bytes", "num_evictions", "num_refused", "num_checksum_failures", "num_io_errors", "num_queued", "num_leases", "num_quarantined", "read_gb_s", "write_gb_s", "latency_ms", "note")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHECKSUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_IO_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    READ_GB_S_FIELD_NUMBER: _ClassVar[int]
+    WRITE_GB_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_MS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    num_bytes: int
+    capacity_bytes: int
+    num_records: int
+    num_hits: int
+    num_misses: int
+    num_hit_bytes: int
+    num_put_bytes: int
+    num_written_bytes: int
+    num_evictions: int
+    num_refused: int
+    num_checksum_failures: int
+    num_io_errors: int
+    num_queued: int
+    num_leases: int
+    num_quarantined: int
+    read_gb_s: float
+    write_gb_s: float
+    latency_ms: float
+    note: str
+    def __init__(self, tier: _Optional[str] = ..., num_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., num_records: _Optional[int] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_hit_bytes: _Optional[int] = ..., num_put_bytes: _Optional[int] = ..., num_written_bytes: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_refused: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_io_errors: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., read_gb_s: _Optional[float] = ..., write_gb_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class StoreIndex(_message.Message):
+    __slots__ = ("state", "num_lookups", "num_late", "num_errors", "num_announced", "num_dropped", "num_rebuilds", "latency_ms", "note")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REBUILDS_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_MS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    num_lookups: int
+    num_late: int
+    num_errors: int
+    num_announced: int
+    num_dropped: int
+    num_rebuilds: int
+    latency_ms: float
+    note: str
+    def __init__(self, state: _Optional[str] = ..., num_lookups: _Optional[int] = ..., num_late: _Optional[int] = ..., num_errors: _Optional[int] = ..., num_announced: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_rebuilds: _Optional[int] = ..., latency_ms: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class StoreListRequest(_message.Message):
+    __slots__ = ("filter", "limit")
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    filter: StoreFilter
+    limit: int
+    def __init__(self, filter: _Optional[_Union[StoreFilter, _Mapping[str, object]]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class StoreListResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[StoreNodeList]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodeList, _Mapping[str, object]]]] = ...) -> None: ...
+
+class StoreNodeList(_message.Message):
+    __slots__ = ("member", "error", "records", "num_matching")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MATCHING_FIELD_NUMBER: _ClassVar[int]
+    member: StoreMember
+    error: str
+    records: _containers.RepeatedCompositeFieldContainer[StoreRecord]
+    num_matching: int
+    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., records: _Optional[_Iterable[_Union[StoreRecord, _Mapping[str, object]]]] = ..., num_matching: _Optional[int] = ...) -> None: ...
+
+class StoreRecord(_message.Message):
+    __slots__ = ("key", "parent", "tenant", "model", "layer_start", "layer_end", "head_start", "head_end", "num_bytes", "tiers", "num_hits")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    HEAD_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_END_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    parent: str
+    tenant: str
+    model: str
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+    num_bytes: int
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    num_hits: int
+    def __init__(self, key: _Optional[str] = ..., parent: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., num_hits: _Optional[int] = ...) -> None: ...
+
+class StoreVerifyRequest(_message.Message):
+    __slots__ = ("filter",)
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    filter: StoreFilter
+    def __init__(self, filter: _Optional[_Union[StoreFilter, _Mapping[str, object]]] = ...) -> None: ...
+
+class StoreVerifyResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[StoreNodeVerified]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodeVerified, _Mapping[str, object]]]] = ...) -> None: ...
+
+class StoreNodeVerified(_message.Message):
+    __slots__ = ("member", "error", "num_read", "num_bad", "num_bytes", "seconds")
+    class NumReadEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumBadEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_FIELD_NUMBER: _ClassVar[int]
+    NUM_BAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    member: StoreMember
+    error: str
+    num_read: _containers.ScalarMap[str, int]
+    num_bad: _containers.ScalarMap[str, int]
+    num_bytes: int
+    seconds: float
+    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., num_read: _Optional[_Mapping[str, int]] = ..., num_bad: _Optional[_Mapping[str, int]] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class StorePurgeRequest(_message.Message):
+    __slots__ = ("filter", "all")
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    filter: StoreFilter
+    all: bool
+    def __init__(self, filter: _Optional[_Union[StoreFilter, _Mapping[str, object]]] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class StorePurgeResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[StoreNodePurged]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodePurged, _Mapping[str, object]]]] = ...) -> None: ...
+
+class StoreNodePurged(_message.Message):
+    __slots__ = ("member", "error", "num_records", "num_bytes", "num_pending")
+    class NumRecordsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
+    member: StoreMember
+    error: str
+    num_records: _containers.ScalarMap[str, int]
+    num_bytes: _containers.ScalarMap[str, int]
+    num_pending: int
+    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., num_records: _Optional[_Mapping[str, int]] = ..., num_bytes: _Optional[_Mapping[str, int]] = ..., num_pending: _Optional[int] = ...) -> None: ...

@@ -64,6 +64,26 @@ class InferenceStub:
                 request_serializer=tandem__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=tandem__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.StoreStat = channel.unary_unary(
+                '/tandem.v1.Inference/StoreStat',
+                request_serializer=tandem__pb2.StoreStatRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StoreStatResponse.FromString,
+                _registered_method=True)
+        self.StoreList = channel.unary_unary(
+                '/tandem.v1.Inference/StoreList',
+                request_serializer=tandem__pb2.StoreListRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StoreListResponse.FromString,
+                _registered_method=True)
+        self.StoreVerify = channel.unary_unary(
+                '/tandem.v1.Inference/StoreVerify',
+                request_serializer=tandem__pb2.StoreVerifyRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StoreVerifyResponse.FromString,
+                _registered_method=True)
+        self.StorePurge = channel.unary_unary(
+                '/tandem.v1.Inference/StorePurge',
+                request_serializer=tandem__pb2.StorePurgeRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StorePurgeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -109,6 +129,35 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StoreStat(self, request, context):
+        """The tiered store. Each answers for every node; one that could not be asked says why in `error`, and
+        nothing was done there. The call's deadline limits what each node may take.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreList(self, request, context):
+        """Records, the most recently used first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreVerify(self, request, context):
+        """Read every matching record of every tier and compare its checksum; bad ones are dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StorePurge(self, request, context):
+        """Delete matching records from every tier, so that no restart brings them back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +190,26 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=tandem__pb2.ExplainRequest.FromString,
                     response_serializer=tandem__pb2.ExplainResponse.SerializeToString,
+            ),
+            'StoreStat': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreStat,
+                    request_deserializer=tandem__pb2.StoreStatRequest.FromString,
+                    response_serializer=tandem__pb2.StoreStatResponse.SerializeToString,
+            ),
+            'StoreList': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreList,
+                    request_deserializer=tandem__pb2.StoreListRequest.FromString,
+                    response_serializer=tandem__pb2.StoreListResponse.SerializeToString,
+            ),
+            'StoreVerify': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreVerify,
+                    request_deserializer=tandem__pb2.StoreVerifyRequest.FromString,
+                    response_serializer=tandem__pb2.StoreVerifyResponse.SerializeToString,
+            ),
+            'StorePurge': grpc.unary_unary_rpc_method_handler(
+                    servicer.StorePurge,
+                    request_deserializer=tandem__pb2.StorePurgeRequest.FromString,
+                    response_serializer=tandem__pb2.StorePurgeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +374,114 @@ class Inference:
             '/tandem.v1.Inference/Explain',
             tandem__pb2.ExplainRequest.SerializeToString,
             tandem__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreStat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/StoreStat',
+            tandem__pb2.StoreStatRequest.SerializeToString,
+            tandem__pb2.StoreStatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreList(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/StoreList',
+            tandem__pb2.StoreListRequest.SerializeToString,
+            tandem__pb2.StoreListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreVerify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/StoreVerify',
+            tandem__pb2.StoreVerifyRequest.SerializeToString,
+            tandem__pb2.StoreVerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StorePurge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/StorePurge',
+            tandem__pb2.StorePurgeRequest.SerializeToString,
+            tandem__pb2.StorePurgeResponse.FromString,
             options,
             channel_credentials,
             insecure,

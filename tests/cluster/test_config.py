@@ -90,6 +90,23 @@ def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
             "transfer.transports: none of cuda_ipc, shm moves KV from cuda (pool p) to cpu (pool d); add tcp",
         ),
         ({"model": "m", "pools": POOLS, "gateway": {"port": 70000}}, "gateway.port: "),
+        ({"model": "m", "pools": POOLS, "store": {"dram_gb": -1}}, "store.dram_gb: "),
+        ({"model": "m", "pools": POOLS, "store": {"dram": 1}}, "store.dram: "),
+        ({"model": "m", "pools": POOLS, "store": {"admission": "some"}}, "store.admission: "),
+        ({"model": "m", "pools": POOLS, "store": {"tenant_share": 0}}, "store.tenant_share: "),
+        ({"model": "m", "pools": POOLS, "store": {"redis_namespace": "a b"}}, "store.redis_namespace: "),
+        (
+            {"model": "m", "pools": POOLS, "store": {"nvme_path": "/x"}},
+            "store: nvme_path and nvme_gb are given together, or neither",
+        ),
+        (
+            {"model": "m", "pools": POOLS, "store": {"nvme_path": "/x", "nvme_gb": 0.5}},
+            "store: nvme_gb must hold at least two segments of segment_mb",
+        ),
+        (
+            {"model": "m", "pools": POOLS, "store": {"nvme_path": "/x", "nvme_gb": 5, "dram_gb": 0}},
+            "store: nvme_gb needs dram_gb above 0",
+        ),
         ({"model": "m", "pools": [POOLS[0]]}, "pools: at least one needs the role decode"),
         ({"model": "m", "pools": [POOLS[1], POOLS[1]]}, "pools: the name 'd' is used more than once"),
     ],
@@ -121,10 +138,12 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "model: models/tiny\nsecret_file: secret\npools:\n  - {name: both, role: both, replicas: 2}\n"
+        "store: {nvme_path: kv, nvme_gb: 2}\n"
     )
     config = load_config(file)
     assert config.model == tmp_path / "models" / "tiny"
     assert config.secret_file == tmp_path / "secret"
+    assert config.store.nvme_path == tmp_path / "kv"
     assert config.pools[0].replicas == 2
 
 
@@ -147,6 +166,9 @@ def test_default_config_shapes() -> None:
     assert {pool.engine.block_tokens for pool in two.pools} == {16}
     assert two.gateway.port == 0
     assert two.model.is_absolute()
+    assert (two.store.dram_gb, two.store.nvme_path) == (1.0, None)
+    stored = default_config(Path("m"), nvme=(Path("kv"), 2.0))
+    assert (stored.store.nvme_path, stored.store.nvme_gb) == (Path("kv").resolve(), 2.0)
     one = default_config(Path("m"), prefill=0, decode=1, context_tokens=32768)
     assert [(pool.role, pool.engine.block_tokens) for pool in one.pools] == [("both", 64)]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
 from cluster.display import DemoRow, demo_table, stages, status_view
 from cluster.proto import tandem_pb2 as pb
+from cluster.store_display import size
 
 
 def shown(what: RenderableType) -> str:
@@ -35,6 +37,56 @@ def test_the_demos_table_is_whole_in_80_columns(alone: bool) -> None:
     for cell in (prefill, "decode-abcd1234", "1352 of 1488", "1053.2", "105.4", "12.38 shm", "GB/s"):
         assert cell in table
     assert ("the same replica twice" in table) == alone
+
+
+def test_the_demo_says_what_the_store_gave() -> None:
+    row = DemoRow("p", "d", 1488, 1352, 1.0, 1.0, 0.0, "", {"dram": 1024, "nvme": 0, "remote": 64})
+    table = shown(demo_table([row]))
+    assert "1352 of 1488" in table
+    assert "1024 dram, 64 remote" in table
+
+
+def tier(name: str, **figures: Any) -> pb.StoreTier:
+    return pb.StoreTier(tier=name, **figures)
+
+
+def test_the_tiers_of_every_node_are_whole_in_80_columns_with_what_should_not_be() -> None:
+    large = {"num_bytes": 123_456_789_012, "capacity_bytes": 900_000_000_000, "num_records": 1_234_567}
+    full = pb.StoreNodeStat(
+        member=pb.StoreMember(node_id="0123456789ab", address="127.0.0.1:1"),
+        tiers=[
+            tier("dram", num_hits=999, num_misses=1, num_quarantined=2, **large),
+            tier("nvme", num_checksum_failures=3, num_io_errors=4, note="read-only", **large),
+            tier("remote"),
+        ],
+        index=pb.StoreIndex(state="slow", note="away since 3 s"),
+    )
+    gone = pb.StoreNodeStat(
+        member=pb.StoreMember(node_id="ba9876543210", address="127.0.0.1:2"), error="not reached"
+    )
+    text = shown(status_view(status(0.2), [full, gone]))
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith("0123456789ab")]
+    assert rows[0][:7] == ["0123456789ab", "dram", "123.5", "GB", "900.0", "GB", "1234567"]
+    assert rows[0][7:] == ["100%", "slow"]
+    assert rows[2] == ["0123456789ab", "remote", "0", "B", "-", "0", "-"]
+    for note in (
+        "index of node 0123456789ab: away since 3 s",
+        "dram of node 0123456789ab: 2 places in quarantine",
+        "nvme of node 0123456789ab: read-only",
+        "nvme of node 0123456789ab: 3 records had a wrong checksum",
+        "nvme of node 0123456789ab: 4 reads or writes failed",
+        "store of node ba9876543210 at 127.0.0.1:2: not reached",
+    ):
+        assert note in text
+    assert "store" not in shown(status_view(status(0.2)))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e9, "2.5 GB"), (3e16, "30000.0 TB")],
+)
+def test_sizes_are_short(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
 
 
 def status(age_s: float) -> pb.StatusResponse:

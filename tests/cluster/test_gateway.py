@@ -47,6 +47,16 @@ async def test_a_stream_is_prefilled_at_one_replica_and_decoded_at_another(pair:
     assert timing.e2e_ms == pytest.approx(timing.ttft_ms + timing.decode_ms)
 
 
+async def test_usage_tells_which_tier_had_the_cached_tokens(pair: Pair) -> None:
+    pair.prefill.script.loaded = {"dram": 4, "nvme": 3, "remote": 1}
+    done = await pair.client.complete(PROMPT, GenerateOptions(seed=7, max_tokens=2))
+    cached = done.finished.usage.cached
+    assert (cached.device, cached.dram, cached.nvme, cached.remote) == (2, 4, 3, 1)
+    timeline = (await pair.client.explain(done.request_id)).timeline
+    (detail,) = (event.detail for event in timeline if event.name == "prefilled")
+    assert detail == "10 tokens cached, 4 of them from dram, 3 of them from nvme, 1 of them from remote"
+
+
 async def test_a_drawn_seed_is_told_and_gives_the_same_again(pair: Pair) -> None:
     first = await pair.client.complete(PROMPT, GenerateOptions(max_tokens=8))
     again = await pair.client.complete(PROMPT, GenerateOptions(max_tokens=8, seed=first.seed))

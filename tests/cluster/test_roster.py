@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
-from cluster.messages import GatewayRecord, ReplicaRecord
+from cluster.messages import GatewayRecord, ReplicaRecord, StoreRecord
 from cluster.roster import (
     EXPIRE_S,
     REBUILD_S,
@@ -44,6 +44,10 @@ def gateway(epoch: int = 1) -> GatewayRecord:
     return GatewayRecord("gateway-a", epoch, f"127.0.0.1:{epoch}", 3)
 
 
+def store(epoch: int = 1) -> StoreRecord:
+    return StoreRecord("node-a", epoch, f"127.0.0.1:{epoch}", 4, "host")
+
+
 def test_a_newer_life_replaces_an_older_and_never_the_reverse() -> None:
     roster = Roster()
     assert roster.register_replica(replica(epoch=2), 0.0)
@@ -60,6 +64,19 @@ def test_a_removed_life_cannot_come_back_and_a_newer_can() -> None:
     assert roster.view().gateways == ()
     assert not roster.register_gateway(gateway(5), 0.0)
     assert roster.register_gateway(gateway(6), 0.0)
+
+
+def test_a_restarted_store_takes_the_place_of_its_older_life() -> None:
+    roster = Roster()
+    assert roster.register_store(store(5), 0.0)
+    assert roster.register_store(store(6), 0.0)
+    assert not roster.register_store(store(5), 0.0)
+    assert roster.view().stores == (store(6),)
+    assert roster.expire(20.0, EXPIRE_S) == ["store-node-a"]
+    assert roster.view().stores == ()
+    assert roster.register_store(store(6), 20.0)
+    assert roster.remove("store-node-a", 6)
+    assert not roster.register_store(store(6), 21.0)
 
 
 def test_only_so_many_removed_members_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +173,10 @@ async def test_the_remote_roster_behaves_as_the_local_one() -> None:
     for client in clients:
         assert await client.register_replica(replica(epoch=2))
         assert await client.register_gateway(gateway())
+        assert await client.register_store(store())
         assert not await client.register_replica(replica(epoch=1))
         view = await client.view(0, 1.0)
+        assert (view.gateways, view.stores) == ((gateway(),), (store(),))
         assert [record.identity for record in view.replicas] == [ReplicaIdentity("decode-a", 2)]
         waiting = asyncio.create_task(client.view(view.version, 60.0))
         await client.remove("decode-a", 2)

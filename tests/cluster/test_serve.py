@@ -53,6 +53,13 @@ def client(cluster: RunningCluster) -> Iterator[BlockingClient]:
         yield opened
 
 
+def store_is_open(client: BlockingClient) -> bool:
+    """Both replicas use it: what they finish from now on is written through."""
+    return any(
+        node.num_sessions == 2 and node.tiers[0].capacity_bytes > 0 for node in client.store_stat().nodes
+    )
+
+
 def roles(status: pb.StatusResponse) -> list[str]:
     return sorted(replica.role for replica in status.replicas if replica.state == "ready")
 
@@ -92,18 +99,21 @@ def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
     """Ray hands the figures on some seconds later."""
     prefill, decode = cluster.replica("prefill"), cluster.replica("decode")
     pause = threading.Event()
+    cluster.wait_for(lambda _: store_is_open(client), 20)
     for number in range(8):  # cancelled ever later, so that some have a landing
         stream = client.generate(f"# {number}\n{PROMPT * 8}", GenerateOptions(max_tokens=4), timeout_s=60)
         next(iter(stream))
         pause.wait(0.01 * number)
         stream.close()
-    client.complete(PROMPT, GenerateOptions(max_tokens=4), timeout_s=60)
+    client.complete(f"# last\n{PROMPT}", GenerateOptions(max_tokens=4), timeout_s=60)
     wanted = {"ray_tandem_lost_landings_total", "ray_tandem_moved_bytes_total", "ray_tandem_steps_total"}
+    wanted |= {"ray_tandem_store_put_bytes_total", "ray_tandem_store_bytes", "ray_tandem_stored_blocks_total"}
     for _ in range(120):
         series = cluster.metrics()
         if wanted <= series.keys():
             break
         pause.wait(0.25)
+    assert wanted <= series.keys()
     (labels, rate), (latency_labels, latency_s) = (
         only_of(series[f"ray_tandem_path_{what}"], prefill)
         for what in ("bytes_per_second", "latency_seconds")
@@ -127,6 +137,10 @@ def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
     moved = only_of(series["ray_tandem_moved_bytes_total"], prefill)
     assert moved[0]["class"] == "hand_over"
     assert moved[1] > 0
+    stores = {
+        labels["node"]: num for labels, num in series["ray_tandem_store_bytes"] if labels["tier"] == "dram"
+    }
+    assert stores.keys() == {cluster.status().stores[0].node_id}
     assert not [name for name in series if name.startswith("ray_tandem_num_")]
     line = rf"INFO tandem.peers: {prefill.replica_id} rank 0 writes to {decode.replica_id} rank 0 over shm"
     assert re.search(line, cluster.log())
@@ -188,6 +202,37 @@ def test_the_serving_benchmark(cluster: RunningCluster) -> None:
     assert knee["what"] == "knee"
     table = tandem("bench", "serve", "--concurrency", "3", "--shared-prefix", "32", *shape)
     assert "TTFT p99, ms" in table.stdout
+
+
+def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
+    cluster: RunningCluster, client: BlockingClient
+) -> None:
+    def held(tenant: str) -> int:
+        listed = client.store_list(pb.StoreListRequest(filter=pb.StoreFilter(tenant=tenant)))
+        return sum(node.num_matching for node in listed.nodes if not node.error)
+
+    def serve_and_wait(tenant: str) -> tuple[tuple[int, ...], ...]:
+        options = GenerateOptions(max_tokens=4, tenant=tenant)
+        cluster.wait_for(lambda _: store_is_open(client), 20)
+        done = client.complete(PROMPT, options, timeout_s=60)
+        cluster.wait_for(lambda _: held(tenant) >= 10, 20)
+        return done.token_ids
+
+    (store,) = cluster.wait_for(lambda status: len(status.stores) == 1, 20).stores
+    tokens = serve_and_wait("first")
+    assert psutil.Process(store.process_id).name() == "ray::StoreActor"
+    os.kill(store.process_id, signal.SIGKILL)
+    restarted = cluster.wait_for(lambda status: [it.epoch for it in status.stores] > [store.epoch], 30)
+    assert restarted.stores[0].node_id == store.node_id
+    assert serve_and_wait("second") == tokens
+    purged = tandem("store", "purge", "--tenant", "second", "--yes", "--json", "--address", cluster.address)
+    assert purged.returncode == 0, purged.stderr
+    (node,) = json.loads(purged.stdout)["nodes"]
+    assert node["num_records"]["dram"] >= 10
+    assert held("second") == 0
+    shown = tandem("status", "--address", cluster.address).stdout
+    assert re.search(rf"{store.node_id} dram .* up", shown)
+    assert held("first") > 0, "the arena was taken over from the ranks, and the purge was of the other tenant"
 
 
 @pytest.mark.parametrize("victim", ["rank", "brain"])

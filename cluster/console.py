@@ -1,0 +1,33 @@
+"""What all commands of the command line share: where they print, some options, how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+out, err = Console(), Console(stderr=True)
+
+Address = Annotated[str, typer.Option(envvar="TANDEM_ADDRESS", help="The gateway, host:port.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]
+DEFAULT_ADDRESS = "127.0.0.1:8780"
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """To its end, or until Ctrl-C."""
+    try:
+        asyncio.run(work)
+    except KeyboardInterrupt:
+        die("interrupted", 130)
+
+
+def die(message: str, code: int = 1) -> NoReturn:
+    """One line on standard error, and the exit status."""
+    err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(code)

@@ -1,0 +1,51 @@
+"""The index server that `tandem serve` starts where none is configured: one that dies comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from cluster.index_server import IndexServer
+from kvtransfer.clock import SystemClock
+from kvtransfer.secret import draw_secret
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def server() -> Iterator[IndexServer]:
+    started = IndexServer("127.0.0.1", draw_secret(), SystemClock())
+    yield started
+    started.close()
+
+
+def client(url: str) -> redis.Redis:
+    return redis.Redis.from_url(url, socket_timeout=1.0, retry=None)
+
+
+def test_one_that_dies_comes_back_at_the_same_address(server: IndexServer) -> None:
+    url, clock, pause = server.url, SystemClock(), threading.Event()
+    with client(url) as connected:
+        first = connected.info("server")["run_id"]
+        connected.shutdown(nosave=True)
+    end = clock.now() + WAIT_S
+    second = first
+    while second == first:
+        assert clock.now() < end, "no other server came"
+        try:
+            with client(url) as connected:
+                second = connected.info("server")["run_id"]
+        except redis.ConnectionError:
+            pause.wait(0.05)
+    assert server.url == url
+
+
+def test_strangers_are_refused_and_nothing_answers_after_the_end(server: IndexServer) -> None:
+    with client(f"redis://127.0.0.1:{server.port}") as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.get("key")
+    server.close()
+    with client(server.url) as late, pytest.raises(redis.ConnectionError):
+        late.ping()
