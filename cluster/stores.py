@@ -27,6 +27,8 @@ from workers.model.split import kv_heads
 NODE_ID_CHARS = 12
 MIN_GRANULE_BYTES = 4 << 10
 MAX_GRANULE_BYTES = 1 << 20
+_INFINIBAND = Path("/sys/class/infiniband")
+"""Without such devices a store does not offer `rdma`, and need not load what it takes (torch among it)."""
 _GRANULES_A_RECORD = 8
 """At least so many granules a record takes, so that little of the last one is wasted."""
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -59,7 +61,11 @@ def store_settings(
 ) -> StoreSettings:
     """What the node's store process is started with; `nvme_path`: its own folder (None: no such tier)."""
     store = config.store
-    host_memory = [name for name in config.transfer.transports if not TRANSPORTS[name].unsuited("cpu", True)]
+    transports = [
+        name
+        for name in config.transfer.transports
+        if not TRANSPORTS[name].unsuited("cpu", True) and (name != "rdma" or _INFINIBAND.exists())
+    ]
     return StoreSettings(
         node_id=node.node_id[:NODE_ID_CHARS],
         epoch=epoch,
@@ -82,7 +88,7 @@ def store_settings(
         redis_namespace=store.redis_namespace,
         lookup_budget_s=store.lookup_budget_ms * 1e-3,
         node_lease_s=store.node_lease_s,
-        transports=tuple(host_memory),
+        transports=tuple(transports),
         prefetch_gb_s=config.transfer.prefetch_gb_s,
         remote_min_gb_s=store.remote_min_gb_s,
     )
