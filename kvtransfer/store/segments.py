@@ -1,0 +1,375 @@
+"""Segment files of the NVMe tier: record images one after the other, and behind them a directory when full.
+
+| image | image | ... | unused | directory, padded to a page | trailer page |
+
+A header counts only in the segment and at the offset it was written for (`record.Place`), a trailer only in
+its segment: so a file is used again under a new number without being cleared.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvtransfer.checksum import checksum
+from kvtransfer.errors import OtherVersionError, StoreIoError
+from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.record import PAGE_BYTES, Header, Place, encode_header
+from kvtransfer.store.record import VERSION as RECORD_VERSION
+from kvtransfer.wire import Codec, Part
+
+VERSION = 1
+SUFFIX = ".seg"
+MAX_IDLE_FILES = 256
+"""Files that stay open though nobody reads or writes them."""
+
+_MAGIC = b"tandem\x9dS"
+_TRAILER = struct.Struct("<8sIIQQQQ")
+"""Magic, CRC-32 of the rest of the page, version, segment number, end of the images, length and checksum of
+the directory. The first three stand there in every version."""
+_CRC = struct.Struct("<I")
+_SUMMED_FROM = 12
+_TAIL_BYTES = 256 << 10
+"""Read at once when a segment is opened: with the usual sizes that is all of its directory."""
+_ENTRY_BYTES = 16
+"""What an entry of the directory takes at most beside its `RecordInfo`."""
+
+_HEADERS: Codec[Header] = Codec(Header)
+_HEADER_FRONT = struct.Struct("<II")
+_HEADER_SUMMED_FROM = 16
+"""Version and length of the fields, then the fields: see `record`."""
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Directory(Part, frozen=True):
+    """What stands in a segment: records by offset, and the offsets of those that are not wanted any more but
+    would be found by whoever looks at every page."""
+
+    live: list[tuple[int, RecordInfo]]
+    stale: list[int]
+
+
+_decoder = msgspec.msgpack.Decoder(Directory)
+
+
+class NvmeRef(NamedTuple):
+    """Where a record's image lies; valid until the tier says that the record was moved or dropped."""
+
+    segment: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(eq=False)
+class Segment:
+    """One file and the books about it. `SegmentFiles` keeps `fd`, `num_users` and `is_gone`, `NvmeTier` the
+    rest."""
+
+    number: int
+    path: Path
+    num_bytes: int
+    end: int = 0
+    """Where the next image goes."""
+    live: dict[int, RecordInfo] = field(default_factory=dict)
+    stale: set[int] = field(default_factory=set)
+    """Offsets of records that are not wanted any more and whose headers still stand on the disk."""
+    directory_bytes: int = _ENTRY_BYTES
+    """At most what the directory of all records takes."""
+    num_writing: int = 0
+    is_full: bool = False
+    is_sealed: bool = False
+    """A directory stands behind its records."""
+    is_dirty: bool = False
+    """Something was written to it that is not yet durable."""
+    is_unread: bool = False
+    """It could not be read when the tier was opened: nobody knows what it holds."""
+    directory_lock: threading.Lock = field(default_factory=threading.Lock)
+    fd: int = -1
+    open_lock: threading.Lock = field(default_factory=threading.Lock)
+    num_users: int = 0
+    is_gone: bool = False
+
+    def take(self, num_bytes: int, info: RecordInfo) -> int | None:
+        """Room for an image of `info`; None when it does not fit before the directory."""
+        entry_bytes = len(_encoder.encode(info)) + _ENTRY_BYTES
+        if self.end + num_bytes + _padded(self.directory_bytes + entry_bytes) + PAGE_BYTES > self.num_bytes:
+            return None
+        self.directory_bytes += entry_bytes
+        offset, self.end = self.end, self.end + num_bytes
+        return offset
+
+    def adopt(self, found: Directory) -> None:
+        """What was found there."""
+        self.live = dict(found.live)
+        self.stale = set(found.stale)
+        self.directory_bytes = len(_encoder.encode(found)) + _ENTRY_BYTES * (len(found.live) + 1)
+
+    @property
+    def takes_directory(self) -> bool:
+        """There is room for it behind the records; not in a file that was cut."""
+        tail_bytes = _padded(self.directory_bytes) + PAGE_BYTES
+        return self.num_bytes % PAGE_BYTES == 0 and self.end + tail_bytes <= self.num_bytes
+
+    @property
+    def num_unused_bytes(self) -> int:
+        """About how much it still takes."""
+        return max(0, self.num_bytes - PAGE_BYTES - _padded(self.directory_bytes) - self.end)
+
+
+def segment_name(number: int) -> str:
+    return f"{number:010d}{SUFFIX}"
+
+
+def segment_number(path: Path) -> int | None:
+    """The number in the name of one of our files; None: it is not one."""
+    number = int(path.stem) if path.stem.isascii() and path.stem.isdigit() and len(path.stem) == 10 else None
+    return number if path.suffix == SUFFIX else None
+
+
+def header_page(info: RecordInfo, number: int, offset: int) -> bytes:
+    """The header of the record at this place, as it stands on the disk."""
+    return encode_header(info, "committed", 0, None, place_of(number, offset))
+
+
+def is_header_of(page: memoryview, info: RecordInfo, number: int, offset: int) -> bool:
+    """Whether that header stands in the page. Its sum is not looked at: all that it covers is compared."""
+    fields = _HEADERS.encode(Header(info, "committed", 0, None, place_of(number, offset)))
+    expected = _HEADER_FRONT.pack(RECORD_VERSION, len(fields)) + fields
+    return page[_HEADER_SUMMED_FROM : _HEADER_SUMMED_FROM + len(expected)] == expected
+
+
+def place_of(number: int, offset: int) -> Place:
+    """What the header at this offset of that segment says of its place."""
+    return Place(number.to_bytes(8, "big"), offset)
+
+
+def io_error(doing: str, path: Path, error: OSError) -> StoreIoError:
+    name = errno.errorcode.get(error.errno or 0, "OSError")
+    return StoreIoError(f"{doing} {path}: {name}, {error.strerror or error}")
+
+
+@contextmanager
+def naming(doing: str, path: Path) -> Iterator[None]:
+    """Every `OSError` inside becomes a `StoreIoError` that says what failed, where and why."""
+    try:
+        yield
+    except OSError as error:
+        raise io_error(doing, path, error) from error
+
+
+class PageBuffer:
+    """Page-aligned memory, as O_DIRECT wants it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.view = memoryview(mmap.mmap(-1, _padded(num_bytes)))
+
+
+class SegmentFiles:
+    """The files of one folder: made, opened when they are used, some of them closed when they are not,
+    renamed and removed. Any thread may call it."""
+
+    def __init__(self, folder: Path, flags: int) -> None:
+        self.folder = folder
+        self.flags = flags
+        """Beside O_RDWR: `os.O_DIRECT` where the file system takes it."""
+        self._lock = threading.Lock()  # never held during a system call: an event loop waits for it
+        self._idle: OrderedDict[int, Segment] = OrderedDict()
+
+    def create(self, number: int, num_bytes: int) -> Segment:
+        """A new file whose blocks are taken at once, so that a full disk shows here and not later."""
+        path = self.folder / segment_name(number)
+        with naming("creating", path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, num_bytes)
+            except OSError:
+                with suppress(OSError):
+                    path.unlink()
+                raise
+            finally:
+                os.close(fd)
+        return Segment(number, path, num_bytes)
+
+    def pin(self, segment: Segment) -> None:
+        """Its file stays open, once it is, until `unpin`."""
+        with self._lock:
+            segment.num_users += 1
+            self._idle.pop(segment.number, None)
+
+    def unpin(self, segment: Segment) -> None:
+        to_close = []
+        with self._lock:
+            segment.num_users -= 1
+            if segment.num_users == 0 and segment.fd >= 0:
+                self._idle[segment.number] = segment
+                if segment.is_gone or len(self._idle) > MAX_IDLE_FILES:
+                    closing = segment if segment.is_gone else next(iter(self._idle.values()))
+                    del self._idle[closing.number]
+                    to_close.append(closing.fd)
+                    closing.fd = -1
+        for fd in to_close:
+            os.close(fd)
+
+    def fd(self, segment: Segment) -> int:
+        """The descriptor of a pinned segment; `OSError` when it cannot be opened."""
+        if segment.fd >= 0:
+            return segment.fd
+        with segment.open_lock:
+            if segment.fd < 0:
+                try:
+                    segment.fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC | self.flags)
+                except OSError as error:
+                    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                        raise
+                    segment.fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | self.flags)
+            return segment.fd
+
+    @contextmanager
+    def using(self, segment: Segment, doing: str) -> Iterator[int]:
+        """The descriptor, held open; every `OSError` inside becomes a `StoreIoError`."""
+        self.pin(segment)
+        try:
+            with naming(doing, segment.path):
+                yield self.fd(segment)
+        finally:
+            self.unpin(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """Delete the file; who has it pinned goes on with it."""
+        with naming("removing", segment.path), suppress(FileNotFoundError):
+            segment.path.unlink()
+        self.retire(segment)
+
+    def rename(self, segment: Segment, number: int) -> Segment | None:
+        """The file of `segment`, which nobody uses, as an empty segment of another number; None when it is
+        not there any more or not as large as it was."""
+        path = self.folder / segment_name(number)
+        with naming("renaming", segment.path):
+            try:
+                if segment.path.stat().st_size != segment.num_bytes:
+                    return None
+                segment.path.rename(path)
+            except FileNotFoundError:
+                return None
+        self.retire(segment)
+        return Segment(number, path, segment.num_bytes)
+
+    def retire(self, segment: Segment) -> None:
+        """Close its file as soon as nobody uses it."""
+        segment.is_gone = True
+        self.pin(segment)
+        self.unpin(segment)
+
+    def is_unused(self, segment: Segment) -> bool:
+        """Nobody has it pinned."""
+        with self._lock:
+            return segment.num_users == 0
+
+    def close(self) -> None:
+        """Close every file that nobody uses."""
+        with self._lock:
+            fds = [segment.fd for segment in self._idle.values()]
+            for segment in self._idle.values():
+                segment.fd = -1
+            self._idle.clear()
+        for fd in fds:
+            os.close(fd)
+
+    def sync_folder(self) -> None:
+        """What was renamed and removed stays so; `StoreIoError` when that is not sure."""
+        with naming("syncing", self.folder):
+            fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """All of them, one after the other; `OSError` when anything is missing."""
+    num_bytes = sum(map(len, buffers))
+    num_written = os.pwritev(fd, buffers, offset)
+    if num_written != num_bytes:
+        raise OSError(errno.EIO, f"{num_written} bytes instead of {num_bytes} at {offset}")
+
+
+def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill all of them, one after the other; `OSError` when the file ends before."""
+    num_bytes = sum(map(len, buffers))
+    num_read = os.preadv(fd, buffers, offset)
+    if num_read != num_bytes:
+        raise OSError(errno.EIO, f"{num_read} bytes instead of {num_bytes} at {offset}")
+
+
+def write_directory(fd: int, segment: Segment, directory: Directory) -> int:
+    """Write directory and trailer; returns how many bytes that took. `OSError`. After a crash of the machine
+    the directory may name what is not there: reading it fails then, as if it had been damaged."""
+    encoded = _encoder.encode(directory)
+    tail = PageBuffer(_padded(len(encoded)) + PAGE_BYTES).view
+    tail[: len(encoded)] = encoded
+    page = tail[-PAGE_BYTES:]
+    _TRAILER.pack_into(
+        page, 0, _MAGIC, 0, VERSION, segment.number, segment.end, len(encoded), checksum(encoded)
+    )
+    _CRC.pack_into(page, _SUMMED_FROM - _CRC.size, zlib.crc32(page[_SUMMED_FROM:]))
+    write_at(fd, [tail], segment.num_bytes - len(tail))
+    return len(tail)
+
+
+def erase_page(fd: int, offset: int) -> None:
+    """The header that stands there. `OSError`."""
+    write_at(fd, [PageBuffer(PAGE_BYTES).view], offset)
+
+
+def clear_directory(fd: int, segment: Segment) -> None:
+    """The segment will get more records: what its directory says is not all. `OSError`."""
+    erase_page(fd, segment.num_bytes - PAGE_BYTES)
+
+
+def read_directory(fd: int, segment: Segment) -> Directory | None:
+    """The directory of a sealed segment, whose `end` is set; None when no whole directory of this segment
+    stands there. `OtherVersionError` when it is one of another version, `OSError`."""
+    if segment.num_bytes % PAGE_BYTES or segment.num_bytes < 2 * PAGE_BYTES:
+        return None
+    tail = PageBuffer(min(segment.num_bytes, _TAIL_BYTES)).view
+    read_at(fd, [tail], segment.num_bytes - len(tail))
+    page = tail[-PAGE_BYTES:]
+    magic, crc, version, number, end, num_encoded, total = _TRAILER.unpack_from(page)
+    if magic != _MAGIC or crc != zlib.crc32(page[_SUMMED_FROM:]):
+        return None
+    if version != VERSION:
+        raise OtherVersionError(f"{segment.path} has format version {version}; this is version {VERSION}")
+    start = segment.num_bytes - PAGE_BYTES - _padded(num_encoded)
+    if number != segment.number or not end <= start:
+        return None
+    if _padded(num_encoded) + PAGE_BYTES > len(tail):
+        tail = PageBuffer(_padded(num_encoded) + PAGE_BYTES).view
+        read_at(fd, [tail], start)
+    encoded = tail[-PAGE_BYTES - _padded(num_encoded) :][:num_encoded]
+    if checksum(encoded) != total:
+        return None
+    try:
+        directory = _decoder.decode(encoded)
+    except msgspec.MsgspecError:
+        return None
+    segment.end = end
+    return directory
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,280 @@
+"""Compaction: it makes room, what is wanted survives, the capacity always holds, readers notice nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from nvme_house import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvme_house, payload_of
+
+from kvtransfer.errors import StoreError, StoreIoError
+from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.nvme import Compacted, Moved, NvmeRef
+from kvtransfer.store.record import HEADER_BYTES, image_bytes
+from kvtransfer.store.segments import Segment
+
+RECORD = 20_000
+"""Five of them fill a segment."""
+
+
+def fill(house: NvmeHouse, first: int = 0) -> list[RecordInfo]:
+    """Write records until there is no room."""
+    infos: list[RecordInfo] = []
+    while True:
+        try:
+            infos.append(house.put(first + len(infos), RECORD))
+        except StoreIoError:
+            raise
+        except StoreError:
+            return infos
+
+
+def used_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.seg"))
+
+
+def test_when_it_is_full_it_says_so_and_nothing_is_lost(tmp_path: Path) -> None:
+    with nvme_house(tmp_path, 4) as house:
+        assert not house.tier.needs_compaction
+        infos = fill(house)
+        assert len(infos) == 3 * 5  # the last segment is a compaction's
+        assert house.tier.needs_compaction
+        assert house.tier.can_write
+        assert all(house.has(info) for info in infos)
+        stat = house.tier.stat()
+        assert stat.num_records == 15
+        assert stat.num_bytes == 15 * image_bytes(RECORD)
+        assert stat.num_refused == 1
+        assert stat.num_io_errors == 0
+
+
+@pytest.mark.parametrize("num_segments", [2, 3, 6])
+def test_the_oldest_go_but_for_those_that_are_wanted(tmp_path: Path, num_segments: int) -> None:
+    with nvme_house(tmp_path, num_segments) as house:
+        infos = fill(house)
+        compacted = house.compact(infos[0], infos[3], infos[-1])
+        assert {move.info for move in compacted.moved} <= {infos[0], infos[3], infos[-1]}
+        assert infos[3] in {move.info for move in compacted.moved}
+        assert {info for info, _ in compacted.dropped} == set(infos[:5]) - {
+            move.info for move in compacted.moved
+        }
+        assert [house.has(info) for info in infos] == [info.id in house.held for info in infos]
+        assert house.has(infos[3])
+        assert all(house.has(info) for info in infos[5:])
+        assert not house.tier.needs_compaction
+        assert house.put(100, RECORD).id in house.held
+        assert house.tier.stat().num_evictions == len(compacted.dropped)
+        assert house.tier.stat().num_records == len(house.held)
+
+
+def test_survivors_take_half_a_segment_at_most_the_newest_first(tmp_path: Path) -> None:
+    with nvme_house(tmp_path, 4) as house:
+        infos = fill(house)
+        compacted = house.compact(*infos)
+        assert [move.info for move in compacted.moved] == infos[3:5][-len(compacted.moved) :]
+        assert sum(move.new.num_bytes for move in compacted.moved) <= SEGMENT_BYTES // 2
+        assert compacted.moved
+
+
+def test_nothing_is_done_while_there_is_room(tmp_path: Path) -> None:
+    with nvme_house(tmp_path, 4) as house:
+        info = house.put(1)
+        assert house.compact() == ((), ())
+        assert house.has(info)
+
+
+def test_old_places_serve_until_the_books_know_the_new_ones(tmp_path: Path) -> None:
+    with nvme_house(tmp_path, 3) as house:
+        infos = fill(house)
+        compacted = house.tier.compact(lambda info: info.id == infos[0].id)
+        assert house.has(infos[0])  # by its old place
+        ((info, old, _),) = compacted.moved
+        house.take_over(compacted)
+        assert house.has(infos[0])
+        fill(house, 100)
+        house.compact(infos[0])
+        with pytest.raises(
+            StoreIoError, match=f"at {old.offset} of segment {old.segment} is not held any more"
+        ):
+            house.tier.read(old, info, image_of(info))
+
+
+def test_erasing_by_an_old_place_erases_the_copy(tmp_path: Path) -> None:
+    with nvme_house(tmp_path / "a", 3) as house:
+        infos = fill(house)
+        old = house.held[infos[0].id][1]
+        compacted = house.tier.compact(lambda info: info.id == infos[0].id)
+        assert len(compacted.moved) == 1
+        house.tier.erase([old])
+        folder = crashed(tmp_path / "a", tmp_path / "b")
+    with nvme_house(folder, 3) as again:
+        assert infos[0].id not in again.held
+        assert set(again.held) == {info.id for info in infos[5:]}
+
+
+def test_what_is_dropped_while_it_is_copied_stays_dropped(tmp_path: Path) -> None:
+    with nvme_house(tmp_path, 3) as house:
+        infos = fill(house)
+
+        def drop_it(info: RecordInfo) -> bool:
+            if info.id == infos[2].id:
+                house.tier.drop(house.held[info.id][1])
+            return info.id == infos[2].id
+
+        compacted = house.tier.compact(drop_it)
+        assert compacted.moved == ()
+        assert len(compacted.dropped) == 4
+        assert not house.has(infos[2])
+
+
+def test_a_crash_before_the_victim_is_gone_leaves_one_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[Path] = []
+    with nvme_house(tmp_path / "a", 3) as house:
+        infos = fill(house)
+        commit = house.tier._books.commit
+
+        def crash_and_commit(victim: Segment, moved: Sequence[Moved]) -> Compacted:
+            copies.append(crashed(tmp_path / "a", tmp_path / "b"))
+            return commit(victim, moved)
+
+        monkeypatch.setattr(house.tier._books, "commit", crash_and_commit)
+        house.compact(infos[4])
+    with nvme_house(copies[0], 3) as again:
+        assert set(again.held) == {info.id for info in infos}
+        assert all(again.has(info) for info in infos)
+        again.tier.erase([again.held[infos[4].id][1]])
+        folder = crashed(copies[0], tmp_path / "c")
+    with nvme_house(folder, 3) as again:  # neither the copy nor the first one
+        assert infos[4].id not in again.held
+
+
+def test_a_victim_is_used_again_unless_somebody_reads_it(tmp_path: Path) -> None:
+    with nvme_house(tmp_path, 3) as house:
+        fill(house)
+        inode = house.segments()[0].stat().st_ino
+        house.compact()
+        assert inode in {path.stat().st_ino for path in house.segments()}
+        infos = fill(house, 100)
+        assert all(house.has(info) for info in infos)
+        victim = house.tier._books.segments({min(house.tier._books._segments)})[0]
+        house.tier._files.pin(victim)
+        inode = victim.path.stat().st_ino
+        house.compact()
+        assert inode not in {path.stat().st_ino for path in house.segments()}
+        house.tier._files.unpin(victim)
+
+
+def test_the_capacity_holds_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+
+    def watched(call: Callable[..., int]) -> Callable[..., int]:
+        def watch(*args: object) -> int:
+            nonlocal largest
+            result = call(*args)
+            largest = max(largest, used_bytes(tmp_path))
+            return result
+
+        return watch
+
+    monkeypatch.setattr(os, "pwritev", watched(os.pwritev))
+    with nvme_house(tmp_path, 4) as house:
+        for number in range(12):
+            infos = fill(house, number * 100)
+            house.compact(*infos[::2])
+    assert largest == 4 * SEGMENT_BYTES
+
+
+def test_a_smaller_capacity_gives_up_the_oldest(tmp_path: Path) -> None:
+    with nvme_house(tmp_path, 8) as house:
+        infos = fill(house)
+    with nvme_house(tmp_path, 3) as house:
+        assert used_bytes(tmp_path) <= 3 * SEGMENT_BYTES
+        assert set(house.held) == {info.id for info in infos[-len(house.held) :]}
+        assert house.held
+        assert all(house.has(info) for info, _ in list(house.held.values()))
+        while house.tier.needs_compaction:
+            house.compact()
+        assert house.put(1000).id in house.held
+
+
+def test_readers_and_writers_and_compaction_at_once(tmp_path: Path) -> None:
+    """Eight threads; every record that the books have comes back right or, once, as given up meanwhile."""
+    lock = threading.Lock()
+    with nvme_house(tmp_path, 5) as house:
+        num_read = 0
+        now_at: dict[NvmeRef | None, NvmeRef | None] = {}
+        is_over = threading.Event()
+
+        def make_room() -> None:
+            with lock:
+                compacted = house.tier.compact(lambda each: each.num_bytes % 2000 == 0)
+                house.take_over(compacted)
+                now_at.update({old: new for _, old, new in compacted.moved})
+                now_at.update({ref: None for _, ref in compacted.dropped})
+
+        def write(thread: int) -> None:
+            for number in range(60):
+                info = info_of(thread * 1000 + number, 5000 + 1000 * (number % 9))
+                ref: NvmeRef | None = None
+                while ref is None:
+                    try:
+                        ref = house.tier.write(image_of(info), info)
+                    except StoreIoError:
+                        raise
+                    except StoreError:
+                        make_room()
+                with lock:
+                    while ref in now_at:  # by a compaction since the write returned
+                        ref = now_at[ref]
+                    if ref is not None:
+                        house.held[info.id] = (info, ref)
+
+        def read(thread: int) -> None:
+            nonlocal num_read
+            number = thread
+            while not is_over.is_set():
+                number += 7
+                with lock:
+                    infos = [info for info, _ in house.held.values()]
+                payload = house.get(infos[number % len(infos)].id) if infos else None
+                if payload is None:  # given up, or moved twice, since the books were asked
+                    continue
+                info = infos[number % len(infos)]
+                assert payload == payload_of(int.from_bytes(info.id.key, "big"), info.num_bytes)
+                num_read += 1
+
+        with ThreadPoolExecutor(8) as pool:
+            readers = [pool.submit(read, thread) for thread in range(4)]
+            writers = [pool.submit(write, thread) for thread in range(4)]
+            try:
+                for future in writers:
+                    future.result()
+            finally:
+                is_over.set()
+            for future in readers:
+                future.result()
+        stat = house.tier.stat()
+        assert num_read > 100
+        assert stat.num_evictions > 50
+        assert stat.num_checksum_failures == stat.num_io_errors == 0
+        assert stat.num_records == len(house.held)
+        assert all(house.has(info) for info, _ in list(house.held.values()))
+        assert used_bytes(tmp_path) <= 5 * SEGMENT_BYTES
+        assert stat.num_written_bytes > stat.num_put_bytes
+
+
+def test_the_figures_count_whole_records(tmp_path: Path) -> None:
+    with nvme_house(tmp_path) as house:
+        info = house.put(1, 5000)
+        house.get(info.id)
+        stat = house.tier.stat()
+        assert stat.num_put_bytes == stat.num_written_bytes == stat.num_hit_bytes == 3 * HEADER_BYTES
+        assert stat.num_bytes == 3 * HEADER_BYTES
+        assert (stat.num_records, stat.num_hits) == (1, 1)
+        assert stat.capacity_bytes == 8 * SEGMENT_BYTES
