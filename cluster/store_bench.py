@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from cluster.errors import BenchError
+from cluster.tables import made_table
 from kvtransfer.errors import StoreError
 from kvtransfer.store.simulate import POLICIES, TRACE_BLOCK_TOKENS, Outcome, Sizes, read_trace, simulate
 
@@ -80,12 +80,10 @@ def store_table(outcomes: Sequence[Outcome]) -> Table:
         f"{first.num_blocks} blocks of {TRACE_BLOCK_TOKENS} tokens; the device holds {first.sizes.device}; "
         f"ideal hit rate {_percent(first.ideal_hit_rate)}"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("DRAM", "NVMe"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
-    for name in ("device", "DRAM hits", "NVMe hits", "all hits", "of ideal", "written / hit"):
-        table.add_column(name, justify="right")
+    table = made_table(
+        title,
+        numbers=("DRAM", "NVMe", "policy", "device", "DRAM hit", "NVMe hit", "all", "ideal", "written/hit"),
+    )
     sizes = first.sizes
     for outcome in outcomes:
         if outcome.sizes != sizes:

@@ -60,7 +60,7 @@ def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_table(tmp_path: Path) -> None:
     text = run(trace_file(tmp_path / "trace.jsonl"), as_json=False)
     assert "240 blocks of 512 tokens; the device holds 6; ideal hit rate 37.5 %" in text
-    for word in ("lru", "all", "seen_twice", "adaptive", "written / hit"):
+    for word in ("lru", "all", "seen_twice", "adaptive", "written/hit"):
         assert word in text
 
 
