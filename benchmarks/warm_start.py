@@ -1,9 +1,9 @@
 """The first request after everything was restarted, on a warm NVMe tier: `python -m benchmarks.warm_start`.
 
-A prompt is computed cold by a replica of one rank and written to NVMe; then store and replica end. New ones, of
-the same and of another shape, get the same prompt with another last block first thing. Limit: the bytes at the
-read rate of NVMe in this run, and the one chunk that is computed. JSON lines; `ratio` is TTFT over that limit,
-`of_cold` over the cold TTFT.
+A prompt is computed cold by a replica of one rank and written to NVMe; then store and replica end. New ones,
+of the same and of another shape, get the same prompt with another last block first thing. Limit: the bytes at
+the read rate of NVMe in this run, and the one chunk that is computed. JSON lines; `ratio` is TTFT over that
+limit, `of_cold` over the cold TTFT.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -95,8 +96,6 @@ class Bench:
 
 def read_gb_s(folder: Path) -> float:
     """A plain loop over the segments with O_DIRECT, one thread."""
-    import mmap
-
     buffer = mmap.mmap(-1, _ALIGNED_BYTES)
     num_bytes = 0
     began_at = CLOCK.now()

@@ -1,9 +1,9 @@
 """Everything of the store that crosses a wall.
 
 Four borders: brain and owner (the node's store process), rank and owner, brain and rank (store orders and
-their reports), owner and owner. Keys are 16 bytes, offsets and sizes bytes, times seconds. An *offset* names a
-record in the arena: where its header page starts; the payload follows after `HEADER_BYTES`. It is over 400
-lines because what crosses a wall is listed in one place.
+their reports), owner and owner. Keys are 16 bytes, offsets and sizes bytes, times seconds. An *offset* names
+a record in the arena: where its header page starts; the payload follows after `HEADER_BYTES`. The file is
+over 400 lines because what crosses a wall is listed in one place.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ class NaivePool:
         self.index: dict[bytes, tuple[int, bytes]] = {}  # key -> block, parent
         self.released: list[int] = []  # oldest first
         self.quarantined: set[int] = set()
+        self.private: dict[bytes, int] = {}
 
     def key_of(self, block: int) -> bytes | None:
         return next((key for key, (other, _) in self.index.items() if other == block), None)
@@ -42,9 +43,26 @@ class NaivePool:
         for key in [leaves[0]] if leaves else self.subtree(cached[0]):
             del self.index[key]
 
+    def remember(self, block: int, key: bytes) -> None:
+        if key not in self.index and key not in self.private and block not in self.private.values():
+            self.private[key] = block
+
+    def forget(self, block: int) -> None:
+        self.drop_private(block)
+        key = self.key_of(block)
+        for below in self.subtree(key) if key is not None else ():
+            other, _ = self.index.pop(below)
+            if other != block and self.refs[other]:
+                self.remember(other, below)
+
+    def drop_private(self, block: int) -> None:
+        self.private = {key: other for key, other in self.private.items() if other != block}
+
     def release(self, blocks: list[int]) -> None:
         for block in reversed(blocks):
             self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.drop_private(block)
             if self.refs[block] == 0:
                 self.released = [other for other in self.released if other != block] + [block]
 
@@ -126,7 +144,24 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.register(block, parent, key) == expected
             if expected and not there:
                 self.model.index[key] = (block, parent)
+                self.model.drop_private(block)
             parent = key
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def remember_all(self, data: st.DataObject) -> None:
+        for block, key in zip(*data.draw(st.sampled_from(self.holders)), strict=True):
+            if self.model.key_of(block) is None:
+                self.model.remember(block, key)
+                assert self.pool.remember(block, key) == (self.model.private.get(key) == block)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), number=st.integers(0, 3))
+    def forget(self, data: st.DataObject, number: int) -> None:
+        blocks, _ = data.draw(st.sampled_from(self.holders))
+        if number < len(blocks):
+            self.pool.forget(blocks[number])
+            self.model.forget(blocks[number])
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), keep=st.integers(0, 3))
@@ -147,6 +182,7 @@ class PoolMachine(RuleBasedStateMachine):
             keys.pop()
             self.pool.quarantine([block])
             self.model.refs[block] = 0
+            self.model.drop_private(block)
             self.model.quarantined.add(block)
 
     @rule()
@@ -172,6 +208,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_references == sum(model.refs.values())
         for block, refs in model.refs.items():
             assert self.pool.is_shared(block) == (refs > 1)
+        for key in {key for _, keys in self.holders for key in keys}:
+            found = self.model.index[key][0] if key in self.model.index else self.model.private.get(key)
+            assert self.pool.find(key) == found
         parents: dict[bytes, bytes] = {}
         for chain in self.pool.snapshot():
             parents.update(zip(chain.keys, (chain.parent, *chain.keys), strict=False))
@@ -257,6 +296,26 @@ def test_the_heap_of_evictable_blocks_stays_small() -> None:
         pool.acquire(blocks)
         pool.release(blocks)
     assert len(pool._evictable) <= 2 * pool.num_total + 65
+    pool.check()
+
+
+def test_what_was_reached_through_a_forgotten_block_is_found_by_its_key_while_it_is_used() -> None:
+    pool = BlockPool(5, 4)
+    abc = chain(pool, "abc")
+    (branch,) = pool.allocate(1)
+    assert pool.register(branch, b"a", b"az")
+    pool.release([branch])
+    pool.forget(abc[0])
+    assert pool.match([b"a", b"ab"]) == []
+    assert [pool.find(key) for key in (b"a", b"ab", b"abc", b"az")] == [None, abc[1], abc[2], None]
+    assert pool.num_free == 2
+    (later,) = pool.allocate(1)
+    assert not pool.register(later, b"abc", b"abcd")
+    assert pool.remember(later, b"abcd")
+    assert pool.find(b"abcd") == later
+    pool.release([*abc, later])
+    assert [pool.find(key) for key in (b"ab", b"abcd")] == [None, None]
+    assert pool.num_free == 5
     pool.check()
 
 

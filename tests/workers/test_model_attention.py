@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.model.attention import AttentionBatch, SequenceSpan, paged_attention, write_kv
+from workers.model.attention import paged_attention, write_kv
+from workers.model.batch import AttentionBatch, SequenceSpan
 
 pytestmark = pytest.mark.usefixtures("backend")
 

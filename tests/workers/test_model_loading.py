@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from workers.errors import CheckpointError
-from workers.model.attention import AttentionBatch, SequenceSpan
+from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.config import read_model_config
 from workers.model.decoder import load_decoder
 from workers.model.weights import LayerWeights, ShardSpec, WeightReader

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from workers.model.attention import AttentionBatch, SequenceSpan
+from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.decoder import Decoder, load_decoder
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -63,9 +63,16 @@ CONFIGS = st.builds(
     max_batch_tokens=st.integers(1, 16),
     chunk_tokens=st.integers(1, 9),
     max_sequences=st.integers(2, 5),
+    offload_at=st.sampled_from([0.95, 0.95, 0.5, 1.0]),
+    offload_share=st.sampled_from([0.9, 0.9, 0.5, 1.0]),
 )
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([0.0, 0.02, 0.5]))
 """Stages, most plans out (fewer than stages and one more when so drawn), attention ratio."""
+SIZES = st.one_of(
+    st.tuples(st.integers(4, 14), st.just(0)),
+    st.tuples(st.integers(1, 9), st.integers(1, 12)),
+)
+"""Blocks on the device, and in host memory."""
 PROMPTS = st.builds(
     lambda base, num_shared, tail: [sample([at], base) for at in range(num_shared)] + tail,
     st.integers(0, 2),
@@ -79,20 +86,22 @@ class Pair(RuleBasedStateMachine):
 
     @initialize(
         configs=st.tuples(CONFIGS, CONFIGS),
-        sizes=st.tuples(st.integers(4, 14), st.integers(4, 14)),
+        sizes=st.tuples(SIZES, SIZES),
         shapes=st.tuples(SHAPES, SHAPES),
         bad_tokens=st.lists(st.sampled_from([0, 0, 1, 7, 99]), min_size=1, max_size=4),
     )
     def start(
         self,
         configs: tuple[EngineConfig, EngineConfig],
-        sizes: tuple[int, int],
+        sizes: tuple[tuple[int, int], tuple[int, int]],
         shapes: tuple[tuple[int, int, float], tuple[int, int, float]],
         bad_tokens: list[int],
     ) -> None:
         self.engines = [
-            StagedEngine(config, size, num_stages, attention_ratio)
-            for config, size, (num_stages, _, attention_ratio) in zip(configs, sizes, shapes, strict=True)
+            StagedEngine(config, num_blocks, num_stages, attention_ratio, num_offload)
+            for config, (num_blocks, num_offload), (num_stages, _, attention_ratio) in zip(
+                configs, sizes, shapes, strict=True
+            )
         ]
         self.prefill, self.decode = self.engines
         self.depths = [min(depth, num_stages + 1) for num_stages, depth, _ in shapes]
@@ -124,13 +133,16 @@ class Pair(RuleBasedStateMachine):
     ) -> None:
         engine = self.decode if where == "decode" else self.prefill
         end = self.prefill if where == "prefill" else self.decode
-        limit = min(sampling.max_tokens, end.max_tokens - len(prompt))
-        if limit < 1 or len(prompt) + 1 > engine.max_tokens or num_samples > engine.config.max_sequences:
+        limit = min(sampling.max_tokens, end.max_local_tokens - len(prompt))
+        most = engine.max_local_tokens
+        if where == "outbound":
+            most = min(engine.max_tokens, self.decode.max_tokens)
+        if limit < 1 or len(prompt) + 1 > most or num_samples > engine.config.max_sequences:
             return
         seeds = [100 + index for index in range(num_samples)]
         expected = [alone(prompt, seed, limit, sampling) for seed in seeds]
         resumed = expected[0][:num_resumed] if num_samples == 1 else []
-        if len(resumed) == len(expected[0]) or len(prompt) + len(resumed) > engine.max_tokens:
+        if len(resumed) == len(expected[0]) or len(prompt) + len(resumed) > most:
             resumed = []
         submission = Submission(
             request_id=f"r{len(self.lives)}",
@@ -335,6 +347,7 @@ class Pair(RuleBasedStateMachine):
             assert engine.scheduler.is_idle
             engine.check()
             assert engine.pool.num_referenced == 0
+            assert engine.scheduler.num_offloaded_blocks == 0
             assert engine.pool.num_free == engine.num_blocks
         assert all(life.over for life in self.lives.values())
 

@@ -6,18 +6,21 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvtransfer.keys import TOKEN_BYTES
-from workers.engine.batch import LandingWish
-from workers.engine.sequence import Landing, Sequence
+from workers.engine.batch import LandingWish, LoadWish
+from workers.engine.sequence import Landing, Load, Sequence
+from workers.engine.tables import BlockTables
 from workers.errors import CapacityError
 from workers.messages import Submission
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples."""
+    """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples. That with
+    `max_local_kv_tokens` stays here, some of its KV in host memory; an outbound one is on the device."""
 
     max_context_tokens: int
     max_kv_tokens: int
+    max_local_kv_tokens: int
     max_sequences: int
     block_tokens: int
 
@@ -26,7 +29,7 @@ class Limits:
         an outbound request grows elsewhere."""
         num_prompt_tokens = _num_tokens(submission.prompt)
         limit = min(submission.sampling.max_tokens, self.max_context_tokens - num_prompt_tokens)
-        return limit if submission.decode else min(limit, self.max_kv_tokens - num_prompt_tokens)
+        return limit if submission.decode else min(limit, self.max_local_kv_tokens - num_prompt_tokens)
 
     def check(self, submission: Submission) -> None:
         """Raise `CapacityError`, naming field and numbers, when the request can never run here."""
@@ -37,7 +40,7 @@ class Limits:
             raise CapacityError("prompt: it has 0 tokens, at least 1 is needed")
         if max_tokens < 1:
             raise CapacityError(f"max_tokens: it is {max_tokens}, at least 1 is needed")
-        num_kv_tokens = self.max_kv_tokens + (1 if submission.decode else 0)
+        num_kv_tokens = self.max_kv_tokens + 1 if submission.decode else self.max_local_kv_tokens
         for limit, name in ((self.max_context_tokens, "context"), (num_kv_tokens, "KV blocks")):
             if num_prompt_tokens + 1 > limit:
                 raise CapacityError(
@@ -87,6 +90,24 @@ def landing_wishes(
             request.landing = Landing.ASKED
             wishes.append(_wish(sequence))
         target_to_asked_tokens[target] = num_asked_tokens + num_uncached_tokens
+    return wishes
+
+
+def load_wishes(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadWish]:
+    """What the first waiting sequences lack, so that at most `most` of them are being loaded; marks them
+    asked, or done when the device holds all that can be had."""
+    wishes: list[LoadWish] = []
+    num_loading = 0
+    for sequence in waiting:
+        if num_loading >= most:
+            break
+        if sequence.load is Load.WANTED:
+            keys, num_held = tables.wanted_keys(sequence)
+            sequence.load = Load.ASKED if num_held < len(keys) else Load.DONE
+            if sequence.load is Load.ASKED:
+                key, tenant = sequence.request.key, sequence.request.submission.tenant
+                wishes.append(LoadWish(*key, sequence.index, tenant, tuple(keys), num_held))
+        num_loading += sequence.load is Load.ASKED
     return wishes
 
 

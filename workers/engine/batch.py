@@ -31,6 +31,30 @@ class LandingWish:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadWish:
+    """A waiting sequence lacks blocks on the device: the store may have them. `keys` are those of all its
+    full blocks (the last token's excluded), of which the device holds the first `num_held`."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    tenant: str
+    keys: tuple[bytes, ...]
+    num_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedBlock:
+    """A block whose KV is complete, and which the prefix index holds under `key`. `chain` is the first key of
+    its chain."""
+
+    key: bytes
+    parent: bytes
+    chain: bytes
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkDone:
     """KV of the first `num_computed_tokens` tokens of an outbound prompt is in `block_ids` (the last block
     may be partial), at every rank. The first one of a request includes what was cached. Times are of the
@@ -63,6 +87,7 @@ class PromptDone:
     all_finished: bool
     samples: tuple[SampleState, ...]
     block_ids: tuple[int, ...]
+    num_loaded_tokens: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +105,15 @@ class PlannedEntry:
     """The scheduler's memory of one `BatchEntry`: who computes up to where, and who samples in which slot."""
 
     sequence: Sequence
+    start: int
     end: int
+    tokens: bytes
     samplers: tuple[tuple[int, Sequence], ...]
 
 
 class Batch:
-    """A step under construction; `budget_tokens` is what may still be added."""
+    """A step under construction; `budget_tokens` is what may still be added. Entries get their block tables
+    when it is complete: until then blocks of any sequence may be moved out of the device's memory."""
 
     def __init__(self, step: int, budget_tokens: int) -> None:
         self.step = step
@@ -93,7 +121,6 @@ class Batch:
         self.planned: list[PlannedEntry] = []
         self._starts: list[SlotStart] = []
         self._copies: list[BlockCopy] = []
-        self._entries: list[BatchEntry] = []
 
     def start(self, sequence: Sequence) -> None:
         """The sequence takes its slot in this step."""
@@ -108,26 +135,15 @@ class Batch:
         )
 
     def copy(self, src_block: int, dst_block: int) -> None:
-        """Copy-on-write before the step's computation."""
+        """Copy a block before the step's computation; copies follow one another."""
         self._copies.append(BlockCopy(src_block=src_block, dst_block=dst_block))
 
     def add(self, sequence: Sequence, num_tokens: int, samplers: tuple[Sequence, ...]) -> None:
         """Compute the sequence's next `num_tokens`; then `samplers` sample one token each."""
         start = sequence.num_scheduled
         end = start + num_tokens
-        self._entries.append(
-            BatchEntry(
-                slot=sequence.slot,
-                start=start,
-                num_tokens=num_tokens,
-                tokens=sequence.token_bytes(start, end),
-                block_ids=tuple(sequence.block_ids),
-                sample_slots=tuple(sampler.slot for sampler in samplers),
-            )
-        )
-        self.planned.append(
-            PlannedEntry(sequence, end, tuple((sampler.slot, sampler) for sampler in samplers))
-        )
+        slots = tuple((sampler.slot, sampler) for sampler in samplers)
+        self.planned.append(PlannedEntry(sequence, start, end, sequence.token_bytes(start, end), slots))
         self.budget_tokens -= num_tokens
         sequence.num_scheduled = end
         sequence.last_step = self.step
@@ -135,12 +151,28 @@ class Batch:
             sampler.num_pending += 1
             sampler.last_step = self.step
 
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._copies)
+
     def plan(self, free_slots: tuple[int, ...]) -> StepPlan:
         """The message to the ranks."""
+        assert self.planned or not self._copies, "a plan that computes nothing moves blocks"
+        entries = tuple(
+            BatchEntry(
+                slot=entry.sequence.slot,
+                start=entry.start,
+                num_tokens=entry.end - entry.start,
+                tokens=entry.tokens,
+                block_ids=tuple(entry.sequence.block_ids),
+                sample_slots=tuple(slot for slot, _ in entry.samplers),
+            )
+            for entry in self.planned
+        )
         return StepPlan(
             step=self.step,
             free_slots=free_slots,
             starts=tuple(self._starts),
             copies=tuple(self._copies),
-            entries=tuple(self._entries),
+            entries=entries,
         )

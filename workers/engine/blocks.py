@@ -40,6 +40,8 @@ class BlockPool:
         self._key_to_children: dict[bytes, dict[bytes, None]] = {}
         self._evictable: list[tuple[int, int]] = []  # heap of (released_at, block); stale entries are skipped
         self._num_cached = 0
+        self._private_key_to_block: dict[bytes, int] = {}
+        self._block_to_private_key: dict[int, bytes] = {}
         self._num_references = 0
         self._tick = 0
         self._stored: dict[bytes, None] = {}  # net changes since `take_events`, in order
@@ -167,6 +169,7 @@ class BlockPool:
             return True
         if key in self._key_to_block or (parent_key != ROOT and parent_key not in self._key_to_block):
             return False
+        self._drop_private(block_id)
         self._keys[block_id] = key
         self._key_to_block[key] = block_id
         self._key_to_parent[key] = parent_key
@@ -176,6 +179,35 @@ class BlockPool:
         else:
             self._stored[key] = None
         return True
+
+    def remember(self, block_id: int, key: bytes) -> bool:
+        """A full, computed block whose parent is not registered is to be had by `find` while referenced.
+
+        False when another block is to be had for that key already.
+        """
+        assert self._refs[block_id] > 0, f"block {block_id} is not referenced: it cannot be remembered"
+        if self.find(key) is None and block_id not in self._block_to_private_key:
+            self._private_key_to_block[key] = block_id
+            self._block_to_private_key[block_id] = key
+        return self._private_key_to_block.get(key) == block_id
+
+    def find(self, key: bytes) -> int | None:
+        """The block that holds the KV of this key, registered or remembered; takes no reference."""
+        block_id = self._key_to_block.get(key)
+        return self._private_key_to_block.get(key) if block_id is None else block_id
+
+    def forget(self, block_id: int) -> None:
+        """Nothing finds this referenced block any more, nor in the index what it led to: of that,
+        referenced blocks stay to be had by `find`."""
+        self._drop_private(block_id)
+        key = self._keys[block_id]
+        if key is None:
+            return
+        for below in reversed(list(self._walk(key))):
+            other_id = self._key_to_block[below]
+            self._unregister(below)
+            if other_id != block_id and self._refs[other_id] > 0:
+                self.remember(other_id, below)
 
     def _evict(self) -> None:
         """Turn the least recently released cached leaf into a free block."""
@@ -235,6 +267,13 @@ class BlockPool:
         assert self._refs[block_id] > 0, f"block {block_id} has no reference to release"
         self._refs[block_id] -= 1
         self._num_references -= 1
+        if self._refs[block_id] == 0:
+            self._drop_private(block_id)
+
+    def _drop_private(self, block_id: int) -> None:
+        key = self._block_to_private_key.pop(block_id, None)
+        if key is not None:
+            del self._private_key_to_block[key]
 
     def _walk(self, key: bytes) -> Iterator[bytes]:
         """The registered keys of the subtree of `key`, itself included, parents first."""
@@ -294,6 +333,9 @@ class BlockPool:
             assert parent == ROOT or parent in self._key_to_block, "a registered block's parent is not"
             assert key in self._key_to_children[parent]
         assert sum(map(len, self._key_to_children.values())) == len(self._key_to_block)
+        private = {key: block for block, key in self._block_to_private_key.items()}
+        assert private == self._private_key_to_block
+        assert all(self._refs[block] > 0 and self._keys[block] is None for block in private.values())
         entries = set(self._evictable)
         for block in cached:
             if self._keys[block] not in self._key_to_children:

@@ -6,9 +6,11 @@ step (all sequences one after another), C hidden size, R rows that sample, V voc
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from kvtransfer.memory import KvMemory
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from kvtransfer.pool import HostPool, KvPool
 from workers.engine.groups import RankGroups
+from workers.engine.input_tokens import InputTokens, sampling_slots
 from workers.engine.sampler import Sampler
 from workers.errors import CapacityError, WorkerError
 from workers.messages import (
@@ -33,12 +36,15 @@ from workers.messages import (
     StepPlan,
     StepReport,
 )
-from workers.model.attention import AttentionBatch, SequenceSpan
+from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.config import ModelConfig, model_fingerprint
 from workers.model.decoder import load_decoder
+from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.parallel import parallelize
 from workers.model.split import kv_heads
 from workers.model.weights import ShardSpec
+
+_log = logging.getLogger("tandem.rank")
 
 _DTYPES = {
     "float32": torch.float32,
@@ -49,6 +55,9 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WARM_UP_TOKENS = 48
+_MEASURED_HOST_TOKENS = 4096
+"""The step that decides how blocks in host memory are read has so many tokens there."""
+_NUM_MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class ReadyFields:
     """What the brain must know of a loaded executor."""
 
     num_blocks: int
+    num_offload_blocks: int
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
@@ -92,8 +102,14 @@ class Executor:
         clock: Clock,
         shard: ShardSpec | None = None,
         groups: RankGroups | None = None,
+        num_offload_tokens: int = 0,
+        offload_mode: OffloadMode | Literal["auto"] = "auto",
     ) -> None:
-        """`shard` (None: the whole model) is this rank's place in `groups` (None: it is the only one)."""
+        """`shard` (None: the whole model) is this rank's place in `groups` (None: it is the only one).
+
+        Block ids after those of the device's `num_kv_tokens` are of `num_offload_tokens` in host memory; with
+        the mode "auto" the warm-up measures which way to read them is faster.
+        """
         torch.set_num_threads(num_threads)
         self._clock = clock
         self._device = device
@@ -108,16 +124,21 @@ class Executor:
         if num_blocks < 1:
             raise CapacityError(f"kv_tokens {num_kv_tokens} is less than one block of {block_tokens} tokens")
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
-        self._inputs: _InputTokens | None = None
+        self._offload_mode = offload_mode
+        self.host = self._allocate_host(num_offload_tokens // block_tokens)
+        self._inputs: InputTokens | None = None
         if self._groups.is_first_stage:
-            self._inputs = _InputTokens(self._groups)
+            self._inputs = InputTokens(self._groups)
         self._sampler: Sampler | None = None
         if self._groups.is_sampler:
             self._sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
+        num_offload_blocks = len(self.host.kv) if self.host is not None else 0
+        num_context_tokens = (num_blocks + num_offload_blocks) * block_tokens
         self.ready_fields = ReadyFields(
             num_blocks=num_blocks,
+            num_offload_blocks=num_offload_blocks,
             vocab_size=config.vocab_size,
-            max_context_tokens=min(config.max_context_tokens, num_blocks * block_tokens),
+            max_context_tokens=min(config.max_context_tokens, num_context_tokens),
             eos_token_ids=config.eos_token_ids,
             compatibility=CompatibilityRecord(
                 protocol=PROTOCOL_VERSION,
@@ -172,28 +193,39 @@ class Executor:
         """One small prefill and one decode step, so that the first request does not pay for lazy set-up. The
         ranks of a replica do it together."""
         fields = self.ready_fields
-        num_tokens = max(1, min(_WARM_UP_TOKENS, fields.max_context_tokens - 1, fields.vocab_size))
+        most = min(self.config.max_context_tokens, fields.num_blocks * self._block_tokens)
+        num_tokens = max(1, min(_WARM_UP_TOKENS, most - 1, fields.vocab_size))
         tokens = np.arange(num_tokens, dtype="<u4").tobytes()
         blocks = tuple(range(-(-(num_tokens + 1) // self._block_tokens)))[: fields.num_blocks]
         start = SlotStart(-1, tokens, num_tokens, 0, SamplingParams(temperature=1.0))
         prefill = BatchEntry(-1, 0, num_tokens, tokens, blocks, (-1,))
         self.run(StepPlan(0, (), (start,), (), (prefill,)))
-        if num_tokens < fields.max_context_tokens:
+        if num_tokens < most:
             decode = BatchEntry(-1, num_tokens, 1, b"", blocks, (-1,))
             self.run(StepPlan(0, (), (), (), (decode,)))
         self.run(StepPlan(0, (-1,), (), (), ()))
+        if self.host is not None and self._offload_mode == "auto":
+            self._choose_offload_mode(self.host)
 
     def close(self) -> None:
         """Give up the pool's memory and leave the groups; nothing may be run after this."""
         self._groups.close()
+        if self.host is not None:
+            self.host.close()
         del self.kv
         self.pool.close()
 
     # ---------------------------------------------------------------------------------------- a step
 
-    def _batch(self, entries: tuple[BatchEntry, ...]) -> AttentionBatch:
+    def _batch(self, entries: Sequence[BatchEntry]) -> AttentionBatch:
         spans = [SequenceSpan(entry.start, entry.num_tokens, entry.block_ids) for entry in entries]
-        return AttentionBatch.build(spans, self._block_tokens, self._device)
+        if self.host is None:
+            return AttentionBatch.build(spans, self._block_tokens, self._device)
+        reader = self.host.reader_for([span.block_ids for span in spans])
+        batch = AttentionBatch.build(spans, self._block_tokens, self._device, reader)
+        if reader is not None:
+            reader.begin(batch)
+        return batch
 
     def _input(self, plan: StepPlan) -> tuple[Tensor, float]:
         """[T, C], the embedded tokens or what the previous stage made of them, and the seconds that this rank
@@ -235,10 +267,45 @@ class Executor:
             self._inputs.sampled(sampled)
         return sampled
 
-    def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        if self.host is not None and not (copies := self.host.copy(copies)):
+            return
         src = self._upload(np.array([copy.src_block for copy in copies]))
         dst = self._upload(np.array([copy.dst_block for copy in copies]))
         self.kv[dst] = self.kv[src]
+
+    def _allocate_host(self, num_blocks: int) -> HostKv | None:
+        if not num_blocks:
+            return None
+        shard = self._decoder.shard
+        windows = self.config.sliding_windows[shard.layer_start : shard.layer_end]
+        host = HostKv(self.kv, num_blocks, windows)
+        if self._offload_mode != "auto":
+            host.use(self._offload_mode)
+        return host
+
+    @torch.inference_mode()
+    def _choose_offload_mode(self, host: HostKv) -> None:
+        """Take the way in which a decode step over a long context in host memory is faster. Ranks of a stage
+        measure together, and may choose differently."""
+        num_blocks = min(len(host.kv), -(-_MEASURED_HOST_TOKENS // self._block_tokens))
+        host.kv[:num_blocks].zero_()  # memory that was never written is not read from memory
+        table = (*range(host.first_id, host.first_id + num_blocks), 0)
+        entry = BatchEntry(-1, num_blocks * self._block_tokens, 1, b"", table, ())
+        mode_to_s: dict[OffloadMode, float] = {}
+        for mode in MODES:
+            host.use(mode)
+            times = []
+            for _ in range(_NUM_MEASURED_STEPS):
+                started_at = self._clock.now()
+                hidden = torch.zeros((1, self.config.hidden_size), dtype=self._dtype, device=self._device)
+                self._decoder.run_layers(hidden, self._batch([entry]), self.kv)
+                self._synchronize()
+                times.append(self._clock.now() - started_at)
+            mode_to_s[mode] = min(times)
+        host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
+        taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
+        _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)
 
     def _touch_device(self) -> None:
         assert float(torch.ones((), device=self._device) + 1) == 2.0
@@ -249,78 +316,6 @@ class Executor:
 
     def _upload(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
-
-
-class _InputTokens:
-    """On a rank of the first stage: the token with which each slot continues.
-
-    Where the sampler is another rank, its messages come in the order of the plans that sample, and are waited
-    for when a slot's token is wanted. `_unread` are the slots of those that have not been looked at;
-    `_slot_to_message` counts messages: the one with the slot's newest token.
-    """
-
-    def __init__(self, groups: RankGroups) -> None:
-        self._groups = groups
-        self._slot_to_token: dict[int, int] = {}
-        self._slot_to_message: dict[int, int] = {}
-        self._unread: deque[list[int]] = deque()
-        self._num_read = 0
-        # Of more plans than can be in flight the sampler has reported the oldest, so it has sent its tokens.
-        self._most_unread = groups.pp + 1
-
-    def change(self, plan: StepPlan) -> None:
-        """Forget the slots that are freed, then begin those that start."""
-        for slot in plan.free_slots:
-            assert slot in self._slot_to_token, f"slot {slot} is freed but was never started"
-            del self._slot_to_token[slot]
-            self._slot_to_message.pop(slot, None)
-        for start in plan.starts:
-            assert start.slot not in self._slot_to_token, f"slot {start.slot} is already in use"
-            self._slot_to_token[start.slot] = int.from_bytes(start.tokens[-4:], "little")
-
-    def tokens(self, entries: tuple[BatchEntry, ...]) -> NDArray[np.int64]:
-        """[T]: the input tokens; an entry without any continues with its slot's last token."""
-        parts = []
-        for entry in entries:
-            parts.append(entry.tokens or self._last(entry.slot).to_bytes(4, "little"))
-            assert len(parts[-1]) == 4 * entry.num_tokens, f"slot {entry.slot}: {len(entry.tokens)} bytes"
-        return np.frombuffer(b"".join(parts), dtype="<u4").astype(np.int64)
-
-    def expect(self, plan: StepPlan) -> None:
-        """Before the plan is computed: another rank will sample for it."""
-        slots = sampling_slots(plan)
-        if self._groups.is_sampler or not slots:
-            return
-        self._groups.expect_tokens(plan.step, len(slots))
-        self._unread.append(slots)
-        for slot in slots:
-            assert slot in self._slot_to_token, f"slot {slot} samples but was never started"
-            self._slot_to_message[slot] = self._num_read + len(self._unread)
-        if len(self._unread) > self._most_unread:
-            self._read()
-
-    def sampled(self, tokens: list[SampledToken]) -> None:
-        """This rank itself is the sampler."""
-        for token in tokens:
-            self._slot_to_token[token.slot] = token.token
-
-    def _last(self, slot: int) -> int:
-        assert slot in self._slot_to_token, f"slot {slot} continues but was never started"
-        while self._slot_to_message.get(slot, 0) > self._num_read:
-            self._read()
-        return self._slot_to_token[slot]
-
-    def _read(self) -> None:
-        _, tokens = self._groups.receive_tokens()
-        self._num_read += 1
-        for slot, token in zip(self._unread.popleft(), tokens, strict=True):
-            if self._slot_to_message.get(slot) == self._num_read:  # else it was freed, or sampled again
-                self._slot_to_token[slot] = int(token)
-
-
-def sampling_slots(plan: StepPlan) -> list[int]:
-    """The slots that sample, in the order in which the tokens are reported."""
-    return [slot for entry in plan.entries for slot in entry.sample_slots]
 
 
 def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:

@@ -6,9 +6,10 @@ The scheduler decides, this class carries out; every change of phase happens her
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 from workers.engine.blocks import BlockPool
-from workers.engine.sequence import Phase, Rank, Request, RequestKey, Sequence
+from workers.engine.sequence import Load, Phase, Rank, Request, RequestKey, Sequence
 from workers.engine.tables import BlockTables
 from workers.messages import Submission
 
@@ -28,13 +29,19 @@ class Lifecycle:
     request start as the `forks` of the first one, which computes the prompt for all of them.
     """
 
-    def __init__(self, pool: BlockPool, fingerprint: bytes, max_sequences: int) -> None:
-        self.tables = BlockTables(pool, fingerprint)
+    def __init__(
+        self, pool: BlockPool, fingerprint: bytes, max_sequences: int, num_offload_blocks: int = 0
+    ) -> None:
+        self.tables = BlockTables(pool, fingerprint, num_offload_blocks)
         self.requests: dict[RequestKey, Request] = {}
         self.waiting: list[Sequence] = []  # by queue_rank
         self.running: list[Sequence] = []  # by rank
         self.leaving: list[Sequence] = []
         self.num_preemptions = 0
+        self.has_store = False
+        """Whether blocks may be had from the store: then a sequence that begins to wait wants them."""
+        self.has_new_wishes = False
+        """Whether a plan found out that more is wanted."""
         self._pool = pool
         self._max_sequences = max_sequences
         self._free_slots = list(range(max_sequences - 1, -1, -1))
@@ -79,8 +86,18 @@ class Lifecycle:
     def enqueue(self, sequence: Sequence) -> None:
         """It waits for a plan that has budget, a slot and blocks for it."""
         sequence.phase = Phase.WAITING
+        sequence.load = Load.WANTED if self.has_store else Load.DONE
         sequence.num_expected_cached_tokens = self.tables.num_cached_tokens(sequence)
         insort(self.waiting, sequence, key=_queue_rank)
+
+    def has_lost_blocks(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether blocks that it could have reused were evicted while it waited: the store is asked again."""
+        num_cached_tokens = num_cached * self._pool.block_tokens
+        is_lost = self.has_store and num_cached_tokens < sequence.num_expected_cached_tokens
+        if is_lost:
+            sequence.load = Load.WANTED
+            self.has_new_wishes = True
+        return is_lost
 
     def run(self, sequence: Sequence) -> None:
         """It has blocks for its tokens: plans may name it."""
@@ -175,8 +192,8 @@ class Lifecycle:
 
     @property
     def num_references(self) -> int:
-        """Block references of all sequences."""
-        num_held = sum(len(sequence.block_ids) for sequence in self._sequences())
+        """References of all sequences to blocks of the device."""
+        num_held = sum(len(sequence.block_ids) - sequence.num_offloaded for sequence in self._sequences())
         return num_held + self.tables.num_retired_references
 
     def _sequences(self) -> set[Sequence]:
@@ -192,6 +209,7 @@ class Lifecycle:
             f"{self._pool.num_references} references in the pool, {num_held} of sequences, "
             f"{num_other_references} of others"
         )
+        self._check_offloaded()
         slots = [sequence.slot for sequence in self._sequences() if sequence.slot >= 0]
         assert sorted(slots + self._free_slots) == list(range(self._max_sequences))
         for sequence in self.running:
@@ -201,7 +219,8 @@ class Lifecycle:
             )
             if sequence.block_ids:
                 assert len(sequence.block_ids) * self._pool.block_tokens >= sequence.num_scheduled
-                assert all(self._pool.is_referenced(block_id) for block_id in sequence.block_ids)
+                on_device, _ = self.tables.host.split(sequence.block_ids)
+                assert all(self._pool.is_referenced(block_id) for block_id in on_device)
         for sequence in self.waiting:
             assert sequence.phase is Phase.WAITING
             assert not sequence.block_ids
@@ -210,6 +229,19 @@ class Lifecycle:
             assert num_held == self.tables.num_retired_references
             assert not self.running
             assert not self.waiting
+
+    def _check_offloaded(self) -> None:
+        """Blocks in host memory are used by the sequences whose tables name them, and by nobody else."""
+        host = self.tables.host
+        references: Counter[int] = Counter()
+        for sequence in self._sequences():
+            offloaded = [index for index, it in enumerate(sequence.block_ids) if host.holds(it)]
+            assert len(offloaded) == sequence.num_offloaded
+            assert not (offloaded and sequence.request.outbound), "an outbound prompt is not on the device"
+            settled = sequence.num_settled // self._pool.block_tokens
+            assert all(index < settled for index in offloaded), "what is still computed has left the device"
+            references.update(sequence.block_ids[index] for index in offloaded)
+        host.check(references)
 
 
 def _rank(sequence: Sequence) -> Rank:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtransfer.clock import Clock
 from workers.messages import StageCost
-from workers.model.attention import AttentionBatch, SequenceSpan
+from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.config import ModelConfig
 from workers.model.layers import DecoderLayer, Embedding, Linear, rms_norm, rope_frequencies, rope_table
 from workers.model.split import kv_heads, part, query_heads

@@ -29,8 +29,11 @@ from kvtransfer.clock import Clock, SystemClock
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.faults import Faults
 from kvtransfer.framing import prove_as_client, receive_frame, send_frame
+from kvtransfer.host import host_id
 from kvtransfer.messages import RankEndpoints
-from kvtransfer.service import TRANSFER_THREADS, TransferAgent, host_id
+from kvtransfer.service import TRANSFER_THREADS, TransferAgent
+from kvtransfer.store.hands import StoreHands
+from kvtransfer.store.messages import StoreOrder
 from workers.engine.executor import Executor, read_dtype
 from workers.engine.groups import RankGroups
 from workers.engine.joining import find_store, join
@@ -76,6 +79,7 @@ class _Rank:
         self._formed: queue.SimpleQueue[FormGroup] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._agent: TransferAgent | None = None
+        self._hands: StoreHands | None = None
         self._leaving = False
 
     def serve(self) -> None:
@@ -90,9 +94,19 @@ class _Rank:
         loaded_at = self._clock.now()
         executor.warm_up()
         agent = self._agent = self._transfer_agent(executor)
+        hands = self._hands = StoreHands(
+            executor.pool,
+            self._spec.rank,
+            agent.governor,
+            self._spec.secret,
+            self._faults,
+            self._clock,
+            self._channel.send,
+        )
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
         self._channel.send(_ready(self._spec.rank, executor, agent.endpoints(), load_s, warm_up_s))
         self._run_plans(executor)
+        hands.close()
         agent.close()
         executor.close()
         self._channel.leave()
@@ -120,6 +134,9 @@ class _Rank:
                     # Reads on: a rank that still waits for another must not outlive the brain.
                     self._leaving = True
                     self._plans.put(None)
+                elif isinstance(message, StoreOrder):
+                    assert self._hands is not None, "a store order came before RankReady"
+                    self._hands.handle(message)
                 else:
                     assert self._agent is not None, "a transfer order came before RankReady"
                     self._agent.handle(message)
@@ -153,6 +170,7 @@ def _ready(
         endpoints=endpoints,
         load_s=load_s,
         warm_up_s=warm_up_s,
+        num_offload_blocks=fields.num_offload_blocks,
     )
 
 
@@ -176,6 +194,7 @@ def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) ->
         device=device,
         block_tokens=spec.block_tokens,
         num_kv_tokens=spec.num_kv_tokens,
+        num_offload_tokens=spec.num_offload_tokens,
         num_threads=spec.num_threads,
         clock=clock,
         shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),

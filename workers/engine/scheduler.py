@@ -11,12 +11,23 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from workers.config import EngineConfig
-from workers.engine.admission import Limits, landing_wishes
-from workers.engine.batch import Batch, ChunkDone, LandingWish, PlannedEntry, PromptDone, StepOutcome
+from workers.engine.admission import Limits, landing_wishes, load_wishes
+from workers.engine.batch import (
+    Batch,
+    ChunkDone,
+    FinishedBlock,
+    LandingWish,
+    LoadWish,
+    PlannedEntry,
+    PromptDone,
+    StepOutcome,
+)
 from workers.engine.blocks import BlockPool
 from workers.engine.lifecycle import Lifecycle
 from workers.engine.microbatches import MicroBatches
-from workers.engine.sequence import Landing, Phase, Sequence
+from workers.engine.offload import most_local_tokens
+from workers.engine.planner import Planner
+from workers.engine.sequence import Landing, Load, Phase, Sequence
 from workers.errors import QueueFullError
 from workers.messages import (
     RequestFailed,
@@ -55,11 +66,14 @@ class Scheduler:
         fingerprint: bytes,
         num_stages: int = 1,
         attention_ratio: float = 0.0,
+        has_store: bool = False,
+        num_offload_blocks: int = 0,
     ) -> None:
         """`fingerprint` is the model's: keys of generated blocks must equal those of equal prompts.
 
         `num_stages` compute one plan after another; `attention_ratio`, see `MicroBatches`, is used with
-        several.
+        several. With `has_store` a waiting sequence is admitted only after its `loads_wanted` has ended.
+        Every rank has `num_offload_blocks` in host memory; their ids follow on those of the pool.
         """
         self._config = config
         self._pool = pool
@@ -67,14 +81,17 @@ class Scheduler:
         self._limits = Limits(
             max_context_tokens=max_context_tokens,
             max_kv_tokens=pool.num_total * pool.block_tokens,
+            max_local_kv_tokens=most_local_tokens(
+                config.offload_share, pool.num_total, num_offload_blocks, pool.block_tokens
+            ),
             max_sequences=config.max_sequences,
             block_tokens=pool.block_tokens,
         )
-        self._micro = MicroBatches(
-            num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio
-        )
+        micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        self._life = Lifecycle(pool, fingerprint, config.max_sequences)
+        self._life = Lifecycle(pool, fingerprint, config.max_sequences, num_offload_blocks)
+        self._life.has_store = self._life.tables.has_store = has_store
+        self._planner = Planner(config, self._life, micro)
         self._issued: deque[_IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
         self._step = 0
@@ -92,6 +109,16 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         return self._life.num_preemptions
+
+    @property
+    def num_offloaded_blocks(self) -> int:
+        """Blocks of sequences that lie in the ranks' host memory."""
+        return self._life.tables.host.num_used
+
+    @property
+    def max_local_tokens(self) -> int:
+        """The longest context, output included, of a request that is not handed over."""
+        return min(self._limits.max_context_tokens, self._limits.max_local_kv_tokens)
 
     @property
     def num_backlog_tokens(self) -> int:
@@ -114,6 +141,7 @@ class Scheduler:
     def check(self, num_other_references: int = 0) -> None:
         """Assert every invariant of pool and sequences; `num_other_references` are those of landings."""
         self._life.check(num_other_references)
+        self._planner.check()
         if self.is_idle:
             assert self.num_references == 0
 
@@ -206,6 +234,32 @@ class Scheduler:
         """Outbound requests about one step (of all stages) ahead of being scheduled; each is named once."""
         return landing_wishes(self._life.running, self._life.waiting, self._landing_window_tokens)
 
+    def loads_wanted(self) -> list[LoadWish]:
+        """Waiting sequences whose missing blocks the store may have, first in line first; each is named once,
+        and is not admitted until `end_load`."""
+        return load_wishes(self._life.waiting, self._life.tables, self._config.max_loading)
+
+    def has_new_wishes(self) -> bool:
+        """Whether, since the last call, a plan found that `loads_wanted` has more to tell."""
+        has_new, self._life.has_new_wishes = self._life.has_new_wishes, False
+        return has_new
+
+    def end_load(self, wish: LoadWish, num_loaded_tokens: dict[str, int]) -> None:
+        """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
+        request = self._life.requests.get((wish.request_id, wish.attempt))
+        for sequence in request.sequences if request else ():
+            if sequence.index == wish.sample and sequence.load is Load.ASKED:
+                sequence.load = Load.DONE
+                sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
+                for tier, count in num_loaded_tokens.items():
+                    loaded = sequence.request.num_loaded_tokens
+                    loaded[tier] = loaded.get(tier, 0) + count
+
+    def take_finished(self) -> list[FinishedBlock]:
+        """Blocks that became findable since the last call (with a store), in the order of their chains. They
+        may have been evicted since."""
+        return self._life.tables.take_finished()
+
     def grant_landing(self, request_id: str, attempt: int) -> bool:
         """The request's KV has a place: it may be computed. False when it is not here (any more)."""
         request = self._life.requests.get((request_id, attempt))
@@ -219,79 +273,12 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Decodes first, then prompt chunks."""
         self._failures += self.expire(now)
         batch = Batch(self._step + 1, self._config.max_batch_tokens)
-        ready = [sequence for sequence in self._life.running if sequence.is_plannable]
-        decoding = self._life.with_slots([sequence for sequence in ready if sequence.num_remaining == 1])
-        chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
-        num_turns = self._micro.num_turns(len(decoding), batch.step)
-        for sequence in self._micro.in_turn(decoding, batch.step, batch.budget_tokens):
-            if len(batch.planned) < num_turns:
-                self._plan_sequence(batch, sequence)
-        for sequence in chunks:
-            self._plan_sequence(batch, sequence)
-        self._admit(batch, now)
+        self._planner.fill(batch, now)
         if not batch.planned:
             return None
         self._step = batch.step
         self._issued.append(_IssuedPlan(batch.step, batch.planned))
         return batch.plan(self._life.take_freed_slots())
-
-    def _plan_sequence(self, batch: Batch, sequence: Sequence) -> None:
-        """Add the sequence's next chunk to the batch if budget, slots and blocks allow."""
-        longest = self._micro.chunk_tokens(sequence.num_scheduled)
-        num_tokens = min(sequence.num_remaining, longest, batch.budget_tokens)
-        if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
-            return
-        if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
-            return
-        end = sequence.num_scheduled + num_tokens
-        if self._life.tables.num_blocks_needed(sequence, end):
-            if not self._make_room(batch, sequence, end):
-                return
-            self._life.tables.make_writable(batch, sequence, end)
-        samplers = sequence.samplers
-        if sequence.slot < 0:
-            for starting in samplers or (sequence,):
-                self._life.take_slot(starting)
-                batch.start(starting)
-        is_last = num_tokens == sequence.num_remaining
-        batch.add(sequence, num_tokens, samplers if is_last else ())
-        if is_last and sequence.forks:
-            self._life.fork(sequence)
-
-    def _make_room(self, batch: Batch, sequence: Sequence, end: int) -> bool:
-        """Preempt until the tokens up to `end` of the sequence have room; False when not in this step.
-
-        Victims rank after the sequence, or it is its own. Nobody is preempted while blocks come back anyway.
-        """
-        while self._life.tables.num_blocks_needed(sequence, end) > self._pool.num_free:
-            if self._life.blocks_come_back:
-                return False
-            planned = {entry.sequence for entry in batch.planned}
-            for victim in reversed(self._life.running):
-                if victim is sequence or not (victim.request.outbound or victim in planned):
-                    break
-            self._life.preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _admit(self, batch: Batch, now: float) -> None:
-        """Move waiting sequences into the batch, in order, while there are budget, slots and blocks."""
-        for sequence in list(self._life.waiting):
-            request = sequence.request
-            if request.landing is not Landing.READY:
-                continue
-            if batch.budget_tokens <= 0 or self._life.num_free_slots < sequence.num_slots_needed:
-                return
-            # One spare block for each sequence that decodes, or admission would soon cause preemption.
-            num_growing = sum(not running.request.outbound for running in self._life.running)
-            if not self._life.tables.fill(sequence, num_growing):
-                return
-            if request.scheduled_at is None:
-                request.scheduled_at = now
-                request.num_cached_tokens = min(sequence.num_scheduled, request.num_prompt_tokens)
-            self._life.run(sequence)
-            self._plan_sequence(batch, sequence)
 
     # ------------------------------------------------------------------------------------------ settle
 
@@ -362,6 +349,7 @@ class Scheduler:
                 SampleState(sequence.index, sequence.seed, sequence.output_bytes) for sequence in unfinished
             ),
             block_ids=self._life.tables.covering(leader, num_computed_tokens),
+            num_loaded_tokens=request.num_loaded_tokens,
         )
         if request.outbound:
             for sequence in request.sequences:

@@ -26,6 +26,14 @@ class Landing(Enum):
     READY = "ready"
 
 
+class Load(Enum):
+    """Whether blocks that the device does not hold are to be had from the store, before it is admitted."""
+
+    WANTED = "wanted"
+    ASKED = "asked"
+    DONE = "done"
+
+
 RequestKey = tuple[str, int]
 Rank = tuple[int, int, int]
 
@@ -39,6 +47,7 @@ class Request:
         "deadline",
         "landing",
         "num_cached_tokens",
+        "num_loaded_tokens",
         "num_prompt_tokens",
         "output_limit",
         "prompt_done",
@@ -57,6 +66,8 @@ class Request:
         """Tokens a sample may have in all: `max_tokens`, clipped to the context."""
         self.landing = Landing.READY if submission.decode is None else Landing.NEEDED
         self.num_cached_tokens = 0
+        self.num_loaded_tokens: dict[str, int] = {}
+        """Tokens whose KV came from the store, by tier."""
         self.scheduled_at: float | None = None
         self.prompt_done = False
         self.sequences = [Sequence(self, sample) for sample in submission.samples]
@@ -110,7 +121,9 @@ class Sequence:
         "index",
         "keys",
         "last_step",
+        "load",
         "num_expected_cached_tokens",
+        "num_offloaded",
         "num_pending",
         "num_registered_blocks",
         "num_scheduled",
@@ -133,6 +146,7 @@ class Sequence:
         self.forks: list[Sequence] = []
         self.phase = Phase.WAITING
         self.preempted = False
+        self.load = Load.DONE
         self.finish = ""
         self.slot = -1
         self.last_step = 0
@@ -142,6 +156,8 @@ class Sequence:
         self.num_pending = 0
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
+        self.num_offloaded = 0
+        """Of `block_ids`: those in the ranks' host memory."""
 
     @property
     def rank(self) -> Rank:

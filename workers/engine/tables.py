@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from workers.engine.batch import Batch
+from typing import NamedTuple
+
+from workers.engine.batch import Batch, FinishedBlock
 from workers.engine.blocks import ROOT, BlockPool
+from workers.engine.host_blocks import HostBlocks
 from workers.engine.sequence import Sequence
+
+
+class Need(NamedTuple):
+    """What a sequence takes when it is admitted: blocks that are `cached`, `num_idle` of which nobody else
+    references, and new ones."""
+
+    cached: list[int]
+    num_new: int
+    num_idle: int
 
 
 class BlockTables:
     """Fills, shares, copies and gives back the block tables of sequences.
 
     A block that an unreported plan still reads (the source of a copy) is retired: it keeps its reference
-    until that plan is settled.
+    until that plan is settled. Full blocks may lie in the ranks' host memory: their ids are `host`'s.
     """
 
-    def __init__(self, pool: BlockPool, fingerprint: bytes) -> None:
+    def __init__(self, pool: BlockPool, fingerprint: bytes, num_offload_blocks: int = 0) -> None:
         self.pool = pool
+        self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
         self._fingerprint = fingerprint
         self._copy_src_to_step: dict[int, int] = {}
         self._retired: list[list[int]] = []
+        self._at_hand: list[int] = []
+        self.has_store = False
+        """Whether `take_finished` is asked for."""
+        self._finished: list[FinishedBlock] = []
 
     @property
     def num_retired_references(self) -> int:
@@ -29,21 +46,23 @@ class BlockTables:
         """Tokens of a waiting sequence that the prefix index holds now; at least one is left to compute."""
         return len(self._match(sequence)) * self._block_tokens
 
-    def fill(self, sequence: Sequence, num_spare: int) -> bool:
-        """Give a waiting sequence blocks for all its tokens, cached ones first.
+    def wanted_keys(self, sequence: Sequence) -> tuple[list[bytes], int]:
+        """The keys of all full blocks that a waiting sequence could reuse, and how many it finds here now."""
+        return self._reusable_keys(sequence), len(self._match(sequence))
 
-        False, taking nothing, when that would leave fewer than `num_spare` free blocks.
-        """
+    def need(self, sequence: Sequence) -> Need:
+        """What a waiting sequence would take for all its tokens."""
         cached = self._match(sequence)
-        num_new = -(-sequence.num_tokens // self._block_tokens) - len(cached)
+        num_blocks = -(-sequence.num_tokens // self._block_tokens)
         num_idle = sum(not self.pool.is_referenced(block_id) for block_id in cached)
-        if num_new + num_idle + num_spare > self.pool.num_free:
-            return False
-        self.pool.acquire(cached)
-        sequence.block_ids = cached + self.pool.allocate(num_new)
-        sequence.num_scheduled = sequence.num_settled = len(cached) * self._block_tokens
-        sequence.num_registered_blocks = len(cached)
-        return True
+        return Need(cached, num_blocks - len(cached), num_idle)
+
+    def fill(self, sequence: Sequence, need: Need, num_new: int) -> None:
+        """Give a waiting sequence the blocks that are cached for it, and `num_new` more that are free."""
+        self.pool.acquire(need.cached)
+        sequence.block_ids = need.cached + self.pool.allocate(num_new)
+        sequence.num_scheduled = sequence.num_settled = len(need.cached) * self._block_tokens
+        sequence.num_registered_blocks = len(need.cached)
 
     def num_blocks_needed(self, sequence: Sequence, end: int) -> int:
         """Blocks to allocate before tokens [num_scheduled, end) can be written."""
@@ -51,10 +70,10 @@ class BlockTables:
         return num_new + len(self._foreign(sequence, end))
 
     def make_writable(self, batch: Batch, sequence: Sequence, end: int) -> None:
-        """Private blocks for tokens [num_scheduled, end): the pool has `num_blocks_needed` free ones."""
+        """Private blocks for tokens [num_scheduled, end): `num_blocks_needed` are free or at hand."""
         for index in self._foreign(sequence, end):
             src_block = sequence.block_ids[index]
-            (dst_block,) = self.pool.allocate(1)
+            (dst_block,) = self._allocate(1)
             sequence.block_ids[index] = dst_block
             if sequence.num_scheduled > index * self._block_tokens:
                 batch.copy(src_block, dst_block)
@@ -64,12 +83,20 @@ class BlockTables:
             else:
                 self._give_back([src_block])
         num_blocks = -(-end // self._block_tokens)
-        sequence.block_ids += self.pool.allocate(max(0, num_blocks - len(sequence.block_ids)))
+        sequence.block_ids += self._allocate(max(0, num_blocks - len(sequence.block_ids)))
+        assert not self._at_hand, "more was moved out for this than it takes"
+
+    def _allocate(self, num_blocks: int) -> list[int]:
+        at_hand, self._at_hand = self._at_hand[:num_blocks], self._at_hand[num_blocks:]
+        return at_hand + self.pool.allocate(num_blocks - len(at_hand))
 
     def share(self, leader: Sequence, fork: Sequence, num_tokens: int) -> None:
         """The fork gets the leader's blocks of the first `num_tokens` tokens."""
         fork.block_ids = leader.block_ids[: -(-num_tokens // self._block_tokens)]
-        self.pool.acquire(fork.block_ids)
+        on_device, offloaded = self.host.split(fork.block_ids)
+        self.pool.acquire(on_device)
+        self.host.acquire(offloaded)
+        fork.num_offloaded = len(offloaded)
         fork.num_registered_blocks = min(leader.num_registered_blocks, num_tokens // self._block_tokens)
 
     def covering(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
@@ -84,14 +111,57 @@ class BlockTables:
             return
         keys = sequence.block_keys(num_full, self._block_tokens, self._fingerprint)
         for index in range(first, num_full):
+            block_id = sequence.block_ids[index]
+            if self.host.holds(block_id):
+                continue
             parent_key = keys[index - 1] if index else ROOT
-            self.pool.register(sequence.block_ids[index], parent_key, keys[index])
+            is_new = self.pool.register(block_id, parent_key, keys[index])
+            # Behind a block that was moved out none can be reached; the store gets it all the same.
+            is_new = is_new or (self.host.num_total > 0 and self.pool.remember(block_id, keys[index]))
+            if is_new and self.has_store:
+                tenant = sequence.request.submission.tenant
+                self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], tenant))
         sequence.num_registered_blocks = num_full
+
+    def move_out(self, batch: Batch, sequence: Sequence, index: int, *, to_hand: bool) -> None:
+        """Move a full, settled block that is the sequence's alone to host memory, in this step.
+
+        With `to_hand` the next `make_writable` takes it, also in this step: what ranks compute, which they do
+        after the copy, may overwrite it. Else it is free when the plan is settled.
+        """
+        block_id, host_id = sequence.block_ids[index], self.host.allocate()
+        sequence.block_ids[index] = host_id
+        sequence.num_offloaded += 1
+        batch.copy(block_id, host_id)
+        self.pool.forget(block_id)
+        if to_hand:
+            self._at_hand.append(block_id)
+        else:
+            self._copy_src_to_step[block_id] = batch.step
+            self._retired.append([block_id])
+
+    def move_back(self, batch: Batch, sequence: Sequence, index: int) -> None:
+        """Move a block that is the sequence's alone from host memory to a free block of the device. No block
+        may be moved out later in this step: the place in host memory is free at once. The block of the device
+        is not, whatever becomes of the sequence, until the plan is settled."""
+        host_id, (block_id,) = sequence.block_ids[index], self.pool.allocate(1)
+        sequence.block_ids[index] = block_id
+        sequence.num_offloaded -= 1
+        sequence.last_step = batch.step
+        batch.copy(host_id, block_id)
+        self.host.release([host_id])
+
+    def take_finished(self) -> list[FinishedBlock]:
+        """Blocks registered since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def give_back(self, sequence: Sequence) -> None:
         """Empty the sequence's table: no unreported plan names the sequence."""
-        block_ids, sequence.block_ids = sequence.block_ids, []
-        self._give_back(block_ids)
+        on_device, offloaded = self.host.split(sequence.block_ids)
+        sequence.block_ids, sequence.num_offloaded = [], 0
+        self.host.release(offloaded)
+        self._give_back(on_device)
 
     def settle(self, step: int) -> None:
         """Plans up to `step` are reported: release what only they still read."""
@@ -109,10 +179,13 @@ class BlockTables:
             self._retired.append(block_ids)
 
     def _match(self, sequence: Sequence) -> list[int]:
+        return self.pool.match(self._reusable_keys(sequence))
+
+    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         # A leader with forks computes the prompt only; every sequence computes at least its last token.
         num_tokens = sequence.request.num_prompt_tokens if sequence.forks else sequence.num_tokens
         num_blocks = (num_tokens - 1) // self._block_tokens
-        return self.pool.match(sequence.block_keys(num_blocks, self._block_tokens, self._fingerprint))
+        return sequence.block_keys(num_blocks, self._block_tokens, self._fingerprint)
 
     def _foreign(self, sequence: Sequence, end: int) -> list[int]:
         """Table indices of blocks under [num_scheduled, end) that others use or can find."""

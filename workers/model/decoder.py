@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.model.attention import AttentionBatch, clear_partial_blocks
+from workers.model.attention import clear_partial_blocks
+from workers.model.batch import AttentionBatch
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.layers import (
     DecoderLayer,

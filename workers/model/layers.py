@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.attention import AttentionBatch, paged_attention, write_kv
+from workers.model.attention import paged_attention, write_kv
+from workers.model.batch import AttentionBatch
 from workers.model.config import RopeConfig
 from workers.model.weights import LayerWeights, LinearWeights
 

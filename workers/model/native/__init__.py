@@ -23,6 +23,7 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 # Sums may be reordered (that is what makes them vectors); NaN and infinity keep their meaning.
 _FLOAT_FLAGS = ("-fassociative-math", "-fno-signed-zeros", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-exceptions", *_FLOAT_FLAGS)
+_NO_ID = (1 << 63) - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -59,16 +60,43 @@ class Kernels:
         return query
 
     def decode_attention(
-        self, query: Tensor, kv: Tensor, layer: int, tables: Tensor, firsts: Tensor, ends: Tensor
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layer: int,
+        tables: Tensor,
+        firsts: Tensor,
+        ends: Tensor,
+        in_host: Tensor | None = None,
+        first_host_id: int = 0,
     ) -> Tensor:
-        """query [B, H, D], int64 tables [B, n], firsts and ends [B]; returns [B, H * D]."""
+        """query [B, H, D], int64 tables [B, n], firsts and ends [B]; returns [B, H * D]. With `in_host`, one
+        layer of blocks as [m, 2, K, block_tokens, D], block ids from `first_host_id` on are its rows."""
         batch, num_heads, head_dim = query.shape
         _, _, _, num_kv, block_tokens, _ = kv.shape
         out = torch.empty((batch, num_heads * head_dim), dtype=query.dtype)
+        host, first_id = (kv, _NO_ID) if in_host is None else (in_host, first_host_id)
         self._call(
             "decode_attention", query, query, kv, _size(kv.stride(0)), _size(layer * kv.stride(1)), tables,
-            firsts, ends, out, _size(batch), _size(num_heads), _size(num_kv), _size(head_dim),
-            _size(block_tokens), _size(tables.shape[1]), ctypes.c_float(head_dim**-0.5),
+            firsts, ends, host, _size(host.stride(0)), _size(first_id), out, _size(batch), _size(num_heads),
+            _size(num_kv), _size(head_dim), _size(block_tokens), _size(tables.shape[1]),
+            ctypes.c_float(head_dim**-0.5),
+        )  # fmt: skip
+        return out
+
+    def gather_blocks(
+        self, kv: Tensor, layer: int, tables: Tensor, in_host: Tensor, first_host_id: int
+    ) -> Tensor:
+        """The blocks of int64 tables [B, n], some of them in host memory as above; returns
+        [2 * B * K * n, block_tokens * D]."""
+        batch, num_blocks = tables.shape
+        _, _, _, num_kv, block_tokens, head_dim = kv.shape
+        size = block_tokens * head_dim
+        out = torch.empty((2 * batch * num_kv * num_blocks, size), dtype=kv.dtype)
+        self._call(
+            "gather_blocks", kv, kv, _size(kv.stride(0)), _size(layer * kv.stride(1)), tables, in_host,
+            _size(in_host.stride(0)), _size(first_host_id), out, _size(batch), _size(num_kv),
+            _size(num_blocks), _size(size),
         )  # fmt: skip
         return out
 

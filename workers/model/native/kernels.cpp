@@ -90,11 +90,13 @@ void rotate_and_write(const T* qkv, const T* cos, const T* sin, const int64_t* b
 }
 
 // One new token each of B sequences. query, out: [B, H, D]; tables: [B, max_blocks] block ids, of which the
-// keys [first, end) count, relative to the table's first block. One task a (sequence, key-value head).
+// keys [first, end) count, relative to the table's first block. Blocks from `first_host` on lie at `host`,
+// `host_stride` apart, this layer only. One task a (sequence, key-value head).
 template <typename T>
 void decode_attention(const T* query, const T* kv, int64_t block_stride, int64_t layer_offset,
-                      const int64_t* tables, const int64_t* firsts, const int64_t* ends, T* out, int64_t B,
-                      int64_t H, int64_t K, int64_t D, int64_t block_tokens, int64_t max_blocks, float scale) {
+                      const int64_t* tables, const int64_t* firsts, const int64_t* ends, const T* host,
+                      int64_t host_stride, int64_t first_host, T* out, int64_t B, int64_t H, int64_t K, int64_t D,
+                      int64_t block_tokens, int64_t max_blocks, float scale) {
   int64_t G = H / K;
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t b = 0; b < B; b++) {
@@ -105,7 +107,9 @@ void decode_attention(const T* query, const T* kv, int64_t block_stride, int64_t
       for (int64_t i = 0; i < G * D; i++) q[i] = to_float(query[(b * H + k * G) * D + i]) * scale;
       auto head = [&](int64_t position, int64_t offset) {
         int64_t block = tables[b * max_blocks + position / block_tokens];
-        return kv + block * block_stride + layer_offset + offset + (k * block_tokens + position % block_tokens) * D;
+        const T* layer = block < first_host ? kv + block * block_stride + layer_offset
+                                            : host + (block - first_host) * host_stride;
+        return layer + offset + (k * block_tokens + position % block_tokens) * D;
       };
       for (int64_t j = 0; j < length; j++) {
         const T* key = head(first + j, 0);
@@ -135,6 +139,21 @@ void decode_attention(const T* query, const T* kv, int64_t block_stride, int64_t
   }
 }
 
+// tables: [B, n] block ids, in host memory from `first_host` on as above; out: [2, B, K, n, block_tokens * D].
+template <typename T>
+void gather_blocks(const T* kv, int64_t block_stride, int64_t layer_offset, const int64_t* tables, const T* host,
+                   int64_t host_stride, int64_t first_host, T* out, int64_t B, int64_t K, int64_t n, int64_t size) {
+#pragma omp parallel for collapse(2)
+  for (int64_t row = 0; row < 2 * B * K; row++) {
+    for (int64_t at = 0; at < n; at++) {
+      int64_t part = row / (B * K), b = row / K % B, k = row % K, block = tables[b * n + at];
+      const T* layer = block < first_host ? kv + block * block_stride + layer_offset
+                                          : host + (block - first_host) * host_stride;
+      __builtin_memcpy(out + (row * n + at) * size, layer + (part * K + k) * size, size * sizeof(T));
+    }
+  }
+}
+
 }  // namespace
 
 #define EXPORT(NAME, TYPE)                                                                                     \
@@ -151,10 +170,18 @@ void decode_attention(const T* query, const T* kv, int64_t block_stride, int64_t
   }                                                                                                            \
   extern "C" void decode_attention_##NAME(const TYPE* query, const TYPE* kv, int64_t block_stride,             \
                                           int64_t layer_offset, const int64_t* tables, const int64_t* firsts,  \
-                                          const int64_t* ends, TYPE* out, int64_t B, int64_t H, int64_t K,     \
+                                          const int64_t* ends, const TYPE* host, int64_t host_stride,          \
+                                          int64_t first_host, TYPE* out, int64_t B, int64_t H, int64_t K,      \
                                           int64_t D, int64_t block_tokens, int64_t max_blocks, float scale) {  \
-    decode_attention<TYPE>(query, kv, block_stride, layer_offset, tables, firsts, ends, out, B, H, K, D,       \
-                           block_tokens, max_blocks, scale);                                                   \
+    decode_attention<TYPE>(query, kv, block_stride, layer_offset, tables, firsts, ends, host, host_stride,     \
+                           first_host, out, B, H, K, D, block_tokens, max_blocks, scale);                      \
+  }                                                                                                            \
+  extern "C" void gather_blocks_##NAME(const TYPE* kv, int64_t block_stride, int64_t layer_offset,             \
+                                       const int64_t* tables, const TYPE* host, int64_t host_stride,           \
+                                       int64_t first_host, TYPE* out, int64_t B, int64_t K, int64_t n,         \
+                                       int64_t size) {                                                         \
+    gather_blocks<TYPE>(kv, block_stride, layer_offset, tables, host, host_stride, first_host, out, B, K, n,   \
+                        size);                                                                                 \
   }
 
 EXPORT(float32, float)
