@@ -61,6 +61,8 @@ class _Load:
     bad_offsets: set[int] = field(default_factory=set)
     is_complete: bool = False
     """Nothing more comes from the owner."""
+    is_told: bool = False
+    """The sequence waits no more; the blocks are held until their ranks are done with them."""
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -225,9 +227,10 @@ class Loading:
             if not load.tiers and waited_s > FIND_PATIENCE_S:
                 answers = False
                 self._end(number)
-            elif load.is_fetching and not load.is_complete and waited_s > FETCH_PATIENCE_S:
-                answers = False
+            elif load.is_fetching and waited_s > FETCH_PATIENCE_S:
+                answers &= load.is_complete
                 self._give_up(number)
+                self._tell(load, {})  # if it is still here, ranks hold it up
         return answers
 
     def lost(self) -> None:
@@ -265,4 +268,9 @@ class Loading:
             self.num_loaded += came
             self._costs.measured(came, self._clock.now() - load.began_at)
         self._pool.release(load.held_ids + load.block_ids)
-        self._end_wish(load.wish, dict(came))
+        self._tell(load, dict(came))
+
+    def _tell(self, load: _Load, num_blocks: dict[str, int]) -> None:
+        if not load.is_told:
+            load.is_told = True
+            self._end_wish(load.wish, num_blocks)

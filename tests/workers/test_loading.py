@@ -149,6 +149,20 @@ def test_what_came_before_an_owner_stalled_is_used() -> None:
     assert house.pool.num_references == 0
 
 
+def test_a_rank_that_does_not_copy_holds_up_blocks_but_no_request() -> None:
+    house = LoadingHouse()
+    fetch = house.ask(house.wish(), *("dram",) * 8)
+    house.bring(fetch.number, 0, 8, is_last=True)
+    house.clock.advance(FETCH_PATIENCE_S + 1)
+    assert house.loading.tick()  # the owner has done its part
+    assert house.wires.ended == [(house.wish(), {})]
+    assert house.pool.num_references == 8
+    house.copy_all()
+    assert house.wires.ended == [(house.wish(), {})]
+    assert len(house.pool.match(KEYS)) == 8
+    assert house.pool.num_references == 0
+
+
 def test_a_load_waits_for_room_and_takes_none_from_what_runs() -> None:
     house = LoadingHouse(num_blocks=8)
     running = house.pool.allocate(4)
