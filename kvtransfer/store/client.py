@@ -1,0 +1,227 @@
+"""The brain's side of its connection to the node's owner: connects and reconnects by itself, never waits.
+
+    `ready_to_connect` -> connect, BrainHello -> StoreWelcome -> requests; end -> `on_lost` -> again
+
+After `on_lost` every request of before is void: nothing of it is answered any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtransfer.clock import Clock
+from kvtransfer.errors import PeerGoneError, TransferError, WireError
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    TO_OWNER_CODEC,
+    BrainDown,
+    BrainHello,
+    FetchedBlocks,
+    FetchRelease,
+    FetchRequest,
+    FindAnswer,
+    FindRequest,
+    FromOwner,
+    PutCommit,
+    PutGrant,
+    PutRequest,
+    StoreRefusal,
+    StoreWelcome,
+    TierEvents,
+)
+from kvtransfer.store.streams import FrameStream, open_unix
+
+_FIRST_DELAY_S = 0.05
+_MAX_DELAY_S = 0.5
+_PROBE_S = 1.0
+_SILENT_S = 5.0
+"""An owner that leaves a probe without answer for so long hangs: what was asked of it is a miss."""
+_PROBE = -1
+"""The number of our own look-ups, of no key."""
+_MAX_UNSENT_BYTES = 32 << 20
+
+_log = logging.getLogger("tandem.store")
+
+
+class StoreEvents(Protocol):
+    """What the brain hears, always on its loop."""
+
+    async def ready_to_connect(self) -> None:
+        """Return when every rank has finished or dropped the copies ordered before: the owner takes the hello
+        that follows as word that nothing of the session's earlier grants is written any more."""
+
+    def on_welcome(self, welcome: StoreWelcome) -> None:
+        """The owner may be asked; told again when its rates changed."""
+
+    def on_lost(self, reason: str) -> None:
+        """The connection ended; once for each first welcome."""
+
+    def on_grant(self, grant: PutGrant) -> None: ...
+
+    def on_find(self, answer: FindAnswer) -> None: ...
+
+    def on_fetched(self, fetched: FetchedBlocks) -> None: ...
+
+    def on_tiers(self, events: TierEvents) -> None: ...
+
+
+class StoreClient:
+    """One brain's connection to the owner at the abstract unix socket `name`."""
+
+    def __init__(
+        self,
+        name: str,
+        secret: bytes,
+        hello: BrainHello,
+        events: StoreEvents,
+        clock: Clock,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`on_error` hears what a receiver of events raised, or an error of ours: the client has ended."""
+        self._name = name
+        self._secret = secret
+        self._hello = hello
+        self._events = events
+        self._clock = clock
+        self._on_error = on_error
+        self._stream: FrameStream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._probed_at: float | None = None
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._task = asyncio.create_task(self._keep_connected(), name="store-client")
+        self._task.add_done_callback(self._task_ended)
+
+    async def close(self) -> None:
+        """End the connection, without `on_lost`; what was queued is still sent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the owner has welcomed us and the connection lives."""
+        return self._stream is not None
+
+    # Each of these queues one frame; False when the owner is away: then nothing is answered.
+
+    def put(self, request: PutRequest) -> bool:
+        return self._send(request)
+
+    def commit(self, commit: PutCommit) -> bool:
+        return self._send(commit)
+
+    def find(self, request: FindRequest) -> bool:
+        return self._send(request)
+
+    def fetch(self, request: FetchRequest) -> bool:
+        return self._send(request)
+
+    def release(self, release: FetchRelease) -> bool:
+        return self._send(release)
+
+    # ------------------------------------------------------------------------------------- the connection
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self._on_error is not None:
+            self._on_error(error)
+
+    def _send(self, message: BrainDown) -> bool:
+        stream = self._stream
+        if stream is None:
+            return False
+        stream.send(TO_OWNER_CODEC.encode(message))
+        if stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            stream.abort()  # it does not read; its end is heard by the task
+        return True
+
+    async def _keep_connected(self) -> None:
+        delay_s = _FIRST_DELAY_S
+        while True:
+            await self._events.ready_to_connect()
+            try:
+                stream = await open_unix(self._name, self._secret, self._hello.replica.replica_id)
+            except TransferError as error:
+                _log.debug("store: %s", error)
+            else:
+                if await self._use(stream):
+                    delay_s = _FIRST_DELAY_S
+            await self._clock.sleep(delay_s)
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+    async def _use(self, stream: FrameStream) -> bool:
+        """Serve one connection until it ends; whether the owner had welcomed us."""
+        probing = asyncio.create_task(self._probe(stream), name="store-probe")
+        was_welcome = False
+        reason = ""
+        try:
+            stream.send(TO_OWNER_CODEC.encode(self._hello))
+            while True:
+                message = FROM_OWNER_CODEC.decode(await stream.receive())
+                if not was_welcome:
+                    _check_welcome(message)
+                    self._stream, was_welcome = stream, True
+                self._deliver(message)
+        except TransferError as error:
+            reason = str(error)
+        finally:
+            probing.cancel()
+            self._stream = None
+            self._probed_at = None
+            stream.abort()
+        if was_welcome:
+            _log.warning("the store is away: %s", reason)
+            self._events.on_lost(reason)
+        else:
+            _log.warning("the store did not take us: %s", reason)
+        return was_welcome
+
+    async def _probe(self, stream: FrameStream) -> None:
+        """A stopped owner keeps its connections: only an unanswered question tells that it is away."""
+        question = TO_OWNER_CODEC.encode(FindRequest(_PROBE, b"", ()))
+        while True:
+            await self._clock.sleep(_PROBE_S)
+            if self._stream is not stream:
+                continue
+            now = self._clock.now()
+            if self._probed_at is None:
+                self._probed_at = now
+                stream.send(question)
+            elif now - self._probed_at > _SILENT_S:
+                stream.abort()
+
+    def _deliver(self, message: FromOwner) -> None:
+        match message:
+            case StoreWelcome():
+                self._events.on_welcome(message)
+            case PutGrant():
+                self._events.on_grant(message)
+            case FindAnswer(number=number):
+                if number == _PROBE:
+                    self._probed_at = None
+                else:
+                    self._events.on_find(message)
+            case FetchedBlocks():
+                self._events.on_fetched(message)
+            case TierEvents():
+                self._events.on_tiers(message)
+            case _:
+                raise WireError(f"the owner sent {type(message).__name__}")
+
+
+def _check_welcome(message: FromOwner) -> None:
+    if isinstance(message, StoreRefusal):
+        raise PeerGoneError(f"refused: {message.reason}")
+    if not isinstance(message, StoreWelcome):
+        raise WireError(f"expected StoreWelcome, got {type(message).__name__}")
