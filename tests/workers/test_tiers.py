@@ -97,6 +97,16 @@ def test_a_full_queue_drops_and_an_evicted_block_is_passed_over() -> None:
     assert house.writing.num_unstored == {"queue": 2, "evicted": 8}
 
 
+def test_a_block_behind_one_that_was_moved_out_is_stored_all_the_same() -> None:
+    house = WritingHouse()
+    (block_id,) = house.pool.allocate(1)
+    assert not house.pool.register(block_id, KEYS[0], KEYS[1])
+    assert house.pool.remember(block_id, KEYS[1])
+    house.writing.finished([FinishedBlock(KEYS[1], KEYS[0], KEYS[0], "t")])
+    assert [record.key for record in house.request().records] == [KEYS[1]] * 2
+    assert house.pool.is_shared(block_id), "it could be moved out while ranks copy it"
+
+
 def test_a_request_holds_blocks_of_one_chain_and_tenant() -> None:
     house = WritingHouse()
     house.finish(KEYS[0])

@@ -244,16 +244,29 @@ class Scheduler:
         has_new, self._life.has_new_wishes = self._life.has_new_wishes, False
         return has_new
 
+    def hold_others(self, wish: LoadWish, is_held: bool) -> None:
+        """What is loaded for this sequence has waited long for room: until it has it, or `end_load`, nobody
+        behind the sequence is admitted, as nobody would be if it waited for blocks to compute into."""
+        for sequence in self._loading(wish):
+            sequence.holds_others = is_held
+
     def end_load(self, wish: LoadWish, num_loaded_tokens: dict[str, int]) -> None:
         """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
+        for sequence in self._loading(wish):
+            sequence.load, sequence.holds_others = Load.DONE, False
+            sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
+            for tier, count in num_loaded_tokens.items():
+                loaded = sequence.request.num_loaded_tokens
+                loaded[tier] = loaded.get(tier, 0) + count
+
+    def _loading(self, wish: LoadWish) -> list[Sequence]:
+        """The sequence that waits for it, if it is still here."""
         request = self._life.requests.get((wish.request_id, wish.attempt))
-        for sequence in request.sequences if request else ():
-            if sequence.index == wish.sample and sequence.load is Load.ASKED:
-                sequence.load = Load.DONE
-                sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
-                for tier, count in num_loaded_tokens.items():
-                    loaded = sequence.request.num_loaded_tokens
-                    loaded[tier] = loaded.get(tier, 0) + count
+        return [
+            sequence
+            for sequence in (request.sequences if request else ())
+            if sequence.index == wish.sample and sequence.load is Load.ASKED
+        ]
 
     def take_finished(self) -> list[FinishedBlock]:
         """Blocks that became findable since the last call (with a store), in the order of their chains. They

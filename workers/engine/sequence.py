@@ -118,6 +118,7 @@ class Sequence:
         "block_ids",
         "finish",
         "forks",
+        "holds_others",
         "index",
         "keys",
         "last_step",
@@ -147,6 +148,8 @@ class Sequence:
         self.phase = Phase.WAITING
         self.preempted = False
         self.load = Load.DONE
+        self.holds_others = False
+        """Nobody behind it in line is admitted: what it loads lacks room."""
         self.finish = ""
         self.slot = -1
         self.last_step = 0

@@ -1,0 +1,181 @@
+"""What a step costs when most of its context lies in host memory: `python -m benchmarks.offload`.
+
+One executor of Qwen3-0.6B's shape with random weights computes the same step, a token of each sequence or a
+chunk of a prompt, with all blocks on the device (*compute*) and with three quarters of them in host memory,
+read in both ways. The limit is the longer of *compute* and the offloaded bytes at the bandwidth with which
+they are copied when nothing else runs. All take turns in each round, and the best of each counts: other load
+on the machine spoils the others. On a CPU the thread that streams needs a core beside those that compute:
+hence the figures with fewer threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtransfer.clock import Clock, SystemClock
+from workers.engine.executor import Executor, read_dtype
+from workers.messages import BatchEntry, StepPlan
+from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.host_kv import MODES, HostKv
+from workers.model.random_checkpoint import write_random_checkpoint
+
+TARGET = 1.3
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+
+class Bench:
+    """An executor whose pools are full of numbers, and steps over sequences of `context_tokens`."""
+
+    def __init__(self, executor: Executor, host: HostKv, clock: Clock, block_tokens: int) -> None:
+        self._executor = executor
+        self._host = host
+        self._clock = clock
+        self._block_tokens = block_tokens
+        executor.kv.normal_()
+        host.kv.normal_()
+
+    def tables(self, batch: int, context_tokens: int, num_in_host: int) -> list[tuple[int, ...]]:
+        """The first `num_in_host` blocks of each sequence are in host memory."""
+        num_blocks = context_tokens // self._block_tokens
+        num_host = num_in_host * batch
+        in_host = range(self._host.first_id, self._host.first_id + num_host)
+        return [
+            (
+                *in_host[number * num_in_host : (number + 1) * num_in_host],
+                *range(number * num_blocks + num_in_host, (number + 1) * num_blocks),
+            )
+            for number in range(batch)
+        ]
+
+    def step_s(self, tables: list[tuple[int, ...]], num_tokens: int) -> float:
+        """One step of the last `num_tokens` tokens of each sequence, without sampling."""
+        context_tokens = len(tables[0]) * self._block_tokens
+        tokens = b"\0\0\0\0" * num_tokens
+        entries = tuple(
+            BatchEntry(slot, context_tokens - num_tokens, num_tokens, tokens, table, ())
+            for slot, table in enumerate(tables)
+        )
+        started_at = self._clock.now()
+        self._executor.run(StepPlan(1, (), (), (), entries))
+        return self._clock.now() - started_at
+
+    @torch.inference_mode()
+    def copy_s(self, tables: list[tuple[int, ...]]) -> float:
+        """Copying all that the step sees of host memory, layer by layer, and nothing else."""
+        self._host.use("stream")
+        spans = [SequenceSpan(len(table) * self._block_tokens - 1, 1, table) for table in tables]
+        reader = self._host.reader
+        batch = AttentionBatch.build(spans, self._block_tokens, self._executor.kv.device, reader)
+        started_at = self._clock.now()
+        reader.begin(batch)
+        for layer in range(self._host.kv.shape[1]):
+            reader.layer(layer)
+            reader.done(layer)
+        return self._clock.now() - started_at
+
+    def measure(
+        self, what: str, batch: int, context_tokens: int, num_tokens: int, rounds: int
+    ) -> list[dict[str, Any]]:
+        num_in_host = context_tokens // self._block_tokens * 3 // 4
+        on_device = self.tables(batch, context_tokens, 0)
+        in_host = self.tables(batch, context_tokens, num_in_host)
+
+        def step_in(mode: Any) -> Callable[[], float]:
+            def step_s() -> float:
+                self._host.use(mode)
+                self.step_s(in_host, num_tokens)
+                return self.step_s(in_host, num_tokens)
+
+            return step_s
+
+        figures: dict[str, Callable[[], float]] = {
+            "compute": lambda: self.step_s(on_device, num_tokens),
+            "copy": lambda: self.copy_s(in_host),
+            **{mode: step_in(mode) for mode in MODES},
+        }
+        best = dict.fromkeys(figures, float("inf"))
+        for number in range(rounds + 1):  # the first touches the memory
+            for name, figure in figures.items():
+                time_s = figure()
+                best[name] = min(best[name], time_s) if number else best[name]
+        host_bytes = batch * num_in_host * self._host.kv[0].nbytes
+        limit_s = max(best["compute"], best["copy"])
+        return [
+            {
+                "what": what,
+                "mode": mode,
+                "batch": batch,
+                "context": context_tokens,
+                "offloaded_mb": round(host_bytes / 1e6),
+                "copy_gb_s": round(host_bytes / best["copy"] / 1e9, 2),
+                "step_ms": round(best[mode] * 1e3, 1),
+                "compute_ms": round(best["compute"] * 1e3, 1),
+                "limit_ms": round(limit_s * 1e3, 1),
+                "ratio": round(best[mode] / limit_s, 3),
+                "target": TARGET,
+            }
+            for mode in MODES
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
+    parser.add_argument("--threads", type=_numbers, default="2,1", help="CPU threads that compute")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of all sequences together")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of the prompt's chunk")
+    parser.add_argument("--block-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        dtype = read_dtype(args.dtype)
+        write_random_checkpoint(
+            Path(folder), "qwen3", seed=0, dtype=str(dtype).removeprefix("torch."), **SHAPE
+        )
+        clock = SystemClock()
+        executor = Executor(
+            model_dir=Path(folder),
+            dtype=dtype,
+            device=torch.device(args.device),
+            block_tokens=args.block_tokens,
+            num_kv_tokens=args.context,
+            num_threads=args.threads[0],
+            clock=clock,
+            num_offload_tokens=args.context * 3 // 4,
+            offload_mode="in_place",
+        )
+    with contextlib.closing(executor):
+        assert executor.host is not None
+        bench = Bench(executor, executor.host, clock, args.block_tokens)
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            for what, batch, num_tokens in (("decode", 1, 1), ("decode", 4, 1), ("chunk", 1, args.chunk)):
+                for line in bench.measure(what, batch, args.context // batch, num_tokens, args.rounds):
+                    print(json.dumps({"threads": threads, **line}), flush=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

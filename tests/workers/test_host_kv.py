@@ -1,0 +1,177 @@
+"""Blocks in host memory: attention reads them, in both ways, as it reads those of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from step_plans import BLOCK
+from torch import Tensor
+
+from kvtransfer.clock import ManualClock
+from workers.engine.executor import Executor
+from workers.messages import BlockCopy
+from workers.model.attention import paged_attention
+from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.host_kv import MODES, HostKv, OffloadMode
+from workers.model.random_checkpoint import write_random_checkpoint
+
+CPU = torch.device("cpu")
+LAYERS, KV_HEADS, HEADS, HEAD_DIM = 5, 2, 4, 8
+WINDOWS = (0, 20, 20, 0, 0)
+NUM_DEVICE, NUM_HOST = 30, 12
+SPANS: tuple[SequenceSpan, ...] = (
+    SequenceSpan(95, 1, tuple(range(6))),
+    SequenceSpan(70, 20, tuple(range(6, 12))),
+    SequenceSpan(30, 1, (12, 13)),
+    SequenceSpan(40, 1, (0, 1, 14)),
+)
+"""Decoding sequences and a chunk; the last shares two blocks with the first."""
+MOVED = {0: 37, 1: 31, 2: 33, 6: 30, 7: 41, 12: 36}
+
+
+@pytest.fixture
+def device_kv() -> Tensor:
+    return _numbers(torch.float32)
+
+
+def _numbers(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    shape = (NUM_DEVICE, LAYERS, 2, KV_HEADS, BLOCK, HEAD_DIM)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _move(kv: Tensor, mode: OffloadMode) -> HostKv:
+    host = HostKv(kv, NUM_HOST, WINDOWS)
+    assert host.copy([BlockCopy(block, host_id) for block, host_id in MOVED.items()]) == []
+    for block in MOVED:
+        kv[block] = float("nan")
+    host.use(mode)
+    return host
+
+
+def _attend(kv: Tensor, query: Tensor, host: HostKv | None) -> list[Tensor]:
+    spans = SPANS
+    if host is not None:
+        spans = tuple(
+            span._replace(block_ids=tuple(MOVED.get(block, block) for block in span.block_ids))
+            for span in SPANS
+        )
+    reader = host.reader_for([span.block_ids for span in spans]) if host is not None else None
+    batch = AttentionBatch.build(spans, BLOCK, CPU, reader)
+    if reader is not None:
+        reader.begin(batch)
+    return [paged_attention(query, kv, layer, window, batch) for layer, window in enumerate(WINDOWS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", MODES)
+def test_it_equals_attention_on_the_device(backend: str, mode: OffloadMode, dtype: torch.dtype) -> None:
+    """Several steps of one reader, over layers with and without a window."""
+    kv = _numbers(dtype)
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn((3, 23, HEADS, HEAD_DIM), generator=generator).to(dtype)
+    expected = [_attend(kv, query, None) for query in queries]
+    host = _move(kv, mode)
+    for query, wanted in zip(queries, expected, strict=True):
+        found = _attend(kv, query, host)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    host.close()
+
+
+def test_a_window_brings_only_what_it_sees(device_kv: Tensor) -> None:
+    host = _move(device_kv, "stream")
+    spans = [SequenceSpan(95, 1, (37, 31, 33, 3, 4, 5))]
+    batch = AttentionBatch.build(spans, BLOCK, CPU, host.reader)
+    host.reader.begin(batch)
+    seen = {window: plan.host_ids for (window, _, _), plan in batch._plans.items()}
+    assert seen == {0: (31, 33, 37), 20: ()}
+    host.close()
+
+
+def test_copies_go_both_ways_and_those_on_the_device_are_left(device_kv: Tensor) -> None:
+    before = device_kv.clone()
+    host = HostKv(device_kv, NUM_HOST, WINDOWS)
+    inside = BlockCopy(4, 5)
+    assert host.copy([BlockCopy(3, 30), inside, BlockCopy(4, 41)]) == [inside]
+    assert torch.equal(host.kv[[0, 11]], before[3:5])
+    assert host.copy([BlockCopy(41, 7)]) == []
+    assert torch.equal(device_kv[7], before[4])
+    device_kv[7] = before[7]
+    assert torch.equal(device_kv, before)
+    host.close()
+
+
+def test_a_step_on_the_device_has_no_reader(device_kv: Tensor) -> None:
+    host = HostKv(device_kv, NUM_HOST, WINDOWS)
+    assert host.reader_for([(0, 29), ()]) is None
+    assert host.reader_for([(0, 29), (3, 30)]) is host.reader
+    host.close()
+
+
+# ---------------------------------------------------------------------------------------- the executor
+
+
+class _Clock(ManualClock):
+    """Time passes while steps read in the slow way."""
+
+    def __init__(self, slow: OffloadMode) -> None:
+        super().__init__(5.0)
+        self.slow = slow
+        self.executor: Executor | None = None
+
+    def now(self) -> float:
+        host = self.executor.host if self.executor is not None else None
+        if host is not None and host.mode == self.slow:
+            self.advance(1.0)
+        return super().now()
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Iterator[Path]:
+    num_threads = torch.get_num_threads()
+    write_random_checkpoint(tmp_path, "llama", seed=3)
+    yield tmp_path
+    torch.set_num_threads(num_threads)
+
+
+def _executor(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_tokens: int) -> Executor:
+    return Executor(
+        model_dir=model_dir,
+        dtype=torch.float32,
+        device=CPU,
+        block_tokens=BLOCK,
+        num_kv_tokens=num_blocks * BLOCK,
+        num_threads=1,
+        clock=clock,
+        num_offload_tokens=num_offload_tokens,
+    )
+
+
+@pytest.mark.parametrize(("slow", "taken"), [("stream", "in_place"), ("in_place", "stream")])
+def test_the_warm_up_takes_the_faster_way(model_dir: Path, slow: OffloadMode, taken: str) -> None:
+    clock = _Clock(slow)
+    clock.executor = executor = _executor(model_dir, clock, 8, 10 * BLOCK)
+    executor.warm_up()
+    assert executor.host is not None
+    assert executor.host.mode == taken
+    executor.close()
+
+
+def test_a_device_of_one_block_is_warmed_up_beside_host_memory(model_dir: Path) -> None:
+    executor = _executor(model_dir, ManualClock(5.0), 1, 3 * BLOCK + 1)
+    executor.warm_up()
+    fields = executor.ready_fields
+    assert (fields.num_blocks, fields.num_offload_blocks) == (1, 3)
+    assert fields.max_context_tokens == 4 * BLOCK
+    executor.close()
+
+
+def test_without_offload_tokens_there_is_no_host_memory(model_dir: Path) -> None:
+    executor = _executor(model_dir, ManualClock(5.0), 2, 0)
+    assert executor.host is None
+    assert executor.ready_fields.num_offload_blocks == 0
+    assert executor.ready_fields.max_context_tokens == 2 * BLOCK
+    executor.close()

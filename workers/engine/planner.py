@@ -1,0 +1,167 @@
+"""Planner: fills a step. Decodes first, then prompt chunks, then what waits; makes room where it lacks."""
+
+from __future__ import annotations
+
+from workers.config import EngineConfig
+from workers.engine.batch import Batch
+from workers.engine.lifecycle import Lifecycle
+from workers.engine.microbatches import MicroBatches
+from workers.engine.offload import Offloader
+from workers.engine.sequence import Landing, Load, Phase, Sequence
+
+
+class Planner:
+    """Where blocks lack, those of running sequences move to host memory, if the ranks have any; only then the
+    last in rank is preempted."""
+
+    def __init__(self, config: EngineConfig, life: Lifecycle, micro: MicroBatches) -> None:
+        self._life = life
+        self._pool = life.tables.pool
+        self._micro = micro
+        has_host = life.tables.host.num_total > 0
+        self._offloader = Offloader(config, life.tables) if has_host else None
+
+    def fill(self, batch: Batch, now: float) -> None:
+        """Put into the batch what can be computed now."""
+        ready = [sequence for sequence in self._life.running if sequence.is_plannable]
+        decoding = self._life.with_slots([sequence for sequence in ready if sequence.num_remaining == 1])
+        chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
+        num_turns = self._micro.num_turns(len(decoding), batch.step)
+        for sequence in self._micro.in_turn(decoding, batch.step, batch.budget_tokens):
+            if len(batch.planned) < num_turns:
+                self._plan_sequence(batch, sequence)
+        for sequence in chunks:
+            self._plan_sequence(batch, sequence)
+        self._admit(batch, now)
+        if self._offloader is not None and batch.planned:
+            self._offloader.relieve(batch, self._life.running)
+            if not (batch.has_copies or self._life.waiting):
+                self._offloader.bring_back(batch, self._life.running)
+
+    def check(self) -> None:
+        """Assert what the offloader promises."""
+        if self._offloader is not None:
+            self._offloader.check(self._life.running)
+
+    def _plan_sequence(self, batch: Batch, sequence: Sequence) -> None:
+        """Add the sequence's next chunk to the batch if budget, slots and blocks allow."""
+        longest = self._micro.chunk_tokens(sequence.num_scheduled)
+        num_tokens = min(sequence.num_remaining, longest, batch.budget_tokens)
+        if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
+            return
+        if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
+            return
+        end = sequence.num_scheduled + num_tokens
+        if self._life.tables.num_blocks_needed(sequence, end):
+            end = self._make_room(batch, sequence, end)
+            num_tokens = end - sequence.num_scheduled
+            if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
+                return
+            self._life.tables.make_writable(batch, sequence, end)
+        samplers = sequence.samplers
+        if sequence.slot < 0:
+            for starting in samplers or (sequence,):
+                self._life.take_slot(starting)
+                batch.start(starting)
+        is_last = num_tokens == sequence.num_remaining
+        batch.add(sequence, num_tokens, samplers if is_last else ())
+        if is_last and sequence.forks:
+            self._life.fork(sequence)
+
+    def _make_room(self, batch: Batch, sequence: Sequence, end: int) -> int:
+        """Make room for the sequence's tokens up to `end`, or to where is returned: less far where the device
+        is small, 0 when blocks come back anyway or when the sequence itself was preempted.
+
+        Blocks move to host memory where that is enough; else others are preempted, the last in rank first.
+        """
+        while (num_lacking := self._num_lacking(sequence, end)) > 0:
+            if self._move(batch, sequence, end, num_lacking):
+                return end
+            if self._life.blocks_come_back or self._room_comes(sequence, end):
+                return 0
+            shorter = self._shorter(batch, sequence, end)
+            if shorter:
+                return shorter
+            if self._room_comes(sequence, min(end, self._block_end(sequence.num_scheduled))):
+                return 0
+            planned = {entry.sequence for entry in batch.planned}
+            for victim in reversed(self._life.running):
+                if victim is sequence or not (victim.request.outbound or victim in planned):
+                    break
+            self._life.preempt(victim)
+            if victim is sequence:
+                return 0
+        return end
+
+    def _num_lacking(self, sequence: Sequence, end: int) -> int:
+        return self._life.tables.num_blocks_needed(sequence, end) - self._pool.num_free
+
+    def _num_blocks(self, end: int) -> int:
+        return -(-end // self._pool.block_tokens)
+
+    def _move(self, batch: Batch, sequence: Sequence, end: int, num_lacking: int) -> bool:
+        """Whether blocks were moved to host memory for the sequence."""
+        if self._offloader is None:
+            return False
+        running, num_grown = self._life.running, self._num_blocks(end)
+        return self._offloader.make_room(batch, running, num_lacking, sequence, num_grown)
+
+    def _room_comes(self, sequence: Sequence, end: int) -> bool:
+        """Whether blocks can be moved to host memory when the plans that are out are reported."""
+        if self._offloader is None:
+            return False
+        running, num_lacking = self._life.running, self._num_lacking(sequence, end)
+        return self._offloader.room_comes(running, num_lacking, sequence, self._num_blocks(end))
+
+    def _block_end(self, num_tokens: int) -> int:
+        """Where the block of the token after so many ends."""
+        return (num_tokens // self._pool.block_tokens + 1) * self._pool.block_tokens
+
+    def _shorter(self, batch: Batch, sequence: Sequence, end: int) -> int:
+        """The most of the chunk for which moving blocks to host memory makes room; 0: nothing of it."""
+        if self._offloader is None:
+            return 0
+        block_tokens = self._pool.block_tokens
+        for shorter in range((end - 1) // block_tokens * block_tokens, sequence.num_scheduled, -block_tokens):
+            num_lacking = self._num_lacking(sequence, shorter)
+            if num_lacking <= 0 or self._move(batch, sequence, shorter, num_lacking):
+                return shorter
+        return 0
+
+    def _admit(self, batch: Batch, now: float) -> None:
+        """Move waiting sequences into the batch, in order, while there are budget, slots and blocks."""
+        for sequence in list(self._life.waiting):
+            request = sequence.request
+            if sequence.holds_others:
+                return
+            if request.landing is not Landing.READY or sequence.load is not Load.DONE:
+                continue
+            if batch.budget_tokens <= 0 or self._life.num_free_slots < sequence.num_slots_needed:
+                return
+            if not self._take_blocks(sequence):
+                return
+            if request.scheduled_at is None:
+                request.scheduled_at = now
+                request.num_cached_tokens = min(sequence.num_scheduled, request.num_prompt_tokens)
+            self._life.run(sequence)
+            self._plan_sequence(batch, sequence)
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its blocks, all of them at once; where some may lie in host memory it takes
+        them chunk by chunk. False when there is no room for it."""
+        tables = self._life.tables
+        need = tables.need(sequence)
+        # One spare block for each sequence that decodes, or admission would soon cause preemption.
+        num_spare = sum(not running.request.outbound for running in self._life.running)
+        num_new = need.num_new
+        if self._offloader is not None:
+            if not self._offloader.admits(self._life.running, sequence, need, num_spare):
+                return False
+            if not sequence.request.outbound:
+                num_new = num_spare = 0
+        if num_new + need.num_idle + num_spare > self._pool.num_free:
+            return False
+        if self._life.has_lost_blocks(sequence, len(need.cached)):
+            return False
+        tables.fill(sequence, need, num_new)
+        return True

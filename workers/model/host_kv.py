@@ -1,0 +1,280 @@
+"""A rank's offload pool: KV blocks in host memory that attention reads beside those of the device.
+
+Two ways, the same numbers. *Streamed*: a layer's blocks are copied into one of two staging buffers on the
+device while the layer before computes. *In place*: they are read where they lie, on a CPU by the kernels as
+part of the block table, on CUDA over the bus (pinned memory has an address there). The CUDA code has not been
+run.
+Letters: K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvtransfer.layout import Run
+from kvtransfer.runs import Place, RunTable, copy_runs
+from workers.messages import BlockCopy
+from workers.model.attention import kv_shape
+from workers.model.batch import AttentionBatch
+
+OffloadMode = Literal["stream", "in_place"]
+MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
+
+
+class HostKv:
+    """`kv` [num_blocks, layers, 2, K, block_tokens, D] in host memory, with the block ids from `first_id` on:
+    below are those of the device. `windows` are the layers' attention windows."""
+
+    def __init__(self, device_kv: Tensor, num_blocks: int, windows: Sequence[int]) -> None:
+        self.first_id = device_kv.shape[0]
+        self._device_kv = device_kv
+        self._windows = tuple(windows)
+        self._block_bytes = device_kv[0].nbytes
+        if device_kv.is_cuda:
+            shape = (num_blocks, *device_kv.shape[1:])
+            self.kv = torch.zeros(shape, dtype=device_kv.dtype, pin_memory=True)
+        else:
+            self._memory = _host_memory(num_blocks * self._block_bytes)
+            self.kv = _as_blocks(self._memory, device_kv, device_kv.shape[1:])
+        self.mode: OffloadMode = "in_place"
+        self.reader: Reader = _InPlace(self.first_id, self.kv, device_kv)
+
+    def use(self, mode: OffloadMode) -> None:
+        """How steps read from now on."""
+        self.reader.close()
+        self.mode = mode
+        if mode == "in_place":
+            self.reader = _InPlace(self.first_id, self.kv, self._device_kv)
+        elif self._device_kv.is_cuda:
+            self.reader = _StreamedToCuda(self.first_id, self.kv, self._device_kv, self._windows)
+        else:
+            place = Place(memoryview(self._memory))
+            self.reader = _StreamedOnCpu(self.first_id, place, self._device_kv, self._windows)
+
+    def reader_for(self, tables: Sequence[Sequence[int]]) -> Reader | None:
+        """Who reads for a step of these block tables; None when they are all on the device."""
+        return self.reader if any(max(table, default=0) >= self.first_id for table in tables) else None
+
+    def copy(self, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
+        """Make the copies into and out of host memory; returns the others, to be made after them."""
+        others = []
+        for copy in copies:
+            if max(copy.src_block, copy.dst_block) < self.first_id:
+                others.append(copy)
+            else:
+                self._block(copy.dst_block).copy_(self._block(copy.src_block), non_blocking=True)
+        return others
+
+    def _block(self, block_id: int) -> Tensor:
+        in_host = block_id >= self.first_id
+        return self.kv[block_id - self.first_id] if in_host else self._device_kv[block_id]
+
+    def close(self) -> None:
+        """Give up the memory; nothing may be read after this."""
+        self.reader.close()
+        self.kv = self._device_kv = torch.empty(0)
+
+
+class Reader(ABC):
+    """See `workers.model.batch.HostReader`; `begin` comes before a step's first layer."""
+
+    is_staged = True
+
+    def __init__(self, first_id: int) -> None:
+        self.first_id = first_id
+
+    @abstractmethod
+    def begin(self, batch: AttentionBatch) -> None:
+        """A step follows; what its plan copies is copied, or on the way on the device's stream."""
+
+    @abstractmethod
+    def layer(self, layer: int) -> Tensor:
+        """[m, 2, K, block_tokens, D]."""
+
+    @abstractmethod
+    def done(self, layer: int) -> None:
+        """The layer's blocks are not needed any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what the reader holds."""
+
+
+class _InPlace(Reader):
+    is_staged = False
+
+    def __init__(self, first_id: int, kv: Tensor, device_kv: Tensor) -> None:
+        super().__init__(first_id)
+        self._kv = _on_the_bus(kv, device_kv.device) if device_kv.is_cuda else kv
+
+    def begin(self, batch: AttentionBatch) -> None:
+        pass
+
+    def layer(self, layer: int) -> Tensor:
+        return self._kv[:, layer]
+
+    def done(self, layer: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Streamed(Reader):
+    """Stages the layers that see blocks in host memory, in their order, into two buffers by turns: a layer's
+    copy begins when the attention of the one before the last has read its buffer."""
+
+    def __init__(self, first_id: int, device_kv: Tensor, windows: Sequence[int]) -> None:
+        super().__init__(first_id)
+        self._windows = windows
+        self._shape = kv_shape(device_kv)
+        self._dtype = device_kv.dtype
+        self._work: list[tuple[int, tuple[int, ...]]] = []
+        self._layer_to_turn: dict[int, int] = {}
+
+    def begin(self, batch: AttentionBatch) -> None:
+        plans = [batch.plan(window, self._shape, self._dtype) for window in self._windows]
+        self._work = [(layer, plan.host_ids) for layer, plan in enumerate(plans) if plan.host_ids]
+        self._layer_to_turn = {layer: turn for turn, (layer, _) in enumerate(self._work)}
+        self._begin()
+        for turn in range(min(2, len(self._work))):
+            self._stage(turn, *self._work[turn])
+
+    def layer(self, layer: int) -> Tensor:
+        return self._staged(self._layer_to_turn[layer])
+
+    def done(self, layer: int) -> None:
+        turn = self._layer_to_turn[layer]
+        self._release(turn)
+        if turn + 2 < len(self._work):
+            self._stage(turn + 2, *self._work[turn + 2])
+
+    def _places(self, host_ids: tuple[int, ...]) -> list[int]:
+        return [host_id - self.first_id for host_id in host_ids]
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Both buffers are free."""
+
+    @abstractmethod
+    def _stage(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+        """Begin to copy the blocks of a layer into the turn's buffer."""
+
+    @abstractmethod
+    def _staged(self, turn: int) -> Tensor:
+        """The turn's buffer, when what is done with it from now on finds the blocks there."""
+
+    @abstractmethod
+    def _release(self, turn: int) -> None:
+        """The buffer is read, or will have been before what is done from now on."""
+
+
+class _StreamedOnCpu(_Streamed):
+    """A thread copies, without the GIL. The buffers' pages are taken as they are used."""
+
+    def __init__(self, first_id: int, host: Place, device_kv: Tensor, windows: Sequence[int]) -> None:
+        super().__init__(first_id, device_kv, windows)
+        self._host = host
+        self._block_bytes = device_kv[0].nbytes
+        self._layer_bytes = device_kv[0, 0].nbytes
+        num_bytes = len(host.bytes) // self._block_bytes * self._layer_bytes
+        memories = [_host_memory(num_bytes) for _ in range(2)]
+        self._places_of_buffers = [Place(memoryview(memory)) for memory in memories]
+        self._buffers = [_as_blocks(memory, device_kv, device_kv.shape[2:]) for memory in memories]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._copies: list[Future[None]] = []
+
+    def _begin(self) -> None:
+        self._copies = []
+
+    def _stage(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+        self._copies.append(self._thread.submit(self._copy, turn, layer, host_ids))
+
+    def _copy(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+        table = RunTable([Run(layer * self._layer_bytes, 0, self._layer_bytes)])
+        sources = [place * self._block_bytes for place in self._places(host_ids)]
+        targets = range(0, len(host_ids) * self._layer_bytes, self._layer_bytes)
+        buffer = self._places_of_buffers[turn % 2]
+        copy_runs(self._host, sources, buffer, targets, table, sums=False, streamed=True)
+
+    def _staged(self, turn: int) -> Tensor:
+        self._copies[turn].result()
+        return self._buffers[turn % 2]
+
+    def _release(self, turn: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class _StreamedToCuda(_Streamed):
+    """The copy engine works on a stream of its own; events order it with the stream that computes."""
+
+    def __init__(self, first_id: int, kv: Tensor, device_kv: Tensor, windows: Sequence[int]) -> None:
+        super().__init__(first_id, device_kv, windows)
+        self._kv = kv
+        self._device = device_kv.device
+        self._buffers = [device_kv.new_empty((len(kv), *device_kv.shape[2:])) for _ in range(2)]
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._ready = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def _begin(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _stage(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+        buffer = self._buffers[turn % 2]
+        with torch.cuda.stream(self._stream):
+            for target, source in enumerate(self._places(host_ids)):
+                buffer[target].copy_(self._kv[source, layer], non_blocking=True)
+            self._ready[turn % 2].record(self._stream)
+
+    def _staged(self, turn: int) -> Tensor:
+        torch.cuda.current_stream(self._device).wait_event(self._ready[turn % 2])
+        return self._buffers[turn % 2]
+
+    def _release(self, turn: int) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._buffers = []
+
+
+def _host_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory of this process alone, with huge pages where the kernel gives them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _as_blocks(memory: mmap.mmap, like: Tensor, block_shape: torch.Size) -> Tensor:
+    """[num_blocks, *block_shape] over the memory, of the dtype of `like`."""
+    return torch.frombuffer(memory, dtype=like.dtype).view(-1, *block_shape)
+
+
+class _Exposed:
+    """Pinned bytes under the address that they have on the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _on_the_bus(pinned: Tensor, device: torch.device) -> Tensor:
+    """The same memory as a tensor of the device, which reads it over the bus; `pinned` must outlive it."""
+    seen = torch.as_tensor(_Exposed(pinned), device=device)
+    return seen.view(pinned.dtype).view(pinned.shape)
