@@ -31,7 +31,10 @@ from workers.tier_costs import TierCosts
 FIND_PATIENCE_S = 0.2
 """An owner that has not answered a look-up after this is taken for hung."""
 FETCH_PATIENCE_S = 5.0
-"""A fetch of which nothing has come for this long is given up."""
+"""A fetch of which nothing has come for this long is given up. The owner need not hang for that: it may wait
+for a disk or for another node, and what hangs leaves the next look-up without answer."""
+ROOM_PATIENCE_S = 1.0
+"""After waiting for room for so long, a load has those behind it in line wait too: they would take it all."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,9 @@ class _Load:
     began_at: float
     heard_at: float
     tiers: tuple[str, ...] = ()
+    found_at: float = 0.0
+    """From when on it waits for room, if there is none."""
+    holds_others: bool = False
     held_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     came_from: list[str] = field(default_factory=list)
@@ -84,9 +90,11 @@ class Loading:
         order_to: Callable[[int, StoreGet], None],
         prefill_tok_s: Callable[[], float],
         num_spare_blocks: Callable[[], int],
+        hold_others: Callable[[LoadWish, bool], None],
         end: Callable[[LoadWish, dict[str, int]], None],
     ) -> None:
-        """`num_spare_blocks` must stay free for what runs; `end` tells how many blocks came, by tier."""
+        """`num_spare_blocks` must stay free for what runs; `hold_others`: nobody behind the sequence may take
+        room (any more: False); `end` tells how many blocks came, by tier."""
         self._pool = pool
         self._costs = costs
         self._clock = clock
@@ -96,6 +104,7 @@ class Loading:
         self._order_to = order_to
         self._prefill_tok_s = prefill_tok_s
         self._num_spare_blocks = num_spare_blocks
+        self._hold_others = hold_others
         self._end_wish = end
         self._loads: dict[int, _Load] = {}
         self._gets: dict[int, tuple[int, _Part]] = {}
@@ -137,8 +146,8 @@ class Loading:
         if load is None or load.tiers or load.is_fetching:
             return
         num_blocks = self._costs.num_worth_loading(answer.tiers, self._prefill_tok_s())
-        # Room for the sequence's last, computed block must be left, or the load could not be used.
-        load.tiers = answer.tiers[: min(num_blocks, self._pool.num_total - 1)]
+        load.tiers = answer.tiers[:num_blocks]
+        load.found_at = self._clock.now()
         if not load.tiers:
             self._end(answer.number)
         self.pump()
@@ -149,20 +158,37 @@ class Loading:
             if load.tiers and not load.is_fetching:
                 self._begin(number, load)
 
+    def cannot_copy(self) -> None:
+        """The ranks do not reach the store now: what still waits for room is computed."""
+        for number, load in list(self._loads.items()):
+            if load.tiers and not load.is_fetching:
+                self._end(number)
+
     def _begin(self, number: int, load: _Load) -> None:
         held_ids = self._pool.match(load.wish.keys[: load.wish.num_held])
         if len(held_ids) < load.wish.num_held:  # evicted since: what was found does not follow on them
             self._end(number)
             return
+        # A context that reaches into host memory is longer than the pool; and room for the sequence's last,
+        # computed block must be left, or the load could not be used.
+        num_most = self._pool.num_total - self._pool.num_quarantined - 1 - len(held_ids)
+        load.tiers = load.tiers[: max(0, num_most)]
+        if not load.tiers:
+            self._end(number)
+            return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
         num_room = self._pool.num_free - num_idle - self._num_spare_blocks()
         if len(load.tiers) > max(num_room, 0):
-            load.heard_at = self._clock.now()
+            if not load.holds_others and self._clock.now() - load.found_at > ROOM_PATIENCE_S:
+                load.holds_others = True
+                self._hold_others(load.wish, True)
             return
         keys = load.keys[: len(load.tiers)]
         if not self._fetch(FetchRequest(number, load.wish.keys[0], keys, to_device=True)):
             self._end(number)
             return
+        if load.holds_others:
+            self._hold_others(load.wish, False)
         load.is_fetching = True
         load.began_at = load.heard_at = self._clock.now()
         load.num_good = len(keys)
@@ -219,7 +245,7 @@ class Loading:
             self._settle(number)
 
     def tick(self) -> bool:
-        """Give up what takes too long; False when the owner has not answered in time."""
+        """Give up what takes too long; False when the owner has left a look-up without answer."""
         now = self._clock.now()
         answers = True
         for number, load in list(self._loads.items()):
@@ -228,7 +254,6 @@ class Loading:
                 answers = False
                 self._end(number)
             elif load.is_fetching and waited_s > FETCH_PATIENCE_S:
-                answers &= load.is_complete
                 self._give_up(number)
                 self._tell(load, {})  # if it is still here, ranks hold it up
         return answers

@@ -112,6 +112,7 @@ class Tiers:
             order_to=order_to,
             prefill_tok_s=prefill_tok_s,
             num_spare_blocks=lambda: scheduler.num_running,
+            hold_others=scheduler.hold_others,
             end=self._load_ended,
         )
         self._block_tokens = compatibility.block_tokens
@@ -156,8 +157,10 @@ class Tiers:
             self.writing.finished(finished)
             self.writing.pump()
             self.loading.pump()
-        elif finished:
-            self.writing.num_unstored["away"] += len(finished)
+        else:
+            self.loading.cannot_copy()
+            if finished:
+                self.writing.num_unstored["away"] += len(finished)
         while wishes := self._scheduler.loads_wanted():
             for wish in wishes:
                 if is_open:

@@ -109,9 +109,9 @@ class WriteThrough:
             if (block.chain, block.tenant) != (first.chain, first.tenant):
                 break
             self._queue.popleft()
-            held = self._pool.match([block.key])
-            if held:
-                blocks.append((block, held[0]))
+            block_id = self._pool.find(block.key)
+            if block_id is not None:
+                blocks.append((block, block_id))
             else:
                 self.num_unstored["evicted"] += 1
         if not blocks:

@@ -47,6 +47,11 @@ _SUM = struct.Struct("<Q")
 _log = logging.getLogger(__name__)
 
 
+def arena_bytes(num_bytes: int) -> int:
+    """How large an arena becomes of which so much is wanted: a multiple of 2 MiB."""
+    return max(-(-num_bytes // HUGE_PAGE_BYTES), 1) * HUGE_PAGE_BYTES
+
+
 class Arena:
     """`num_bytes` of shared memory in granules. `view` is all of it; `fd` goes to ranks. One thread only.
 
@@ -69,7 +74,7 @@ class Arena:
         """A new, empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are asked
         for and there are enough. Its memory is taken as it is first written. `OSError`: the host refuses."""
         _check_granule(granule_bytes)
-        num_bytes = max(-(-num_bytes // HUGE_PAGE_BYTES), 1) * HUGE_PAGE_BYTES
+        num_bytes = arena_bytes(num_bytes)
         fd, mapping = _map_new(mapping_bytes(num_bytes), huge_pages)
         arena = cls(fd, mapping, secrets.token_bytes(ID_BYTES), granule_bytes)
         arena.view[: _SUPERBLOCK.size + _SUM.size] = _superblock(arena.id, granule_bytes, num_bytes)

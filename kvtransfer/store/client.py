@@ -43,6 +43,7 @@ _SILENT_S = 5.0
 _PROBE = -1
 """The number of our own look-ups, of no key."""
 _MAX_UNSENT_BYTES = 32 << 20
+_LEAVE_S = 1.0
 
 _log = logging.getLogger("tandem.store")
 
@@ -98,13 +99,17 @@ class StoreClient:
         self._task.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
-        """End the connection, without `on_lost`; what was queued is still sent."""
+        """End the connection, without `on_lost`; what was queued is still sent, if that is soon done."""
         task, self._task = self._task, None
         if task is None:
             return
         stream, self._stream = self._stream, None
         if stream is not None:
-            await stream.close()
+            try:
+                async with asyncio.timeout(_LEAVE_S):
+                    await stream.close()
+            except TimeoutError:  # it does not read
+                stream.abort()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
-from kvtransfer.store.arena import Arena
+from kvtransfer.store.arena import Arena, arena_bytes
 from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.doors import (
     Visitor,
@@ -119,7 +119,7 @@ class Hall:
         except StoreError as error:
             _log.warning("rank %d offers an arena that is not taken: %s", hello.rank, error)
             return
-        if arena.id != hello.arena or arena.num_bytes != self._settings.dram_bytes:
+        if arena.id != hello.arena or arena.num_bytes != arena_bytes(self._settings.dram_bytes):
             _log.warning("rank %d offers an arena that is not taken: of another size or id", hello.rank)
             arena.close()
             return

@@ -56,7 +56,6 @@ class Node:
         self._announced: dict[RecordId, RecordInfo] = {}
         self._judged: list[tuple[RecordInfo, bool]] = []
         self._has_news = asyncio.Event()
-        self._lent: dict[RecordId, list[int]] = {}
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -260,13 +259,10 @@ class Node:
                 raise
             if offset < 0:
                 return None
-        self._lent.setdefault(record, []).append(offset)
         return Lent(offset, info.num_bytes, info.checksum)
 
-    def give_back(self, record: RecordId) -> None:
-        self.catalog.release(self._lent[record].pop())
-        if not self._lent[record]:
-            del self._lent[record]
+    def give_back(self, lent: Lent) -> None:
+        self.catalog.release(lent.offset)
 
     def slot_free(self, offset: int) -> None:
         self.catalog.abandon_read(offset)

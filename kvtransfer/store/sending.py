@@ -78,8 +78,9 @@ class Lender(Protocol):
         """Lease a record of this node until `give_back`; one that lies on NVMe only is brought into the arena
         first. None: not held, or not to be had now."""
 
-    def give_back(self, record: RecordId) -> None:
-        """The lease of one `lend` ends."""
+    def give_back(self, lent: Lent) -> None:
+        """The lease of one `lend` ends. (By its place: the record may meanwhile have been dropped, and put
+        anew elsewhere.)"""
 
 
 def granule_layout(granule_bytes: int) -> BlockLayout:
@@ -123,7 +124,6 @@ class _Piece(NamedTuple):
     """A lent record, its number in the request, and the asker's granules for it."""
 
     number: int
-    record: RecordId
     lent: Lent
     granules: tuple[int, ...]
 
@@ -296,9 +296,9 @@ class Sender:
             if each is None:
                 continue
             if len(order.granules[index]) == self._num_granules(each):
-                pieces.append(_Piece(index, order.records[index], each, order.granules[index]))
+                pieces.append(_Piece(index, each, order.granules[index]))
             else:  # the asker takes it for another size
-                self._lender.give_back(order.records[index])
+                self._lender.give_back(each)
         return pieces
 
     async def _push(self, way: _Way, sending: _Sending, pieces: Sequence[_Piece]) -> None:
@@ -308,7 +308,7 @@ class Sender:
                 await self._push_moves(way, sending, pieces)
         finally:
             for piece in pieces:
-                self._lender.give_back(piece.record)
+                self._lender.give_back(piece.lent)
 
     async def _push_moves(self, way: _Way, sending: _Sending, pieces: Sequence[_Piece]) -> None:
         push_id = next(self._push_ids)

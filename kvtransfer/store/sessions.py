@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvtransfer.errors import WireError
+from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.store.doors import Spawn
 from kvtransfer.store.fetching import Fetch
 from kvtransfer.store.hall import Hall
@@ -30,6 +30,8 @@ from kvtransfer.store.writers import writer_of
 
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_FETCHES = 4096
+_MAX_PREFETCHES = 1024
+"""With so many fetches under way nothing more is brought near for later."""
 
 _log = logging.getLogger("tandem.store")
 
@@ -47,16 +49,19 @@ class BrainSession:
         self._sight = node.sight(hello.compatibility, hello.shards)
         self._fetches: dict[int, Fetch] = {}
         self._finds: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def send(self, message: FromOwner) -> None:
         """Queue it; a brain that does not read loses its connection."""
         self._stream.send(FROM_OWNER_CODEC.encode(message))
         if self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
             _log.error("brain %s does not read: its connection is closed", self._hello.replica.replica_id)
-            self._stream.abort()
+            self.close()
 
     def close(self) -> None:
-        """End its connection; `serve` returns."""
+        """End its connection; `serve` returns. What it has said and nobody heard yet is void: the brain may
+        be back already, and what it is granted then must not be committed by words of before."""
+        self._is_closed = True
         self._stream.abort()
 
     async def serve(self) -> None:
@@ -64,7 +69,10 @@ class BrainSession:
         self._sight.watch(self.send)
         try:
             while True:
-                self._handle(TO_OWNER_CODEC.decode(await self._stream.receive()))
+                frame = await self._stream.receive()
+                if self._is_closed:
+                    raise PeerGoneError("its connection was closed")
+                self._handle(TO_OWNER_CODEC.decode(frame))
         finally:
             self._sight.unwatch(self.send)
             self._node.forget(self._sight)
@@ -140,6 +148,8 @@ class BrainSession:
         self.send(FindAnswer(request.number, self._sight.tiers(request.keys)))
 
     def _fetch(self, request: FetchRequest) -> None:
+        if not request.to_device and len(self._fetches) >= _MAX_PREFETCHES:
+            return
         if request.number in self._fetches or len(self._fetches) >= _MAX_FETCHES:
             raise WireError(f"fetch {request.number} is not new, or there are too many")
         fetch = Fetch(request, self._sight, self._node, self.send)

@@ -55,12 +55,13 @@ async def open_unix(name: str, secret: bytes, who: str) -> FrameStream:
 
 
 async def open_tcp(address: str, secret: bytes, who: str) -> FrameStream:
-    """Connect to `address` (host:port); `PeerGoneError` or `ProofError` when it cannot be."""
+    """Connect to `address` (host:port, or whatever somebody wrote into the index); `PeerGoneError` or
+    `ProofError` when it cannot be."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             return await _proven(*await asyncio.open_connection(host, int(port)), secret, who)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, ValueError, OverflowError) as error:
         raise PeerGoneError(f"no store answers at {address}: {error or 'not in time'}") from error
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from exchange_house import GRANULE_BYTES, Node, eventually, record_id, settings
+from exchange_house import GRANULE_BYTES, WAIT_S, Node, eventually, record_id, settings
 
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
@@ -49,6 +51,16 @@ async def test_another_granule_is_refused_by_both_sides() -> None:
         note = a.exchange.stat().note
         assert f"{GRANULE_BYTES} here" in note
         assert f"{2 * GRANULE_BYTES} there" in note
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "a..b:1", "\0:5", "x" * 300 + ":5"])
+async def test_an_address_that_is_none_is_a_miss(address: str) -> None:
+    """The index may say anything."""
+    async with Node(settings("a")) as a:
+        wanted = a.want(1, 50_000)
+        async with asyncio.timeout(WAIT_S):
+            assert await a.exchange.fetch(ReplicaIdentity("b", 1), address, [wanted]) == {}
+        assert a.freed == [wanted.offset]
 
 
 @pytest.mark.parametrize("who", ["another secret", "another life", "nobody"])

@@ -228,6 +228,18 @@ async def test_a_brain_that_comes_back_frees_what_it_was_granted(running: StoreH
     await replica.close()
 
 
+async def test_a_brain_leaves_an_owner_that_does_not_read(running: StoreHouse) -> None:
+    replica = await Replica(running).start()
+    running.signal(signal.SIGSTOP)
+    offsets = tuple(range(100_000))
+    for _ in range(20):
+        replica.client.commit(PutCommit((), offsets))
+    async with asyncio.timeout(WAIT_S):
+        await replica.client.close()
+    running.signal(signal.SIGCONT)
+    await asyncio.to_thread(replica.close_ranks)
+
+
 # --------------------------------------------------------------------------------------------- strangers
 
 

@@ -152,7 +152,8 @@ class Node:
             self.num_lent += 1
         return lent
 
-    def give_back(self, record: RecordId) -> None:
+    def give_back(self, lent: Lent) -> None:
+        record = next(each for each, other in self.records.items() if other is lent)
         self.leases[record] -= 1
         assert self.leases[record] >= 0
 

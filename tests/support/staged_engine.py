@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from hash_rank import (
     BLOCK_TOKENS,
@@ -236,7 +237,7 @@ class StagedEngine:
 PROMPT = [5, 6, 7, 8, 9, 10]
 
 
-def config(**settings: float) -> EngineConfig:
+def config(**settings: Any) -> EngineConfig:
     return EngineConfig(**{"block_tokens": 16, "max_batch_tokens": 16, "chunk_tokens": 8, **settings})
 
 
@@ -247,7 +248,7 @@ def engine(
     *,
     offload: int = 0,
     has_store: bool = False,
-    **settings: float,
+    **settings: Any,
 ) -> StagedEngine:
     return StagedEngine(config(**settings), num_blocks, num_stages, ratio, offload, has_store)
 

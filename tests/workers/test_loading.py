@@ -291,6 +291,8 @@ def test_every_load_ends_once_and_leaks_nothing(data: st.DataObject) -> None:
                 house.wires.sent.clear()
         house.pool.check()
         assert house.pool.num_references == house.loading.num_references
+        copied_to = {read.block_id for _, order in house.wires.orders for read in order.reads}  # type: ignore[union-attr]
+        assert all(map(house.pool.is_referenced, copied_to)), "a rank still copies into a block that is free"
     house.loading.lost()
     house.copy_all()
     assert house.loading.is_idle

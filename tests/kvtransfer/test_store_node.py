@@ -1,0 +1,118 @@
+"""A node's books as brains and other nodes use them, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Coroutine
+from pathlib import Path
+
+import pytest
+from store_house import StoreHouse, eventually
+from store_replica import COMPATIBILITY
+
+from kvtransfer.clock import ManualClock
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.faults import Faults
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.store.arena import Arena
+from kvtransfer.store.hall import Hall
+from kvtransfer.store.messages import (
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    BrainHello,
+    FetchRequest,
+    NewRecord,
+    PutCommit,
+    RecordId,
+)
+from kvtransfer.store.node import Node
+from kvtransfer.store.record import Writer
+from kvtransfer.store.sessions import BrainSession
+from kvtransfer.store.streams import FrameStream
+
+SPACE, KEY, SHARD, SESSION = b"thespace", bytes(16), Shard(0, 2, 0, 2), b"s" * 16
+
+
+def spawn(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    return asyncio.create_task(work, name=name)
+
+
+def allocate(node: Node) -> int:
+    new = NewRecord(KEY, b"", SHARD, 1000)
+    return node.catalog.allocate(SESSION, "t", KEY, SPACE, bytes(16), new, Writer(1, 1))
+
+
+def put(node: Node) -> int:
+    offset = allocate(node)
+    assert node.catalog.commit(SESSION, offset, 1) is not None
+    return offset
+
+
+async def connected(tmp_path: Path) -> tuple[Node, BrainSession, FrameStream, socket.socket]:
+    """A node, a brain's session with it, and the two ends of their connection."""
+    settings, clock = StoreHouse(tmp_path).settings, ManualClock()
+    node = Node(settings, clock, Faults(), spawn)
+    hall = Hall(settings, clock, 0, node.attach, lambda rank: None)
+    ours, brains = socket.socketpair()
+    stream = FrameStream(*await asyncio.open_connection(sock=ours))
+    hello = BrainHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))
+    return node, BrainSession(hello, stream, hall, node, spawn), stream, brains
+
+
+async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:
+    """While one is out the record is found bad, dropped, put again elsewhere, and lent again."""
+    node = Node(StoreHouse(tmp_path).settings, ManualClock(), Faults(), spawn)
+    node.catalog.attach(Arena.create(2 << 20, 4096, False))
+    node.catalog.session_opened(SESSION)
+    record = RecordId(SPACE, KEY, SHARD)
+    places = [put(node)]
+    first = await node.lend(record)
+    node.bad(places[0])
+    places.append(put(node))
+    second = await node.lend(record)
+    assert first is not None
+    assert second is not None
+    assert [first.offset, second.offset] == places
+    node.give_back(first)
+    node.catalog.check()
+    assert set(node.catalog._shelf.slots) == {places[1]}, (
+        "what is not lent any more is free, the other is not"
+    )
+    assert node.catalog._shelf.slots[places[1]].num_leases == 1
+    node.give_back(second)
+    assert node.catalog.stat().num_leases == 0
+    await node.release()
+
+
+async def test_what_a_closed_connection_had_still_to_say_is_void(tmp_path: Path) -> None:
+    """The brain is back on another one, where the same offset may have been granted for something else."""
+    node, earlier, stream, brains = await connected(tmp_path)
+    node.catalog.attach(Arena.create(2 << 20, 4096, False))
+    node.catalog.session_opened(SESSION)
+    offset = allocate(node)
+    frame = TO_OWNER_CODEC.encode(PutCommit(((offset, 1),)))
+    brains.sendall(struct.pack("<I", len(frame)) + frame)
+    await eventually(lambda: bool(stream._reader._buffer), "it has come")  # type: ignore[attr-defined]
+    earlier.close()
+    with pytest.raises(PeerGoneError):
+        await earlier.serve()
+    assert node.catalog.find(RecordId(SPACE, KEY, SHARD)) is None
+    assert node.catalog.commit(SESSION, offset, 2) is not None
+    brains.close()
+    await node.release()
+
+
+async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -> None:
+    """They are hints of requests that wait; too many of them do not end the connection."""
+    node, session, _, brains = await connected(tmp_path)
+    for number in range(5000):
+        session._handle(FetchRequest(number, KEY, (KEY,), to_device=False))
+    session._handle(FetchRequest(5000, KEY, (KEY,), to_device=True))
+    assert 5000 in session._fetches
+    brains.close()
+    with pytest.raises(PeerGoneError):
+        await session.serve()
+    assert not session._fetches
+    await node.release()
