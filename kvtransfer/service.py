@@ -50,7 +50,6 @@ TRANSFER_THREADS = "kv-"
 _log = logging.getLogger(__name__)
 
 
-
 class TransferAgent:
     """Everything of a rank that moves KV. Listens from its construction until `close`."""
 
