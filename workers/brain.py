@@ -217,7 +217,7 @@ class Brain:
             self.pool_name,
             self.role,
             self.compatibility,
-            self.ready[0].max_context_tokens,
+            self.scheduler.max_local_tokens,
             self.reports.load(),
         )
 
