@@ -1,0 +1,42 @@
+"""Requests whose context is longer than the device's memory, over real brains and ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from walk_house import House
+
+from workers.config import Parallel
+
+NUM_DEVICE_TOKENS = 256
+ENGINE = {"kv_tokens": NUM_DEVICE_TOKENS, "offload_tokens": 1024}
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 190) for _ in range(num_tokens)]
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2)], ids=["1x1", "2x1"])
+async def test_a_context_of_four_times_the_device_has_the_same_tokens(
+    house: House, parallel: Parallel
+) -> None:
+    unbounded = await house.add("unbounded")
+    small = await house.add("small", engine=ENGINE, parallel=parallel)
+    tokens = prompt(1, 4 * NUM_DEVICE_TOKENS - 120)
+    sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 5}
+    wanted = await house.run(unbounded, house.submission("w", tokens, **sampling))
+    heard = await house.run(small, house.submission("r", tokens, **sampling))
+    assert heard.failure is None
+    assert heard.sequence() == wanted.sequence()
+    assert small.brain.scheduler.num_preemptions == 0
+    await house.quiet()
+
+
+async def test_without_host_memory_such_a_request_is_refused_by_name(house: House) -> None:
+    small = await house.add("small", engine={"kv_tokens": NUM_DEVICE_TOKENS})
+    heard = await house.run(small, house.submission("r", prompt(1, 4 * NUM_DEVICE_TOKENS)))
+    assert heard.failure is not None
+    assert heard.failure.code == "invalid"
+    assert "prompt" in heard.failure.reason
