@@ -209,7 +209,7 @@ class Disk:
         ref, info = held.nvme, held.nvme_info
         image = PageBuffer(image_bytes(info.num_bytes)).view
         try:
-            await self._call(self._upkeep, self._nvme.read, ref, info, image)
+            await self._call(self._upkeep, self._nvme.read, ref, info, image, True)
         except StoreError as error:
             _log.warning("a record is lost: %s", error)
         else:

@@ -172,10 +172,10 @@ class NvmeTier:
             raise StoreIoError(f"nothing is written for another {pause_s:.1f} s: {reason}")
         return self._writer.append(records, is_copy=False)
 
-    def read(self, ref: NvmeRef, info: RecordInfo, into: memoryview) -> None:
+    def read(self, ref: NvmeRef, info: RecordInfo, into: memoryview, is_check: bool = False) -> None:
         """Fill the padded payload of the image `into`; its header page is left as it is. The bytes are not
-        summed. `StoreIoError` when the disk fails or another record stands there; what `into` holds is
-        undefined then."""
+        summed. One for a check is no hit. `StoreIoError` when the disk fails or another record stands there;
+        what `into` holds is undefined then."""
         found = self._books.find(ref, self._files.pin)
         if found is None:
             raise StoreIoError(f"the record at {ref.offset} of segment {ref.segment} is not held any more")
@@ -186,7 +186,7 @@ class NvmeTier:
             self._read(segment, ref, info, into)
             num_read = ref.num_bytes
         finally:
-            self._meters.end_read(began_at, num_read)
+            self._meters.end_read(began_at, num_read, is_hit=not is_check)
             self._files.unpin(segment)
 
     def _read(self, segment: Segment, ref: NvmeRef, info: RecordInfo, into: memoryview) -> None:

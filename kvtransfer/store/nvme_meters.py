@@ -55,11 +55,11 @@ class NvmeMeters:
             self._reads.begin(now)
             return now
 
-    def end_read(self, began_at: float, num_bytes: int) -> None:
+    def end_read(self, began_at: float, num_bytes: int, *, is_hit: bool) -> None:
         """So many bytes came; 0: it failed."""
         with self._lock:
             self._reads.end(self._clock.now(), began_at, num_bytes)
-            if num_bytes:
+            if num_bytes and is_hit:
                 self._counts["num_hits"] += 1
                 self._counts["num_hit_bytes"] += num_bytes
 

@@ -199,6 +199,13 @@ class SegmentBooks:
             before.num_writing += 1
             return before if self._leave(before) else None
 
+    def give_up(self, segment: Segment) -> None:
+        """Nothing more is written to it. A writer of it has yet to `leave`."""
+        with self._lock:
+            segment.is_full = True
+            if self._open is segment:
+                self._open = None
+
     def removed(self, segment: Segment) -> None:
         """Its file is gone."""
         with self._lock:

@@ -61,6 +61,8 @@ class SegmentWriter:
             is_written = True
         except StoreIoError as error:
             self._meters.failed(error)
+            if isinstance(error.__cause__, FileNotFoundError):  # somebody removed it: the next one is new
+                self._books.give_up(room.segment)
             raise
         finally:
             written = infos[: len(room.refs)] if is_written else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from walk_house import House
@@ -25,7 +26,7 @@ async def test_a_context_of_four_times_the_device_has_the_same_tokens(
     unbounded = await house.add("unbounded")
     small = await house.add("small", engine=ENGINE, parallel=parallel)
     tokens = prompt(1, 4 * NUM_DEVICE_TOKENS - 120)
-    sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 5}
+    sampling: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 5}
     wanted = await house.run(unbounded, house.submission("w", tokens, **sampling))
     heard = await house.run(small, house.submission("r", tokens, **sampling))
     assert heard.failure is None
