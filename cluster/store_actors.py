@@ -137,7 +137,9 @@ async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clo
     while True:
         problem = await _ensure_store(config, life, secret, node_id)
         if problem and problem != told:
-            _log.error("no store on node %s, serving goes on without: %s", node_id, problem)
+            _log.error("serving goes on without the store of node %s: %s", node_id, problem)
+        elif told and not problem:
+            _log.info("the store of node %s is up", node_id)
         told = problem
         await clock.sleep(_LOOK_S)
 
@@ -149,7 +151,7 @@ async def _ensure_store(config: ClusterConfig, life: str, secret: bytes, node_id
             actor = await asyncio.to_thread(_store_actor, config, life, secret, node_id)
             await actor.ready.remote()
     except TimeoutError:
-        return f"it does not answer within {_START_S:g} s"
+        return f"it has not answered within {_START_S:g} s; it is waited for"
     except (RayError, ValueError) as error:
         return str(error)
     return ""

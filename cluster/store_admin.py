@@ -160,7 +160,8 @@ def _filter(asked: pb.StoreFilter) -> Filter:
     tenant = asked.tenant if asked.HasField("tenant") else None
     model = asked.model if asked.HasField("model") else None
     if model is not None and not re.fullmatch("[0-9a-f]+", model):
-        problem = f"must be the beginning of a fingerprint, in lower-case hexadecimal, not {model[:64]!r}"
+        known = "a served model or the beginning of a fingerprint (lower-case hexadecimal)"
+        problem = f"must be {known}, not {model[:64]!r}"
         raise InvalidRequestError(FieldViolation("filter.model", problem))
     return Filter(tenant, model)
 

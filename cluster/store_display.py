@@ -80,7 +80,7 @@ def stat_view(reply: pb.StoreStatResponse) -> Group:
         if len(tenants) > _MAX_TENANTS:
             held.caption = f"and {len(tenants) - _MAX_TENANTS} tenants that hold less"
         parts.append(held)
-    return _group(parts, notes(reply.nodes))
+    return _group(parts, notes(node for node in reply.nodes if not node.error))  # those fail the command
 
 
 def listing_view(reply: pb.StoreListResponse) -> Group:

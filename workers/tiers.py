@@ -26,6 +26,7 @@ from kvtransfer.store.messages import (
     BrainHello,
     FetchedBlocks,
     FindAnswer,
+    FindRequest,
     PutGrant,
     StoreAttached,
     StoreGetDone,
@@ -46,6 +47,9 @@ from workers.tier_view import TierView
 from workers.write_through import WriteThrough
 
 _ATTACH_PERIOD_S = 2.0
+_ASK_PERIOD_S = 0.5
+_NO_LOAD = 0
+"""The number of a look-up that is for no load: theirs begin at 1."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _log = logging.getLogger("tandem.tiers")
@@ -86,6 +90,8 @@ class Tiers:
         """By rank: the arena it has mapped; while there is none it is missing."""
         self._attach_at = 0.0
         """When ranks without an arena are told again to map it."""
+        self._ask_at = 0.0
+        """When an owner that does not answer is asked again whether it does."""
         self._clock = clock
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -174,6 +180,10 @@ class Tiers:
         """Give up on an owner that does not answer; have ranks try again that could not map its arena."""
         if self._client.is_up and self._clock.now() >= self._attach_at:
             self._attach()
+        now = self._clock.now()
+        if not self._is_answering and now >= self._ask_at:
+            self._ask_at = now + _ASK_PERIOD_S
+            self._client.find(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that it is back
         if not self.loading.tick() and self._is_answering:
             self._is_answering = False
             _log.warning("the store does not answer; serving goes on without it")

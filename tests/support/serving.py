@@ -65,10 +65,10 @@ def free_port() -> int:
 class RunningCluster:
     """`tandem serve`, started; `addresses` is what it printed: gateway, Ray, dashboard, Ray token, logs."""
 
-    def __init__(self, *arguments: str, start_s: float = START_S) -> None:
+    def __init__(self, *arguments: str, start_s: float = START_S, ray_address: str = "local") -> None:
         self._clock = SystemClock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", "serve", "--ray-address", "local", *arguments],
+            [sys.executable, "-m", "cluster", "serve", "--ray-address", ray_address, *arguments],
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,

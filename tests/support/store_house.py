@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 ROOT = Path(__file__).parents[2]
 SECRET = bytes(range(32))
-WAIT_S = 20.0
+WAIT_S = 60.0
 _LENGTH = struct.Struct("<I")
 
 
