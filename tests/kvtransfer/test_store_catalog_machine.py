@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 from catalog_house import (
     GRANULE_BYTES,
     LEFT,
@@ -24,6 +25,8 @@ from kvtransfer.messages import Shard
 from kvtransfer.store.messages import HELD, REFUSED, RecordInfo
 from kvtransfer.store.record import Writer
 from kvtransfer.store.segments import NvmeRef
+
+pytestmark = pytest.mark.slow
 
 Name = tuple[str, Shard]
 TENANTS = ("t", "u")

@@ -23,6 +23,8 @@ from kvtransfer.store.messages import (
 )
 from kvtransfer.store.streams import FrameStream, open_tcp
 
+pytestmark = pytest.mark.slow
+
 TRANSPORTS = ("shm", "tcp")
 
 

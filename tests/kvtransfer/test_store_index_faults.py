@@ -28,6 +28,8 @@ from kvtransfer.store.breaker import FAILURE_BUDGET
 from kvtransfer.store.holders import CHUNK
 from kvtransfer.store.index_values import node_key, node_number
 
+pytestmark = pytest.mark.slow
+
 SHORT_S = 0.05
 """A budget that is over soon, and that an idle server keeps."""
 

@@ -21,6 +21,8 @@ from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.store import segments
 from kvtransfer.store.record import HEADER_BYTES
 
+pytestmark = pytest.mark.slow
+
 RECORD = 20_000
 
 

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -13,6 +14,8 @@ from nvme_house import NvmeHouse, info_of, payload_of, settings_for
 
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordId
+
+pytestmark = pytest.mark.slow
 
 SEGMENT_BYTES = 64 << 10
 NUM_SEGMENTS = 4

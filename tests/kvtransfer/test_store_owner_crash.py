@@ -21,6 +21,8 @@ from kvtransfer.faults import FaultRule
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import PurgeRequest, PurgeResult
 
+pytestmark = pytest.mark.slow
+
 DRAM_BYTES = 2 << 20
 NUM_FITTING = DRAM_BYTES // (block_bytes(MODEL) + 4096)
 

@@ -28,6 +28,8 @@ from kvtransfer.store.messages import (
     VerifyResult,
 )
 
+pytestmark = pytest.mark.slow
+
 DRAM_BYTES = 2 << 20
 NUM_FITTING = DRAM_BYTES // (block_bytes(MODEL) + 4096)
 

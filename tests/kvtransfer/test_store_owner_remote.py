@@ -15,6 +15,8 @@ from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
 from kvtransfer.clock import SystemClock
 from kvtransfer.store.messages import PurgeRequest, PurgeResult, StatRequest, StoreStat, Tier
 
+pytestmark = pytest.mark.slow
+
 
 class Nodes(NamedTuple):
     """Both owners run."""

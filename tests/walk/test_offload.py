@@ -10,6 +10,8 @@ from walk_house import House
 
 from workers.config import Parallel
 
+pytestmark = pytest.mark.slow
+
 NUM_DEVICE_TOKENS = 256
 ENGINE = {"kv_tokens": NUM_DEVICE_TOKENS, "offload_tokens": 1024}
 

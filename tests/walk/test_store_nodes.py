@@ -22,7 +22,7 @@ from kvtransfer.clock import SystemClock
 from kvtransfer.faults import FaultRule
 from kvtransfer.store.messages import IndexStat, StatRequest, StoreStat
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77, "max_tokens": 8}
 NUM_TOKENS = 200

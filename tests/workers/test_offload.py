@@ -16,6 +16,8 @@ from workers.config import EngineConfig
 from workers.messages import SampleState, SamplingParams, Submission
 from workers.model.host_kv import MODES, OffloadMode
 
+pytestmark = pytest.mark.slow
+
 MakeCheckpoint = Callable[..., Path]
 NUM_DEVICE_BLOCKS = 8
 NUM_HOST_BLOCKS = 60
