@@ -80,7 +80,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_that_says_so(tmp_path: Pat
         if file.is_file():
             data = file.read_bytes()
             (tmp_path / file.name).write_bytes(data[:100_000] if file.suffix == ".safetensors" else data)
-    done = tandem("serve", "--model", str(tmp_path), "--ray-address", "local")
+    done = tandem("serve", "--model", str(tmp_path), "--ray-address", "local", timeout_s=240)
     assert done.returncode == 1
     assert "model.safetensors: unreadable" in done.stderr
     assert "raylet" not in done.stdout + done.stderr
