@@ -109,8 +109,6 @@ class Loading:
         self._loads: dict[int, _Load] = {}
         self._gets: dict[int, tuple[int, _Part]] = {}
         self._number = 0
-        self.num_loaded: Counter[str] = Counter()
-        """Blocks, by tier."""
         self.num_checksum_failures = 0
 
     @property
@@ -290,7 +288,6 @@ class Loading:
         load = self._loads.pop(number)
         came = Counter(load.came_from[: load.num_good] if load.is_complete else ())
         if came:
-            self.num_loaded += came
             self._costs.measured(came, self._clock.now() - load.began_at)
         self._pool.release(load.held_ids + load.block_ids)
         self._tell(load, dict(came))

@@ -95,6 +95,7 @@ def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
         ({"model": "m", "pools": POOLS, "store": {"admission": "some"}}, "store.admission: "),
         ({"model": "m", "pools": POOLS, "store": {"tenant_share": 0}}, "store.tenant_share: "),
         ({"model": "m", "pools": POOLS, "store": {"redis_namespace": "a b"}}, "store.redis_namespace: "),
+        ({"model": "m", "pools": POOLS, "store": {"lookup_budget_ms": 250}}, "store.lookup_budget_ms: "),
         (
             {"model": "m", "pools": POOLS, "store": {"nvme_path": "/x"}},
             "store: nvme_path and nvme_gb are given together, or neither",
