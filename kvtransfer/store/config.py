@@ -80,8 +80,8 @@ class StoreConfig(BaseModel):
     index: bool = True
     """False: each node knows its own tiers only."""
     lookup_budget_ms: float = Field(default=3.0, gt=0, le=100)
-    """A look-up in the index that takes longer is not waited for. A store that has not answered after 200 ms is
-    taken for hung by its brains."""
+    """A look-up in the index that takes longer is not waited for. A store that has not answered after 200 ms
+    is taken for hung by its brains."""
     node_lease_s: float = Field(default=10.0, gt=0)
     """A node that is not heard of for this long holds nothing, as far as the index knows."""
     remote_min_gb_s: float = Field(default=0.0, ge=0)
