@@ -33,7 +33,7 @@ import torch
 
 from cluster.client import Client, GenerateOptions
 from cluster.config import parse_config
-from cluster.gateway import Gateway
+from cluster.gateway.server import Gateway
 from cluster.messages import ReplicaRecord, RosterView
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster import VIEW_CODEC, LocalRoster

@@ -13,16 +13,16 @@ from typing import Annotated
 
 import typer
 
-from cluster import commands
-from cluster.bench import Objectives, Workload
 from cluster.client import GenerateOptions, Turn
+from cluster.commands import calls
+from cluster.commands.bench import Objectives, Workload
+from cluster.commands.display import engine_line, progress_line, stages
+from cluster.commands.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
+from cluster.commands.store_bench import bench_store as run_store_bench
+from cluster.commands.store_cli import cli as store_cli
+from cluster.commands.terminal import DEFAULT_ADDRESS, Address, AsJson, Timeout, die, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
-from cluster.console import DEFAULT_ADDRESS, Address, AsJson, Timeout, die, err, out, run
-from cluster.display import engine_line, progress_line, stages
 from cluster.errors import CallError, ClusterError
-from cluster.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
-from cluster.store_bench import bench_store as run_store_bench
-from cluster.store_cli import cli as store_cli
 from kvtransfer.clock import SystemClock
 from workers.errors import WorkerError
 from workers.model.config import read_model_config
@@ -116,7 +116,7 @@ def serve(
 @cli.command()
 def demo() -> None:
     """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
-    from cluster.demo import run_demo  # here, as above
+    from cluster.commands.demo import run_demo  # here, as above
 
     interrupted = _catch_signals(threading.Event())
     run_demo(_bundled_model(), SystemClock(), interrupted, out)
@@ -171,19 +171,19 @@ def generate(
     )
     text = _standard_input() if prompt == "-" else prompt
     asked = [Turn("user", text)] if chat else text
-    run(commands.generate(address, asked, options, timeout, as_json=as_json))
+    run(calls.generate(address, asked, options, timeout, as_json=as_json))
 
 
 @cli.command()
 def status(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """The replicas, their loads, and the measured paths between them."""
-    run(commands.status(address, out, as_json=as_json))
+    run(calls.status(address, out, as_json=as_json))
 
 
 @cli.command()
 def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Where a running or recent request went, and why."""
-    run(commands.explain(address, request_id, out, as_json=as_json))
+    run(calls.explain(address, request_id, out, as_json=as_json))
 
 
 @bench.command("serve")
@@ -221,9 +221,7 @@ def bench_serve(
     ]
     objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
     console = err if as_json else out
-    run(
-        commands.bench_serve(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json)
-    )
+    run(calls.bench_serve(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json))
 
 
 @bench.command("engine")

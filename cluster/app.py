@@ -18,7 +18,7 @@ from ray import serve
 
 from cluster.capacity import GATEWAY_CPUS, bundles, placement_strategy
 from cluster.config import ClusterConfig
-from cluster.gateway import Gateway
+from cluster.gateway.server import Gateway
 from cluster.logs import log_to_stderr
 from cluster.messages import GatewayRecord, ReplicaRecord
 from cluster.metrics import ReplicaMetrics

@@ -26,12 +26,12 @@ from cluster.app import build_application, deployment_name
 from cluster.capacity import GATEWAY_CPUS, ReplicaDemand, demands, plan_cpus, shortages
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, StartError
+from cluster.gateway.text import ModelText
 from cluster.index_server import IndexServer
 from cluster.rank_actors import node_host
 from cluster.roster_actor import read_roster, start_roster, stop_roster
 from cluster.store_actors import stop_stores
 from cluster.stores import check_redis_url, check_store
-from cluster.text import ModelText
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.secret import draw_secret

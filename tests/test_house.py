@@ -19,8 +19,8 @@ MAX_README_LINES = 60
 LONG_FILE_REASON = "over 400 lines because"
 """With the reason after it, in the docstring of a file that may be longer."""
 CLOCK = Path("kvtransfer/clock.py")
-EDGES = {"cluster/server.py", "workers/brain.py", "workers/engine/rank.py"}
-"""Where an exception of any kind becomes an answer: the gRPC handlers, and the main loops of actors."""
+EDGES = {"workers/brain.py", "workers/engine/rank.py"}
+"""Where an exception of any kind becomes an answer: the main loops of actors."""
 
 _SKIPPED = {".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 

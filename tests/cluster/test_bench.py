@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from cluster.bench import (
+from cluster.commands.bench import (
     Objectives,
     RequestRecord,
     Workload,
@@ -18,7 +18,7 @@ from cluster.bench import (
     run_workload,
     summarize,
 )
-from cluster.display import bench_table
+from cluster.commands.display import bench_table
 from cluster.errors import CallError
 from kvtransfer.clock import ManualClock
 

@@ -12,9 +12,9 @@ from gateway_house import GatewayHouse
 from gateway_model import TEMPLATE, expected, write_model
 from transformers import PreTrainedTokenizerFast
 
-from cluster.chat import ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
 from cluster.client import GenerateOptions, Turn
 from cluster.errors import CallError, TemplateError
+from cluster.gateway.chat import ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
 from workers.errors import CheckpointError
 
 TURNS = [

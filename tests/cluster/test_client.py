@@ -19,9 +19,9 @@ from cluster import client as client_module
 from cluster.blocking_client import BlockingClient
 from cluster.client import Client, Collector, GenerateOptions, GenerateStream, Prompt, Turn
 from cluster.errors import CallError, InvalidRequestError
+from cluster.gateway.samples import sample_seed
 from cluster.options import generate_request
 from cluster.proto import tandem_pb2 as pb
-from cluster.samples import sample_seed
 from workers.messages import RequestFailed
 
 

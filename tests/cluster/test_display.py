@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from cluster.display import DemoRow, demo_table, stages, status_view
+from cluster.commands.display import DemoRow, demo_table, stages, status_view
+from cluster.commands.store_display import size
 from cluster.proto import tandem_pb2 as pb
-from cluster.store_display import size
 
 
 def shown(what: RenderableType) -> str:

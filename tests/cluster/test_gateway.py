@@ -14,9 +14,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.client import Collector, GenerateOptions, GenerateStream, Turn
 from cluster.errors import CallError
-from cluster.gateway import SERVICE_NAME
+from cluster.gateway.samples import sample_seed
+from cluster.gateway.server import SERVICE_NAME
 from cluster.proto import tandem_pb2 as pb
-from cluster.samples import sample_seed
 from kvtransfer.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import PathMeasure, RequestFailed

@@ -18,7 +18,14 @@ from journey_house import (
     truth,
 )
 
-from cluster.actions import (
+from cluster.errors import (
+    AbandonedError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from cluster.gateway.actions import (
     Action,
     CancelAt,
     Emit,
@@ -30,14 +37,7 @@ from cluster.actions import (
     SampleStart,
     Submit,
 )
-from cluster.errors import (
-    AbandonedError,
-    DeadlineError,
-    InvalidRequestError,
-    OverloadedError,
-    UnavailableError,
-)
-from cluster.samples import sample_seed
+from cluster.gateway.samples import sample_seed
 from workers.messages import (
     HandOverTarget,
     RequestFailed,

@@ -22,8 +22,8 @@ from journey_house import (
     truth,
 )
 
-from cluster.actions import Action, Emit, Fail, Finish, Route, Submit
-from cluster.journey import Journey, JourneyState
+from cluster.gateway.actions import Action, Emit, Fail, Finish, Route, Submit
+from cluster.gateway.journey import Journey, JourneyState
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import (
     HandOverReport,

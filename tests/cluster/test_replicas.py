@@ -6,9 +6,9 @@ import pytest
 from gateway_house import GatewayHouse, until
 from gateway_model import PROMPT, expected
 
-from cluster import replicas
 from cluster.client import GenerateOptions
-from cluster.gateway import Gateway
+from cluster.gateway import replicas
+from cluster.gateway.server import Gateway
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents
 

@@ -19,15 +19,15 @@ from store_house import SECRET, StoreHouse
 from store_replica import COMPATIBILITY, Chain, Replica
 from typer.testing import CliRunner
 
-from cluster import store_commands
 from cluster.client import Client
-from cluster.commands import status
+from cluster.commands import store_commands
+from cluster.commands.calls import status
+from cluster.commands.store_cli import cli
+from cluster.commands.store_commands import Selection
 from cluster.errors import CallError, StoreAwayError
-from cluster.gateway import Gateway
+from cluster.gateway.server import Gateway
 from cluster.messages import StoreRecord
 from cluster.proto import tandem_pb2 as pb
-from cluster.store_cli import cli
-from cluster.store_commands import Selection
 from kvtransfer.store.messages import (
     AdminFailed,
     FromOwner,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from cluster.commands.store_bench import bench_store
 from cluster.errors import BenchError
-from cluster.store_bench import bench_store
 
 FIELDS = {"policy", "dram_blocks", "nvme_blocks", "hit_rate", "ideal_hit_rate", "written_per_hit"}
 

@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from cluster.actions import Emit, JourneyPlan, SampleStart, Summary
 from cluster.errors import DeadlineError, RequestError, SlowClientError, UnavailableError
-from cluster.journey import Journey
-from cluster.text import SampleText
-from cluster.walk import MAX_UNREAD, Outbox, Walk
+from cluster.gateway.actions import Emit, JourneyPlan, SampleStart, Summary
+from cluster.gateway.journey import Journey
+from cluster.gateway.text import SampleText
+from cluster.gateway.walk import MAX_UNREAD, Outbox, Walk
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError

@@ -12,7 +12,7 @@ from gateway_model import BLOCK_TOKENS, FINGERPRINT, MAX_CONTEXT, raw, truth
 
 from cluster.client import Client
 from cluster.config import ClusterConfig, parse_config
-from cluster.gateway import Gateway
+from cluster.gateway.server import Gateway
 from cluster.messages import ReplicaRecord
 from cluster.roster import LocalRoster
 from kvtransfer.clock import SystemClock

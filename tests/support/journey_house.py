@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cluster.actions import Action, JourneyPlan, SampleStart
-from cluster.journey import Journey
-from cluster.samples import sample_seed
-from cluster.text import SampleText
+from cluster.gateway.actions import Action, JourneyPlan, SampleStart
+from cluster.gateway.journey import Journey
+from cluster.gateway.samples import sample_seed
+from cluster.gateway.text import SampleText
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
 from workers.messages import (

@@ -18,11 +18,11 @@ from walk_house import BLOCK_TOKENS, House, Replica, until
 from cluster.client import Client, GenerateOptions, GenerateStream, Prompt
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
-from cluster.gateway import Gateway
+from cluster.gateway.samples import sample_seed
+from cluster.gateway.server import Gateway
 from cluster.messages import ReplicaRecord
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster import LocalRoster
-from cluster.samples import sample_seed
 from kvtransfer.clock import SystemClock
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget

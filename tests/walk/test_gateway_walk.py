@@ -23,9 +23,9 @@ from walk_house import House, until
 
 from cluster.client import GenerateStream, Turn
 from cluster.errors import CallError
-from cluster.gateway import SERVICE_NAME
+from cluster.gateway.samples import sample_seed
+from cluster.gateway.server import SERVICE_NAME
 from cluster.proto import tandem_pb2 as pb
-from cluster.samples import sample_seed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,14 +6,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from cluster.actions import Summary
-from cluster.desk import Accepted, Desk
 from cluster.errors import FieldViolation, InvalidRequestError, RequestError, to_grpc_status
-from cluster.intake import Intake
+from cluster.gateway.actions import Summary
+from cluster.gateway.desk import Accepted, Desk
+from cluster.gateway.intake import Intake
+from cluster.gateway.reports import Reporter, delta_of, finished_of
+from cluster.gateway.validation import check_detokenize, check_tokenize
 from cluster.proto import tandem_pb2 as pb
-from cluster.reports import Reporter, delta_of, finished_of
 from cluster.store_admin import StoreAdmin
-from cluster.validation import check_detokenize, check_tokenize
 from kvtransfer.faults import Faults
 
 Context = Any

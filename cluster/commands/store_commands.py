@@ -1,4 +1,4 @@
-"""The commands of `tandem store`, behind `cluster.store_cli`: they ask a gateway, which asks every node.
+"""The commands of `tandem store`, behind `store_cli`: they ask a gateway, which asks every node.
 
 A node that did not answer is named on standard error with what was not done there, and fails the command,
 after what the others answered was shown.
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from cluster.client import Client
+from cluster.commands.json_text import as_dict
+from cluster.commands.store_display import listing_view, purged_view, stat_view, verified_view
 from cluster.errors import StoreAwayError
-from cluster.json_text import as_dict
 from cluster.proto import tandem_pb2 as pb
-from cluster.store_display import listing_view, purged_view, stat_view, verified_view
 
 
 class Selection(NamedTuple):

@@ -7,12 +7,12 @@ from collections.abc import Collection
 
 import numpy as np
 
-from cluster.actions import Emit, Summary
 from cluster.config import ClusterConfig
-from cluster.desk import Desk, RequestRecord
-from cluster.intake import Intake
+from cluster.gateway.actions import Emit, Summary
+from cluster.gateway.desk import Desk, RequestRecord
+from cluster.gateway.intake import Intake
+from cluster.gateway.replicas import ReplicaLinks, ReplicaView
 from cluster.proto import tandem_pb2 as pb
-from cluster.replicas import ReplicaLinks, ReplicaView
 from cluster.store_admin import StoreAdmin
 from kvtransfer.clock import Clock
 from kvtransfer.messages import ReplicaIdentity

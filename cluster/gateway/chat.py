@@ -2,7 +2,7 @@
 
 A template comes with the weights and may be hostile. It runs in jinja2's immutable sandbox, which keeps it
 from Python's objects, inside a child process with bounded memory, time and output, which keeps an endless
-loop or a huge string from the gateway. `python -m cluster.chat FD` is that child, run by `ChatRenderer`.
+loop or a huge string from the gateway. `python -m cluster.gateway.chat FD` is that child.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class ChatRenderer:
 
 
 class _Child:
-    """A running `python -m cluster.chat`."""
+    """A running `python -m cluster.gateway.chat`."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Child:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cluster.chat", str(theirs.fileno())),
+                *(sys.executable, "-m", "cluster.gateway.chat", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 cwd=Path(__file__).parents[1],

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.actions import (
+from cluster.errors import AbandonedError, RequestError, SlowClientError
+from cluster.gateway.actions import (
     Action,
     CancelAt,
     Emit,
@@ -21,8 +22,7 @@ from cluster.actions import (
     Submit,
     Summary,
 )
-from cluster.errors import AbandonedError, RequestError, SlowClientError
-from cluster.journey import Journey
+from cluster.gateway.journey import Journey
 from kvtransfer.clock import Clock
 from kvtransfer.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
@@ -44,7 +44,7 @@ A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it
 
 
 class Links(Protocol):
-    """What a walk needs of `cluster.replicas.ReplicaLinks`."""
+    """What a walk needs of `cluster.gateway.replicas.ReplicaLinks`."""
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         """The connected replica of this id; None when there is none."""

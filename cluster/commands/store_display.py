@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from cluster.commands.tables import NONE, made_table
 from cluster.proto import tandem_pb2 as pb
-from cluster.tables import NONE, made_table
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _KEY_CHARS = 12

@@ -12,10 +12,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from cluster.bench import PERCENTILES
+from cluster.commands.bench import PERCENTILES
+from cluster.commands.store_display import loaded_text, tiers_table
+from cluster.commands.tables import NONE, made_table
 from cluster.proto import tandem_pb2 as pb
-from cluster.store_display import loaded_text, tiers_table
-from cluster.tables import NONE, made_table
 
 _NUM_BINS = 30
 _EDGES = 2
@@ -136,7 +136,7 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
 
 
 def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """One column a run of `cluster.bench.summarize`, headed by its load."""
+    """One column a run of `cluster.commands.bench.summarize`, headed by its load."""
     table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
     figures = [figure for _, figure in runs]
     table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in figures))

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cluster.actions import JourneyPlan, SampleStart
-from cluster.chat import ChatRenderer, ChatTurn, load_chat_template
 from cluster.config import ClusterConfig
 from cluster.errors import TemplateError
+from cluster.gateway.actions import JourneyPlan, SampleStart
+from cluster.gateway.chat import ChatRenderer, ChatTurn, load_chat_template
+from cluster.gateway.samples import sample_seed
+from cluster.gateway.text import ModelText, SampleText
+from cluster.gateway.validation import Limits, max_tokens_of, sampling_of
 from cluster.proto import tandem_pb2 as pb
-from cluster.samples import sample_seed
-from cluster.text import ModelText, SampleText
-from cluster.validation import Limits, max_tokens_of, sampling_of
 from kvtransfer.clock import Clock
 from kvtransfer.keys import TOKEN_BYTES, block_keys
 from kvtransfer.secret import draw_id

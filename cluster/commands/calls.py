@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.bench import Objectives, RequestRecord, Workload, knee, run_workload, summarize
 from cluster.client import Client, Collector, Completion, GenerateOptions, Prompt
-from cluster.display import bench_table, explain_view, histogram, status_view, sweep_plot
+from cluster.commands.bench import Objectives, RequestRecord, Workload, knee, run_workload, summarize
+from cluster.commands.display import bench_table, explain_view, histogram, status_view, sweep_plot
+from cluster.commands.json_text import as_dict
 from cluster.errors import BenchError
-from cluster.json_text import as_dict
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 

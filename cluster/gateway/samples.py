@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.actions import Emit, SampleStart
-from cluster.text import SampleText
+from cluster.gateway.actions import Emit, SampleStart
+from cluster.gateway.text import SampleText
 from kvtransfer.keys import TOKEN_BYTES
 from workers.messages import TokenDelta
 

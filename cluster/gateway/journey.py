@@ -1,6 +1,6 @@
 """The walk of one request through the cluster, as a state machine without I/O.
 
-`cluster.walk` tells it what happened, with the time, and carries out the actions that it answers.
+`cluster.gateway.walk` tells it what happened, with the time, and carries out the actions that it answers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from cluster.actions import (
+from cluster.errors import (
+    DeadlineError,
+    FieldViolation,
+    InvalidRequestError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
+from cluster.gateway.actions import (
     Action,
     CancelAt,
     Fail,
@@ -23,16 +31,8 @@ from cluster.actions import (
     Summary,
     TimelineEntry,
 )
-from cluster.errors import (
-    DeadlineError,
-    FieldViolation,
-    InvalidRequestError,
-    OverloadedError,
-    RequestError,
-    UnavailableError,
-)
-from cluster.samples import Sample
-from cluster.text import SampleText
+from cluster.gateway.samples import Sample
+from cluster.gateway.text import SampleText
 from kvtransfer.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest

@@ -1,6 +1,6 @@
 """What a journey is told to carry, what it asks its carrier to do, and what it leaves behind.
 
-`cluster.journey` decides, `cluster.walk` carries. Times are seconds of the gateway's monotonic clock.
+`journey` decides, `walk` carries. Times are seconds of the gateway's monotonic clock.
 """
 
 from __future__ import annotations

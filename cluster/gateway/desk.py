@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.actions import RoutedAttempt, TimelineEntry
 from cluster.errors import (
     AbandonedError,
     DeadlineError,
@@ -21,12 +20,13 @@ from cluster.errors import (
     UnavailableError,
     UnknownRequestError,
 )
-from cluster.intake import Intake, Planned
-from cluster.journey import Journey
+from cluster.gateway.actions import RoutedAttempt, TimelineEntry
+from cluster.gateway.intake import Intake, Planned
+from cluster.gateway.journey import Journey
+from cluster.gateway.replicas import ReplicaLinks
+from cluster.gateway.validation import Limits, check_request
+from cluster.gateway.walk import Router, Walk
 from cluster.proto import tandem_pb2 as pb
-from cluster.replicas import ReplicaLinks
-from cluster.validation import Limits, check_request
-from cluster.walk import Router, Walk
 from kvtransfer.clock import Clock
 from kvtransfer.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cluster.commands.tables import made_table
 from cluster.errors import BenchError
-from cluster.tables import made_table
 from kvtransfer.errors import StoreError
 from kvtransfer.store.simulate import POLICIES, TRACE_BLOCK_TOKENS, Outcome, Sizes, read_trace, simulate
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster.client import Client, Collector, GenerateOptions
+from cluster.commands.display import DemoRow, demo_table, progress_line, stages
 from cluster.config import default_config
-from cluster.display import DemoRow, demo_table, progress_line, stages
 from cluster.errors import StartError
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve import Service

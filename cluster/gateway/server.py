@@ -13,15 +13,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.config import ClusterConfig
-from cluster.desk import Desk
 from cluster.errors import StartError
-from cluster.intake import Intake
+from cluster.gateway.desk import Desk
+from cluster.gateway.intake import Intake
+from cluster.gateway.replicas import ReplicaLinks
+from cluster.gateway.reports import Reporter
+from cluster.gateway.servicer import InferenceServicer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
-from cluster.replicas import ReplicaLinks
-from cluster.reports import Reporter
 from cluster.roster import RosterClient
-from cluster.servicer import InferenceServicer
 from cluster.store_admin import StoreAdmin
 from kvtransfer.clock import Clock
 from kvtransfer.faults import Faults
