@@ -58,3 +58,4 @@ proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -I cluster/proto --python_out=cluster/proto \
 		--pyi_out=cluster/proto --grpc_python_out=cluster/proto tandem.proto
 	sed -i 's/^import tandem_pb2 as/from cluster.proto import tandem_pb2 as/' cluster/proto/tandem_pb2_grpc.py
+	sed -i -E 's/_Mapping([],])/_Mapping[str, object]\1/g' cluster/proto/tandem_pb2.pyi

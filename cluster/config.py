@@ -17,6 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import ConfigError
+from cluster.observe.config import LogConfig, TracingConfig
+from cluster.scaling.config import ScalingConfig
 from kvtransfer.config import TransferConfig
 from kvtransfer.faults import FaultRule
 from kvtransfer.store.config import StoreConfig
@@ -114,6 +116,8 @@ class GatewayConfig(_Settings):
     the node's own."""
     port: int = Field(default=8780, ge=0, le=65535)
     """0: a free port."""
+    console_port: int | None = Field(default=8781, ge=0, le=65535)
+    """Where the operator's console listens, on `host`; 0: a free one; None: no console."""
     replicas: int = Field(default=1, ge=1)
     """Gateways; several on one host need port 0."""
     model_name: str = ""
@@ -164,6 +168,9 @@ class ClusterConfig(_Settings):
     store: StoreConfig = StoreConfig()
     """Where finished KV is kept; `nvme_path` is relative to the file that names it."""
     gateway: GatewayConfig = GatewayConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    logs: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     secret_file: Path | None = None
     """Holds the cluster secret; None: drawn at start. Relative to the file that names it."""
     debug: DebugConfig = DebugConfig()
@@ -179,6 +186,8 @@ class ClusterConfig(_Settings):
             raise ValueError(f"pools: the name {repeated[0]!r} is used more than once")
         if all(pool.role == "prefill" for pool in self.pools):
             raise ValueError("pools: at least one needs the role decode or both")
+        if unknown := sorted(set(self.scaling.pools) - set(names)):
+            raise ValueError(f"scaling.pools.{unknown[0]}: there is no pool of this name")
         for field in ("engine.block_tokens", "dtype"):
             if len(values := {_value(pool, field) for pool in self.pools}) > 1:
                 raise ValueError(

@@ -12,7 +12,7 @@ class ReplicaRecord(Part, frozen=True):
     identity: ReplicaIdentity
     pool: str
     role: str
-    """"prefill", "decode" or "both"."""
+    """"prefill", "decode" or "both": the one that is in effect (see `RoleLease`)."""
     address: str
     """host:port of the brain's gRPC server (Links and Peer links)."""
     model: str
@@ -24,6 +24,10 @@ class ReplicaRecord(Part, frozen=True):
     """Ranks that share every layer."""
     stages: tuple[tuple[int, int], ...] = ()
     """The layers [start, end) of each stage."""
+    home_role: str = ""
+    """Its pool's role; differs from `role` while it is lent."""
+    role_epoch: int = 0
+    """Of the lease that `role` follows; 0: none yet."""
 
 
 class GatewayRecord(Part, frozen=True):
@@ -33,6 +37,8 @@ class GatewayRecord(Part, frozen=True):
     epoch: int
     address: str
     process_id: int
+    console: str = ""
+    """host:port of its console; "": none."""
 
 
 class StoreRecord(Part, frozen=True):
@@ -52,6 +58,28 @@ class StoreRecord(Part, frozen=True):
         return f"store-{self.node_id}"
 
 
+class RoleLease(Part, frozen=True):
+    """The role that a replica shall play now. Each change has a higher epoch; a replica follows the highest."""
+
+    replica: ReplicaIdentity
+    role: str
+    epoch: int
+    reason: str
+
+
+class ScalingMove(Part, frozen=True):
+    """One change of a desired count or of a role, as it was decided."""
+
+    at: float
+    """Unix time."""
+    pool: str
+    before: int
+    after: int
+    by: str
+    """"operator", "autoscaler" or "deploy" (a config deploy had reset the count, which was restored)."""
+    reason: str
+
+
 class RosterView(Part, frozen=True):
     """All that is registered; `version` grows with every change."""
 
@@ -59,4 +87,12 @@ class RosterView(Part, frozen=True):
     replicas: tuple[ReplicaRecord, ...] = ()
     gateways: tuple[GatewayRecord, ...] = ()
     desired: dict[str, int] = {}
+    """By pool: how many replicas somebody asked for; absent while nobody did."""
     stores: tuple[StoreRecord, ...] = ()
+    pinned: tuple[str, ...] = ()
+    """Pools whose count an operator chose: the autoscaler leaves them alone until they are released."""
+    leases: tuple[RoleLease, ...] = ()
+    moves: tuple[ScalingMove, ...] = ()
+    """The latest, oldest first."""
+    traffic: dict[str, float] = {}
+    """By application: the share of this application's requests that it gets; empty: all stay here."""

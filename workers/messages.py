@@ -161,7 +161,7 @@ class HandOverReport(Part, frozen=True):
 class RequestFailed(Part, frozen=True):
     """The attempt is over without a finish. `code`: "refused" (no room or queue full: route again),
     "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
-    fault: route again), "invalid" (never retry). `retry_after_s` goes with "refused", and so does
+    fault: route again), "leaving" (it leaves, nobody's fault: route again), "invalid" (never retry). `retry_after_s` goes with "refused", and so does
     `refused_by`: the replica id of the hand-over's other side when that has no room, "" when the sender."""
 
     request_id: str
@@ -259,6 +259,21 @@ class Leaving(Message, frozen=True):
     """Brain to gateway: takes no new work; what it runs will finish or move within `drain_s`."""
 
     drain_s: float
+
+
+class RoleChanged(Message, frozen=True):
+    """Brain to gateway: from now on it plays this role. What it no longer should do finishes or moves."""
+
+    role: str
+    epoch: int
+
+
+class Move(Message, frozen=True):
+    """Gateway to brain: go on with this request at `target`: its finished KV first, then its state."""
+
+    request_id: str
+    attempt: int
+    target: HandOverTarget
 
 
 # -------------------------------------------------------------------------------------- Peer link
@@ -450,8 +465,8 @@ class Shutdown(Message, frozen=True):
     reason: str
 
 
-LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest
-LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving
+LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move
+LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged
 PeerLinkMessage = PeerMessage | HandOver
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
 RankUp = RankJoined | RankReady | RankFailed | StepReport | TransferReport | StoreReport

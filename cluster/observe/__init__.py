@@ -1,0 +1,1 @@
+"""What there is to see: metrics, logs, traces, what each tenant costs."""

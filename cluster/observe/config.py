@@ -1,0 +1,29 @@
+"""Settings under `logs:` and `tracing:` of the cluster's file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LogConfig(BaseModel):
+    """What the processes of the service write to standard error, which Ray keeps in files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    access: bool = True
+    """One line for every request that ends."""
+
+
+class TracingConfig(BaseModel):
+    """OpenTelemetry; needs `pip install tandem-serve[tracing]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint: str = ""
+    """OTLP over gRPC, such as `http://collector:4317`; "": no traces."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Of the requests whose caller does not say whether they are traced."""

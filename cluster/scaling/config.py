@@ -1,0 +1,51 @@
+"""Settings under `scaling:` of the cluster's file: limits of the pools, and when our autoscaler moves them."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class PoolLimits(BaseModel):
+    """How far the autoscaler may move one pool. Operators may go beyond."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+        return self
+
+
+class ScalingConfig(BaseModel):
+    """Off by default: then only operators change counts, and the desired counts are kept all the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    autoscale: bool = False
+    """Move the pools in `pools` between their limits."""
+    lend_roles: bool = False
+    """An idle prefill replica may decode, and an idle decode replica prefill, until it is needed at home."""
+    pools: dict[str, PoolLimits] = {}
+    """By pool name; a pool that is not named keeps its count."""
+    ttft_slo_s: float = Field(default=1.0, gt=0)
+    """The time to first token that 90 % of requests should not exceed."""
+    itl_slo_s: float = Field(default=0.1, gt=0)
+    """The time between tokens that 90 % of gaps should not exceed."""
+    interval_s: float = Field(default=2.0, gt=0)
+    """Between two looks of the fast loop."""
+    forecast_s: float = Field(default=300.0, gt=0)
+    """How much history the demand forecast of the slow floor uses."""
+    target_load: float = Field(default=0.75, gt=0, le=1)
+    """Share of the measured capacity that the floor plans with."""
+    up_cool_down_s: float = Field(default=15.0, ge=0)
+    """After a pool grew, until it may grow again."""
+    down_cool_down_s: float = Field(default=120.0, ge=0)
+    """After a pool changed in either direction, until it may shrink."""
+    lend_after_s: float = Field(default=20.0, ge=0)
+    """How long a replica must have been idle, and the other role short, before it is lent."""
