@@ -59,7 +59,7 @@ class StoreRecord(Part, frozen=True):
 
 
 class RoleLease(Part, frozen=True):
-    """The role that a replica shall play now. Each change has a higher epoch; a replica follows the highest."""
+    """The role that a replica shall play now. Each change has a higher epoch; the highest holds."""
 
     replica: ReplicaIdentity
     role: str

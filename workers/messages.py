@@ -161,8 +161,9 @@ class HandOverReport(Part, frozen=True):
 class RequestFailed(Part, frozen=True):
     """The attempt is over without a finish. `code`: "refused" (no room or queue full: route again),
     "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
-    fault: route again), "leaving" (it leaves, nobody's fault: route again), "invalid" (never retry). `retry_after_s` goes with "refused", and so does
-    `refused_by`: the replica id of the hand-over's other side when that has no room, "" when the sender."""
+    fault: route again), "leaving" (it leaves, nobody's fault: route again), "invalid" (never retry).
+    `retry_after_s` goes with "refused", and so does `refused_by`: the replica id of the hand-over's other
+    side when that has no room, "" when the sender."""
 
     request_id: str
     attempt: int

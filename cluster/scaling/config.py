@@ -1,4 +1,4 @@
-"""Settings under `scaling:` of the cluster's file: limits of the pools, and when our autoscaler moves them."""
+"""Settings under `scaling:` in the cluster file: limits of the pools, and when the autoscaler moves them."""
 
 from __future__ import annotations
 
