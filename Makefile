@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Modules are compiled when first imported: doing it for all of torch at once takes longer than its download.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
-.PHONY: help setup demo serve test test-all lint bench proto
+.PHONY: help setup demo serve test test-all lint bench proto chart
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
@@ -15,6 +16,7 @@ help:
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make setup     .venv with everything for development"
 	@echo "make proto     cluster/proto/*_pb2* from tandem.proto"
+	@echo "make chart     the chart's schema and table of values from values.yaml and the configuration"
 
 setup: $(VENV)/.dev
 
@@ -40,10 +42,10 @@ serve: $(VENV)/.runtime
 	@$(BIN)/tandem serve --model models/tiny
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -59,3 +61,6 @@ proto: $(VENV)/.dev
 		--pyi_out=cluster/proto --grpc_python_out=cluster/proto tandem.proto
 	sed -i 's/^import tandem_pb2 as/from cluster.proto import tandem_pb2 as/' cluster/proto/tandem_pb2_grpc.py
 	sed -i -E 's/_Mapping([],])/_Mapping[str, object]\1/g' cluster/proto/tandem_pb2.pyi
+
+chart: $(VENV)/.dev
+	PYTHONPATH=. $(BIN)/python tests/support/chart_schema.py

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -16,11 +15,26 @@ import typer
 from cluster.client import GenerateOptions, Turn
 from cluster.commands import calls
 from cluster.commands.bench import Objectives, Workload
+from cluster.commands.bench_scaling import bench_scaling
 from cluster.commands.display import engine_line, progress_line, stages
+from cluster.commands.doctor import doctor
+from cluster.commands.scale import scale
 from cluster.commands.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
 from cluster.commands.store_bench import bench_store as run_store_bench
 from cluster.commands.store_cli import cli as store_cli
-from cluster.commands.terminal import DEFAULT_ADDRESS, Address, AsJson, Timeout, die, err, out, run
+from cluster.commands.terminal import (
+    DEFAULT_ADDRESS,
+    Address,
+    AsJson,
+    Timeout,
+    catch_signals,
+    die,
+    err,
+    out,
+    run,
+)
+from cluster.commands.traffic import traffic
+from cluster.commands.update import update
 from cluster.config import ClusterConfig, default_config, load_config
 from cluster.errors import CallError, ClusterError
 from kvtransfer.clock import SystemClock
@@ -55,7 +69,12 @@ cli = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 cli.add_typer(bench, name="bench")
+bench.command("scaling")(bench_scaling)
 cli.add_typer(store_cli, name="store")
+cli.command()(update)
+cli.command()(traffic)
+cli.command()(scale)
+cli.command()(doctor)
 
 RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
 
@@ -89,16 +108,17 @@ def serve(
     from cluster.serve import Service  # here: only this command and the demo need Ray
 
     config = _config(file, model, prefill, decode, port, (nvme, nvme_gb))
-    interrupted = _catch_signals(threading.Event())
+    interrupted = catch_signals(threading.Event())
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
         with stages(err, "starting") as tell:
             addresses = service.start(
                 lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
             )
-        _catch_signals(interrupted)  # again: Ray set handlers of its own
+        catch_signals(interrupted)  # again: Ray set handlers of its own
         for name, place in (
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
+            ("console", ", ".join(addresses.consoles) or "none"),
             ("Ray", addresses.ray),
             ("dashboard", addresses.dashboard or "none"),
             ("Ray token", _token_place()),
@@ -118,7 +138,7 @@ def demo() -> None:
     """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
     from cluster.commands.demo import run_demo  # here, as above
 
-    interrupted = _catch_signals(threading.Event())
+    interrupted = catch_signals(threading.Event())
     run_demo(_bundled_model(), SystemClock(), interrupted, out)
 
 
@@ -297,8 +317,7 @@ def _config(
         if model is not None:
             config = config.model_copy(update={"model": model.resolve()})
         if port is not None:
-            gateway = config.gateway.model_copy(update={"port": port})
-            config = config.model_copy(update={"gateway": gateway})
+            config = config.model_copy(update={"gateway": config.gateway.at_port(port)})
         return _with_redis(config)
     model = model or _bundled_model()
     config = default_config(
@@ -322,13 +341,6 @@ def _bundled_model() -> Path:
     if not _TINY.is_dir():
         raise typer.BadParameter("no model is bundled with this installation; name one", param_hint="--model")
     return _TINY
-
-
-def _catch_signals(interrupted: threading.Event) -> threading.Event:
-    """Ctrl-C and SIGTERM set the event, and nothing else: the command ends in its own order."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: interrupted.set())
-    return interrupted
 
 
 def _standard_input() -> str:

@@ -13,20 +13,29 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from ray import serve
 
-from cluster.capacity import GATEWAY_CPUS, bundles, placement_strategy
+from cluster.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.config import ClusterConfig
 from cluster.gateway.server import Gateway
-from cluster.logs import log_to_stderr
 from cluster.messages import GatewayRecord, ReplicaRecord
-from cluster.metrics import ReplicaMetrics
+from cluster.observe.export import ray_board
+from cluster.observe.gateway_metrics import GatewayMetrics
+from cluster.observe.logs import log_to_stderr
+from cluster.observe.replica_metrics import ReplicaMetrics
 from cluster.rank_actors import RayRankLauncher, node_host, only
+from cluster.rolling import gateway_version, pool_version, with_replicas
 from cluster.roster import keep_registered
-from cluster.roster_actor import open_roster
+from cluster.roster_actor import find_roster, open_roster
+from cluster.scaling.actor import ScalerReports, dashboard_url
+from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, deployment_name
+from cluster.scaling.roles import role_of
 from cluster.store_actors import keep_store, own_store_name
 from cluster.stores import draw_life, resolve_dtype
+from cluster.web.orders import Operations
 from kvtransfer.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.brain import Brain
@@ -34,22 +43,38 @@ from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
 
-GATEWAY_DEPLOYMENT = "Gateway"
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
 _METRICS_S = 2.0
 _GRACE_S = 10.0
 """Added to a replica's drain: Serve kills it only when it overstays this."""
+_REPLICAS_KEY = "replicas"
+_ONE_BY_ONE = 0.01
+"""The share of a deployment that is replaced at a time; at least one replica."""
+_ONE_MORE = 1
+"""Percent of a deployment, rounded up: one replica."""
 
 
-def build_application(config: ClusterConfig, cpus: dict[str, float], secret: bytes) -> serve.Application:
-    """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool."""
-    config_json, life = config.model_dump_json(), draw_life()
+def build_application(
+    config: ClusterConfig,
+    cpus: Mapping[str, float],
+    secret: bytes,
+    *,
+    life: str = "",
+    counts: Mapping[str, int] | None = None,
+) -> serve.Application:
+    """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool;
+    `life` is that of the application where it is not a new one; `counts` go before the file's replicas.
+
+    Deployed over a running one, Serve replaces the replicas of those deployments whose version differs, one
+    after the other (`cluster.rolling`).
+    """
+    config_json, life = config.model_dump_json(), life or draw_life()
     pools = [
-        serve.deployment(ReplicaActor)
+        serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(ReplicaActor)
         .options(
             name=deployment_name(pool.name),
-            num_replicas=pool.replicas,
+            num_replicas=(counts or {}).get(pool.name, pool.replicas),
             placement_group_bundles=bundles(pool, cpus[pool.name]),
             placement_group_strategy=placement_strategy(pool),
             ray_actor_options=only(bundles(pool, cpus[pool.name])[0]),
@@ -57,27 +82,32 @@ def build_application(config: ClusterConfig, cpus: dict[str, float], secret: byt
             health_check_timeout_s=pool.health_check_timeout_s,
             graceful_shutdown_timeout_s=pool.drain_s + _GRACE_S,
             max_constructor_retry_count=2,
+            max_surge_percent=_ONE_MORE if pool.surge else 0,
         )
+        .options(version=pool_version(config, pool.name), _internal=True)
         .bind(config_json, pool.name, secret, life)
         for pool in config.pools
     ]
     return (
-        serve.deployment(GatewayActor)
+        serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(GatewayActor)
         .options(
-            name=GATEWAY_DEPLOYMENT,
+            name=MARK_DEPLOYMENT,
             num_replicas=config.gateway.replicas,
-            ray_actor_options={"num_cpus": GATEWAY_CPUS},
+            ray_actor_options=only(gateway_bundle(config.gateway)) | {"resources": config.gateway.resources},
             health_check_period_s=2.0,
             health_check_timeout_s=5.0,
             graceful_shutdown_timeout_s=_GRACE_S,
             max_constructor_retry_count=2,
+            # A gateway with a port of its own cannot start beside the one that has it.
+            max_surge_percent=0 if config.gateway.port else _ONE_MORE,
+            user_config={
+                MARK_KEY: f"{round(SystemClock().wall() * 1000):015d}",
+                _REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
+            },
         )
+        .options(version=gateway_version(config), _internal=True)
         .bind(config_json, secret, *pools)
     )
-
-
-def deployment_name(pool: str) -> str:
-    return f"Pool-{pool}"
 
 
 class ReplicaActor:
@@ -90,14 +120,14 @@ class ReplicaActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, pool_name: str, secret: bytes, life: str
     ) -> None:
-        log_to_stderr()
         config = ClusterConfig.model_validate_json(config_json)
+        unique_id = serve.get_replica_context().replica_id.unique_id
+        log_to_stderr(config.logs, f"{pool_name}-{unique_id}", pool_name)
         self._pool = next(pool for pool in config.pools if pool.name == pool_name)
         self._model_name = config.model_name
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         host = node_host(config.transfer.data_host)
-        unique_id = serve.get_replica_context().replica_id.unique_id
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
         self._brain = Brain(
@@ -110,7 +140,7 @@ class ReplicaActor:
             engine=self._pool.engine,
             transfer=config.transfer,
             secret=secret,
-            launcher=RayRankLauncher(self._pool.tp),
+            launcher=RayRankLauncher(self._pool.tp, config.logs, pool_name),
             clock=self._clock,
             host=host,
             faults=config.debug.fault_rules,
@@ -118,9 +148,12 @@ class ReplicaActor:
         )
         self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
         await self._brain.start()
-        self._metrics = ReplicaMetrics(pool_name, self._identity.replica_id)
+        board = ray_board(
+            app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
+        )
+        self._metrics = ReplicaMetrics(board, self._pool.engine.block_tokens)
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
-        self._watching = asyncio.create_task(self._join_peers())
+        self._watching = asyncio.create_task(self._follow_roster())
         self._measuring = asyncio.create_task(self._export_metrics())
         self._dying = asyncio.create_task(self._end_when_dead())
 
@@ -156,12 +189,16 @@ class ReplicaActor:
         finally:
             os._exit(1)
 
-    async def _join_peers(self) -> None:
-        """Open and measure the paths to every decode replica before a request needs them."""
+    async def _follow_roster(self) -> None:
+        """Play the role that the lease says; open and measure the paths to every replica that decodes before
+        a request needs them: prompts are handed over to those, and streams of decode replicas moved."""
         version = 0
-        while self._pool.role != "decode":
+        while True:
             view = await self._roster.view(version, _WATCH_S)
             version = view.version
+            if (changed := role_of(self._identity, view, self._brain.role_epoch)) is not None:
+                self._brain.set_role(*changed)
+                await self._register()
             self._brain.join_peers(
                 [
                     HandOverTarget(record.identity, record.address)
@@ -169,11 +206,10 @@ class ReplicaActor:
                     if record.role != "prefill" and not record.leaving
                 ]
             )
-        await asyncio.Event().wait()
 
     async def _export_metrics(self) -> None:
         while True:
-            self._metrics.update(self._brain.reports.load())
+            self._metrics.update(self._brain.reports.load(), self._brain.role)
             await self._clock.sleep(_METRICS_S)
 
     async def _register(self) -> bool:
@@ -181,7 +217,7 @@ class ReplicaActor:
             ReplicaRecord(
                 identity=self._identity,
                 pool=self._pool.name,
-                role=self._pool.role,
+                role=self._brain.role,
                 address=self._brain.address,
                 model=self._model_name,
                 compatibility=self._brain.compatibility,
@@ -190,6 +226,8 @@ class ReplicaActor:
                 leaving=self._leaving,
                 tp=self._pool.tp,
                 stages=self._brain.stages,
+                home_role=self._pool.role,
+                role_epoch=self._brain.role_epoch,
             )
         )
 
@@ -200,11 +238,12 @@ class GatewayActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, secret: bytes, *_pools: object
     ) -> None:
-        log_to_stderr()
         config = ClusterConfig.model_validate_json(config_json)
+        unique_id = serve.get_replica_context().replica_id.unique_id
+        log_to_stderr(config.logs, f"gateway-{unique_id}")
+        self._config = config
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
-        unique_id = serve.get_replica_context().replica_id.unique_id
         self._host = node_host(config.gateway.host)
         if config.gateway.host == "auto":
             everywhere = config.gateway.model_copy(update={"host": "0.0.0.0"})
@@ -217,22 +256,62 @@ class GatewayActor:
             roster=self._roster,
             secret=secret,
             clock=self._clock,
+            operations=Operations(dashboard_url, self._roster.release),
+            open_roster=find_roster,
         )
         self._port = await self._gateway.start()
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
+        board = ray_board(app=config.app, gateway=self._gateway_id, model=config.model_name)
+        self._metrics = GatewayMetrics(board, config.transfer.min_gb_s)
+        self._measuring = asyncio.create_task(self._export_metrics())
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def reconfigure(self, settings: dict[str, Any]) -> None:
+        """Serve calls this after the constructor, and when the `user_config` of a later deploy differs: so
+        gateways need no restart for other counts."""
+        self._config = with_replicas(self._config, settings[_REPLICAS_KEY])
+        self._gateway.configure(self._config)
+        if self._reporting is not None:
+            self._reporting.cancel()
+        name = f"{self._gateway_id}/{self._epoch}"
+        reports = ScalerReports(self._config, settings[MARK_KEY], name)
+        self._reporting = asyncio.create_task(self._report(reports))
+
+    async def _export_metrics(self) -> None:
+        while True:
+            meters = self._gateway.desk.meters
+            for _ in self._metrics.update(meters, self._gateway.status(), self._clock.now()):
+                await self._clock.sleep(0)
+            await self._clock.sleep(_METRICS_S)
+
+    async def _report(self, reports: ScalerReports) -> None:
+        """Tell the scaler what this gateway sees; make it where it is missing."""
+        while True:
+            await reports.send(self._gateway.status())
+            await self._clock.sleep(self._config.scaling.interval_s)
 
     def check_health(self) -> None:
-        if self._renewing.done():
-            self._renewing.result()
-            raise RuntimeError(f"{self._gateway_id}: this life is over in the roster")
+        for task in (self._renewing, self._measuring):
+            if task.done():
+                task.result()
+                raise RuntimeError(f"{self._gateway_id}: this life is over in the roster")
 
     async def __del__(self) -> None:
         self._renewing.cancel()
+        self._measuring.cancel()
+        if self._reporting is not None:
+            self._reporting.cancel()
         await self._roster.remove(self._gateway_id, self._epoch)
         await self._gateway.stop()
 
     async def _register(self) -> bool:
-        address = f"{self._host}:{self._port}"
+        console = f"{self._host}:{port}" if (port := self._gateway.console_port) else ""
         return await self._roster.register_gateway(
-            GatewayRecord(self._gateway_id, self._epoch, address, os.getpid())
+            GatewayRecord(
+                gateway_id=self._gateway_id,
+                epoch=self._epoch,
+                address=f"{self._host}:{self._port}",
+                process_id=os.getpid(),
+                console=console,
+            )
         )

@@ -18,11 +18,17 @@ T = TypeVar("T")
 class BlockingClient:
     """`Client` for code without an event loop: runs one in a thread of its own. `with` closes it."""
 
-    def __init__(self, addresses: str | Sequence[str], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        clock: Clock | None = None,
+        *,
+        root_certificate: bytes | None = None,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
         self._thread.start()
-        self._client = Client(addresses, clock)
+        self._client = Client(addresses, clock, root_certificate=root_certificate)
 
     def __enter__(self) -> Self:
         return self

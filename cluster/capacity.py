@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cluster.config import PoolConfig
+from cluster.config import GatewayConfig, PoolConfig
 
 BRAIN_CPUS = 0.05
 """CPUs that a brain asks: it waits for its ranks and for the network most of the time."""
@@ -74,7 +74,12 @@ def bundles(pool: PoolConfig, cpus_per_rank: float) -> list[dict[str, float]]:
     share a node because they share the bundle."""
     stages = (rank_resources(pool, cpus_per_rank, stage) for stage in range(pool.pp))
     whole = ({name: pool.tp * amount for name, amount in rank.items()} for rank in stages)
-    return [{"CPU": BRAIN_CPUS}, *whole]
+    return [bundle | pool.resources for bundle in ({"CPU": BRAIN_CPUS}, *whole)]
+
+
+def gateway_bundle(gateway: GatewayConfig) -> dict[str, float]:
+    """What one gateway asks."""
+    return {"CPU": GATEWAY_CPUS} | gateway.resources
 
 
 def placement_strategy(pool: PoolConfig) -> str:

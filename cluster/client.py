@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from cluster.errors import CallError, bad_fields, retry_after_s
-from cluster.options import GenerateOptions, Prompt, Turn, chat_messages, generate_request
+from cluster.options import APPLICATION_KEY, GenerateOptions, Prompt, Turn, chat_messages, generate_request
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from kvtransfer.clock import Clock, SystemClock
@@ -37,6 +37,7 @@ _PATIENCE_S = 60.0
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _UNARY_TIMEOUT_S = 30.0
+_TLS = "tls://"
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -88,6 +89,7 @@ class GenerateStream:
         self._address = ""
         self._is_cancelled = False
         self._accepted: pb.Accepted | None = None
+        self._application = ""
         self._outputs: dict[int, _Output] = {}
 
     def cancel(self) -> None:
@@ -136,13 +138,18 @@ class GenerateStream:
         if self._is_cancelled:
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client")
         self._address = self._client.address
-        self._call = self._client.stub().Generate(self._resumed_request(), timeout=timeout_s)
+        began_at = ((APPLICATION_KEY, self._application),) if self._application else None
+        self._call = self._client.stub().Generate(
+            self._resumed_request(), timeout=timeout_s, metadata=began_at
+        )
         try:
             async for response in self._call:
                 kind = response.WhichOneof("event")
                 if kind == "accepted":
                     if self._accepted is None:
                         self._accepted = response.accepted
+                        told = dict(await self._call.initial_metadata() or ())
+                        self._application = told.get(APPLICATION_KEY, "")
                         self.request_id = response.accepted.request_id
                         yield response.accepted
                 elif kind == "delta":
@@ -184,13 +191,24 @@ class GenerateStream:
 
 
 class Client:
-    """Calls one of several gateways. Use it inside one event loop; `async with` closes it."""
+    """Calls one of several gateways. Use it inside one event loop; `async with` closes it.
 
-    def __init__(self, addresses: str | Sequence[str], clock: Clock | None = None) -> None:
+    `host:port` is reached without TLS, `tls://host:port` with it: `root_certificate` (PEM) is whom to trust
+    then, by default whom gRPC trusts (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH of the environment, or its own list).
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        clock: Clock | None = None,
+        *,
+        root_certificate: bytes | None = None,
+    ) -> None:
         self.clock = clock or SystemClock()
         self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not self._addresses:
             raise ValueError("a client needs the address of at least one gateway")
+        self._root_certificate = root_certificate
         self._current = 0
         self._channels: dict[str, Any] = {}
 
@@ -287,8 +305,14 @@ class Client:
     def stub(self) -> Any:
         """Of the current address."""
         if self.address not in self._channels:
-            self._channels[self.address] = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+            self._channels[self.address] = self._open_channel()
         return tandem_pb2_grpc.InferenceStub(self._channels[self.address])
+
+    def _open_channel(self) -> Any:
+        if not self.address.startswith(_TLS):
+            return grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(self._root_certificate)
+        return grpc.aio.secure_channel(self.address.removeprefix(_TLS), credentials, options=_CHANNEL_OPTIONS)
 
     def leave_address(self, failed: str) -> None:
         """Go on at the next address, unless another stream has left `failed` already."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import ConfigError
 from cluster.observe.config import LogConfig, TracingConfig
@@ -30,10 +30,21 @@ from workers.model.config import ModelConfig
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
 _SMALL_CONTEXT_TOKENS = 4096
+_RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _only_custom(resources: dict[str, float]) -> dict[str, float]:
+    if taken := sorted(set(resources) & _RAY_RESOURCES):
+        raise ValueError(f"{taken[0]} is Ray's own; only custom resources are asked here")
+    return resources
+
+
+CustomResources = Annotated[dict[str, Annotated[float, Field(ge=1e-4)]], AfterValidator(_only_custom)]
+"""By name, what is asked of Ray beside CPUs and GPUs; Ray counts in units of 1/10000."""
 
 
 class PoolConfig(_Settings):
@@ -58,10 +69,16 @@ class PoolConfig(_Settings):
     """CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.capacity`)."""
     gpus_per_rank: float | None = Field(default=None, ge=0)
     """GPUs that each rank asks of Ray; None: 1 with device cuda, else 0."""
+    resources: CustomResources = {}
+    """Custom Ray resources that a replica asks once for its brain and once for each stage: ties the pool to
+    the nodes that have them."""
     health_check_period_s: float = Field(default=2.0, gt=0)
     health_check_timeout_s: float = Field(default=5.0, gt=0)
     drain_s: float = Field(default=10.0, ge=0)
     """How long a leaving replica lets its streams finish."""
+    surge: bool = True
+    """A rolling update starts each new replica before the one it replaces leaves, which takes room for one
+    more; false: the old one leaves first."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -117,9 +134,23 @@ class GatewayConfig(_Settings):
     port: int = Field(default=8780, ge=0, le=65535)
     """0: a free port."""
     console_port: int | None = Field(default=8781, ge=0, le=65535)
-    """Where the operator's console listens, on `host`; 0: a free one; None: no console."""
+    """Where the operator's console listens, on `host`; 0: a free one; None: no console. Where another
+    `port` than its default is set and this is not: a free one."""
+    console_hosts: tuple[str, ...] = ()
+    """Host names under which browsers may reach the console; addresses and localhost always may."""
     replicas: int = Field(default=1, ge=1)
     """Gateways; several on one host need port 0."""
+    resources: CustomResources = {}
+    """Custom Ray resources that each gateway asks: ties gateways to the nodes that have them."""
+    tls_cert_file: Path | None = None
+    """PEM chain of the gRPC server; with it only TLS is spoken on `port`. Read again when it changes."""
+    tls_key_file: Path | None = None
+    """PEM key of `tls_cert_file`."""
+    health_port: int | None = Field(default=None, ge=0, le=65535)
+    """A second port with nothing but gRPC health, without TLS, for probes that cannot speak it."""
+    max_connection_age_s: float | None = Field(default=None, gt=0)
+    """Clients are asked to connect again after so long, which spreads them over new gateways; streams that
+    run stay where they are. None: never."""
     model_name: str = ""
     """The name that clients use; "": the model folder's name."""
     max_attempts: int = Field(default=5, ge=1)
@@ -132,6 +163,25 @@ class GatewayConfig(_Settings):
     """The largest `n` of one request."""
     default_max_tokens: int = Field(default=256, ge=1)
     """`max_tokens` of a request that names none."""
+
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file are given together, or neither")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _console_beside_the_port(cls, fields: Any) -> Any:
+        """Whoever moves the gateway to run another one would have the consoles collide."""
+        default = cls.model_fields["port"].default
+        if isinstance(fields, dict) and fields.get("port", default) != default:
+            return {"console_port": 0, **fields}
+        return fields
+
+    def at_port(self, port: int) -> Self:
+        """The same on another port."""
+        return self.model_validate({**self.model_dump(exclude_unset=True), "port": port})
 
 
 class FaultConfig(_Settings):
@@ -226,6 +276,12 @@ def load_config(path: Path) -> ClusterConfig:
     if config.store.nvme_path is not None:
         nvme_path = folder / config.store.nvme_path
         located["store"] = config.store.model_copy(update={"nvme_path": nvme_path})
+    if config.gateway.tls_cert_file is not None and config.gateway.tls_key_file is not None:
+        files = {
+            "tls_cert_file": folder / config.gateway.tls_cert_file,
+            "tls_key_file": folder / config.gateway.tls_key_file,
+        }
+        located["gateway"] = config.gateway.model_copy(update=files)
     return config.model_copy(update=located)
 
 

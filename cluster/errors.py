@@ -16,6 +16,13 @@ ClusterError
 ├── ConfigError               the configuration cannot be used: one line per field, named by its path
 ├── BenchError                nothing could be measured: the text says why
 ├── StoreAwayError            a node's store did not do what was asked: the text names it
+├── DashboardError            Ray's dashboard did not do what was asked
+│   ├── DashboardAwayError        it does not answer, or Serve behind it does not: try again later
+│   ├── TokenRefusedError         it wants another Ray token, or one at all
+│   ├── UnknownPoolError          the application, or its deployment of this pool, does not run
+│   └── ScalerDisabledError       the application was deployed without `external_scaler_enabled`
+├── ReleaseError              a pool could not be released: the text says why
+├── ScaleTimeoutError         a pool has not reached its count yet, and goes on
 ├── StartError                the cluster cannot be brought up: the text names what is missing
 └── RosterAwayError           the roster's actor cannot be reached now: go on with the last view
 """
@@ -126,6 +133,34 @@ class BenchError(ClusterError):
 
 class StoreAwayError(ClusterError):
     """One or more nodes' stores did not answer or are damaged; each line names one."""
+
+
+class DashboardError(ClusterError):
+    """Ray's dashboard did not do what was asked; the text says what to do."""
+
+
+class DashboardAwayError(DashboardError):
+    """No answer from the dashboard, or from Ray Serve behind it."""
+
+
+class TokenRefusedError(DashboardError):
+    """The Ray token is missing, or is not that of this Ray cluster."""
+
+
+class UnknownPoolError(DashboardError):
+    """No deployment of this application has this name now."""
+
+
+class ScalerDisabledError(DashboardError):
+    """Ray Serve lets nobody scale this application from outside."""
+
+
+class ReleaseError(ClusterError):
+    """No gateway unpinned the pool."""
+
+
+class ScaleTimeoutError(ClusterError):
+    """The count was ordered and stays so, but was not reached within the time that the caller waits."""
 
 
 class StartError(ClusterError):

@@ -96,3 +96,9 @@ class RosterView(Part, frozen=True):
     """The latest, oldest first."""
     traffic: dict[str, float] = {}
     """By application: the share of this application's requests that it gets; empty: all stay here."""
+    targets: dict[str, int] = {}
+    """By pool: Ray Serve's target as the scaler last saw it."""
+    deploy_mark: str = ""
+    """Of the deploy whose targets those are; "": the scaler has not looked yet."""
+    incarnation: int = 0
+    """Another one is another life of the roster, which knows only what was told since."""

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 
+APPLICATION_KEY = "tandem-application"
+"""Metadata of `Generate`, where requests are split between applications: to the client, which one answers;
+from a client that resumes a stream, which one began it."""
+
 
 class Turn(NamedTuple):
     """One message of a chat prompt."""

@@ -18,7 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.logs import log_to_stderr
+from cluster.observe.config import LogConfig
+from cluster.observe.logs import log_to_stderr
 from kvtransfer.clock import SystemClock
 from workers.messages import RANK_SPEC_CODEC, RankSpec
 
@@ -42,11 +43,12 @@ class RankActor:
     def place(self) -> Place:
         return Place(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
 
-    def run(self, spec_frame: bytes) -> None:
+    def run(self, spec_frame: bytes, logs_json: str, pool: str) -> None:
         from workers.engine.rank import run_rank  # here: it imports torch, which no other actor needs
 
-        log_to_stderr()
         spec = RANK_SPEC_CODEC.decode(spec_frame)
+        who = f"{spec.replica.replica_id}/{spec.rank}"
+        log_to_stderr(LogConfig.model_validate_json(logs_json), who, pool)
         # The ranks of a replica may be on several nodes: each listens at its own.
         transfer = replace(spec.transfer, data_host=node_host(spec.transfer.data_host))
         run_rank(replace(spec, transfer=transfer))
@@ -55,8 +57,9 @@ class RankActor:
 class RayRankLauncher:
     """A `RankLauncher` that starts each rank in the bundle of its stage, with a share of it."""
 
-    def __init__(self, tp: int) -> None:
+    def __init__(self, tp: int, logs: LogConfig, pool: str) -> None:
         self._tp = tp
+        self._log_arguments = logs.model_dump_json(), pool
 
     async def launch(self, spec: RankSpec) -> RayRankHandle:
         group = get_current_placement_group()
@@ -68,18 +71,20 @@ class RayRankLauncher:
             .options(**only(share), max_restarts=0, scheduling_strategy=_in_bundle(group, index))
             .remote()
         )
-        return RayRankHandle(actor, Place(*await actor.place.remote()), spec)
+        return RayRankHandle(actor, Place(*await actor.place.remote()), spec, self._log_arguments)
 
 
 class RayRankHandle:
     """A `RankHandle`: the rank runs while its one call does."""
 
-    def __init__(self, actor: ActorHandle[RankActor], place: Place, spec: RankSpec) -> None:
+    def __init__(
+        self, actor: ActorHandle[RankActor], place: Place, spec: RankSpec, log_arguments: tuple[str, str]
+    ) -> None:
         self._actor = actor
         self._place = place
         self._rank = spec.rank
         self._killing: asyncio.Task[None] | None = None
-        self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec))
+        self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec), *log_arguments)
 
     async def wait(self) -> str:
         reason = await self._call_ended()

@@ -1,21 +1,27 @@
 """Who serves: replicas, gateways and stores register here and everyone watches by long poll.
 
-`Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `RosterActor` is the
-plain class that `cluster.app` makes a named Ray actor of. A member renews its registration periodically,
+`Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `roster_wire` has the
+plain class that becomes a named Ray actor, and what calls it. A member renews its registration periodically,
 which is also how a restarted actor is filled again; meanwhile the members' last view stays in force.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-from cluster.errors import RosterAwayError
-from cluster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
+from cluster.messages import (
+    GatewayRecord,
+    ReplicaRecord,
+    RoleLease,
+    RosterView,
+    ScalingMove,
+    StoreRecord,
+)
+from cluster.wishes import Wishes
 from kvtransfer.clock import Clock
-from kvtransfer.wire import Codec
+from kvtransfer.messages import ReplicaIdentity
 
 T = TypeVar("T")
 RENEW_S = 2.0
@@ -47,8 +53,37 @@ class RosterClient(Protocol):
         """The view, at once when newer than `after_version`, else when it changes or after `timeout_s`."""
 
 
+class ScalingRoster(RosterClient, Protocol):
+    """What the scaler and the commands see of the roster: each of these raises `RosterAwayError` when it
+    could not be recorded."""
+
+    async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
+        """What somebody wants of the pool; `pinned`: an operator, so the autoscaler leaves it alone."""
+
+    async def release(self, pool: str) -> None:
+        """Unpin: the autoscaler may move it again."""
+
+    async def forget(self, pool: str) -> None:
+        """Nothing is wanted of the pool: the configuration's count is right."""
+
+    async def set_lease(self, lease: RoleLease) -> None:
+        """Taken when its epoch is higher than that of the replica's lease so far."""
+
+    async def drop_lease(self, replica: ReplicaIdentity) -> None:
+        """The replica of this life is gone."""
+
+    async def add_move(self, move: ScalingMove) -> None:
+        """Remember it with the latest."""
+
+    async def set_traffic(self, shares: dict[str, float]) -> None:
+        """The share of this application's requests that each application gets; empty: all stay."""
+
+    async def set_observed(self, deploy_mark: str, targets: dict[str, int]) -> None:
+        """What the scaler saw of Ray Serve, for its next life."""
+
+
 class Roster:
-    """The state: members with epochs, desired counts, a version that grows with every visible change.
+    """The state: members with epochs, the wishes, a version that grows with every visible change.
 
     Times are passed in (seconds of one monotonic clock). `first_version` must grow from one incarnation of
     the roster to the next, so that watchers see the versions of all incarnations in order.
@@ -61,20 +96,20 @@ class Roster:
         self._stores: dict[str, StoreRecord] = {}
         self._renewed_at: dict[str, float] = {}
         self._removed_epoch: dict[str, int] = {}
-        self._desired: dict[str, int] = {}
+        self._wishes = Wishes(first_version)
 
     @property
     def version(self) -> int:
         return self._version
 
     def view(self) -> RosterView:
-        return RosterView(
+        members = RosterView(
             version=self._version,
             replicas=tuple(self._replicas[key] for key in sorted(self._replicas)),
             gateways=tuple(self._gateways[key] for key in sorted(self._gateways)),
-            desired=dict(self._desired),
             stores=tuple(self._stores[key] for key in sorted(self._stores)),
         )
+        return self._wishes.fill(members)
 
     def register_replica(self, record: ReplicaRecord, now: float) -> bool:
         """False when the record's epoch is over: a newer one is registered, or this one was removed."""
@@ -130,17 +165,10 @@ class Roster:
             self._forget(member_id)
         return gone
 
-    def set_desired(self, pool: str, num_replicas: int) -> None:
-        """What the pool's scaler, or an operator, wants."""
-        if self._desired.get(pool) != num_replicas:
-            self._desired[pool] = num_replicas
+    def tell(self, change: Callable[[Wishes], bool]) -> None:
+        """Change what is remembered."""
+        if change(self._wishes):
             self._version += 1
-
-    def restore_desired(self, desired: dict[str, int]) -> None:
-        """A watcher's memory of the desired counts: taken for the pools this incarnation knows nothing of."""
-        for pool, num_replicas in desired.items():
-            if pool not in self._desired:
-                self.set_desired(pool, num_replicas)
 
     def _is_over(self, member_id: str, epoch: int, registered: int | None) -> bool:
         removed = self._removed_epoch.get(member_id)
@@ -175,11 +203,34 @@ class LocalRoster:
     async def remove(self, member_id: str, epoch: int) -> None:
         await self._apply(lambda: self._roster.remove(member_id, epoch))
 
-    async def set_desired(self, pool: str, num_replicas: int) -> None:
-        await self._apply(lambda: self._roster.set_desired(pool, num_replicas))
+    async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
+        await self._tell(lambda wishes: wishes.set_desired(pool, num_replicas, pinned=pinned))
 
-    async def restore_desired(self, desired: dict[str, int]) -> None:
-        await self._apply(lambda: self._roster.restore_desired(desired))
+    async def release(self, pool: str) -> None:
+        await self._tell(lambda wishes: wishes.release(pool))
+
+    async def forget(self, pool: str) -> None:
+        await self._tell(lambda wishes: wishes.forget(pool))
+
+    async def set_lease(self, lease: RoleLease) -> None:
+        await self._tell(lambda wishes: wishes.set_lease(lease))
+
+    async def drop_lease(self, replica: ReplicaIdentity) -> None:
+        await self._tell(lambda wishes: wishes.drop_lease(replica))
+
+    async def add_move(self, move: ScalingMove) -> None:
+        await self._tell(lambda wishes: wishes.add_move(move))
+
+    async def set_traffic(self, shares: dict[str, float]) -> None:
+        await self._tell(lambda wishes: wishes.set_traffic(shares))
+
+    async def set_observed(self, deploy_mark: str, targets: dict[str, int]) -> None:
+        await self._tell(lambda wishes: wishes.set_observed(deploy_mark, targets))
+
+    async def restore(self, memory: RosterView) -> RosterView:
+        """Give this life of the roster what an earlier one was told; the view with it."""
+        await self._tell(lambda wishes: wishes.restore(memory))
+        return self._roster.view()
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
         async with self._changed:
@@ -190,6 +241,9 @@ class LocalRoster:
             except TimeoutError:
                 self._expire()
             return self._roster.view()
+
+    async def _tell(self, change: Callable[[Wishes], bool]) -> None:
+        await self._apply(lambda: self._roster.tell(change))
 
     async def _apply(self, change: Callable[[], T]) -> T:
         async with self._changed:
@@ -205,110 +259,9 @@ class LocalRoster:
             self._roster.expire(self._clock.now(), self._expire_s)
 
 
-class RosterActor:
-    """What runs in the roster's actor: `LocalRoster` behind frames.
-
-    A restarted actor shows its view only after `REBUILD_S`, when every living member has registered again;
-    until then `view` answers version 0, which watchers ignore.
-    """
-
-    def __init__(self, clock: Clock, *, restarted: bool) -> None:
-        first_version = int(clock.wall() * 1000)
-        self._clock = clock
-        self._roster = LocalRoster(clock, first_version=first_version, expire_s=EXPIRE_S)
-        self._complete_at = clock.now() + (REBUILD_S if restarted else 0.0)
-
-    async def register_replica(self, frame: bytes) -> bool:
-        return await self._roster.register_replica(_REPLICA_CODEC.decode(frame))
-
-    async def register_gateway(self, frame: bytes) -> bool:
-        return await self._roster.register_gateway(_GATEWAY_CODEC.decode(frame))
-
-    async def register_store(self, frame: bytes) -> bool:
-        return await self._roster.register_store(_STORE_CODEC.decode(frame))
-
-    async def remove(self, member_id: str, epoch: int) -> None:
-        await self._roster.remove(member_id, epoch)
-
-    async def set_desired(self, pool: str, num_replicas: int) -> None:
-        await self._roster.set_desired(pool, num_replicas)
-
-    async def restore_desired(self, desired: dict[str, int]) -> None:
-        await self._roster.restore_desired(desired)
-
-    async def view(self, after_version: int, timeout_s: float) -> bytes:
-        rebuilding_s = self._complete_at - self._clock.now()
-        if rebuilding_s > 0:
-            await self._clock.sleep(min(timeout_s, rebuilding_s))
-            if rebuilding_s > timeout_s:
-                return VIEW_CODEC.encode(RosterView(version=0))
-        return VIEW_CODEC.encode(await self._roster.view(after_version, timeout_s))
-
-
-class RemoteRoster:
-    """A `RosterClient` over a `RosterActor` somewhere else. `call(method, *arguments)` reaches it, or raises
-    `RosterAwayError`: then registrations count as accepted (they are renewed) and `view` is the last one."""
-
-    def __init__(self, call: Callable[..., Awaitable[object]], clock: Clock) -> None:
-        self._call = call
-        self._clock = clock
-        self._last = RosterView(version=0)
-
-    async def register_replica(self, record: ReplicaRecord) -> bool:
-        return await self._register("register_replica", _REPLICA_CODEC.encode(record))
-
-    async def register_gateway(self, record: GatewayRecord) -> bool:
-        return await self._register("register_gateway", _GATEWAY_CODEC.encode(record))
-
-    async def register_store(self, record: StoreRecord) -> bool:
-        return await self._register("register_store", _STORE_CODEC.encode(record))
-
-    async def remove(self, member_id: str, epoch: int) -> None:
-        with contextlib.suppress(RosterAwayError):
-            await self._call("remove", member_id, epoch)
-
-    async def set_desired(self, pool: str, num_replicas: int) -> None:
-        """Record what the pool's scaler wants; `RosterAwayError` when it could not be recorded."""
-        await self._call("set_desired", pool, num_replicas)
-
-    async def view(self, after_version: int, timeout_s: float) -> RosterView:
-        """The last view when the actor is away or rebuilding, after a wait, so that callers do not spin."""
-        if self._last.version > after_version:
-            after_version, timeout_s = self._last.version, 0.0
-        try:
-            frame = await self._call("view", after_version, timeout_s)
-        except RosterAwayError:
-            await self._clock.sleep(min(timeout_s, RENEW_S))
-            return self._last
-        assert isinstance(frame, bytes)
-        view = VIEW_CODEC.decode(frame)
-        if view.version > self._last.version:
-            forgotten = {pool: num for pool, num in self._last.desired.items() if pool not in view.desired}
-            self._last = view
-            if forgotten:
-                await self._restore(forgotten)
-        return self._last
-
-    async def _register(self, method: str, frame: bytes) -> bool:
-        try:
-            return bool(await self._call(method, frame))
-        except RosterAwayError:
-            return True
-
-    async def _restore(self, desired: dict[str, int]) -> None:
-        with contextlib.suppress(RosterAwayError):
-            await self._call("restore_desired", desired)
-
-
 async def keep_registered(
     register: Callable[[], Awaitable[bool]], clock: Clock, renew_s: float = RENEW_S
 ) -> None:
     """Renew a registration until cancelled; returns when the roster says that this life is over."""
     while await register():
         await clock.sleep(renew_s)
-
-
-_REPLICA_CODEC: Codec[ReplicaRecord] = Codec(ReplicaRecord)
-_GATEWAY_CODEC: Codec[GatewayRecord] = Codec(GatewayRecord)
-_STORE_CODEC: Codec[StoreRecord] = Codec(StoreRecord)
-VIEW_CODEC: Codec[RosterView] = Codec(RosterView)

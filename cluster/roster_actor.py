@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from cluster.errors import RosterAwayError
 from cluster.messages import RosterView
-from cluster.roster import VIEW_CODEC, RemoteRoster, RosterActor
+from cluster.roster_wire import VIEW_CODEC, RemoteRoster, RosterActor
 from kvtransfer.clock import SystemClock
 
 NAMESPACE = "tandem"
@@ -33,6 +33,12 @@ class RayRosterActor(RosterActor):
 def open_roster(app: str) -> RemoteRoster:
     """The application's roster, from any process of the Ray cluster; made when it does not exist."""
     return RemoteRoster(_RosterCall(app), SystemClock())
+
+
+def find_roster(app: str) -> RemoteRoster:
+    """As `open_roster`, of another application, which may not exist: its roster is neither made nor given
+    the memory of an earlier one."""
+    return RemoteRoster(_RosterCall(app, makes=False), SystemClock(), restores=False)
 
 
 def start_roster(app: str) -> None:
@@ -58,8 +64,9 @@ def read_roster(app: str) -> RosterView:
 class _RosterCall:
     """Calls the roster's actor; any failure to reach it in time is `RosterAwayError`."""
 
-    def __init__(self, app: str) -> None:
+    def __init__(self, app: str, *, makes: bool = True) -> None:
         self._app = app
+        self._makes = makes
         self._actor: ActorHandle[RayRosterActor] | None = None
 
     async def __call__(self, method: str, *arguments: Any) -> object:
@@ -67,11 +74,17 @@ class _RosterCall:
         try:
             async with asyncio.timeout(timeout_s):
                 if self._actor is None:
-                    self._actor = await asyncio.to_thread(_roster_actor, self._app, replaces_another=True)
+                    self._actor = await asyncio.to_thread(self._find)
                 return await getattr(self._actor, method).remote(*arguments)
         except (RayError, TimeoutError, ValueError) as error:
             self._actor = None
             raise RosterAwayError(f"roster: {method}: {error!r}") from error
+
+    def _find(self) -> ActorHandle[RayRosterActor]:
+        if self._makes:
+            return _roster_actor(self._app, replaces_another=True)
+        actor: ActorHandle[RayRosterActor] = ray.get_actor(_roster_name(self._app), namespace=NAMESPACE)
+        return actor
 
 
 def _roster_actor(app: str, *, replaces_another: bool) -> ActorHandle[RayRosterActor]:

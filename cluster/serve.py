@@ -22,16 +22,21 @@ from ray import serve
 from ray._private.state import available_resources_per_node
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.app import build_application, deployment_name
-from cluster.capacity import GATEWAY_CPUS, ReplicaDemand, demands, plan_cpus, shortages
+from cluster.app import build_application
+from cluster.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
 from cluster.config import ClusterConfig
+from cluster.deployed import Deployed, forget, remember
 from cluster.errors import ConfigError, StartError
 from cluster.gateway.text import ModelText
 from cluster.index_server import IndexServer
+from cluster.observe.tracing import check_tracing
 from cluster.rank_actors import node_host
 from cluster.roster_actor import read_roster, start_roster, stop_roster
+from cluster.scaling.actor import stop_scaler
+from cluster.scaling.lever import deployment_name
+from cluster.secret_files import read_cluster_secret
 from cluster.store_actors import stop_stores
-from cluster.stores import check_redis_url, check_store
+from cluster.stores import check_redis_url, check_store, draw_life
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.secret import draw_secret
@@ -43,7 +48,6 @@ _POLL_S = 0.25
 _OBJECT_STORE_BYTES = 128 << 20
 _END_S = 5.0
 _REACH_S = 5.0
-_MIN_SECRET_BYTES = 16
 _log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -60,6 +64,8 @@ class Addresses(NamedTuple):
     """Where a started application is reached."""
 
     gateways: tuple[str, ...]
+    consoles: tuple[str, ...]
+    """URLs."""
     ray: str
     """host:port of the Ray cluster, for `ray status --address` and for joining it."""
     dashboard: str
@@ -94,6 +100,7 @@ class Service:
             pool.check_model(model)
         ModelText.load(self._config.model)
         check_redis_url(self._config.store)
+        check_tracing(self._config.tracing)
         secret = self._secret()
         report(Progress("starting Ray", {}))
         self._connect()
@@ -108,8 +115,10 @@ class Service:
         if ray.is_initialized():
             if self._deployed:
                 serve.delete(self._config.app)
+                stop_scaler(self._config.app)
                 stop_stores(self._config.app, self._config.store.flush_s)
                 stop_roster(self._config.app)
+                forget(self._config.app)
             self._stop_index_server()
             family = psutil.Process().children(recursive=True) if self._owns_ray else []
             ray.shutdown()
@@ -118,15 +127,8 @@ class Service:
         self._deployed = False
 
     def _secret(self) -> bytes:
-        if self._config.secret_file is None:
-            return draw_secret()
-        try:
-            secret = self._config.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"secret_file: {error}") from error
-        if len(secret) < _MIN_SECRET_BYTES:
-            raise ConfigError(f"secret_file: needs at least {_MIN_SECRET_BYTES} bytes, has {len(secret)}")
-        return secret
+        file = self._config.secret_file
+        return draw_secret() if file is None else read_cluster_secret(file)
 
     def _connect(self) -> None:
         options: dict[str, Any] = {
@@ -161,7 +163,7 @@ class Service:
             total = [node["Resources"] for node in nodes]
             free = list(available_resources_per_node().values())
             gateways = [
-                ReplicaDemand("gateway", ({"CPU": GATEWAY_CPUS},))
+                ReplicaDemand("gateway", (gateway_bundle(self._config.gateway),))
                 for _ in range(self._config.gateway.replicas)
             ]
             cpus = plan_cpus(self._config.pools, len(gateways), free)
@@ -177,8 +179,10 @@ class Service:
             raise StartError(f"the application {self._config.app!r} already runs in this Ray cluster")
         start_roster(self._config.app)
         self._deployed = True
+        config, life = self._with_index(secret), draw_life()
+        remember(self._config.app, Deployed(config.model_dump_json(), cpus, secret, life))
         target = serve.RunTarget(
-            build_application(self._with_index(secret), cpus, secret),
+            build_application(config, cpus, secret, life=life),
             name=self._config.app,
             route_prefix=None,
             external_scaler_enabled=True,
@@ -214,11 +218,11 @@ class Service:
             ready = self._ready(status)
             report(Progress("loading", ready))
             if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartError(_failure(status))
-            unplaced = _unplaced()
-            unplaced_since = (unplaced_since or self._clock.now()) if unplaced else None
+                raise StartError(failure(status))
+            waiting = unplaced()
+            unplaced_since = (unplaced_since or self._clock.now()) if waiting else None
             if unplaced_since is not None and self._clock.now() > unplaced_since + SCHEDULE_S:
-                raise StartError("Ray cannot place a replica: " + "; ".join(unplaced))
+                raise StartError("Ray cannot place a replica: " + "; ".join(waiting))
             if status is not None and status.status == "RUNNING":
                 addresses = self._addresses()
                 if addresses.gateways and all(num >= wanted for num, wanted in ready.values()):
@@ -238,6 +242,7 @@ class Service:
         logs = ray._private.worker._global_node
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
+            consoles=tuple(f"http://{record.console}/console" for record in view.gateways if record.console),
             ray=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
             logs=logs.get_logs_dir_path() if logs is not None else "",
@@ -252,11 +257,13 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"
         )
-    if gateway.port and gateway.replicas > num_nodes:
-        raise ConfigError(
-            f"gateway.port: {gateway.replicas} gateways on {num_nodes} Ray nodes cannot all have the port "
-            f"{gateway.port}; set it to 0, which gives each a free one"
-        )
+    for field in ("port", "console_port", "health_port"):
+        port = getattr(gateway, field)
+        if port and gateway.replicas > num_nodes:
+            raise ConfigError(
+                f"gateway.{field}: {gateway.replicas} gateways on {num_nodes} Ray nodes cannot all have the "
+                f"port {port}; set it to 0, which gives each a free one"
+            )
 
 
 def check_reachable(ray_address: str) -> None:
@@ -270,7 +277,7 @@ def check_reachable(ray_address: str) -> None:
         raise StartError(f"no Ray cluster answers at {ray_address}: {error}") from error
 
 
-def _unplaced() -> list[str]:
+def unplaced() -> list[str]:
     """Why placement groups of the cluster wait: their resources against what is free."""
     wanted = [
         ReplicaDemand(
@@ -285,7 +292,7 @@ def _unplaced() -> list[str]:
     return shortages(wanted, list(available_resources_per_node().values()), total)
 
 
-def _failure(status: ApplicationStatusOverview) -> str:
+def failure(status: ApplicationStatusOverview) -> str:
     """One line a failed deployment, with the innermost exception of its traceback."""
     lines = [
         f"{name}: {_innermost(deployment.message)}"

@@ -16,13 +16,14 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.logs import log_to_stderr
 from cluster.messages import StoreRecord
-from cluster.metrics import StoreMetrics
+from cluster.observe.export import ray_board
+from cluster.observe.logs import log_to_stderr
+from cluster.observe.replica_metrics import StoreMetrics
 from cluster.rank_actors import node_host
 from cluster.roster import keep_registered
 from cluster.roster_actor import NAMESPACE, open_roster
-from cluster.stores import Node, NvmeFolder, store_name, store_settings
+from cluster.stores import NODE_ID_CHARS, Node, NvmeFolder, store_name, store_settings
 from kvtransfer.clock import Clock, SystemClock
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import Faults
@@ -48,9 +49,9 @@ class StoreActor:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, config_json: str, life: str, secret: bytes
     ) -> None:
-        log_to_stderr()
         config = ClusterConfig.model_validate_json(config_json)
         context = ray.get_runtime_context()
+        log_to_stderr(config.logs, f"store-{context.get_node_id()[:NODE_ID_CHARS]}")
         self._clock = SystemClock()
         self._is_stopping = False
         self._roster = open_roster(config.app)
@@ -73,7 +74,7 @@ class StoreActor:
         _log.info(
             "the store of node %s listens at %s, epoch %d", self._node_id, self._owner.address, self._epoch
         )
-        self._metrics = StoreMetrics(self._node_id)
+        self._metrics = StoreMetrics(ray_board(app=config.app, node=self._node_id))
         self._tasks = [
             asyncio.create_task(keep_registered(self._register, self._clock)),
             asyncio.create_task(self._export_metrics()),

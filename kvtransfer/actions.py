@@ -28,7 +28,7 @@ class ToRank(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """Action: join the sequence. `block_ids` cover the whole prompt; their references pass to the caller.
+    """Action: join the sequence. `block_ids` cover all its tokens; their references pass to the caller.
     The KV of the first `num_valid_tokens` tokens is held or verified."""
 
     landing_id: bytes

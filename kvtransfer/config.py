@@ -53,6 +53,8 @@ class TransferConfig(BaseModel):
     """Landings waiting for room at a decode replica before it refuses."""
     growth_reserve: float = Field(default=0.1, ge=0, lt=1)
     """Share of the decode replica's blocks kept for the growth of what it already runs."""
+    max_moves: int = Field(default=8, ge=1)
+    """Streams that one replica moves to others at a time when it leaves or changes its role."""
     writer_ack_s: float = Field(default=5.0, gt=0)
     """A writer that has not acknowledged a stop after this is killed."""
     data_host: str = "127.0.0.1"

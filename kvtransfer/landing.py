@@ -80,6 +80,7 @@ class _Landing:
     lease_end: float = 0.0
     num_tokens_computed: int = 0
     handed_over: bool = False
+    num_tokens: int = 0  # whose KV was handed over
     closed_ranks: set[int] = field(default_factory=set)
     connections: set[tuple[int, bytes]] = field(default_factory=set)
     """In quarantine: (rank, connection) of what may still write."""
@@ -198,11 +199,12 @@ class LandingBook:
             return [ToWriter(writer, LandingAbort(landing_id, "there is no such landing", False))]
         if landing.state is not _State.OPEN:
             return []
-        if _name(landing) != (landing_id, *name) or num_tokens != landing.request.num_tokens:
-            return self.abort(
-                landing_id, f"{num_tokens} tokens of {name} are not what was to land here", "message"
-            )
-        landing.handed_over = True
+        wanted = landing.request
+        fits = num_tokens == wanted.num_tokens or (wanted.is_growing and 0 < num_tokens < wanted.num_tokens)
+        if _name(landing) != (landing_id, *name) or not fits:
+            reason = f"{num_tokens} tokens of {name} are not what was to land here"
+            return self.abort(landing_id, reason, "message")
+        landing.handed_over, landing.num_tokens = True, num_tokens
         landing.lease_end = now + self._config.landing_lease_s
         return self._land(landing)
 
@@ -356,7 +358,7 @@ class LandingBook:
         landing_id, num_held = landing.request.landing_id, len(landing.held)
         self._ended.add(landing_id)
         num_valid = num_held + pieces.num_good_blocks()
-        num_tokens = min(num_valid * self._block_tokens, landing.request.num_tokens)
+        num_tokens = min(num_valid * self._block_tokens, landing.num_tokens)
         block_ids, num_held_tokens = (*landing.held, *landing.blocks), num_held * self._block_tokens
         del self._landings[landing_id]
         return [

@@ -13,6 +13,8 @@ import os
 import sys
 
 ALIGNMENT_BYTES = 2 << 20
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""Of Linux's madvise; the mmap module has no names for them."""
 SCRATCH_BYTES = 4 << 20
 """Behind the pool in the same mapping: where peers write when they measure their path."""
 
@@ -21,12 +23,13 @@ class KvMemory:
     """`buffer` (writable, zero at first, exactly the pool) and `fd` (-1 where memory cannot be shared).
 
     The mapping is the pool rounded up to 2 MiB, then the scratch area. Its pages are taken when first
-    written.
+    written, or all by `populate`.
     """
 
     def __init__(self, mapping: mmap.mmap, fd: int, num_bytes: int) -> None:
         self.fd = fd
         self.num_bytes = num_bytes
+        self._mapping: mmap.mmap | None = mapping
         self.whole = memoryview(mapping)
         """The pool, the padding and the scratch area."""
         self.buffer = self.whole[:num_bytes]
@@ -44,6 +47,11 @@ class KvMemory:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         return cls(map_shared(fd, total_bytes), fd, num_bytes)
 
+    def populate(self) -> None:
+        """Take all pages of the pool now: a first write to a page costs many times its copy."""
+        assert self._mapping is not None
+        _populate(self._mapping, _POPULATE_WRITE, 0, self.num_bytes)
+
     def close(self) -> None:
         """Let the memory go. It is unmapped when the last view or tensor over it is dropped: a tensor holds
         the buffer without pinning it, so that unmapping here would pull the pages from under it."""
@@ -51,6 +59,7 @@ class KvMemory:
             os.close(self.fd)
             self.fd = -1
         self.buffer = self.whole = memoryview(bytearray())
+        self._mapping = None
 
 
 def mapping_bytes(num_bytes: int) -> int:
@@ -69,3 +78,16 @@ def map_shared(fd: int, total_bytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def populate_read(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
+    """Map what the pages of this range hold already, all at once instead of at the first read of each."""
+    _populate(mapping, _POPULATE_READ, offset, num_bytes)
+
+
+def _populate(mapping: mmap.mmap, advice: int, offset: int, num_bytes: int) -> None:
+    """Where the kernel can (Linux 5.14); else pages come one by one as they are touched."""
+    start = offset - offset % mmap.PAGESIZE
+    if sys.platform == "linux" and num_bytes:
+        with contextlib.suppress(OSError):
+            mapping.madvise(advice, start, offset + num_bytes - start)

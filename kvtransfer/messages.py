@@ -41,6 +41,12 @@ class CompatibilityRecord(Part, frozen=True):
     num_kv_heads: int
     head_dim: int
 
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token over all layers and heads."""
+        item_bytes = 4 if self.dtype in ("float32", "fp32") else 2
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes
+
     def differences(self, other: CompatibilityRecord) -> list[str]:
         """One line per differing field; empty when the two may exchange KV."""
         return [
@@ -107,6 +113,9 @@ class LandingRequest(Message, frozen=True):
     num_tokens: int
     num_samples: int
     deadline_s: float | None
+    is_growing: bool = False
+    """Its writer still decodes the sequence: what it hands over are as many tokens as it then has, at most
+    `num_tokens`."""
 
 
 class LandingGrant(Message, frozen=True):

@@ -7,8 +7,10 @@
                           STOPPING --PushStopped of all ranks--> LandingAbort | WriterStopped sent, forgotten
 
 While OPEN, every chunk that the engine reports is pushed at once, so that it moves while the next one is
-computed. Every rank writes its part of a chunk and answers for itself. A rank that does not acknowledge a
-stop in time must be killed (`KillRanks`): only then is it certain that nothing writes any more.
+computed. A sequence that moves while it decodes does the same block by block; "prompt" then means all its
+tokens up to where it stops here. Every rank writes its part of a chunk and answers for itself. A rank that
+does not acknowledge a stop in time must be killed (`KillRanks`): only then is it certain that nothing writes
+any more.
 """
 
 from __future__ import annotations
@@ -81,6 +83,8 @@ class _Push:
     """By push id."""
     num_orders: int = 0
     num_computed_tokens: int = 0
+    num_tokens: int = 0
+    """It ends with so many: what was asked for, unless `end_at` says less."""
     prompt_done: bool = False
     num_moved_bytes: int = 0
     transports: set[str] = field(default_factory=set)
@@ -99,8 +103,19 @@ class PushCounters:
     """Totals for metrics."""
 
     num_bytes: Counter[TrafficClass] = field(default_factory=Counter)
+    num_bytes_by_transport: Counter[str] = field(default_factory=Counter)
+    seconds_by_transport: dict[str, float] = field(default_factory=dict)
+    """Each rank's pushes one after another: what writes at once counts twice."""
     gb_s: float = 0.0
     """Moving average of the rate of pushes of at least 64 KiB, all ranks together, in 1e9 bytes a second."""
+
+    def add(self, report: PushDone) -> None:
+        """Count what a rank wrote."""
+        self.num_bytes[report.traffic] += report.num_bytes
+        if report.num_bytes:
+            self.num_bytes_by_transport[report.transport] += report.num_bytes
+            seconds = self.seconds_by_transport.get(report.transport, 0.0) + report.seconds
+            self.seconds_by_transport[report.transport] = seconds
 
 
 class PushBook:
@@ -124,7 +139,7 @@ class PushBook:
 
     def ask(self, request: LandingRequest, peer: ReplicaIdentity, connection_id: bytes) -> list[PushAction]:
         """Ask `peer` for a place; `connection_id` is the measured data connection to it."""
-        self._pushes[request.landing_id] = _Push(request, peer, connection_id)
+        self._pushes[request.landing_id] = _Push(request, peer, connection_id, num_tokens=request.num_tokens)
         self._by_request[request.request_id, request.attempt] = request.landing_id
         return [ToPeer(peer, request)]
 
@@ -137,13 +152,26 @@ class PushBook:
             return []
         push.progress_at = now
         push.num_computed_tokens = num_computed_tokens
-        push.prompt_done = num_computed_tokens >= push.request.num_tokens
+        push.prompt_done = num_computed_tokens >= push.num_tokens
         if push.prompt_done:
-            end = len(push.target_blocks)
+            end = -(-push.num_tokens // self._block_tokens) - push.first_block
         else:
             end = min(num_computed_tokens // self._block_tokens - push.first_block, len(push.target_blocks))
         actions = self._order(push, end, block_ids)
         return actions + self._ready(push)
+
+    def has_caught_up(self, request_id: str, attempt: int) -> bool:
+        """Whether the landing is open and all that was computed in whole blocks is written."""
+        push = self._find(request_id, attempt)
+        return push is not None and push.state is _State.OPEN and not push.running
+
+    def end_at(self, request_id: str, attempt: int, num_tokens: int) -> None:
+        """A growing sequence (`LandingRequest.is_growing`) stops with so many tokens, which fit its landing
+        and are not computed yet."""
+        push = self._find(request_id, attempt)
+        assert push is not None
+        assert push.num_computed_tokens < num_tokens <= push.request.num_tokens
+        push.num_tokens = num_tokens
 
     def stop(self, request_id: str, attempt: int, reason: str, now: float) -> list[PushAction]:
         """Give the landing up (cancel, deadline, preemption)."""
@@ -201,7 +229,7 @@ class PushBook:
 
     def push_done(self, rank: int, report: PushDone, now: float) -> list[PushAction]:
         """A rank has written its pieces: tell the decode side their sums. The push is done when all have."""
-        self.counters.num_bytes[report.traffic] += report.num_bytes
+        self.counters.add(report)
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.OPEN:
             return []

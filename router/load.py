@@ -44,7 +44,8 @@ class LoadState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request on its way: computed at `compute_id`, then handed over to `decode_id` ("": it stays)."""
+    """A request on its way: computed at `compute_id`, then handed over to `decode_id` ("": it stays). Of a
+    stream that moves to `decode_id` nothing is left to compute (`compute_id` "")."""
 
     request_id: str
     compute_id: str

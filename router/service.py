@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtransfer.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.cost import Ask, Choice, Option, choose, option_of
+from router.cost import NEVER_FITS_TOKENS, Ask, Choice, Option, choose, decode_candidate, option_of
 from router.errors import NoReplicaError
 from router.load import LoadBook, Placement
 from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
@@ -36,6 +36,7 @@ class RouterService:
         on_load ----------------> LoadBook -----+--> policy --> candidates --> choose --> Decision
         add, remove, set_leaving -> members ----/                                            |
         on_prefilled, on_finished --> LoadBook <------ placement, prediction <---------------/
+        route_move -------------> members, PrefixTree, LoadBook --> a decode replica for a running stream
 
     A routed request counts at once as load and, on the replica that computes it, as cached: so a burst of
     siblings follows its first one until the queue there costs more than the prefix is worth. The replica
@@ -96,14 +97,7 @@ class RouterService:
         """Choose, and count the request where it goes. `NoReplicaError` names the side that is missing."""
         prefill_ids, decode_ids = self._usable(request)
         match = self._tree.match(request.block_keys)
-        ask = Ask(
-            num_tokens=max(request.num_tokens, 1),
-            num_growth_tokens=request.max_new_tokens * request.num_samples,
-            num_samples=request.num_samples,
-            block_tokens=self._block_tokens,
-            skip_prefill_tokens=self._config.skip_prefill_tokens,
-            may_stay=not request.pinned_prefill or request.pinned_prefill == request.pinned_decode,
-        )
+        ask = self._ask(request)
         prefills = self._options(ask, prefill_ids, match)
         decodes = self._options(ask, decode_ids, match)
         candidates = self._policy.candidates(ask, prefills, decodes)
@@ -114,6 +108,37 @@ class RouterService:
         self._place(request, ask, decision)
         self._keep(decision)
         return decision
+
+    def route_move(self, request: RouteRequest) -> str:
+        """Choose the decode replica that a running stream moves to, and count it there instead of where it
+        was routed; `on_prefilled` tells that it has moved, `on_finished` that it does not. Pins and policies
+        are left out of account. `NoReplicaError` when there is none."""
+        decode_ids = [
+            replica_id
+            for replica_id, member in self._members.items()
+            if member.role != "prefill" and not member.is_leaving and replica_id not in request.excluded
+        ]
+        ask = self._ask(request)
+        options = self._options(ask, decode_ids, self._tree.match(request.block_keys))
+        priced = [decode_candidate(ask, option, self._config.decode_pressure) for option in options]
+        chosen = min(priced, key=lambda item: (item.cost, item.uncached_tokens), default=None)
+        if chosen is None or chosen.cost >= NEVER_FITS_TOKENS:
+            raise NoReplicaError(self._missing("decode", request, ""))
+        self._members.move_to_end(chosen.replica_id)
+        needed_tokens = chosen.uncached_tokens + ask.num_growth_tokens
+        self._book.on_routed(
+            Placement(
+                request_id=request.request_id,
+                compute_id="",
+                decode_id=chosen.replica_id,
+                block_keys=request.block_keys,
+                num_prefill_tokens=0,
+                num_new_blocks=-(-needed_tokens // ask.block_tokens),
+                num_sequences=ask.num_samples,
+                routed_at=self._clock.now(),
+            )
+        )
+        return chosen.replica_id
 
     def on_prefilled(self, request_id: str) -> None:
         """The first token arrived: nothing is left to compute, and the decode side has the KV."""
@@ -133,6 +158,16 @@ class RouterService:
         """Assert that tree, book and members agree."""
         self._tree.check()
         self._book.check()
+
+    def _ask(self, request: RouteRequest) -> Ask:
+        return Ask(
+            num_tokens=max(request.num_tokens, 1),
+            num_growth_tokens=request.max_new_tokens * request.num_samples,
+            num_samples=request.num_samples,
+            block_tokens=self._block_tokens,
+            skip_prefill_tokens=self._config.skip_prefill_tokens,
+            may_stay=not request.pinned_prefill or request.pinned_prefill == request.pinned_decode,
+        )
 
     def _usable(self, request: RouteRequest) -> tuple[list[str], list[str]]:
         """Ids for the prefill and for the decode side, least recently chosen first; no prefill ids where a

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from kvtransfer.clock import Clock, SystemClock
 from workers.engine.executor import Executor, read_dtype
+from workers.engine.limits import DeviceLimits, MeasureSizes, measure_limits
 from workers.errors import CapacityError
 from workers.messages import BatchEntry, SamplingParams, SlotStart, StepPlan
 from workers.model.config import ModelConfig, read_model_config
+from workers.model.work import ModelWork
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -73,8 +75,9 @@ def run_engine_bench(
             emit({"what": "peer", "skipped": "transformers is not installed"})
         rival = reference if peer else None
         del reference  # its memory, when it is not measured
-        machine = _measure_machine(executor.kv, clock, repeat)
-        emit(machine.line())
+        sizes = MeasureSizes(_GEMM_SIZE, _READ_BYTES, repeat)
+        machine = measure_limits(executor.kv.device, executor.kv.dtype, clock, sizes)
+        emit(_line(machine))
         limits = Limits(config, executor.kv.dtype.itemsize, machine)
         for num_tokens in prefill_tokens:
             figure = _Figure("prefill", num_tokens, 1, 0, dtype, limits.prefill_tok_s(num_tokens), num_tokens)
@@ -221,56 +224,22 @@ class _Engine:
         self.executor.run(StepPlan(0, frees, tuple(starts), (), tuple(entries)))
 
 
-class Machine(NamedTuple):
-    """What the machine was measured to do: floating point operations of a GEMM, and bytes read, a second."""
-
-    flop_s: float
-    byte_s: float
-
-    def line(self) -> dict[str, Any]:
-        """The JSON line of the measurement."""
-        return {
-            "what": "limits",
-            "gemm_gflop_s": round(self.flop_s / 1e9, 1),
-            "read_gb_s": round(self.byte_s / 1e9, 2),
-            "threads": torch.get_num_threads(),
-        }
-
-
 class Limits:
     """The tokens a second that the machine allows. A model that fits the caches may exceed the read bound."""
 
-    def __init__(self, config: ModelConfig, item_bytes: int, machine: Machine) -> None:
-        self._config = config
-        self._item_bytes = item_bytes
+    def __init__(self, config: ModelConfig, item_bytes: int, machine: DeviceLimits) -> None:
+        self._work = ModelWork(config, item_bytes)
         self._flop_s, self._byte_s = machine
-        attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-        layer = config.hidden_size * (attention + 3 * config.intermediate_size)
-        self._layer_weights = config.num_layers * layer
-        self._head_weights = config.vocab_size * config.hidden_size
 
     def prefill_tok_s(self, num_tokens: int) -> float:
-        """One prompt: the linear layers for every token, causal attention, the head once."""
-        attended = num_tokens * (num_tokens + 1) / 2
-        flops = (
-            2 * self._layer_weights * num_tokens + 2 * self._head_weights + self._attention_flops(attended)
-        )
-        weight_bytes = (self._layer_weights + self._head_weights) * self._item_bytes
-        return num_tokens / max(flops / self._flop_s, weight_bytes / self._byte_s)
+        """One prompt: linear layers and causal attention for every token, the head once; weights are read."""
+        flops = self._work.of([(0, num_tokens)], 1).flops
+        return num_tokens / max(flops / self._flop_s, self._work.weight_bytes / self._byte_s)
 
     def decode_tok_s(self, batch: int, mean_context: float) -> float:
         """One step: all weights and the KV of all sequences are read once; whichever bound is lower."""
-        config = self._config
-        weights = self._layer_weights + self._head_weights
-        kv_items = 2 * config.num_layers * config.num_kv_heads * config.head_dim * mean_context * batch
-        read_s = (weights + kv_items) * self._item_bytes / self._byte_s
-        flops = batch * (2 * weights + self._attention_flops(mean_context))
-        return batch / max(read_s, flops / self._flop_s)
-
-    def _attention_flops(self, num_attended: float) -> float:
-        """Query-key and weight-value products for so many (query, key) pairs."""
-        config = self._config
-        return 4 * config.num_layers * config.num_heads * config.head_dim * num_attended
+        work = self._work.of([(mean_context - 1, 1)] * batch, batch)
+        return batch / max(work.read_bytes / self._byte_s, work.flops / self._flop_s)
 
 
 class _Peer:
@@ -343,23 +312,14 @@ def _check(engine: _Engine, reference: _Peer | None) -> dict[str, Any]:
     }
 
 
-def _measure_machine(kv: Tensor, clock: Clock, repeat: int) -> Machine:
-    """On the device and in the dtype of `kv`."""
-    square = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device=kv.device).to(kv.dtype)
-    gemm_s = _best_s(lambda: square @ square, clock, kv.device, repeat)
-    memory = torch.ones(_READ_BYTES // 4, device=kv.device)
-    read_s = _best_s(memory.sum, clock, kv.device, repeat)
-    return Machine(flop_s=2 * _GEMM_SIZE**3 / gemm_s, byte_s=_READ_BYTES / read_s)
-
-
-def _best_s(work: Callable[[], object], clock: Clock, device: torch.device, repeat: int) -> float:
-    times = []
-    for _ in range(repeat + 1):  # the first touches the memory
-        started_at = clock.now()
-        work()
-        _synchronize(device)
-        times.append(clock.now() - started_at)
-    return min(times[1:])
+def _line(machine: DeviceLimits) -> dict[str, Any]:
+    """The JSON line of the measurement."""
+    return {
+        "what": "limits",
+        "gemm_gflop_s": round(machine.flop_s / 1e9, 1),
+        "read_gb_s": round(machine.byte_s / 1e9, 2),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _synchronize(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 Queues and who empties them:
 
     Link (gateway)  -> submissions, cancels -> Scheduler.submit, .cancel
-    Peer link       -> landings, hand-overs -> Outbound, Inbound
+    Peer link       -> landings, hand-overs -> Outbound (and Moving), Inbound
     rank            -> StepReport           -> Scheduler.settle -> news per gateway -> one StepFrame each
     StepLoop.feed   -> Scheduler.plan       -> StepPlan to all ranks, at most pp + 1 unreported at a time
 
@@ -46,9 +46,11 @@ from workers.messages import (
     HandOverTarget,
     Leaving,
     LinkDown,
+    Move,
     RankReady,
     RankUp,
     ReplicaHello,
+    RoleChanged,
     StepReport,
     Submission,
 )
@@ -61,6 +63,7 @@ from workers.tiers import Tiers
 _log = logging.getLogger("tandem.brain")
 
 TICK_S = 0.25
+_LEAVES = "the replica leaves"
 
 
 class Brain:
@@ -88,6 +91,7 @@ class Brain:
         self.identity = identity
         self.pool_name = pool
         self.role = role
+        self.role_epoch = 0
         self._engine = engine
         self._transfer = transfer
         self._secret = secret
@@ -151,6 +155,7 @@ class Brain:
         )
         self.pool, self.scheduler, self.steps = rooms.pool, rooms.scheduler, rooms.steps
         self.outbound, self.inbound, self.peers = rooms.outbound, rooms.inbound, rooms.peers
+        self.moving = rooms.moving
         self.requests, self.reports, self.tiers = rooms.requests, rooms.reports, rooms.tiers
 
     async def stop(self) -> None:
@@ -167,20 +172,22 @@ class Brain:
         await self._group.stop()
 
     async def drain(self, drain_s: float) -> None:
-        """Take no new work, and return when all that runs has finished or `drain_s` is over; what is left
-        then fails over to other replicas, which resume it."""
-        self.requests.refusal = "the replica leaves"
-        self.inbound.leave(self.requests.refusal)
+        """Take no new work, hand back what has not begun, and return when all that runs has finished or
+        moved, or `drain_s` is over; what is left then is resumed elsewhere, its KV computed again."""
         self._gateways.broadcast(Leaving(drain_s))
+        self.requests.leave(_LEAVES)
+        self.inbound.leave(_LEAVES)
+        self._wake()
         deadline = self._clock.now() + drain_s
         while self._has_work and not self._death and self._clock.now() < deadline:
             await self._clock.sleep(TICK_S / 5)
-        self.requests.fail_all("the replica leaves")
+        self.requests.hand_back_all()
         self._gateways.flush()
 
     @property
     def _has_work(self) -> bool:
-        return bool(self.requests) or self.inbound.book.num_open > 0
+        num_transfers = self.inbound.book.num_open + self.outbound.book.num_active
+        return bool(self.requests) or num_transfers > 0
 
     def check_health(self) -> None:
         """Raise `RankDiedError` when a rank ended, or hangs in a step."""
@@ -196,6 +203,16 @@ class Brain:
         for target in targets:
             if target.identity != self.identity:
                 self.peers.ensure(target)
+
+    def set_role(self, role: str, epoch: int) -> None:
+        """Play this role from now on: gateways send other work, and move away what it should no longer do.
+        What comes under the old role is served all the same. Does nothing unless `epoch` is above that of
+        the last change."""
+        if epoch <= self.role_epoch:
+            return
+        self.role, self.role_epoch = role, epoch
+        _log.info("%s: role %s from epoch %d on", self.identity.replica_id, role, epoch)
+        self._gateways.broadcast(RoleChanged(role, epoch))
 
     @property
     def compatibility(self) -> CompatibilityRecord:
@@ -219,6 +236,7 @@ class Brain:
             self.compatibility,
             self.scheduler.max_local_tokens,
             self.reports.load(),
+            self.role_epoch,
         )
 
     def _on_gateway_message(self, gateway: GatewayKey, message: LinkDown) -> None:
@@ -235,6 +253,8 @@ class Brain:
                     self.tiers.arrived(message)
             case Cancel(request_id, attempt):
                 self.requests.cancel((request_id, attempt))
+            case Move():
+                self.moving.ask(gateway, message)
             case KvSnapshotRequest():
                 self._publish_kv()
                 self._gateways.send(gateway, self.reports.kv_snapshot())
@@ -295,6 +315,7 @@ class Brain:
             self.tiers.pump()
         self.outbound.wanted(self.scheduler.landings_wanted())
         self.steps.feed()
+        self.moving.pump()
         if self.scheduler.has_new_wishes():
             self._wake()
         for failure in self.scheduler.take_failures():

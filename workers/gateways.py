@@ -18,8 +18,10 @@ from workers.messages import (
     Leaving,
     LinkUp,
     LoadReport,
+    MoveEnded,
     PrefillReport,
     RequestFailed,
+    RoleChanged,
     StepFrame,
     TokenDelta,
 )
@@ -30,7 +32,7 @@ LOAD_PERIOD_S = 0.2
 GatewayKey = tuple[str, int]
 """(gateway id, epoch)."""
 
-News = TokenDelta | PrefillReport | HandOverReport | RequestFailed
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded
 
 
 @dataclass(slots=True)
@@ -94,7 +96,7 @@ class Gateways:
             port.stream.send(LINK_UP_CODEC.encode(_frame(port.news, self._load() if load_due else None)))
             port.news = []
 
-    def broadcast(self, message: KvEvents | KvSnapshot | Leaving) -> None:
+    def broadcast(self, message: KvEvents | KvSnapshot | Leaving | RoleChanged) -> None:
         """Send to every connected gateway."""
         frame = LINK_UP_CODEC.encode(message)
         for port in self._ports.values():
@@ -121,4 +123,5 @@ def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
         hand_overs=tuple(item for item in news if isinstance(item, HandOverReport)),
         failures=tuple(item for item in news if isinstance(item, RequestFailed)),
         load=load,
+        moves=tuple(item for item in news if isinstance(item, MoveEnded)),
     )

@@ -1,4 +1,4 @@
-"""The decode side of hand-overs: sequences whose prompt was computed elsewhere and that continue here.
+"""The decode side of hand-overs: sequences that were computed elsewhere, up to now, and that continue here.
 
 Joins the sans-I/O `kvtransfer.landing.LandingBook` to the scheduler, the Peer links and the ranks. Nothing
 here blocks; everything runs on the brain's loop.
@@ -178,6 +178,7 @@ class Inbound:
             transport=hand_over.transport,
             transfer_gb_s=hand_over.num_moved_bytes / seconds / 1e9 if seconds > 0 else 0.0,
             times=StageTimes(transfer_start=hand_over.transfer_start, transfer_end=now, joined=now),
+            first_index=min(len(sample.output) for sample in submission.samples) // TOKEN_BYTES,
         )
         ended = self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
         self._on_joined(hand_over, report, ended)

@@ -156,6 +156,18 @@ class HandOverReport(Part, frozen=True):
     transport: str
     transfer_gb_s: float
     times: StageTimes
+    first_index: int = 0
+    """The output index of the first token that comes from here; those before come from who handed it over."""
+
+
+class MoveEnded(Part, frozen=True):
+    """Answer to `Move`, unless the request ended first. `error` "": it goes on at `target`, and all its
+    tokens from here are told; else it goes on here, because of that."""
+
+    request_id: str
+    attempt: int
+    target: ReplicaIdentity
+    error: str = ""
 
 
 class RequestFailed(Part, frozen=True):
@@ -185,6 +197,13 @@ class PathMeasure(Part, frozen=True):
     latency_us: float
     device: str = ""
     instead_of: str = ""
+
+
+class DeviceMemory(Part, frozen=True):
+    """Of a rank's device: a GPU's memory, or on a CPU the rank's process and the host's memory."""
+
+    used_bytes: int
+    total_bytes: int
 
 
 class LoadReport(Part, frozen=True):
@@ -226,6 +245,42 @@ class LoadReport(Part, frozen=True):
     """Records read whose bytes had another sum: their blocks were computed."""
     num_offloaded_blocks: int = 0
     """Blocks of running sequences that lie in host memory now."""
+    num_moved_streams: int = 0
+    """Streams that were moved from here to other replicas while they ran."""
+    num_failed_moves: int = 0
+    """Moves that did not come about: the streams went on here."""
+    num_unfilled_tokens: int = 0
+    """KV slots that running sequences hold and that no token is in yet."""
+    num_steps_by_batch: tuple[int, ...] = ()
+    """By number of sequences, in buckets with the upper bounds `step_figures.BATCH_BOUNDS`."""
+    num_batched_sequences: int = 0
+    """Over all steps."""
+    num_computed_tokens: int = 0
+    """Prompt tokens, and inputs of decode steps."""
+    num_sampled_tokens: int = 0
+    num_queried_tokens: int = 0
+    """Of prompts that are done: tokens that could have been cached."""
+    num_hit_tokens: dict[str, int] = {}
+    """Of those: the ones that were, by tier ("device", "dram", "nvme", "remote")."""
+    num_flops: float = 0.0
+    """The least arithmetic that the steps could be done with (`model.work`)."""
+    num_read_bytes: float = 0.0
+    """The least that they had to read from device memory."""
+    busy_s: float = 0.0
+    """Time in which it computed."""
+    peak_flop_s: float = 0.0
+    """Measured at start, all ranks together; 0: not measured."""
+    peak_byte_s: float = 0.0
+    mfu: float = 0.0
+    """Share of `peak_flop_s` that recent steps achieved while they ran."""
+    mbu: float = 0.0
+    """Share of `peak_byte_s`, the same."""
+    memory: tuple[DeviceMemory, ...] = ()
+    """Of each rank's device, by rank, a few seconds old; () until all have told."""
+    num_transport_bytes: dict[str, int] = {}
+    """By transport: what was written to other replicas."""
+    transport_s: dict[str, float] = {}
+    """By transport: how long that took, summed over pushes."""
 
 
 class StepFrame(Message, frozen=True):
@@ -236,6 +291,7 @@ class StepFrame(Message, frozen=True):
     hand_overs: tuple[HandOverReport, ...] = ()
     failures: tuple[RequestFailed, ...] = ()
     load: LoadReport | None = None
+    moves: tuple[MoveEnded, ...] = ()
 
 
 class ReplicaHello(Message, frozen=True):
@@ -247,6 +303,8 @@ class ReplicaHello(Message, frozen=True):
     compatibility: CompatibilityRecord
     max_context_tokens: int
     load: LoadReport
+    role_epoch: int = 0
+    """Of the change that gave it this role; 0: its first one."""
 
 
 class GatewayHello(Message, frozen=True):
@@ -386,6 +444,9 @@ class RankReady(Message, frozen=True):
     warm_up_s: float
     num_offload_blocks: int = 0
     """In host memory; their ids follow on those of `num_blocks`."""
+    flop_s: float = 0.0
+    """What its device was measured to compute, and to read from its memory, a second."""
+    byte_s: float = 0.0
 
 
 class RankFailed(Message, frozen=True):
@@ -458,6 +519,8 @@ class StepReport(Message, frozen=True):
     tokens: tuple[SampledToken, ...]
     started_at: float
     finished_at: float
+    memory: DeviceMemory | None = None
+    """Every few seconds."""
 
 
 class Shutdown(Message, frozen=True):

@@ -1,4 +1,5 @@
-"""The prefill side of hand-overs: prompts that are computed here and continue at a decode replica.
+"""The prefill side of hand-overs: prompts that are computed here and continue at a decode replica. Streams
+that move while they decode go the same way; what happens to these is told to `workers.moving`.
 
 Joins the sans-I/O `kvtransfer.pushing.PushBook` to the scheduler, the Peer links and the ranks. Nothing here
 blocks; everything runs on the brain's loop.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtransfer.actions import Granted, HandOverReady, PushAction, Pushed, PushEnded, ToPeer, ToRanks
 from kvtransfer.clock import Clock
@@ -39,6 +41,9 @@ from workers.messages import (
     Submission,
 )
 from workers.peers import Peers
+
+if TYPE_CHECKING:
+    from workers.moving import Moving
 
 _log = logging.getLogger("tandem.handover")
 
@@ -89,6 +94,7 @@ class Outbound:
         self._outgoing: dict[RequestKey, _Outgoing] = {}
         self.book = PushBook(config, block_tokens, num_ranks)
         self.peers: Peers
+        self.moving: Moving
 
     # -------------------------------------------------------------------------------------- engine
 
@@ -140,8 +146,30 @@ class Outbound:
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         """Stop pushing for this request; the scheduler has dropped it already."""
-        if self._outgoing.pop(key, None) is not None:
-            self._do(self.book.stop(*key, reason, self._clock.now()))
+        if self._outgoing.pop(key, None) is not None or self.moving.forget(key):
+            self.stop(key, reason)
+
+    # ------------------------------------------------------------------------------ streams that move
+
+    def ask(self, request: LandingRequest, peer: ReplicaIdentity, connection_id: bytes) -> None:
+        """For a place for one of them."""
+        self._do(self.book.ask(request, peer, connection_id))
+
+    def computed(self, key: RequestKey, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+        """KV of so many of its tokens is in the pool: push what is whole and not yet pushed."""
+        self._do(self.book.computed(*key, num_tokens, block_ids, self._clock.now()))
+
+    def has_caught_up(self, key: RequestKey) -> bool:
+        """Whether all of it that could be pushed is."""
+        return self.book.has_caught_up(*key)
+
+    def end_at(self, key: RequestKey, num_tokens: int) -> None:
+        """So many tokens are handed over, with the last of them."""
+        self.book.end_at(*key, num_tokens)
+
+    def stop(self, key: RequestKey, reason: str) -> None:
+        """Give its landing back."""
+        self._do(self.book.stop(*key, reason, self._clock.now()))
 
     # ---------------------------------------------------------------------------------- peers, ranks
 
@@ -154,6 +182,7 @@ class Outbound:
 
     def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
         """No way to `peer`: its requests must be routed again."""
+        self.moving.peer_lost(peer, reason)
         self._do(self.book.peer_lost(peer, self._clock.now()))
         for key, outgoing in list(self._outgoing.items()):
             target = outgoing.submission.decode
@@ -223,13 +252,18 @@ class Outbound:
                 case ToRanks(order):
                     self._order(order)
                 case Granted(request_id, attempt):
-                    self._scheduler.grant_landing(request_id, attempt)
+                    if (request_id, attempt) in self.moving:
+                        self.moving.granted((request_id, attempt))
+                    else:
+                        self._scheduler.grant_landing(request_id, attempt)
                 case Pushed():
                     self._trace_push(action)
                 case HandOverReady():
                     self._hand_over(action)
                 case PushEnded(request_id, attempt, error, reason, retry_after_s):
-                    if error:
+                    if (request_id, attempt) in self.moving:
+                        self.moving.ended(action)
+                    elif error:
                         self._fail((request_id, attempt), error, reason, retry_after_s)
                     else:
                         self._end((request_id, attempt))
@@ -238,6 +272,9 @@ class Outbound:
 
     def _hand_over(self, ready: HandOverReady) -> None:
         self._faults.at("brain.hand_over")
+        if (ready.request_id, ready.attempt) in self.moving:
+            self.peers.send_outbound(ready.peer, self.moving.hand_over(ready))
+            return
         outgoing = self._outgoing[ready.request_id, ready.attempt]
         submission = outgoing.submission
         state = Submission(
@@ -266,6 +303,9 @@ class Outbound:
         )
 
     def _trace_push(self, pushed: Pushed) -> None:
+        if (pushed.request_id, pushed.attempt) in self.moving:
+            self.moving.pushed((pushed.request_id, pushed.attempt))
+            return
         outgoing = self._outgoing[pushed.request_id, pushed.attempt]
         outgoing.trace.append(("push.start", pushed.started_at))
         outgoing.trace.append(("push.end", pushed.started_at + pushed.seconds))

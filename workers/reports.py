@@ -87,8 +87,35 @@ class Reports:
             num_lost_landings={str(cause): count for cause, count in self._inbound.num_lost.items()},
             paths=self._peers.paths(),
             num_offloaded_blocks=scheduler.num_offloaded_blocks,
+            num_moved_streams=self._outbound.moving.num_moved,
+            num_failed_moves=self._outbound.moving.num_failed,
+            num_unfilled_tokens=scheduler.num_unfilled_tokens,
+            num_transport_bytes=dict(pushes.num_bytes_by_transport),
+            transport_s=dict(pushes.seconds_by_transport),
+            **self._of_the_steps(),
             **self._of_the_store(),
         )
+
+    def _of_the_steps(self) -> dict[str, Any]:
+        """The fields of a load report that tell what they came to."""
+        figures = self._steps.figures
+        memory = figures.rank_to_memory
+        return {
+            "num_steps_by_batch": tuple(figures.num_steps_by_batch),
+            "num_batched_sequences": figures.num_batched_sequences,
+            "num_computed_tokens": figures.num_computed_tokens,
+            "num_sampled_tokens": figures.num_sampled_tokens,
+            "num_queried_tokens": figures.num_queried_tokens,
+            "num_hit_tokens": dict(figures.num_hit_tokens),
+            "num_flops": figures.num_flops,
+            "num_read_bytes": figures.num_read_bytes,
+            "busy_s": figures.busy_s,
+            "peak_flop_s": figures.peak_flop_s,
+            "peak_byte_s": figures.peak_byte_s,
+            "mfu": figures.mfu,
+            "mbu": figures.mbu,
+            "memory": tuple(memory[rank] for rank in sorted(memory)),
+        }
 
     def _of_the_store(self) -> dict[str, Any]:
         """The fields of a load report that tell of it."""

@@ -65,6 +65,8 @@ class Requests:
         self._requests: dict[RequestKey, _Request] = {}
         self.refusal = ""
         """Why new work is refused; "" while it is taken."""
+        self._leaving = ""
+        """Why it is handed back, to be done elsewhere."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -112,6 +114,8 @@ class Requests:
             self._report_prefill(prompt)
         for delta in outcome.tokens:
             self._post_delta(delta)
+        for chunk in outcome.moving:
+            self._outbound.moving.progress(chunk)
         for prompt in outcome.prompts:
             if prompt.all_finished:
                 self._outbound.finished_here((prompt.request_id, prompt.attempt))
@@ -148,6 +152,18 @@ class Requests:
             self._post_delta(delta)
         self._wake()
 
+    def leave(self, reason: str) -> None:
+        """Take nothing new, and hand back of what nothing is computed."""
+        self._leaving = reason
+        for key in self._scheduler.moves.waiting():
+            self._hand_back(key)
+
+    def hand_back_all(self) -> None:
+        """After `leave`: what is left goes on elsewhere, with the output that it has."""
+        for key in list(self._requests):
+            self._inbound.cancel(key)
+            self._hand_back(key)
+
     def fail_all(self, reason: str) -> None:
         """Everything here must go on elsewhere."""
         for key, request in self._requests.items():
@@ -156,10 +172,17 @@ class Requests:
 
     # ---------------------------------------------------------------------------------------- private
 
+    def _hand_back(self, key: RequestKey) -> None:
+        self._scheduler.cancel(*key)
+        self._outbound.cancel(key, self._leaving)
+        self.failed(RequestFailed(*key, "leaving", self._leaving))
+
     def _refuse(self, submission: Submission) -> RequestFailed | None:
         key = submission.request_id, submission.attempt
         if self.refusal:
             return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
+        if self._leaving:
+            return RequestFailed(*key, "leaving", self._leaving)
         for field, tokens in _token_fields(submission):
             if len(tokens) % TOKEN_BYTES:
                 return RequestFailed(*key, "invalid", f"{field}: {len(tokens)} bytes are no token ids")
@@ -203,6 +226,7 @@ class Requests:
             request.samples.discard(delta.sample)
             if not request.samples and not request.outbound:
                 del self._requests[key]
+                self._outbound.cancel(key, "it ended before it moved")
 
 
 def _token_fields(submission: Submission) -> Iterator[tuple[str, bytes]]:

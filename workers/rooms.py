@@ -14,12 +14,14 @@ from workers.engine.scheduler import Scheduler
 from workers.gateways import Gateways
 from workers.inbound import Inbound
 from workers.messages import RankReady
+from workers.moving import Moving
 from workers.outbound import Outbound
 from workers.peers import Peers
 from workers.ranks import RankGroup
 from workers.reports import Reports
 from workers.requests import Requests
 from workers.shape import Shape
+from workers.step_figures import Capability, StepFigures
 from workers.steps import StepLoop
 from workers.tiers import Tiers, reaches_store
 
@@ -51,7 +53,9 @@ class Rooms:
         has_store = reaches_store(store, ready)
         self.pool = BlockPool(first.num_blocks, engine.block_tokens)
         self.scheduler = _scheduler(engine, shape, self.pool, first, has_store)
-        self.steps = StepLoop(self.scheduler, group.send, clock, tp, pp)
+        self.steps = StepLoop(
+            self.scheduler, group.send, clock, tp, pp, StepFigures(_capability(shape, ready))
+        )
         self._build_sides(engine, transfer, clock, faults, group, len(ready), kill_ranks)
         self.requests = Requests(
             identity=identity,
@@ -78,6 +82,19 @@ class Rooms:
             on_error=on_error,
         )
         self.outbound.peers = self.inbound.peers = self.peers
+        self.outbound.moving = self.moving = Moving(
+            identity=identity,
+            scheduler=self.scheduler,
+            outbound=self.outbound,
+            gateways=gateways,
+            clock=clock,
+            most=transfer.max_moves,
+            token_bytes=first.compatibility.token_bytes,
+            decode_step_s=lambda: self.steps.rates.decode_step_s,
+            on_ended=self.requests.ended,
+            on_failed=self.requests.failed,
+            wake=wake,
+        )
         self.tiers: Tiers | None = None
         if has_store:
             self.tiers = Tiers(
@@ -140,6 +157,14 @@ class Rooms:
             on_joined=lambda *news: self.requests.joined(*news),
             faults=faults,
         )
+
+
+def _capability(shape: Shape, ready: Sequence[RankReady]) -> Capability:
+    return Capability(
+        work=shape.work,
+        flop_s=sum(each.flop_s for each in ready),
+        byte_s=sum(each.byte_s for each in ready),
+    )
 
 
 def _scheduler(

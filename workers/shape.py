@@ -13,10 +13,12 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig, Parallel
 from workers.messages import RankJoined, RankSpec, StageCost
 from workers.model.config import read_model_config
+from workers.model.work import ModelWork
 from workers.stages import Stages, given_layers, split_layers
 
 _DECODE_PROBE_ROWS = 16
 _DISTURBED = 1.7
+_FOUR_BYTES = ("float32", "fp32")
 
 _log = logging.getLogger("tandem.brain")
 
@@ -42,6 +44,7 @@ class Shape:
         self.attention_ratio = 0.0
         self._name = identity.replica_id
         self._model_dir = model_dir
+        self._item_bytes = 4 if dtype in _FOUR_BYTES else 2
         # Ranks of several stages measure a step: of a decode replica a small one, of which all rows sample,
         # else a chunk, of which one does.
         is_decode = role == "decode"
@@ -70,6 +73,11 @@ class Shape:
             )
             for rank in range(parallel.num_ranks)
         ]
+
+    @property
+    def work(self) -> ModelWork:
+        """What the model's steps cost."""
+        return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes)
 
     def plan_stages(self, joined: Sequence[RankJoined]) -> Stages:
         """The layers of each stage: as configured, or so that the slowest stage is as fast as it can be."""

@@ -19,6 +19,7 @@ from workers.engine.batch import StepOutcome
 from workers.engine.scheduler import Scheduler
 from workers.errors import WorkerError
 from workers.messages import StepPlan, StepReport
+from workers.step_figures import StepFigures
 
 PIPELINE_DEPTH = 2
 """Unreported plans of a replica of one stage; every further stage adds one."""
@@ -63,9 +64,15 @@ class StepLoop:
     """Between the scheduler and the `tp * pp` ranks; see the module's text."""
 
     def __init__(
-        self, scheduler: Scheduler, send: Callable[[StepPlan], None], clock: Clock, tp: int = 1, pp: int = 1
+        self,
+        scheduler: Scheduler,
+        send: Callable[[StepPlan], None],
+        clock: Clock,
+        tp: int = 1,
+        pp: int = 1,
+        figures: StepFigures | None = None,
     ) -> None:
-        """`send` gives a plan to every rank."""
+        """`send` gives a plan to every rank; `figures` counts what the steps came to."""
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
@@ -75,6 +82,7 @@ class StepLoop:
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
         self.rates = Rates()
+        self.figures = figures or StepFigures()
         self.num_steps = 0
 
     def feed(self) -> None:
@@ -103,6 +111,8 @@ class StepLoop:
             due = "nothing" if expected is None or not is_rank else f"step {expected.plan.step}"
             raise WorkerError(f"rank {rank} reported step {report.step}, but {due} was due")
         expected.rank_to_report[rank] = report
+        if report.memory is not None:
+            self.figures.rank_to_memory[rank] = report.memory
         if len(expected.rank_to_report) < self._tp * self._pp:
             return None
         self._unreported.popleft()  # it is the oldest: every rank reports in order
@@ -119,9 +129,12 @@ class StepLoop:
             for stage in range(self._pp)
         ]
         self.rates.add(plan, stage_to_busy_s)
+        self.figures.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
         whole = replace(sampled, started_at=sampled.finished_at - sum(stage_to_busy_s))
-        return self._scheduler.settle(whole, self._last_settled_at)
+        outcome = self._scheduler.settle(whole, self._last_settled_at)
+        self.figures.settled(outcome)
+        return outcome
 
     def is_stalled(self, stall_s: float) -> bool:
         """Whether the oldest unreported plan has run `stall_s` longer than its size can explain.

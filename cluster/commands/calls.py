@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cluster.client import Client, Collector, Completion, GenerateOptions, Prompt
 from cluster.commands.bench import Objectives, RequestRecord, Workload, knee, run_workload, summarize
 from cluster.commands.display import bench_table, explain_view, histogram, status_view, sweep_plot
-from cluster.commands.json_text import as_dict
+from cluster.commands.json_text import as_dict, status_json
 from cluster.errors import BenchError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
@@ -81,7 +81,7 @@ async def status(address: str, console: Console, *, as_json: bool) -> None:
         reply = await client.status()
         stores = (await client.store_stat()).nodes if reply.stores else []
     if as_json:
-        print(json.dumps({**as_dict(reply), "stores": [as_dict(node) for node in stores]}))
+        print(json.dumps(status_json(reply, stores)))
     else:
         console.print(status_view(reply, stores))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import plotext
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.commands.bench import PERCENTILES
+from cluster.commands.pools_display import pool_parts
 from cluster.commands.store_display import loaded_text, tiers_table
 from cluster.commands.tables import NONE, made_table
 from cluster.proto import tandem_pb2 as pb
@@ -94,7 +95,7 @@ def demo_table(rows: Sequence[DemoRow]) -> Table:
 
 
 def status_view(status: pb.StatusResponse, stores: Sequence[pb.StoreNodeStat] = ()) -> Group:
-    """The replicas, the matrix of measured paths between them, the tiers of the stores, and the gateways."""
+    """The pools, the replicas, the matrix of measured paths between them, the stores' tiers, the gateways."""
     model = status.model
     head = Text(
         f"{model.name}: {'ready' if status.ready else 'not ready'}; "
@@ -102,7 +103,7 @@ def status_view(status: pb.StatusResponse, stores: Sequence[pb.StoreNodeStat] = 
         f"requests: {status.num_running_requests} running, {status.num_finished_requests} finished, "
         f"{status.num_cancelled_requests} cancelled, {status.num_failed_requests} failed\n"
     )
-    parts: list[RenderableType] = [head, _replica_table(status.replicas)]
+    parts: list[RenderableType] = [head, *pool_parts(status), _replica_table(status.replicas)]
     parts += [
         Text(f"{replica.replica_id}: {note}")
         for replica in status.replicas
@@ -112,10 +113,18 @@ def status_view(status: pb.StatusResponse, stores: Sequence[pb.StoreNodeStat] = 
         parts.append(_PathMatrix(status.replicas))
     if stores:
         parts.append(tiers_table(stores))
-    gateways = made_table("gateways", "gateway", "address", "process")
+    if len(status.traffic) > 1:
+        parts.append(Text(f"traffic: {traffic_line(status.traffic)}\n"))
+    gateways = made_table("gateways", "gateway", "address", "process", "console")
     for gateway in status.gateways:
-        gateways.add_row(gateway.gateway_id, gateway.address, str(gateway.process_id))
+        console = f"http://{gateway.console}/console" if gateway.console else NONE
+        gateways.add_row(gateway.gateway_id, gateway.address, str(gateway.process_id), console)
     return Group(*parts, gateways)
+
+
+def traffic_line(shares: Mapping[str, float]) -> str:
+    """`tandem 90 %, tandem-v2 10 %`"""
+    return ", ".join(f"{name} {100 * share:g} %" for name, share in sorted(shares.items()))
 
 
 def explain_view(explained: pb.ExplainResponse) -> Group:
@@ -189,7 +198,7 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
         load = replica.load
         table.add_row(
             replica.replica_id,
-            f"{replica.role}\n{_shape(replica)}".strip(),
+            f"{_roles(replica)}\n{_shape(replica)}".strip(),
             replica.state,
             f"{load.num_running}/{load.num_waiting}",
             f"{load.num_free_blocks}/{load.num_total_blocks}",
@@ -199,6 +208,12 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
             _rate(load.transfer_gb_s, 2),
         )
     return table
+
+
+def _roles(replica: pb.Replica) -> str:
+    """`decode`, or `decode (of prefill)` while it is lent."""
+    is_lent = replica.home_role not in ("", replica.role)
+    return f"{replica.role} (of {replica.home_role})" if is_lent else replica.role
 
 
 def _shape(replica: pb.Replica) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Annotated, Any, NoReturn
 
@@ -13,9 +15,14 @@ from rich.markup import escape
 
 out, err = Console(), Console(stderr=True)
 
-Address = Annotated[str, typer.Option(envvar="TANDEM_ADDRESS", help="The gateway, host:port.")]
+Address = Annotated[
+    str, typer.Option(envvar="TANDEM_ADDRESS", help="The gateway, host:port; tls://host:port with TLS.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]
+JoinedRay = Annotated[
+    str, typer.Option("--ray-address", help='The Ray cluster, host:port; "auto": the one of this host.')
+]
 DEFAULT_ADDRESS = "127.0.0.1:8780"
 
 
@@ -25,6 +32,13 @@ def run(work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(work)
     except KeyboardInterrupt:
         die("interrupted", 130)
+
+
+def catch_signals(interrupted: threading.Event) -> threading.Event:
+    """Ctrl-C and SIGTERM set the event, and nothing else: the command ends in its own order."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: interrupted.set())
+    return interrupted
 
 
 def die(message: str, code: int = 1) -> NoReturn:

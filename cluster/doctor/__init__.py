@@ -1,1 +1,1 @@
-"""`tandem doctor`: what of this machine and of a running cluster is not as it should be, and the remedy."""
+"""What could go wrong on this machine before anything starts, and what does go wrong in a running cluster."""

@@ -13,6 +13,7 @@ from router.messages import Decision, RouteRequest
 from workers.messages import (
     Cancel,
     HandOverReport,
+    Move,
     PrefillReport,
     SamplingParams,
     Submission,
@@ -68,6 +69,22 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteMove:
+    """After `delay_s` find a place for `Journey.move_request`, if it then has one, and tell the journey
+    `on_move_routed`."""
+
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoveAt:
+    """Send the order to the replica, if it is still there."""
+
+    replica: ReplicaIdentity
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
 class CancelAt:
     """Send the cancel to the replica, if it is still there."""
 
@@ -77,14 +94,14 @@ class CancelAt:
 
 @dataclass(frozen=True, slots=True)
 class NotePrefilled:
-    """Tell the router that the prompt is computed."""
+    """Tell the router that the prompt is computed, or that the stream has moved."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Tell the router that the attempt is over."""
+    """Tell the router that the attempt is over, or that the stream does not move."""
 
     request_id: str
 
@@ -124,6 +141,39 @@ class Summary:
     decode_replica: str
     prefill: PrefillReport | None
     hand_over: HandOverReport | None
+    num_moves: int = 0
+    """Of the stream, from one decode replica to another, in the last attempt."""
+
+    @property
+    def ttft_s(self) -> float:
+        """From acceptance to the first token."""
+        return self.first_token_at - self.started_at
+
+    @property
+    def e2e_s(self) -> float:
+        return self.finished_at - self.started_at
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the end."""
+        return self.finished_at - self.first_token_at
+
+    @property
+    def queue_s(self) -> float:
+        """At the replica, until the prompt was first scheduled. Like the next two it is a difference of times
+        of one host: hosts' clocks are not comparable. 0: not known, or did not happen."""
+        return _span_s(self.prefill.times.arrived, self.prefill.times.scheduled) if self.prefill else 0.0
+
+    @property
+    def prefill_s(self) -> float:
+        return _span_s(self.prefill.times.scheduled, self.prefill.times.prefilled) if self.prefill else 0.0
+
+    @property
+    def transfer_s(self) -> float:
+        """Of the KV to the decode replica, from the first piece written to the last one verified."""
+        if self.hand_over is None:
+            return 0.0
+        return _span_s(self.hand_over.times.transfer_start, self.hand_over.times.transfer_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +190,7 @@ class Fail:
     error: RequestError
 
 
-Action = Route | Submit | CancelAt | NotePrefilled | Release | Emit | Finish | Fail
+Action = Route | Submit | RouteMove | MoveAt | CancelAt | NotePrefilled | Release | Emit | Finish | Fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +208,7 @@ class RoutedAttempt:
 
     attempt: int
     decision: Decision
+
+
+def _span_s(start: float, end: float) -> float:
+    return max(0.0, end - start) if start and end else 0.0

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from cluster.errors import (
@@ -19,6 +20,7 @@ from cluster.errors import (
     RequestError,
     UnavailableError,
     UnknownRequestError,
+    to_grpc_status,
 )
 from cluster.gateway.actions import RoutedAttempt, TimelineEntry
 from cluster.gateway.intake import Intake, Planned
@@ -26,6 +28,8 @@ from cluster.gateway.journey import Journey
 from cluster.gateway.replicas import ReplicaLinks
 from cluster.gateway.validation import Limits, check_request
 from cluster.gateway.walk import Router, Walk
+from cluster.observe.ended import Caller, EndedRequest, Observer
+from cluster.observe.meters import GatewayMeters
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 from kvtransfer.keys import TOKEN_BYTES
@@ -35,6 +39,9 @@ from workers.messages import Cancel, StepFrame
 NUM_RECORDS = 1024
 """Ended requests that `Explain` remembers."""
 _NUM_STALE = 1024
+_NOBODY = Caller()
+_MAX_TOLD_CHARS = 128
+"""Of the id and the tenant of a refused request, which may be of any length."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +56,13 @@ class RequestRecord:
     started_at: float
     decisions: tuple[RoutedAttempt, ...]
     timeline: tuple[TimelineEntry, ...]
+    tenant: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    first_token_at: float = 0.0
+    """0: none yet."""
+    ended_at: float = 0.0
+    """0: it runs."""
 
 
 @dataclass(slots=True)
@@ -85,6 +99,8 @@ class Desk:
         clock: Clock,
         max_requests: int,
         on_members: Callable[[], None],
+        meters: GatewayMeters,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._intake = intake
         self._links = links
@@ -92,6 +108,8 @@ class Desk:
         self._clock = clock
         self._max_requests = max_requests
         self._members_changed = on_members
+        self._observers = (meters.ended, *observers)
+        self.meters = meters
         self._walks: dict[str, Walk] = {}
         self._latest: dict[str, Walk] = {}
         """Running, by the client's request id."""
@@ -109,12 +127,35 @@ class Desk:
         """What a request may ask for now."""
         return self._intake.limits(self._links.max_context_tokens)
 
-    async def accept(self, request: pb.GenerateRequest, deadline_s: float | None) -> Accepted:
+    async def accept(
+        self, request: pb.GenerateRequest, deadline_s: float | None, caller: Caller = _NOBODY
+    ) -> Accepted:
         """Check, tokenize and start the request; a `RequestError` says why not.
 
         `deadline_s` is what remains of the client's deadline (None: none).
         """
         now = self._clock.now()
+        try:
+            return await self._accept(request, deadline_s, caller, now)
+        except RequestError as error:
+            self._tell(
+                EndedRequest(
+                    request_id=request.request_id[:_MAX_TOLD_CHARS],
+                    wire_id="",
+                    tenant=request.tenant[:_MAX_TOLD_CHARS],
+                    caller=caller,
+                    state="refused",
+                    code=to_grpc_status(error).code.name,
+                    reason=str(error),
+                    started_at=now,
+                    ended_at=self._clock.now(),
+                )
+            )
+            raise
+
+    async def _accept(
+        self, request: pb.GenerateRequest, deadline_s: float | None, caller: Caller, now: float
+    ) -> Accepted:
         if len(self._walks) + self._num_arriving >= self._max_requests:
             raise OverloadedError(f"this gateway has {self._max_requests} requests, the most it takes")
         limits = self.limits()
@@ -137,7 +178,7 @@ class Desk:
         if deadline_s is not None and now + deadline_s <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
         request_id = request.request_id or planned.plan.request_id
-        walk = self._begin(request_id, planned, now, resumes=bool(request.resume))
+        walk = self._begin(request_id, planned, now, caller, resumes=bool(request.resume))
         return Accepted(walk, request_id, planned.seed, len(prompt) // TOKEN_BYTES)
 
     def record(self, request_id: str) -> RequestRecord:
@@ -151,6 +192,13 @@ class Desk:
             raise UnknownRequestError(f"{what} one of the last {NUM_RECORDS} that ended here")
         return known
 
+    def recent(self, limit: int) -> list[RequestRecord]:
+        """At most `limit` running requests and as many that ended, together, the latest arrivals first."""
+        latest = islice(reversed(self._latest.items()), limit)
+        running = [_record(request_id, walk, "running", "") for request_id, walk in latest]
+        ended = (it for it in reversed(self._records.values()) if it.request_id not in self._latest)
+        return sorted([*running, *islice(ended, limit)], key=lambda it: it.started_at, reverse=True)
+
     def close(self) -> None:
         """End every request with UNAVAILABLE, so that clients resume at another gateway; accept none."""
         self._is_closed = True
@@ -161,23 +209,36 @@ class Desk:
 
     def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
         """Each request gets its news, in the order in which they matter within a step."""
+        now = self._clock.now()
         for report in frame.prefills:
             if (walk := self._walk(source, report.request_id, report.attempt)) is not None:
+                self.meters.prefilled(report, now)
                 walk.on_prefilled(report)
         for joined in frame.hand_overs:
             if (walk := self._walk(source, joined.request_id, joined.attempt)) is not None:
-                walk.on_handed_over(joined)
+                walk.on_handed_over(source, joined)
         for delta in frame.deltas:
             if (walk := self._walk(source, delta.request_id, delta.attempt)) is not None:
+                self.meters.streamed(source.replica_id, delta, now)
                 walk.on_delta(source, delta)
         for failure in frame.failures:
             if (walk := self._walks.get(failure.request_id)) is not None:
+                self.meters.attempt_failed(source.replica_id, failure.code, now)
                 walk.on_failed(source, failure)
+        for ended in frame.moves:
+            if (walk := self._walks.get(ended.request_id)) is not None:
+                walk.on_move_ended(source, ended)
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
         """Every request that runs there must know."""
+        self.meters.lost(source.replica_id)
         for walk in list(self._walks.values()):
             walk.on_lost(source, reason)
+
+    def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
+        """Streams shall leave this replica, or may stay there after all."""
+        for walk in list(self._walks.values()):
+            walk.on_streams(source, may_stay)
 
     def on_members(self) -> None:
         self._members_changed()
@@ -197,7 +258,7 @@ class Desk:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def _begin(self, request_id: str, planned: Planned, now: float, *, resumes: bool) -> Walk:
+    def _begin(self, request_id: str, planned: Planned, now: float, caller: Caller, *, resumes: bool) -> Walk:
         older = self._latest.get(request_id)
         if older is not None and not resumes:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
@@ -205,7 +266,7 @@ class Desk:
             older.abandon(AbandonedError("taken over by a call that resumes it"))
 
         def on_end(error: RequestError | None) -> None:
-            self._end(request_id, walk, error)
+            self._end(request_id, walk, error, caller)
 
         walk = Walk(
             Journey(planned.plan, planned.texts, now),
@@ -215,10 +276,11 @@ class Desk:
             on_end=on_end,
         )
         self._walks[planned.plan.request_id] = self._latest[request_id] = walk
+        self.meters.arrived(planned.plan, now)
         walk.begin()
         return walk
 
-    def _end(self, request_id: str, walk: Walk, error: RequestError | None) -> None:
+    def _end(self, request_id: str, walk: Walk, error: RequestError | None, caller: Caller) -> None:
         del self._walks[walk.journey.plan.request_id]
         if self._latest.get(request_id) is walk:
             del self._latest[request_id]
@@ -231,14 +293,37 @@ class Desk:
         else:
             state = "failed"
             self.counters.num_failed += 1
-            _log.info("request %s failed: %s", request_id, error)
+            _log.info("request %s failed: %s", request_id, error, extra={"request_id": request_id})
         self._records.pop(request_id, None)
-        self._records[request_id] = _record(request_id, walk, state, str(error) if error else "")
+        now = self._clock.now()
+        self._records[request_id] = _record(request_id, walk, state, str(error) if error else "", now)
         if len(self._records) > NUM_RECORDS:
             self._records.popitem(last=False)
+        plan = walk.journey.plan
+        self._tell(
+            EndedRequest(
+                request_id=request_id,
+                wire_id=plan.request_id,
+                tenant=plan.tenant,
+                caller=caller,
+                state=state,
+                code=to_grpc_status(error).code.name if error else "OK",
+                reason=str(error) if error else "",
+                started_at=walk.journey.started_at,
+                ended_at=now,
+                summary=walk.journey.summary(now),
+                decisions=tuple(walk.journey.decisions),
+                timeline=tuple(walk.journey.timeline),
+                plan=plan,
+            )
+        )
+
+    def _tell(self, ended: EndedRequest) -> None:
+        for observe in self._observers:
+            observe(ended)
 
 
-def _record(request_id: str, walk: Walk, state: str, reason: str) -> RequestRecord:
+def _record(request_id: str, walk: Walk, state: str, reason: str, ended_at: float = 0.0) -> RequestRecord:
     journey = walk.journey
     return RequestRecord(
         request_id=request_id,
@@ -247,4 +332,9 @@ def _record(request_id: str, walk: Walk, state: str, reason: str) -> RequestReco
         started_at=journey.started_at,
         decisions=tuple(journey.decisions),
         timeline=tuple(journey.timeline),
+        tenant=journey.plan.tenant,
+        num_prompt_tokens=len(journey.plan.prompt) // TOKEN_BYTES,
+        num_output_tokens=journey.num_output_tokens,
+        first_token_at=journey.first_token_at,
+        ended_at=ended_at,
     )

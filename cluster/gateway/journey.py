@@ -31,7 +31,9 @@ from cluster.gateway.actions import (
     Summary,
     TimelineEntry,
 )
+from cluster.gateway.placing import MAX_BACKOFF_S, Avoiding, backoff, by_submission, route_request, submission
 from cluster.gateway.samples import Sample
+from cluster.gateway.stream_moves import StreamMoves
 from cluster.gateway.text import SampleText
 from kvtransfer.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
@@ -40,17 +42,14 @@ from workers.messages import (
     Cancel,
     HandOverReport,
     HandOverTarget,
+    MoveEnded,
     PrefillReport,
     RequestFailed,
-    SampleState,
-    Submission,
     TokenDelta,
 )
 
 _MAX_HELD_DELTAS = 4096
 _MAX_TIMELINE = 200
-_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 2.0
 
 
 class JourneyState(Enum):
@@ -68,7 +67,7 @@ class Journey:
               start            on_routed             every sample finished
         NEW --------> ROUTING ----------> RUNNING --------------------------> ENDED (Finish)
                        |  ^                  |
-            no route:  |  | replica lost; failed: refused, peer, internal
+            no route:  |  | replica lost; failed: refused, peer, internal, leaving
             wait, then |  | (attempt + 1, only what is missing)
             route again+--+------------------+
         NEW, ROUTING, RUNNING -- cancel, deadline, invalid, attempts or patience used up --> ENDED (Fail)
@@ -79,6 +78,9 @@ class Journey:
     it ran, and its unfinished samples are submitted again with the output they have: samples without any
     output together, each other one by itself. Replicas know a submission by its number alone (the field
     `attempt` of the wire), so that each has its own; those of the running attempt are `_numbers`.
+
+    Within an attempt the decode side moves away from a replica that leaves (`stream_moves`); several samples
+    stay together and do not move.
     """
 
     def __init__(self, plan: JourneyPlan, texts: Sequence[SampleText], now: float) -> None:
@@ -94,19 +96,28 @@ class Journey:
         self.started_at = now
         self._first_token_at = 0.0
         self._prefill: ReplicaIdentity | None = None
-        self._decode: ReplicaIdentity | None = None
+        self._computed_at: ReplicaIdentity | None = None
         self._prefill_report: PrefillReport | None = None
         self._hand_over_report: HandOverReport | None = None
         self._numbers = range(0)
         self._num_hand_overs = 0
-        self._excluded: set[str] = set()
-        self._avoided: set[str] = set()
-        self._cut_off: set[str] = set()
-        """Prefill replicas that had no way to a decode replica; without another, the latter goes on alone."""
+        self._avoiding = Avoiding()
+        self._moves = StreamMoves(plan.request_id, self._note)
+        self._num_uncounted = 0
+        """Attempts that ended because a replica leaves."""
         self._no_route_since: float | None = None
-        self._num_no_routes = 0
         self._last_failure = ""
         self._was_refused = False
+
+    @property
+    def first_token_at(self) -> float:
+        """0 before the first token that this call brought."""
+        return self._first_token_at
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all samples, with what a resumed request came with."""
+        return sum(sample.num_tokens for sample in self._samples.values())
 
     def is_current(self, number: int) -> bool:
         """Whether the submission of this number belongs to the running attempt."""
@@ -132,19 +143,21 @@ class Journey:
         self.attempt += 1
         self.state = JourneyState.RUNNING
         self.decisions.append(RoutedAttempt(self.attempt, decision))
-        self._prefill, self._decode = prefill, decode.identity
-        self._no_route_since, self._num_no_routes = None, 0
-        self._avoided.clear()
+        self._prefill = prefill
+        self._computed_at = prefill or decode.identity
+        self._no_route_since = None
+        self._avoiding.routed()
         self._num_hand_overs = 0
         self._prefill_report = self._hand_over_report = None
         place = f"{prefill.replica_id} -> " if prefill else ""
         self._note(now, "routed", f"attempt {self.attempt}: {place}{decode.identity.replica_id}")
-        groups = self._groups()
+        groups = by_submission(self._unfinished())
         first = max(1, self._numbers.stop)
         self._numbers = range(first, first + len(groups))
+        self._moves.reset(decode.identity, first, can_move=[len(group) for group in groups] == [1])
         target = decode if prefill is not None else None
         return [
-            Submit(prefill or decode.identity, self._submission(group, number, target, now))
+            Submit(prefill or decode.identity, submission(self.plan, group, number, target, now))
             for group, number in zip(groups, self._numbers, strict=True)
         ]
 
@@ -162,13 +175,7 @@ class Journey:
                 return self._fail(OverloadedError(self._last_failure, retry_after_s), now)
             why = f"{reason} (after: {self._last_failure})" if self._last_failure else reason
             return self._fail(UnavailableError(why, retry_after_s), now)
-        had_exclusions = bool(self._excluded or self._avoided)
-        self._excluded.clear()
-        self._avoided.clear()
-        self._excluded, self._cut_off = self._cut_off, self._excluded
-        delay_s = 0.0 if had_exclusions and self._num_no_routes == 0 else _backoff(self._num_no_routes)
-        self._num_no_routes += 1
-        return [self._route(delay_s)]
+        return [self._route(self._avoiding.relent())]
 
     def on_prefilled(self, report: PrefillReport, now: float) -> list[Action]:
         """The prompt is computed; its first token comes with this."""
@@ -178,18 +185,23 @@ class Journey:
             self._prefill_report = report
         loaded = "".join(f", {num} of them from {tier}" for tier, num in report.num_loaded_tokens.items())
         self._note(now, "prefilled", f"{report.num_cached_tokens} tokens cached{loaded}")
-        return [NotePrefilled(self.plan.request_id)]
+        decodes = [] if self._prefill else self._moves.decodes()
+        return [NotePrefilled(self.plan.request_id), *decodes]
 
-    def on_handed_over(self, report: HandOverReport, now: float) -> list[Action]:
-        """The decode replica has the sequence: the prefill replica is no longer needed."""
+    def on_handed_over(self, source: ReplicaIdentity, report: HandOverReport, now: float) -> list[Action]:
+        """A decode replica has the sequence: the replica before it is no longer needed."""
         if not self.is_current(report.attempt):
             return []
+        if source == self._moves.target:
+            return self._moved(report.first_index, now)
+        if self._moves.num_moves:
+            return []  # the one that it came from has told it already
         if self._hand_over_report is None:
             self._hand_over_report = report
         self._num_hand_overs += 1
         what = f"{report.num_moved_bytes} bytes by {report.transport or 'nothing'}"
         self._note(now, "handed over", f"{what}, {report.num_held_tokens} tokens held")
-        return []
+        return self._moves.decodes()
 
     def on_delta(self, source: ReplicaIdentity, delta: TokenDelta, now: float) -> list[Action]:
         """New tokens, maybe early, late, twice or of an old attempt."""
@@ -198,7 +210,7 @@ class Journey:
             return []
         if len(delta.tokens) % TOKEN_BYTES or len(sample.held) >= _MAX_HELD_DELTAS:
             return self._retry(f"{source.replica_id} sent a stream that cannot be read", [source], now)
-        if source == self._decode:
+        if source == self._moves.decode:
             sample.is_decoding = True
         sample.hold(delta)
         actions: list[Action] = []
@@ -214,31 +226,65 @@ class Journey:
         return actions
 
     def on_failed(self, source: ReplicaIdentity, failure: RequestFailed, now: float) -> list[Action]:
-        """A replica gave the attempt up."""
-        if not self.is_current(failure.attempt):
+        """A replica gave the attempt up; from one that it has moved away from, that is no news."""
+        if not self.is_current(failure.attempt) or self._moves.is_former(source):
             return []
         reason = f"{source.replica_id}: {failure.reason}"
         if failure.code == "deadline":
             return self._fail(DeadlineError(reason), now)
         if failure.code == "invalid":
             return self._fail(InvalidRequestError(FieldViolation("prompt", failure.reason)), now)
+        leaver = source if failure.code == "leaving" else None
+        if failure.code in ("refused", "peer") and self._moves.is_leaving(self._moves.decode):
+            leaver = self._moves.decode
+        if leaver is not None and self._avoiding.forgive(leaver):
+            self._num_uncounted += 1
+            return self._retry(reason, [leaver], now, at_once=True)
         if failure.code == "refused":
-            self._avoided.add(failure.refused_by or source.replica_id)
+            self._avoiding.avoid(failure.refused_by or source.replica_id)
             return self._retry(reason, [], now, retry_after_s=failure.retry_after_s, refused=True)
         others = [member for member in self._members() if member != source]
         if failure.code != "peer" or not others:
             return self._retry(reason, [source], now)
-        self._cut_off.add(source.replica_id)
+        self._avoiding.cut_off(source.replica_id)
         return self._retry(reason, others, now)
 
     def on_lost(self, replica: ReplicaIdentity, reason: str, now: float) -> list[Action]:
-        """The Link to a replica ended. A prefill replica that has done its part is not missed."""
-        if self.state is not JourneyState.RUNNING or replica not in self._members():
+        """The Link to a replica ended. One that has done its part, and told all of it, is not missed."""
+        if self.state is not JourneyState.RUNNING:
             return []
-        if replica != self._decode and self._is_handed_over():
-            self._note(now, "prefill replica gone", reason)
-            return []
+        if replica == self._moves.target:
+            self._moves.target_lost = reason
+        num_tokens = min(sample.num_tokens for sample in self._unfinished())
+        if replica != self._moves.decode and not self._moves.owes(replica, num_tokens):
+            if replica != self._prefill:
+                return []
+            if self._is_handed_over():
+                self._note(now, "prefill replica gone", reason)
+                return []
         return self._retry(f"{replica.replica_id} lost: {reason}", [replica], now, gone=replica)
+
+    def on_streams(self, replica: ReplicaIdentity, may_stay: bool) -> list[Action]:
+        """Streams shall leave this replica, which leaves or plays another role; or may stay after all."""
+        return self._moves.stay(replica, may_stay)
+
+    def move_request(self) -> RouteRequest | None:
+        """The place that is to be found for the stream now; None when it need not move (any more)."""
+        excluded = self._moves.excluded()
+        if self.state is not JourneyState.RUNNING or not self._moves.has_to_move:
+            return None
+        return route_request(self.plan, self._unfinished(), excluded)
+
+    def on_move_routed(self, target: HandOverTarget | None, now: float) -> list[Action]:
+        """The router found a place for `move_request`, or none."""
+        return self._moves.routed(target, now)
+
+    def on_move_ended(self, source: ReplicaIdentity, ended: MoveEnded, now: float) -> list[Action]:
+        """The replica that it moves from has told how that ended, after all tokens from there."""
+        is_awaited = source == self._moves.decode and ended.target == self._moves.target
+        if not self.is_current(ended.attempt) or not is_awaited:
+            return []
+        return self._moves.failed(ended.error, now) if ended.error else self._moved(0, now)
 
     def on_cancel(self, error: RequestError, now: float) -> list[Action]:
         """The client left, or the gateway gives up; `error` is what is recorded."""
@@ -248,52 +294,26 @@ class Journey:
         """The deadline has passed."""
         return self.on_cancel(DeadlineError("the deadline passed"), now)
 
+    def summary(self, now: float) -> Summary:
+        """What it came to, or what there is of it so far."""
+        return Summary(
+            samples=tuple(SampleResult(it.index, it.finish, it.num_tokens) for it in self._samples.values()),
+            num_prompt_tokens=len(self.plan.prompt) // TOKEN_BYTES,
+            num_attempts=self.attempt,
+            started_at=self.started_at,
+            first_token_at=self._first_token_at or now,
+            finished_at=now,
+            prefill_replica=self._computed_at.replica_id if self._computed_at else "",
+            decode_replica=self._moves.decode.replica_id if self._moves.decode else "",
+            prefill=self._prefill_report,
+            hand_over=self._hand_over_report,
+            num_moves=self._moves.num_moves,
+        )
+
     # ------------------------------------------------------------------------------------ answers
 
     def _route(self, delay_s: float) -> Route:
-        unfinished = self._unfinished()
-        longest = max(sample.num_tokens for sample in unfinished)
-        shortest = min(sample.num_tokens for sample in unfinished)
-        return Route(
-            RouteRequest(
-                request_id=self.plan.request_id,
-                tenant=self.plan.tenant,
-                block_keys=self.plan.block_keys,
-                num_tokens=len(self.plan.prompt) // TOKEN_BYTES + longest,
-                max_new_tokens=max(1, self.plan.sampling.max_tokens - shortest),
-                num_samples=len(unfinished),
-                excluded=tuple(sorted(self._excluded | self._avoided)),
-                pinned_prefill=self.plan.pinned_prefill,
-                pinned_decode=self.plan.pinned_decode,
-            ),
-            delay_s,
-        )
-
-    def _groups(self) -> list[list[Sample]]:
-        """The unfinished samples by submission."""
-        unfinished = self._unfinished()
-        fresh = [sample for sample in unfinished if not sample.output]
-        groups = [[sample] for sample in unfinished if sample.output]
-        return [fresh, *groups] if fresh else groups
-
-    def _submission(
-        self, group: list[Sample], number: int, target: HandOverTarget | None, now: float
-    ) -> Submission:
-        for sample in group:
-            sample.begin_attempt()
-        deadline_at = self.plan.deadline_at
-        return Submission(
-            request_id=self.plan.request_id,
-            attempt=number,
-            tenant=self.plan.tenant,
-            priority=self.plan.priority,
-            prompt=self.plan.prompt,
-            block_keys=self.plan.block_keys,
-            samples=tuple(SampleState(sample.index, sample.seed, bytes(sample.output)) for sample in group),
-            sampling=self.plan.sampling,
-            decode=target,
-            deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
-        )
+        return Route(route_request(self.plan, self._unfinished(), self._avoiding.ids()), delay_s)
 
     def _retry(
         self,
@@ -303,21 +323,22 @@ class Journey:
         *,
         retry_after_s: float = 0.0,
         refused: bool = False,
+        at_once: bool = False,
         gone: ReplicaIdentity | None = None,
     ) -> list[Action]:
         """End the attempt and place what is missing again, elsewhere than at `blamed`."""
         self._note(now, "attempt failed", reason)
         self._last_failure, self._was_refused = reason, refused
-        if self.attempt >= self.plan.max_attempts:
+        if self.attempt - self._num_uncounted >= self.plan.max_attempts:
             why = f"{reason} (attempt {self.attempt} of {self.plan.max_attempts})"
             error = OverloadedError if refused else UnavailableError
             return self._fail(error(why, max(retry_after_s, 1.0)), now, gone=gone)
-        self._excluded.update(replica.replica_id for replica in blamed)
+        self._avoiding.exclude(blamed)
         actions = self._stop(gone)
         self.state = JourneyState.ROUTING
-        delay_s = 0.0 if self.attempt == 1 else _backoff(self.attempt - 2)
+        delay_s = 0.0 if at_once or self.attempt == 1 else backoff(self.attempt - 2)
         if refused:
-            delay_s = min(max(retry_after_s, _backoff(self.attempt - 1)), _MAX_BACKOFF_S)
+            delay_s = min(max(retry_after_s, backoff(self.attempt - 1)), MAX_BACKOFF_S)
         return [*actions, self._route(delay_s)]
 
     def _finish(self, now: float) -> list[Action]:
@@ -326,20 +347,7 @@ class Journey:
         # A sample that a stop string ended still runs at its replica.
         actions = self._stop(None) if any(sample.was_cut for sample in samples) else self._released()
         self.state = JourneyState.ENDED
-        prefill = self._prefill or self._decode
-        summary = Summary(
-            samples=tuple(SampleResult(it.index, it.finish, it.num_tokens) for it in samples),
-            num_prompt_tokens=len(self.plan.prompt) // TOKEN_BYTES,
-            num_attempts=self.attempt,
-            started_at=self.started_at,
-            first_token_at=self._first_token_at or now,
-            finished_at=now,
-            prefill_replica=prefill.replica_id if prefill else "",
-            decode_replica=self._decode.replica_id if self._decode else "",
-            prefill=self._prefill_report,
-            hand_over=self._hand_over_report,
-        )
-        return [*actions, Finish(summary)]
+        return [*actions, Finish(self.summary(now))]
 
     def _fail(self, error: RequestError, now: float, *, gone: ReplicaIdentity | None = None) -> list[Action]:
         self._note(now, "failed", str(error))
@@ -353,7 +361,7 @@ class Journey:
             return self._released()
         cancels: list[Action] = [
             CancelAt(member, Cancel(self.plan.request_id, number))
-            for member in self._members()
+            for member in dict.fromkeys((*self._members(), *filter(None, [self._moves.target])))
             if member != gone
             for number in self._numbers
         ]
@@ -369,7 +377,15 @@ class Journey:
 
     def _members(self) -> list[ReplicaIdentity]:
         """The replicas of the running attempt."""
-        return [member for member in (self._prefill, self._decode) if member is not None]
+        return [member for member in (self._prefill, self._moves.decode) if member is not None]
+
+    def _moved(self, first_index: int, now: float) -> list[Action]:
+        """The target has the stream."""
+        target, lost = self._moves.target, self._moves.target_lost
+        actions = self._moves.switch(first_index, now)
+        if target is None or not lost:
+            return actions
+        return self._retry(f"{target.replica_id} lost: {lost}", [target], now, gone=target)
 
     def _is_handed_over(self) -> bool:
         """Whether every unfinished sample has its first token and goes on without the prefill replica."""
@@ -381,7 +397,3 @@ class Journey:
     def _note(self, now: float, name: str, detail: str) -> None:
         if len(self.timeline) < _MAX_TIMELINE:
             self.timeline.append(TimelineEntry(now, name, detail))
-
-
-def _backoff(num_failures: int) -> float:
-    return min(_BACKOFF_S * 2.0**num_failures, _MAX_BACKOFF_S)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.messages import GatewayRecord, ReplicaRecord, StoreRecord
+from msgspec.structs import replace
+
+from cluster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster import RosterClient
 from kvtransfer.clock import Clock
 from kvtransfer.errors import TransferError
@@ -34,8 +36,10 @@ from workers.messages import (
     Leaving,
     LinkDown,
     LoadReport,
+    Move,
     PathMeasure,
     ReplicaHello,
+    RoleChanged,
     StepFrame,
     Submission,
 )
@@ -46,7 +50,6 @@ _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
 SILENCE_S = 8.0
 """A brain reports several times a second. One that says nothing for this long is stopped or hangs."""
-_DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +62,9 @@ class LinkEvents(Protocol):
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
         """The Link to this life of the replica has ended."""
+
+    def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
+        """Whether streams may go on at this life of the replica: not if it leaves, or plays "prefill"."""
 
     def on_members(self) -> None:
         """A replica came, left or goes: what can be served may have changed."""
@@ -91,6 +97,11 @@ class ReplicaView:
     def epoch(self) -> int:
         """Of the life that was connected last; 0 before the first."""
         return self.hello.identity.epoch if self.hello else 0
+
+    @property
+    def role(self) -> str:
+        """The one that it plays now."""
+        return self.hello.role if self.hello else self.record.role
 
     @property
     def takes_requests(self) -> bool:
@@ -132,6 +143,8 @@ class ReplicaLinks:
         self._watching: asyncio.Task[None] | None = None
         self.gateways: tuple[GatewayRecord, ...] = ()
         self.stores: tuple[StoreRecord, ...] = ()
+        self.roster_view = RosterView(version=0)
+        """The latest."""
         self.compatibility: CompatibilityRecord | None = None
         """What the connected replicas agree on; that of the first one."""
         self.max_context_tokens = 0
@@ -156,6 +169,16 @@ class ReplicaLinks:
         """All replicas of the roster, and those still connected, by id."""
         return [self._views[replica_id] for replica_id in sorted(self._views)]
 
+    def pool_of(self, replica_id: str) -> str:
+        """Of a listed or connected replica; otherwise ""."""
+        view = self._views.get(replica_id)
+        return view.record.pool if view else ""
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers and heads; 0 before the first replica has connected."""
+        return self.compatibility.token_bytes if self.compatibility else 0
+
     def target(self, replica_id: str) -> HandOverTarget | None:
         """Identity and address of the connected replica of this id; None when there is none."""
         view = self._views.get(replica_id)
@@ -165,9 +188,9 @@ class ReplicaLinks:
 
     def has_route(self) -> bool:
         """Whether any request could be placed: a decode replica is a whole engine."""
-        return any(view.takes_requests and view.record.role != "prefill" for view in self._views.values())
+        return any(view.takes_requests and view.role != "prefill" for view in self._views.values())
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
         """Queue on the Link to this life of the replica; False when there is none."""
         view = self._views.get(replica.replica_id)
         if view is None or view.hello is None or view.hello.identity != replica:
@@ -183,7 +206,7 @@ class ReplicaLinks:
             if view.version <= version:
                 continue
             version = view.version
-            self.gateways, self.stores = view.gateways, view.stores
+            self.gateways, self.stores, self.roster_view = view.gateways, view.stores, view
             self._update({record.identity.replica_id: record for record in view.replicas})
 
     def _update(self, records: dict[str, ReplicaRecord]) -> None:
@@ -303,6 +326,19 @@ class ReplicaLinks:
     def _set_leaving(self, view: ReplicaView) -> None:
         view.state = ReplicaState.LEAVING
         self._router.set_leaving(view.record.identity.replica_id)
+        if view.hello is not None:
+            self._events.on_streams(view.hello.identity, may_stay=False)
+
+    def _set_role(self, view: ReplicaView, changed: RoleChanged) -> None:
+        hello = view.hello
+        if hello is None or changed.epoch <= hello.role_epoch:
+            return
+        view.hello = replace(hello, role=changed.role, role_epoch=changed.epoch)
+        self._router.add_replica(hello.identity, changed.role)
+        _log.info("%s has role %s from now on", hello.identity.replica_id, changed.role)
+        may_stay = changed.role != "prefill" and view.state is not ReplicaState.LEAVING
+        self._events.on_streams(hello.identity, may_stay=may_stay)
+        self._events.on_members()
 
     # -------------------------------------------------------------------------------------- frames
 
@@ -322,6 +358,8 @@ class ReplicaLinks:
         elif isinstance(message, Leaving):
             self._set_leaving(view)
             self._events.on_members()
+        elif isinstance(message, RoleChanged):
+            self._set_role(view, message)
 
     def _ask_snapshot(self, view: ReplicaView) -> None:
         if view.note != "waits for a snapshot":  # one request at a time
@@ -343,7 +381,7 @@ class ReplicaLinks:
                 num_total_blocks=load.num_total_blocks,
                 prefill_tok_s=load.prefill_tok_s,
                 decode_step_s=load.decode_step_s,
-                transfer_tok_s=load.transfer_gb_s * 1e9 / _token_bytes(self.compatibility),
+                transfer_tok_s=load.transfer_gb_s * 1e9 / max(1, self.token_bytes),
                 load_tok_s=load.load_tok_s,
             )
         )
@@ -360,10 +398,3 @@ def _send(stream: FrameStream | None, message: LinkDown) -> bool:
         return False
     stream.send(LINK_DOWN_CODEC.encode(message))
     return True
-
-
-def _token_bytes(compatibility: CompatibilityRecord | None) -> int:
-    """KV bytes of one token over all layers and heads."""
-    assert compatibility is not None
-    num_values = 2 * compatibility.num_layers * compatibility.num_kv_heads * compatibility.head_dim
-    return num_values * _DTYPE_BYTES.get(compatibility.dtype, 2)

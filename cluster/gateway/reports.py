@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Collection
 
 import numpy as np
 
 from cluster.config import ClusterConfig
+from cluster.doctor.recent import Lately
 from cluster.gateway.actions import Emit, Summary
 from cluster.gateway.desk import Desk, RequestRecord
 from cluster.gateway.intake import Intake
+from cluster.gateway.pools import moves_of, pools_of
 from cluster.gateway.replicas import ReplicaLinks, ReplicaView
+from cluster.observe.meters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
 from cluster.store_admin import StoreAdmin
 from kvtransfer.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
-from workers.messages import LoadReport, PathMeasure, PrefillReport, StageTimes
+from workers.messages import LoadReport, PathMeasure, PrefillReport
 
 _PACKAGES = ("tandem-serve", "ray", "torch", "grpcio", "tokenizers", "msgspec")
 
@@ -33,7 +37,9 @@ class Reporter:
         intake: Intake,
         stores: StoreAdmin,
         clock: Clock,
+        lately: Lately,
     ) -> None:
+        self._lately = lately
         self._config = config
         self._desk = desk
         self._links = links
@@ -42,6 +48,10 @@ class Reporter:
         self._clock = clock
         self._started_at = clock.now()
         self._versions = _versions()
+
+    def configure(self, config: ClusterConfig) -> None:
+        """Another deploy has set other counts."""
+        self._config = config
 
     def model(self) -> pb.Model:
         compatibility = self._links.compatibility
@@ -68,6 +78,7 @@ class Reporter:
                     epoch=record.epoch,
                     address=record.address,
                     process_id=record.process_id,
+                    console=record.console,
                 )
                 for record in self._links.gateways
             ],
@@ -78,7 +89,14 @@ class Reporter:
             num_failed_requests=counters.num_failed,
             num_cancelled_requests=counters.num_cancelled,
             ready=self._links.has_route(),
+            wall_time_s=self._clock.wall(),
+            recent=self._lately.recent(),
+            prefixes=self._lately.prefixes(),
             stores=self._stores.members(),
+            pools=pools_of(self._config, self._links),
+            moves=moves_of(self._links.roster_view),
+            traffic=self._links.roster_view.traffic,
+            demand=pb.Demand(**dataclasses.asdict(self._desk.meters.demand)),
         )
 
     def explain(self, request_id: str) -> pb.ExplainResponse:
@@ -127,34 +145,23 @@ def finished_of(summary: Summary) -> pb.GenerateResponse:
 
 
 def _cached(report: PrefillReport | None) -> pb.CachedTokens:
-    """By where each token's KV was when the request came; what the store brought is on the device since."""
-    if report is None:
-        return pb.CachedTokens()
-    num_loaded = min(sum(report.num_loaded_tokens.values()), report.num_cached_tokens)
-    return pb.CachedTokens(device=report.num_cached_tokens - num_loaded, **report.num_loaded_tokens)
+    return pb.CachedTokens() if report is None else pb.CachedTokens(**cached_by_tier(report))
 
 
 def _timing(summary: Summary) -> pb.Timing:
-    """Differences of times of one host each: hosts' clocks are not comparable."""
-    prefill = summary.prefill.times if summary.prefill else StageTimes()
     moved = summary.hand_over
-    transfer = moved.times if moved else StageTimes()
     return pb.Timing(
-        queue_ms=_span_ms(prefill.arrived, prefill.scheduled),
-        prefill_ms=_span_ms(prefill.scheduled, prefill.prefilled),
-        transfer_ms=_span_ms(transfer.transfer_start, transfer.transfer_end),
-        decode_ms=1e3 * (summary.finished_at - summary.first_token_at),
-        ttft_ms=1e3 * (summary.first_token_at - summary.started_at),
-        e2e_ms=1e3 * (summary.finished_at - summary.started_at),
+        queue_ms=1e3 * summary.queue_s,
+        prefill_ms=1e3 * summary.prefill_s,
+        transfer_ms=1e3 * summary.transfer_s,
+        decode_ms=1e3 * summary.decode_s,
+        ttft_ms=1e3 * summary.ttft_s,
+        e2e_ms=1e3 * summary.e2e_s,
         transfer_gb_s=moved.transfer_gb_s if moved else 0.0,
         transport=moved.transport if moved else "",
         transfer_bytes=moved.num_moved_bytes if moved else 0,
         attempts=summary.num_attempts,
     )
-
-
-def _span_ms(start: float, end: float) -> float:
-    return 1e3 * max(0.0, end - start) if start and end else 0.0
 
 
 def _explanation(record: RequestRecord) -> pb.ExplainResponse:
@@ -203,7 +210,7 @@ def _replica(view: ReplicaView, now: float, known: Collection[ReplicaIdentity]) 
         replica_id=record.identity.replica_id,
         epoch=record.identity.epoch,
         pool=record.pool,
-        role=view.hello.role if view.hello else record.role,
+        role=view.role,
         address=record.address,
         state=str(view.state),
         note=view.note,
@@ -213,6 +220,8 @@ def _replica(view: ReplicaView, now: float, known: Collection[ReplicaIdentity]) 
         paths=[_path(path) for path in view.paths if path.peer in known],
         tp=record.tp,
         stage_layers=[end - start for start, end in record.stages],
+        home_role=record.home_role or record.role,
+        role_epoch=view.hello.role_epoch if view.hello else record.role_epoch,
     )
 
 

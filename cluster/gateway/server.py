@@ -13,16 +13,24 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.config import ClusterConfig
-from cluster.errors import StartError
+from cluster.doctor.recent import Lately
 from cluster.gateway.desk import Desk
 from cluster.gateway.intake import Intake
+from cluster.gateway.listening import bind, open_health, open_server
 from cluster.gateway.replicas import ReplicaLinks
 from cluster.gateway.reports import Reporter
 from cluster.gateway.servicer import InferenceServicer
+from cluster.gateway.traffic import TrafficRelay
+from cluster.observe.access import log_access, log_relayed
+from cluster.observe.ended import Observer
+from cluster.observe.meters import GatewayMeters
+from cluster.observe.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster import RosterClient
 from cluster.store_admin import StoreAdmin
+from cluster.web.orders import Operations
+from cluster.web.server import open_console
 from kvtransfer.clock import Clock
 from kvtransfer.faults import Faults
 from kvtransfer.secret import draw_id
@@ -44,6 +52,8 @@ class Gateway:
                                                  +-- ReplicaLinks --Links--> brains
 
     Registration in the roster is the caller's. Health says SERVING while a request could be placed.
+    `operations` is what the console can have done; None: nothing. `open_roster` finds the roster of another
+    application, to which requests may be passed on; None: all are answered here.
     """
 
     def __init__(
@@ -56,6 +66,8 @@ class Gateway:
         secret: bytes,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
+        operations: Operations | None = None,
+        open_roster: Callable[[str], RosterClient] | None = None,
     ) -> None:
         self._config = config
         block_tokens = config.pools[0].engine.block_tokens
@@ -70,6 +82,15 @@ class Gateway:
             secret=secret,
             clock=clock,
         )
+        self._tracer: RequestTracer | None = None
+        observers: list[Observer] = [log_access] if config.logs.access else []
+        if config.tracing.endpoint:
+            self._tracer = RequestTracer(
+                config.tracing, app=config.app, gateway_id=gateway_id, model=config.model_name, clock=clock
+            )
+            observers.append(self._tracer)
+        lately = Lately(block_tokens, clock)
+        observers.append(lately.ended)
         self.desk = Desk(
             intake=self._intake,
             links=self._links,
@@ -77,17 +98,39 @@ class Gateway:
             clock=clock,
             max_requests=config.gateway.max_requests,
             on_members=self._on_members,
+            observers=observers,
+            meters=GatewayMeters(
+                self._links.pool_of,
+                lambda: self._links.token_bytes,
+                ttft_slo_s=config.scaling.ttft_slo_s,
+                itl_slo_s=config.scaling.itl_slo_s,
+            ),
         )
         stores = StoreAdmin(lambda: self._links.stores, secret, gateway_id)
+        reporter = Reporter(config, self.desk, self._links, self._intake, stores, clock, lately)
+        self._console = open_console(gateway_id, config, reporter, self.desk, stores, operations, clock)
+        self.console_port = 0
+        """Where it listens after `start`; 0: there is none."""
+        self._reporter = reporter
+        self._traffic = TrafficRelay(
+            app=config.app,
+            model_name=config.model_name,
+            links=self._links,
+            open_roster=open_roster,
+            clock=clock,
+            on_end=log_relayed if config.logs.access else None,
+        )
         self._servicer = InferenceServicer(
             desk=self.desk,
             intake=self._intake,
-            reporter=Reporter(config, self.desk, self._links, self._intake, stores, clock),
+            reporter=reporter,
             stores=stores,
             faults=Faults(config.debug.fault_rules),
+            traffic=self._traffic,
         )
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
+        self._health_server: grpc.aio.Server | None = None
         self._is_serving = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -95,32 +138,27 @@ class Gateway:
     def links(self) -> ReplicaLinks:
         return self._links
 
+    def status(self) -> pb.StatusResponse:
+        """As the call of this name answers."""
+        return self._reporter.status()
+
+    def configure(self, config: ClusterConfig) -> None:
+        """From now on the pools' counts are these; nothing else of it is taken over while a gateway runs."""
+        self._reporter.configure(config)
+
     async def start(self) -> int:
         """Listen, follow the roster, and return the port; `StartError` when the port is taken."""
-        host, port = self._config.gateway.host, self._config.gateway.port
-        max_bytes = self._config.gateway.max_message_bytes
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", max_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.ping_timeout_ms", 10_000),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ]
-        )
+        self._server = open_server(self._config.gateway)
         tandem_pb2_grpc.add_InferenceServicer_to_server(self._servicer, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         await self._set_health()
-        try:
-            bound = int(self._server.add_insecure_port(f"{host}:{port}"))
-        except RuntimeError as error:
-            problem = "the port is taken, or the address is not one of this host"
-            raise StartError(f"the gateway cannot listen on {host}:{port}: {problem}") from error
+        bound = bind(self._server, self._config.gateway)
+        self._health_server = await open_health(self._config.gateway, self._health)
+        if self._console is not None:
+            self.console_port = await self._console.start()
         await self._server.start()
         self._links.start(self.desk)
         return bound
@@ -128,12 +166,20 @@ class Gateway:
     async def stop(self) -> None:
         """End every request with UNAVAILABLE (clients resume at another gateway), then close."""
         self.desk.close()
+        self._traffic.close()
+        if self._console is not None:
+            await self._console.stop()
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         if self._server is not None:
             await self._server.stop(grace=1.0)
+        if self._health_server is not None:
+            await self._health_server.stop(grace=0.0)
+        await self._traffic.stop()
         await self._links.stop()
         await self._intake.close()
+        if self._tracer is not None:
+            await self._tracer.stop()
 
     def _on_members(self) -> None:
         if self._links.has_route() != self._is_serving:

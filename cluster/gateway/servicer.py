@@ -11,7 +11,9 @@ from cluster.gateway.actions import Summary
 from cluster.gateway.desk import Accepted, Desk
 from cluster.gateway.intake import Intake
 from cluster.gateway.reports import Reporter, delta_of, finished_of
+from cluster.gateway.traffic import TrafficRelay
 from cluster.gateway.validation import check_detokenize, check_tokenize
+from cluster.observe.ended import Caller
 from cluster.proto import tandem_pb2 as pb
 from cluster.store_admin import StoreAdmin
 from kvtransfer.faults import Faults
@@ -24,17 +26,27 @@ class InferenceServicer:
     """One instance serves all calls. A cancelled call is a `CancelledError` here, and then at the desk."""
 
     def __init__(
-        self, *, desk: Desk, intake: Intake, reporter: Reporter, stores: StoreAdmin, faults: Faults
+        self,
+        *,
+        desk: Desk,
+        intake: Intake,
+        reporter: Reporter,
+        stores: StoreAdmin,
+        faults: Faults,
+        traffic: TrafficRelay,
     ) -> None:
         self._desk = desk
+        self._traffic = traffic
         self._intake = intake
         self._reporter = reporter
         self._stores = stores
         self._faults = faults
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        if await self._traffic.answered(request, context):
+            return
         try:
-            accepted = await self._desk.accept(request, context.time_remaining())
+            accepted = await self._desk.accept(request, context.time_remaining(), caller_of(context))
         except RequestError as error:
             await _abort(context, error)
         try:
@@ -79,6 +91,8 @@ class InferenceServicer:
             if not request.request_id:
                 problem = "is empty; `accepted` and the command line tell it"
                 raise InvalidRequestError(FieldViolation("request_id", problem))
+            if (reply := await self._traffic.explain(request)) is not None:
+                return reply
             return self._reporter.explain(request.request_id)
         except RequestError as error:
             await _abort(context, error)
@@ -116,6 +130,16 @@ class InferenceServicer:
             self._faults.at("gateway.token")
             await context.write(delta_of(output))
         await context.write(finished_of(output))
+
+
+def caller_of(context: Context) -> Caller:
+    """Who calls, and the trace that the call belongs to."""
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return Caller(
+        peer=context.peer() or "",
+        traceparent=metadata.get("traceparent", ""),
+        tracestate=metadata.get("tracestate", ""),
+    )
 
 
 async def _abort(context: Context, error: RequestError) -> NoReturn:

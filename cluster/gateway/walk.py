@@ -6,7 +6,9 @@ One `Walk` per running request; everything happens on the gateway's event loop, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from cluster.errors import AbandonedError, RequestError, SlowClientError
@@ -16,9 +18,11 @@ from cluster.gateway.actions import (
     Emit,
     Fail,
     Finish,
+    MoveAt,
     NotePrefilled,
     Release,
     Route,
+    RouteMove,
     Submit,
     Summary,
 )
@@ -32,6 +36,8 @@ from workers.messages import (
     Cancel,
     HandOverReport,
     HandOverTarget,
+    Move,
+    MoveEnded,
     PrefillReport,
     RequestFailed,
     Submission,
@@ -49,7 +55,7 @@ class Links(Protocol):
     def target(self, replica_id: str) -> HandOverTarget | None:
         """The connected replica of this id; None when there is none."""
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
         """Queue on its Link; False when there is none to this life of the replica."""
 
 
@@ -58,6 +64,9 @@ class Router(Protocol):
 
     def route(self, request: RouteRequest) -> Decision:
         """`NoReplicaError` when there is no place."""
+
+    def route_move(self, request: RouteRequest) -> str:
+        """The decode replica that a running stream shall move to; `NoReplicaError` when there is none."""
 
     def on_prefilled(self, request_id: str) -> None: ...
 
@@ -141,8 +150,15 @@ class Walk:
     def on_prefilled(self, report: PrefillReport) -> None:
         self._apply(self.journey.on_prefilled(report, self._clock.now()))
 
-    def on_handed_over(self, report: HandOverReport) -> None:
-        self._apply(self.journey.on_handed_over(report, self._clock.now()))
+    def on_handed_over(self, source: ReplicaIdentity, report: HandOverReport) -> None:
+        self._apply(self.journey.on_handed_over(source, report, self._clock.now()))
+
+    def on_streams(self, replica: ReplicaIdentity, may_stay: bool) -> None:
+        """Streams shall leave this replica, or may stay there after all."""
+        self._apply(self.journey.on_streams(replica, may_stay))
+
+    def on_move_ended(self, source: ReplicaIdentity, ended: MoveEnded) -> None:
+        self._apply(self.journey.on_move_ended(source, ended, self._clock.now()))
 
     def on_delta(self, source: ReplicaIdentity, delta: TokenDelta) -> None:
         self._apply(self.journey.on_delta(source, delta, self._clock.now()))
@@ -166,8 +182,12 @@ class Walk:
                     return
             elif isinstance(action, CancelAt):
                 self._links.send(action.replica, action.cancel)
+            elif isinstance(action, MoveAt):
+                self._links.send(action.replica, action.move)
             elif isinstance(action, Route):
-                self._route_later(action)
+                self._later(action.delay_s, partial(self._route, action.request))
+            elif isinstance(action, RouteMove):
+                self._later(action.delay_s, self._route_move)
             elif isinstance(action, NotePrefilled):
                 self._router.on_prefilled(action.request_id)
             elif isinstance(action, Release):
@@ -188,11 +208,11 @@ class Walk:
         self._outbox.close(terminal)
         self._on_end(terminal.error if isinstance(terminal, Fail) else None)
 
-    def _route_later(self, action: Route) -> None:
-        if action.delay_s <= 0:
-            self._route(action.request)
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+        if delay_s <= 0:
+            act()
         else:
-            self._after(action.delay_s, lambda: self._route(action.request))
+            self._after(delay_s, act)
 
     def _route(self, request: RouteRequest) -> None:
         now = self._clock.now()
@@ -209,6 +229,17 @@ class Walk:
             return
         computes = prefill.identity if prefill is not None and prefill != decode else None
         self._apply(self.journey.on_routed(decision, computes, decode, now))
+
+    def _route_move(self) -> None:
+        request = self.journey.move_request()
+        if request is None:
+            return
+        target = None
+        with contextlib.suppress(NoReplicaError):
+            target = self._links.target(self._router.route_move(request))
+            if target is None:  # it has just gone
+                self._router.on_finished(request.request_id)
+        self._apply(self.journey.on_move_routed(target, self._clock.now()))
 
     # -------------------------------------------------------------------------------------- timers
 

@@ -294,7 +294,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic")
+    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -323,6 +323,10 @@ class StatusResponse(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    WALL_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     model: Model
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
@@ -337,7 +341,95 @@ class StatusResponse(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
     moves: _containers.RepeatedCompositeFieldContainer[ScalingMove]
     traffic: _containers.ScalarMap[str, float]
-    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    demand: Demand
+    wall_time_s: float
+    recent: RecentRequests
+    prefixes: _containers.RepeatedCompositeFieldContainer[PrefixReuse]
+    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ...) -> None: ...
+
+class RecentRequests(_message.Message):
+    __slots__ = ("num_requests", "window_s", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "slow_ttft_ms", "slow_queue_ms", "slow_prefill_ms", "slow_prompt_tokens", "slow_cached_tokens", "transfer_p90_ms", "num_retried")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P90_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P90_MS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_P90_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRIED_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    window_s: float
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    tpot_p50_ms: float
+    tpot_p90_ms: float
+    slow_ttft_ms: float
+    slow_queue_ms: float
+    slow_prefill_ms: float
+    slow_prompt_tokens: int
+    slow_cached_tokens: int
+    transfer_p90_ms: float
+    num_retried: int
+    def __init__(self, num_requests: _Optional[int] = ..., window_s: _Optional[float] = ..., ttft_p50_ms: _Optional[float] = ..., ttft_p90_ms: _Optional[float] = ..., tpot_p50_ms: _Optional[float] = ..., tpot_p90_ms: _Optional[float] = ..., slow_ttft_ms: _Optional[float] = ..., slow_queue_ms: _Optional[float] = ..., slow_prefill_ms: _Optional[float] = ..., slow_prompt_tokens: _Optional[int] = ..., slow_cached_tokens: _Optional[int] = ..., transfer_p90_ms: _Optional[float] = ..., num_retried: _Optional[int] = ...) -> None: ...
+
+class PrefixReuse(_message.Message):
+    __slots__ = ("tenant", "num_prompts", "num_prompt_tokens", "num_known_tokens", "num_finished_tokens", "num_finished_known_tokens", "num_cached_tokens", "diverge_at", "num_diverging", "num_tokens_behind", "num_repeated_behind")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIVERGE_AT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIVERGING_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPEATED_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_prompts: int
+    num_prompt_tokens: int
+    num_known_tokens: int
+    num_finished_tokens: int
+    num_finished_known_tokens: int
+    num_cached_tokens: int
+    diverge_at: int
+    num_diverging: int
+    num_tokens_behind: int
+    num_repeated_behind: int
+    def __init__(self, tenant: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_known_tokens: _Optional[int] = ..., num_finished_tokens: _Optional[int] = ..., num_finished_known_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., diverge_at: _Optional[int] = ..., num_diverging: _Optional[int] = ..., num_tokens_behind: _Optional[int] = ..., num_repeated_behind: _Optional[int] = ...) -> None: ...
+
+class Demand(_message.Message):
+    __slots__ = ("num_arrived", "num_sequences", "num_prompts", "num_computed_tokens", "computed_tokens_squared", "num_ended", "num_output_tokens", "output_tokens_squared", "num_first_tokens", "num_late_first_tokens", "num_gaps", "num_late_gaps")
+    NUM_ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_SQUARED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_SQUARED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GAPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_GAPS_FIELD_NUMBER: _ClassVar[int]
+    num_arrived: int
+    num_sequences: int
+    num_prompts: int
+    num_computed_tokens: int
+    computed_tokens_squared: float
+    num_ended: int
+    num_output_tokens: int
+    output_tokens_squared: float
+    num_first_tokens: int
+    num_late_first_tokens: int
+    num_gaps: int
+    num_late_gaps: int
+    def __init__(self, num_arrived: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., computed_tokens_squared: _Optional[float] = ..., num_ended: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., output_tokens_squared: _Optional[float] = ..., num_first_tokens: _Optional[int] = ..., num_late_first_tokens: _Optional[int] = ..., num_gaps: _Optional[int] = ..., num_late_gaps: _Optional[int] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("name", "role", "configured", "desired", "pinned", "min", "max", "num_ready", "num_lent")
@@ -412,7 +504,7 @@ class Replica(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping[str, object]]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[str] = ..., role_epoch: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks")
+    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings")
     class NumUnstoredBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -456,6 +548,7 @@ class Load(_message.Message):
     LOAD_TOK_S_FIELD_NUMBER: _ClassVar[int]
     NUM_STORE_CHECKSUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
     NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_LANDINGS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_landings: int
@@ -478,7 +571,8 @@ class Load(_message.Message):
     load_tok_s: _containers.ScalarMap[str, float]
     num_store_checksum_failures: int
     num_offloaded_blocks: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ...) -> None: ...
+    num_waiting_landings: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ...) -> None: ...
 
 class Path(_message.Message):
     __slots__ = ("peer_replica_id", "rank", "peer_rank", "transport", "gb_s", "latency_us", "device", "instead_of")

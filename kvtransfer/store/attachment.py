@@ -13,7 +13,7 @@ import socket
 
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
-from kvtransfer.memory import map_shared
+from kvtransfer.memory import map_shared, populate_read
 from kvtransfer.runs import Place
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
@@ -49,6 +49,10 @@ class MappedArena:
             os.close(fd)
             raise
         self.place = Place(memoryview(self._mapping))
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """This range, which is written, will be read now."""
+        populate_read(self._mapping, offset, num_bytes)
 
     def close(self) -> None:
         """Unmap it; nothing may look at `place` any more."""

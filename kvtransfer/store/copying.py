@@ -139,6 +139,8 @@ class GetWork(CopyWork):
     def copy(self, batch: Batch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.get")
         reads = [self._order.reads[position] for position in batch.positions]
+        for read in reads:
+            arena.expect(read.offset, HEADER_BYTES + read.num_bytes)
         sums = pool.load(
             [read.block_id for read in reads],
             reads[0].piece,

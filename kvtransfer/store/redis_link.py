@@ -106,6 +106,25 @@ class RedisLink:
         except _FAILURES as error:
             raise self._away(error) from None
 
+    async def info(self) -> dict[str, Any]:
+        """What the server (of a cluster: any of its servers) tells of itself. `IndexAwayError`."""
+        return dict(await self._ask("INFO"))
+
+    async def wall_s(self) -> float:
+        """The server's clock, as Unix time. `IndexAwayError`."""
+        seconds, microseconds = await self._ask("TIME")
+        return float(seconds) + float(microseconds) * 1e-6
+
+    async def _ask(self, command: str) -> Any:
+        client = self._ready()
+        target: Any = {}
+        if isinstance(client, RedisCluster):
+            target = {"target_nodes": client.get_default_node()}
+        try:
+            return await client.execute_command(command, **target)
+        except _FAILURES as error:
+            raise self._away(error) from None
+
     async def run(self, script: Script, keys: Sequence[bytes], args: Sequence[bytes | int]) -> Any:
         """The result of the script over keys of one slot. `IndexAwayError`."""
         client = self._ready()

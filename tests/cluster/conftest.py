@@ -6,8 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from console_house import ConsoleHouse
 from gateway_house import GatewayHouse, Pair
 from gateway_model import write_model
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshot", default="", help="where test_console_cluster.py puts a picture")
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +35,12 @@ async def pair(house: GatewayHouse) -> Pair:
     await house.add_replica("d0", "decode")
     gateway, address = await house.add_gateway()
     return Pair(house, gateway, house.client(address))
+
+
+@pytest.fixture
+async def front(house: GatewayHouse) -> AsyncIterator[ConsoleHouse]:
+    """The same pair, with a console."""
+    built = ConsoleHouse(house)
+    await built.start()
+    yield built
+    await built.stop()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from serving import TINY
 
-from cluster.app import build_application, deployment_name
+from cluster.app import build_application
 from cluster.capacity import BRAIN_CPUS
 from cluster.config import PoolConfig, default_config
 from cluster.errors import ConfigError, StartError
+from cluster.scaling.lever import deployment_name
 from cluster.serve import check_hosts, check_reachable
 from cluster.stores import resolve_dtype
 from workers.model.random_checkpoint import write_random_checkpoint

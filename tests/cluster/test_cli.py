@@ -74,6 +74,7 @@ def test_a_replica_that_cannot_be_placed_is_an_error_that_names_the_resource(tmp
     assert "GPU: 64 wanted" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_checkpoint_that_cannot_be_read_is_one_line_that_says_so(tmp_path: Path) -> None:
     for file in TINY.iterdir():

@@ -66,7 +66,7 @@ def test_an_undisturbed_request() -> None:
     assert submit.submission.samples == (SampleState(0, 5, b""),)
     assert journey.on_prefilled(prefilled(), 2.0) == [NotePrefilled("r")]
     assert kinds(journey.on_delta(P0, delta(0, 0, 1, 3), 2.0)) == ["Emit"]
-    assert journey.on_handed_over(handed_over(), 2.1) == []
+    assert journey.on_handed_over(D0, handed_over(), 2.1) == []
     assert kinds(journey.on_delta(D0, delta(0, 1, 1, 3), 3.0)) == ["Emit"]
     *_, finish = journey.on_delta(D0, delta(0, 2, 1, 3), 4.0)
     assert isinstance(finish, Finish)
@@ -137,7 +137,7 @@ def test_a_prefill_replica_is_needed_until_all_first_tokens_and_the_hand_over_ar
         if has_token:
             journey.on_delta(P0, delta(0, 0, 1, 6), 1.0)
         if has_hand_over:
-            journey.on_handed_over(handed_over(), 1.0)
+            journey.on_handed_over(D0, handed_over(), 1.0)
         retries = kinds(journey.on_lost(P0, "reset", 2.0))
         assert retries == ([] if has_token and has_hand_over else ["CancelAt", "Release", "Route"])
 

@@ -21,18 +21,23 @@ from journey_house import (
     prefilled,
     truth,
 )
+from msgspec.structs import replace
 
-from cluster.gateway.actions import Action, Emit, Fail, Finish, Route, Submit
+from cluster.gateway.actions import Action, Emit, Fail, Finish, MoveAt, Route, RouteMove, Submit
 from cluster.gateway.journey import Journey, JourneyState
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import (
     HandOverReport,
     HandOverTarget,
+    Move,
+    MoveEnded,
     PrefillReport,
     RequestFailed,
     Submission,
     TokenDelta,
 )
+
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded
 
 
 @dataclass
@@ -43,12 +48,11 @@ class World:
     journey: Journey
     stops: tuple[str, ...]
     now: float = 0.0
-    wires: list[tuple[ReplicaIdentity, TokenDelta | PrefillReport | HandOverReport | RequestFailed]] = field(
-        default_factory=list
-    )
+    wires: list[tuple[ReplicaIdentity, News]] = field(default_factory=list)
     current: set[int] = field(default_factory=set)
     """The numbers of the submissions that are not superseded."""
-    routes: list[Route] = field(default_factory=list)
+    routes: list[Route | RouteMove] = field(default_factory=list)
+    num_moves: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
@@ -57,7 +61,11 @@ class World:
     def take(self, actions: list[Action]) -> None:
         for action in actions:
             assert not self.terminals, "an action after the terminal"
-            if isinstance(action, Route):
+            if isinstance(action, RouteMove):
+                self.routes.append(action)
+            elif isinstance(action, MoveAt):
+                self.move(action.replica, action.move)
+            elif isinstance(action, Route):
                 self.routes.append(action)
                 self.current.clear()
             elif isinstance(action, Submit):
@@ -100,8 +108,37 @@ class World:
                 yield source, delta(state.index, first, count, total, attempt)
                 first += count
 
+    def move(self, source: ReplicaIdentity, order: Move) -> None:
+        """The source hands over what it has not told yet, from some token on; or it keeps it."""
+        target, name = order.target.identity, (order.request_id, order.attempt)
+        assert target != source
+        rest = [
+            it
+            for it in self.wires
+            if it[0] == source and isinstance(it[1], TokenDelta) and it[1].attempt == order.attempt
+        ]
+        if not rest or self.data.draw(st.booleans()):
+            self.wires.append((source, MoveEnded(*name, target, "no room")))
+            return
+        rest.sort(key=lambda it: it[1].first_index)  # type: ignore[union-attr]
+        moved = rest[self.data.draw(st.integers(0, len(rest) - 1)) :]
+        self.wires = [it for it in self.wires if it not in moved]
+        first = moved[0][1].first_index  # type: ignore[union-attr]
+        self.wires.append((source, MoveEnded(*name, target)))
+        self.wires.append((target, replace(handed_over(order.attempt), first_index=first)))
+        self.wires.extend((target, message) for _, message in moved)
+        self.num_moves += 1
+
     def deliver(self, position: int, keep: bool) -> None:
-        source, message = self.wires[position] if keep else self.wires.pop(position)
+        source, message = self.wires[position]
+        if isinstance(message, MoveEnded):  # a Link keeps its order: this comes after the tokens from there
+            before = [it for it in self.wires if it[0] == source and isinstance(it[1], TokenDelta)]
+            position = self.wires.index(before[0]) if before else position
+            source, message = self.wires[position]
+        elif isinstance(message, HandOverReport):
+            keep = False
+        if not keep or isinstance(message, MoveEnded):
+            self.wires.pop(position)
         if isinstance(message, TokenDelta):
             if message.attempt not in self.current:  # what an old attempt says must not matter
                 message = delta(message.sample, message.first_index, 1, 1, message.attempt, shift=7)
@@ -109,12 +146,18 @@ class World:
         elif isinstance(message, PrefillReport):
             self.take(self.journey.on_prefilled(message, self.now))
         elif isinstance(message, HandOverReport):
-            self.take(self.journey.on_handed_over(message, self.now))
+            self.take(self.journey.on_handed_over(source, message, self.now))
+        elif isinstance(message, MoveEnded):
+            self.take(self.journey.on_move_ended(source, message, self.now))
         else:
             self.take(self.journey.on_failed(source, message, self.now))
 
     def route(self) -> None:
-        request = self.routes.pop(0).request
+        route = self.routes.pop(0)
+        if isinstance(route, RouteMove):
+            self.route_move()
+            return
+        request = route.request
         choices = [it for it in (P0, P1, None) if it is None or it.replica_id not in request.excluded]
         decodes = [it for it in (D0, D1) if it.replica_id not in request.excluded]
         if not decodes:
@@ -124,6 +167,20 @@ class World:
         target = HandOverTarget(decode, "a")
         self.take(self.journey.on_routed(decision(prefill, decode), prefill, target, self.now))
 
+    def route_move(self) -> None:
+        wanted = self.journey.move_request()
+        if wanted is None:
+            return
+        targets = [it for it in (D0, D1, P0) if it.replica_id not in wanted.excluded]
+        target = self.data.draw(st.sampled_from(targets)) if targets else None
+        place = HandOverTarget(target, "a") if target else None
+        self.take(self.journey.on_move_routed(place, self.now))
+
+    def leave(self) -> None:
+        """Streams shall leave a replica, or may stay there after all."""
+        replica, may_stay = self.data.draw(st.sampled_from([D0, D1])), self.data.draw(st.integers(0, 4)) == 0
+        self.take(self.journey.on_streams(replica, may_stay))
+
     def disturb(self) -> None:
         replica = self.data.draw(st.sampled_from([P0, P1, D0, D1]))
         if self.data.draw(st.booleans()):
@@ -131,18 +188,27 @@ class World:
             self.take(self.journey.on_lost(replica, "reset", self.now))
         else:
             attempt = self.data.draw(st.integers(1, 12))
-            code = self.data.draw(st.sampled_from(["refused", "peer", "internal"]))
+            code = self.data.draw(st.sampled_from(["refused", "peer", "internal", "leaving"]))
             self.wires.append((replica, RequestFailed("r", attempt, code, "why", 0.1)))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_order_of_events_gives_a_prefix_of_the_truth_and_one_terminal(data: st.DataObject) -> None:
-    n, max_tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    play(data, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), num_leavings=0)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_stream_that_moves_gives_the_same_and_has_one_terminal(data: st.DataObject) -> None:
+    play(data, 1, data.draw(st.integers(4, 16)), num_leavings=4)
+
+
+def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int) -> None:
     stops = data.draw(st.sampled_from([(), ("ab",), ("ca", "bcd"), ("dd", "d")]))
-    journey = make_journey(n=n, max_tokens=max_tokens, stops=stops)
-    world = World(data, journey, stops)
-    num_disturbances = data.draw(st.integers(0, 6))
+    journey = make_journey(n=n, max_tokens=max_tokens, stops=() if num_leavings else stops)
+    world = World(data, journey, () if num_leavings else stops)
+    num_disturbances = data.draw(st.integers(0, 2 if num_leavings else 6))
     world.take(journey.start(0.0))
     while not world.terminals:
         world.now += 0.01
@@ -150,6 +216,9 @@ def test_any_order_of_events_gives_a_prefix_of_the_truth_and_one_terminal(data: 
         if choice == 0 and num_disturbances:
             num_disturbances -= 1
             world.disturb()
+        elif choice in (2, 3) and num_leavings:
+            num_leavings -= 1
+            world.leave()
         elif world.routes:
             world.route()
         else:
@@ -159,7 +228,7 @@ def test_any_order_of_events_gives_a_prefix_of_the_truth_and_one_terminal(data: 
     (terminal,) = world.terminals
     if isinstance(terminal, Finish):
         for index in range(n):
-            count, text, finish = cut(truth(index, max_tokens), stops)
+            count, text, finish = cut(truth(index, max_tokens), world.stops)
             assert world.tokens[index] == truth(index, count)
             assert (world.texts[index], world.finishes[index]) == (text, finish)
     for source, message in world.wires:

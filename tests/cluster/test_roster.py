@@ -14,12 +14,11 @@ from cluster.roster import (
     EXPIRE_S,
     REBUILD_S,
     LocalRoster,
-    RemoteRoster,
     Roster,
-    RosterActor,
     RosterClient,
     keep_registered,
 )
+from cluster.roster_wire import RemoteRoster, RosterActor
 from kvtransfer.clock import ManualClock, SystemClock
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
@@ -96,8 +95,8 @@ def test_the_version_grows_with_changes_and_only_with_them() -> None:
     assert roster.version == 101
     roster.register_replica(replica(leaving=True), 2.0)
     assert roster.version == 102
-    roster.set_desired("decode", 2)
-    roster.set_desired("decode", 2)
+    roster.tell(lambda wishes: wishes.set_desired("decode", 2, pinned=False))
+    roster.tell(lambda wishes: wishes.set_desired("decode", 2, pinned=False))
     assert roster.version == 103
     assert roster.view().desired == {"decode": 2}
 
@@ -110,13 +109,6 @@ def test_members_that_do_not_renew_expire_and_may_return() -> None:
     assert roster.expire(10.5, 10.0) == ["a"]
     assert [record.identity.replica_id for record in roster.view().replicas] == ["b"]
     assert roster.register_replica(replica("a"), 11.0)
-
-
-def test_remembered_desired_counts_do_not_override_known_ones() -> None:
-    roster = Roster()
-    roster.set_desired("decode", 4)
-    roster.restore_desired({"decode": 1, "prefill": 2})
-    assert roster.view().desired == {"decode": 4, "prefill": 2}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["register", "remove"]), st.integers(1, 6)), max_size=30))
@@ -203,7 +195,7 @@ async def test_a_restarted_actor_shows_its_view_only_when_filled() -> None:
     client = RemoteRoster(wire, clock)
     await client.register_replica(replica("a"))
     await client.register_replica(replica("b"))
-    await client.set_desired("decode", 3)
+    await client.set_desired("decode", 3, True)
     before = await client.view(0, 1.0)
 
     clock.advance(1.0)
@@ -221,7 +213,7 @@ async def test_a_restarted_actor_shows_its_view_only_when_filled() -> None:
     after = await late
     assert after.version > before.version
     assert after.replicas == before.replicas
-    assert (await client.view(after.version, 1.0)).desired == {"decode": 3}
+    assert (after.desired, after.pinned) == ({"decode": 3}, ("decode",))
 
 
 async def test_an_expired_member_disappears_from_the_view() -> None:
@@ -245,4 +237,4 @@ async def test_a_registration_is_renewed_until_its_life_is_over() -> None:
 async def test_setting_a_count_while_the_actor_is_away_is_told() -> None:
     client = RemoteRoster(Wire(None), ManualClock())
     with pytest.raises(RosterAwayError):
-        await client.set_desired("decode", 2)
+        await client.set_desired("decode", 2, True)

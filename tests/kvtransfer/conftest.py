@@ -9,6 +9,15 @@ from service_house import TARGET, WRITER, Rank
 from transfer_house import TRANSPORTS, TransferHouse
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Transports whose library takes seconds to start and to give a dead peer up: not in the fast suite."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        is_failure = item.path.name == "test_peer_failure.py"
+        if is_failure and callspec is not None and callspec.params.get("processes") in ("rdma", "gloo"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def processes(request: pytest.FixtureRequest) -> Iterator[TransferHouse]:
     house = TransferHouse(request.param)

@@ -317,3 +317,39 @@ def test_a_lease_is_renewed_four_times_while_it_runs_not_at_every_tick() -> None
     for tick in range(40):
         world.do_push(world.push.tick(tick * 0.25))
     assert len(world.to_decode) == 4
+
+
+# ------------------------------------------------------------------- a sequence that goes on meanwhile
+
+
+@pytest.mark.parametrize("num_tokens", [2 * BLOCK + 3, 3 * BLOCK, 4 * BLOCK])
+def test_a_growing_sequence_is_handed_over_with_what_it_has_by_then(num_tokens: int) -> None:
+    pool = BlockPool(16, BLOCK)
+    world = World(pool)
+    world.ask(request(1, 4 * BLOCK, is_growing=True))
+    world.settle()
+    world.compute(1, BLOCK + 5)
+    assert not world.push.has_caught_up("r1", 0)
+    world.settle()
+    assert world.push.has_caught_up("r1", 0)
+    world.push.end_at("r1", 0, num_tokens)
+    world.num_handed_over["r1"] = num_tokens
+    world.compute(1, num_tokens)
+    world.settle()
+    (joined,) = world.joined.values()
+    assert joined.num_valid_tokens == num_tokens
+    assert len(joined.block_ids) == 4, "the room that it did not use is its own"
+    assert (world.ended, pool.num_references) == ({"r1": ""}, 0)
+    assert world.push.counters.num_bytes.total() == 8 * -(-num_tokens // BLOCK)
+
+
+def test_only_a_growing_sequence_may_be_handed_over_with_less() -> None:
+    for is_growing, num_tokens in ((False, BLOCK), (True, 0), (True, 3 * BLOCK)):
+        pool = BlockPool(8, BLOCK)
+        world = World(pool)
+        world.ask(request(1, 2 * BLOCK, is_growing=is_growing))
+        world.settle()
+        landing_id = bytes([1]) * 16
+        world.do_landing(world.landing.hand_over(PREFILL, landing_id, ("r1", 0), num_tokens, 0.0))
+        assert world.joined == {}
+        assert pool.num_quarantined == 2

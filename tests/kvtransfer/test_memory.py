@@ -45,3 +45,12 @@ def test_a_tensor_outlives_close() -> None:
     assert int(tensor.sum()) == 5 * 4096
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_populated_memory_has_all_its_pages() -> None:
+    memory = KvMemory.allocate(3 << 20)
+    assert os.fstat(memory.fd).st_blocks == 0
+    memory.populate()
+    assert os.fstat(memory.fd).st_blocks * 512 >= 3 << 20
+    assert memory.buffer == bytes(3 << 20)
+    memory.close()

@@ -15,6 +15,7 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.gateway.server import Gateway
 from cluster.messages import ReplicaRecord
 from cluster.roster import LocalRoster
+from cluster.web.orders import Operations
 from kvtransfer.clock import SystemClock
 from kvtransfer.keys import block_keys
 from kvtransfer.messages import (
@@ -322,7 +323,7 @@ class GatewayHouse:
                     {"name": "prefill", "role": "prefill", "engine": engine},
                     {"name": "decode", "role": "decode", "engine": engine},
                 ],
-                "gateway": {"port": 0, "model_name": "m", **gateway},
+                "gateway": {"port": 0, "console_port": None, "model_name": "m", **gateway},
                 "router": {"skip_prefill_tokens": 0},
                 "debug": {"allow_pins": True},
             },
@@ -334,16 +335,25 @@ class GatewayHouse:
         await replica.start()
         return replica
 
-    async def add_gateway(self, config: ClusterConfig | None = None) -> tuple[Gateway, str]:
-        """A gateway and its address; returns when every replica is connected."""
-        gateway = Gateway(
-            gateway_id=f"g{len(self.gateways)}",
+    def gateway(
+        self, gateway_id: str, config: ClusterConfig, operations: Operations | None = None
+    ) -> Gateway:
+        """Not yet started, and not closed by the house."""
+        return Gateway(
+            gateway_id=gateway_id,
             epoch=1,
-            config=config or self.config(),
+            config=config,
             roster=self.roster,
             secret=self.secret,
             clock=self.clock,
+            operations=operations,
         )
+
+    async def add_gateway(
+        self, config: ClusterConfig | None = None, operations: Operations | None = None
+    ) -> tuple[Gateway, str]:
+        """A gateway and its address; returns when every replica is connected."""
+        gateway = self.gateway(f"g{len(self.gateways)}", config or self.config(), operations)
         self.gateways.append(gateway)
         address = f"127.0.0.1:{await gateway.start()}"
         await until(lambda: self.is_connected(gateway), "all replicas are connected")

@@ -99,6 +99,8 @@ class World:
     joined: dict[bytes, Landed] = field(default_factory=dict)
     asked: dict[bytes, LandingRequest] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    num_handed_over: dict[str, int] = field(default_factory=dict)
+    """By request: tokens of those that are handed over with less than was asked for."""
     connection: bytes = b""
     num_connections: int = 0
     is_linked: bool = False
@@ -154,9 +156,8 @@ class World:
                 wanted = self.asked[message.landing_id]
                 name = wanted.request_id, wanted.attempt
                 landing_id = wanted.landing_id
-                self.do_landing(
-                    self.landing.hand_over(PREFILL, landing_id, name, wanted.num_tokens, self.now)
-                )
+                num_tokens = self.num_handed_over.get(wanted.request_id, wanted.num_tokens)
+                self.do_landing(self.landing.hand_over(PREFILL, landing_id, name, num_tokens, self.now))
             case LandingProgress():
                 self.landing.progress(PREFILL, message, self.now)
             case _:

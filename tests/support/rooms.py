@@ -19,8 +19,10 @@ from workers.inbound import Inbound
 from workers.links import FrameStream
 from workers.messages import (
     LINK_UP_CODEC,
+    HandOverReport,
     HandOverTarget,
     LoadReport,
+    MoveEnded,
     PathMeasure,
     PeerLinkMessage,
     RequestFailed,
@@ -30,6 +32,7 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
+from workers.moving import Moving
 from workers.outbound import Outbound
 from workers.requests import Requests
 
@@ -68,8 +71,16 @@ class PeersStub:
 class Rooms:
     """Scheduler, requests and both sides of hand-overs of one replica, and a Link that keeps its frames."""
 
-    def __init__(self, num_blocks: int = 16, lanes: Sequence[tuple[int, Shard]] = ((0, WHOLE),)) -> None:
-        """`lanes` are the (rank, piece) of each lane of `PEER`, to and from here; as many ranks are here."""
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        lanes: Sequence[tuple[int, Shard]] = ((0, WHOLE),),
+        *,
+        identity: ReplicaIdentity = HERE,
+        peer: ReplicaIdentity = PEER,
+        max_moves: int = 2,
+    ) -> None:
+        """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here."""
         self.clock = ManualClock(100.0)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS)
         self.scheduler = Scheduler(
@@ -113,9 +124,9 @@ class Rooms:
         )
         self.outbound.peers = self.inbound.peers = self.peers  # type: ignore[assignment]
         self.peers.outbound = self.outbound
-        self.inbound.writer_joined(PEER, lanes)
+        self.inbound.writer_joined(peer, lanes)
         self.requests = Requests(
-            identity=HERE,
+            identity=identity,
             scheduler=self.scheduler,
             gateways=self.gateways,
             outbound=self.outbound,
@@ -124,6 +135,21 @@ class Rooms:
             vocab_size=VOCABULARY,
             wake=lambda: None,
         )
+        self.outbound.moving = self.moving = Moving(
+            identity=identity,
+            scheduler=self.scheduler,
+            outbound=self.outbound,
+            gateways=self.gateways,
+            clock=self.clock,
+            most=max_moves,
+            token_bytes=1,
+            decode_step_s=lambda: 1.0,
+            on_ended=self.requests.ended,
+            on_failed=self.requests.failed,
+            wake=lambda: None,
+        )
+        self.moves: list[MoveEnded] = []
+        self.joined: list[HandOverReport] = []
         self.failures: list[RequestFailed] = []
         self.deltas: list[TokenDelta] = []
 
@@ -157,6 +183,7 @@ class Rooms:
         plan = self.scheduler.plan(self.clock.now())
         if plan is not None:
             self.requests.settle(self.scheduler.settle(self.rank.run(plan), self.clock.now()))
+        self.moving.pump()
         for failure in self.scheduler.take_failures():
             self.requests.dropped(failure)
         self.gateways.flush()
@@ -176,6 +203,8 @@ class Rooms:
             if isinstance(message, StepFrame):
                 self.failures.extend(message.failures)
                 self.deltas.extend(message.deltas)
+                self.moves.extend(message.moves)
+                self.joined.extend(message.hand_overs)
 
     def _no_load(self) -> LoadReport:
         return LoadReport(HERE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)

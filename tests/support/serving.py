@@ -63,7 +63,8 @@ def free_port() -> int:
 
 
 class RunningCluster:
-    """`tandem serve`, started; `addresses` is what it printed: gateway, Ray, dashboard, Ray token, logs."""
+    """`tandem serve`, started; `addresses` is what it printed: gateway, console, Ray, dashboard, Ray token,
+    logs."""
 
     def __init__(self, *arguments: str, start_s: float = START_S, ray_address: str = "local") -> None:
         self._clock = SystemClock()
@@ -82,7 +83,7 @@ class RunningCluster:
         if not self._ready.wait(start_s) or self._process.poll() is not None:
             self.stop()
             raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
-        pattern = re.compile(r"(gateway|Ray token|Ray|dashboard|logs)\s+(\S.*)")
+        pattern = re.compile(r"(gateway|console|Ray token|Ray|dashboard|logs)\s+(\S.*)")
         self.addresses: dict[str, str] = {
             match[1]: match[2] for line in self.lines if (match := pattern.match(line))
         }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rank_nursery import NurseryLauncher
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.config import TransferConfig
@@ -30,6 +31,8 @@ from workers.messages import (
     HandOverReport,
     HandOverTarget,
     LoadReport,
+    Move,
+    MoveEnded,
     PrefillReport,
     ReplicaHello,
     RequestFailed,
@@ -37,8 +40,8 @@ from workers.messages import (
     SamplingParams,
     StepFrame,
     Submission,
+    TokenLogprob,
 )
-from workers.ranks import ProcessLauncher
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
@@ -71,6 +74,9 @@ class Heard:
     prefill: PrefillReport | None = None
     hand_over: HandOverReport | None = None
     failure: RequestFailed | None = None
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    """Of the first sample, by output index."""
+    moves: list[MoveEnded] = field(default_factory=list)
 
     def sequence(self, sample: int = 0) -> list[int]:
         indices = sorted(self.tokens.get(sample, {}))
@@ -101,7 +107,7 @@ class Replica:
         assert isinstance(LINK_UP_CODEC.decode(hello), ReplicaHello)
         self._task = asyncio.create_task(self._listen())
 
-    def send(self, message: Submission | Cancel) -> None:
+    def send(self, message: Submission | Cancel | Move) -> None:
         self._stream.send(LINK_DOWN_CODEC.encode(message))
 
     async def close(self) -> None:
@@ -124,6 +130,8 @@ class Replica:
             for offset, token in enumerate(ids(delta.tokens)):
                 assert delta.first_index + offset not in sample, "an output index was sent twice"
                 sample[delta.first_index + offset] = token
+            if delta.sample == 0:
+                heard.logprobs.update(enumerate(delta.logprobs, delta.first_index))
             if delta.finish:
                 heard.finish[delta.sample] = delta.finish
         for prefill in frame.prefills:
@@ -132,6 +140,8 @@ class Replica:
             self._heard.setdefault((hand_over.request_id, hand_over.attempt), Heard()).hand_over = hand_over
         for failure in frame.failures:
             self._heard.setdefault((failure.request_id, failure.attempt), Heard()).failure = failure
+        for ended in frame.moves:
+            self._heard.setdefault((ended.request_id, ended.attempt), Heard()).moves.append(ended)
 
 
 class House:
@@ -166,7 +176,7 @@ class House:
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
             secret=self.secret,
-            launcher=ProcessLauncher(),
+            launcher=NurseryLauncher(),
             clock=SystemClock(),
             host="127.0.0.1",
             store=store,

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from workers import bench
-from workers.bench import Limits, Machine, run_engine_bench
+from workers.bench import Limits, run_engine_bench
+from workers.engine.limits import DeviceLimits
 from workers.errors import CapacityError
 from workers.model.config import read_model_config
 from workers.model.random_checkpoint import write_random_checkpoint
@@ -76,12 +77,12 @@ def test_limits_by_hand(model_dir: Path) -> None:
     config = read_model_config(model_dir)
     kv_items_per_token = 2 * 2 * 2 * 16  # K and V, 2 layers, 2 heads of 16
     pair_flops = 2 * 2 * 4 * 16 * 2  # multiply and add, for scores and values: 4 heads of 16, 2 layers
-    compute_bound = Limits(config, 4, Machine(flop_s=1e9, byte_s=1e30))
+    compute_bound = Limits(config, 4, DeviceLimits(flop_s=1e9, byte_s=1e30))
     assert compute_bound.prefill_tok_s(3) == pytest.approx(
         3e9 / (2 * 3 * layers + 2 * head + (1 + 2 + 3) * pair_flops)
     )
     assert compute_bound.decode_tok_s(5, 100) == pytest.approx(1e9 / (2 * (layers + head) + 100 * pair_flops))
-    read_bound = Limits(config, 4, Machine(flop_s=1e30, byte_s=1e9))
+    read_bound = Limits(config, 4, DeviceLimits(flop_s=1e30, byte_s=1e9))
     assert read_bound.prefill_tok_s(3) == pytest.approx(3e9 / (4 * (layers + head)))
     assert read_bound.decode_tok_s(5, 100) == pytest.approx(
         5e9 / (4 * (layers + head + 5 * 100 * kv_items_per_token))

@@ -47,6 +47,24 @@ async def test_what_was_moved_is_told_by_class_also_of_pushes_that_are_forgotten
     assert told.reports.load().num_moved_bytes == {"hand_over": 22, "prefetch": 11}
 
 
+async def test_what_was_moved_is_told_by_transport_with_the_time_it_took() -> None:
+    told = Told()
+    for number, (num_bytes, transport) in enumerate(((10, "shm"), (20, "tcp"), (5, "shm"), (0, "shm"))):
+        told.outbound.report(0, PushDone(number, bytes(16), (), num_bytes, 0.25, 1.0, transport))
+    load = told.reports.load()
+    assert load.num_transport_bytes == {"shm": 15, "tcp": 20}
+    assert load.transport_s == {"shm": 0.5, "tcp": 0.25}
+
+
+async def test_slots_of_running_sequences_without_a_token_are_told() -> None:
+    told = Told()
+    told.requests.submit(GATEWAY, told.submission("a", [1, 2, 3]))
+    assert told.reports.load().num_unfilled_tokens == 0, "it waits and holds nothing"
+    told.pump()
+    num_blocks = told.pool.num_referenced
+    assert told.reports.load().num_unfilled_tokens == num_blocks * told.pool.block_tokens - 3
+
+
 async def test_an_idle_replica_checks_its_books_once_after_work() -> None:
     told = Told()
     told.reports.check_when_idle()

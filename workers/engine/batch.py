@@ -11,6 +11,7 @@ from workers.messages import (
     BatchEntry,
     BlockCopy,
     RequestFailed,
+    SampledToken,
     SampleState,
     SlotStart,
     StageTimes,
@@ -56,9 +57,10 @@ class FinishedBlock:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """KV of the first `num_computed_tokens` tokens of an outbound prompt is in `block_ids` (the last block
-    may be partial), at every rank. The first one of a request includes what was cached. Times are of the
-    sampling rank's clock, for traces: the end of its part, and that less what all stages took."""
+    """KV of the first `num_computed_tokens` tokens of an outbound prompt, or of a sequence that moves, is in
+    `block_ids` (the last block may be partial), at every rank. The first one of a request includes what was
+    cached. Times are of the sampling rank's clock, for traces: the end of its part, and that less what all
+    stages took."""
 
     request_id: str
     attempt: int
@@ -97,7 +99,22 @@ class StepOutcome:
     tokens: list[TokenDelta] = field(default_factory=list)
     chunks: list[ChunkDone] = field(default_factory=list)
     prompts: list[PromptDone] = field(default_factory=list)
+    moving: list[ChunkDone] = field(default_factory=list)
+    """Sequences that move to another replica: how far they have come."""
     failures: list[RequestFailed] = field(default_factory=list)
+
+
+def delta_of(sequence: Sequence, token: bytes, sampled: SampledToken | None = None) -> TokenDelta:
+    """News of one sequence; `token` is b"" or the sequence's last one."""
+    logprob = None if sampled is None else sampled.logprob
+    return TokenDelta(
+        *sequence.request.key,
+        sample=sequence.index,
+        first_index=sequence.num_output_tokens - (1 if token else 0),
+        tokens=token,
+        logprobs=() if logprob is None else (logprob,),
+        finish=sequence.finish,
+    )
 
 
 @dataclass(frozen=True, slots=True)

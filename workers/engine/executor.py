@@ -333,6 +333,7 @@ def _allocate(
     shape = (num_blocks, num_layers, 2, num_heads, layout.block_tokens, layout.head_dim)
     if device.type == "cpu":
         memory = KvMemory.allocate(num_blocks * layout.block_bytes)
+        memory.populate()
         return torch.frombuffer(memory.buffer, dtype=dtype).view(shape), HostPool(layout, memory)
     kv = torch.zeros(shape, dtype=dtype, device=device)
     return kv, DevicePool(layout, kv.view(num_blocks, -1).view(torch.uint8))

@@ -23,6 +23,8 @@ class Lifecycle:
                       |              v   \\
                       +--reported-- PREEMPTING adopt
 
+    A running sequence that moves to another replica is HELD with its last token here, and runs again
+    (`resume`) when the move does not come about.
     Cancel and deadline lead from every state to ENDED. A sequence that ends or is preempted while an
     unreported plan names it is `leaving`: it keeps blocks and slot until that plan is reported. A preempted
     one then waits before the others of its priority, with prompt and output as its tokens. The samples of a
@@ -122,13 +124,20 @@ class Lifecycle:
         self.running.remove(sequence)
         sequence.phase = Phase.PREEMPTING
         sequence.preempted = True
+        sequence.hold_at = 0
         self._leave(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """An outbound prompt is done: no plan names it any more, its blocks stay for the hand-over."""
+        """An outbound prompt is done, or a sequence moves: no plan names it any more, its blocks stay for the
+        hand-over."""
         self.running.remove(sequence)
         sequence.phase = Phase.HELD
         self._free_slot(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """A held sequence goes on here after all, where it was."""
+        sequence.hold_at = 0
+        self.run(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """The sequence is over, in whatever phase it is; its request with its last sample."""

@@ -59,7 +59,8 @@ class Offloader:
         num_used = self._pool.num_total - self._pool.num_free - self._tables.num_retired_references
         num_blocks = num_used - self._num_used_at_mark
         if num_blocks > 0:
-            for victim, indices in self._find(running, num_blocks, None, 0, settled=True):
+            staying = [sequence for sequence in running if not sequence.hold_at]  # others leave by themselves
+            for victim, indices in self._find(staying, num_blocks, None, 0, settled=True):
                 for index in indices:
                     self._tables.move_out(batch, victim, index, to_hand=False)
 

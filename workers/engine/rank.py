@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 import torch
+from msgspec.structs import replace
 from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.clock import Clock, SystemClock
@@ -37,6 +38,7 @@ from kvtransfer.store.messages import StoreOrder
 from workers.engine.executor import Executor, read_dtype
 from workers.engine.groups import RankGroups
 from workers.engine.joining import find_store, join
+from workers.engine.limits import AT_START, DeviceLimits, device_memory, measure_limits
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -49,11 +51,13 @@ from workers.messages import (
     RankUp,
     Shutdown,
     StepPlan,
+    StepReport,
 )
 from workers.model.weights import ShardSpec
 
 _CONNECT_TIMEOUT_S = 10.0
 _LENGTH = struct.Struct("<I")
+_MEMORY_S = 2.0
 
 
 def run_rank(spec: RankSpec) -> None:
@@ -76,6 +80,8 @@ class _Rank:
         self._channel = channel
         self._clock = clock
         self._faults = Faults(spec.faults)
+        self._limits = DeviceLimits(0.0, 0.0)
+        self._memory_told_at = 0.0
         self._formed: queue.SimpleQueue[FormGroup] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._agent: TransferAgent | None = None
@@ -88,6 +94,9 @@ class _Rank:
         torch.set_num_threads(self._spec.num_threads)
         joined, store = join(self._spec, self._clock)
         self._channel.send(joined)
+        device = torch.device(self._spec.device)
+        dtype = read_dtype(self._spec.dtype)
+        self._limits = measure_limits(device, dtype, self._clock, AT_START[device.type])
         form = self._formed.get()
         started_at = self._clock.now()
         executor = _load(self._spec, form, store, self._clock)
@@ -104,7 +113,8 @@ class _Rank:
             self._channel.send,
         )
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
-        self._channel.send(_ready(self._spec.rank, executor, agent.endpoints(), load_s, warm_up_s))
+        ready = _ready(self._spec.rank, executor, agent.endpoints(), load_s, warm_up_s)
+        self._channel.send(replace(ready, flop_s=self._limits.flop_s, byte_s=self._limits.byte_s))
         self._run_plans(executor)
         hands.close()
         agent.close()
@@ -115,10 +125,18 @@ class _Rank:
         try:
             while (plan := self._plans.get()) is not None:
                 _pass_fault_points(self._faults, plan)
-                self._channel.send(executor.run(plan))
+                self._channel.send(self._with_memory(executor.run(plan)))
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way
                 raise
+
+    def _with_memory(self, report: StepReport) -> StepReport:
+        """The report, every few seconds with what the device's memory holds."""
+        now = self._clock.now()
+        if now < self._memory_told_at + _MEMORY_S:
+            return report
+        self._memory_told_at = now
+        return replace(report, memory=device_memory(torch.device(self._spec.device)))
 
     def _read_orders(self) -> None:
         with _FailureReport(self._channel, self._spec.rank):

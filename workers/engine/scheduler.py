@@ -21,10 +21,12 @@ from workers.engine.batch import (
     PlannedEntry,
     PromptDone,
     StepOutcome,
+    delta_of,
 )
 from workers.engine.blocks import BlockPool
 from workers.engine.lifecycle import Lifecycle
 from workers.engine.microbatches import MicroBatches
+from workers.engine.moves import Moves
 from workers.engine.offload import most_local_tokens
 from workers.engine.planner import Planner
 from workers.engine.sequence import Landing, Load, Phase, Sequence
@@ -91,6 +93,7 @@ class Scheduler:
         self._landing_window_tokens = config.max_batch_tokens * num_stages
         self._life = Lifecycle(pool, fingerprint, config.max_sequences, num_offload_blocks)
         self._life.has_store = self._life.tables.has_store = has_store
+        self.moves = Moves(self._life, fingerprint)
         self._planner = Planner(config, self._life, micro)
         self._issued: deque[_IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
@@ -114,6 +117,14 @@ class Scheduler:
     def num_offloaded_blocks(self) -> int:
         """Blocks of sequences that lie in the ranks' host memory."""
         return self._life.tables.host.num_used
+
+    @property
+    def num_unfilled_tokens(self) -> int:
+        """KV slots that running sequences hold and that no token was planned into yet."""
+        return sum(
+            len(sequence.block_ids) * self._pool.block_tokens - sequence.num_scheduled
+            for sequence in self._life.running
+        )
 
     @property
     def max_local_tokens(self) -> int:
@@ -178,7 +189,7 @@ class Scheduler:
         for sequence in request.sequences:
             assert sequence.num_output_tokens > 0, "a sample was handed over without its first token"
             sequence.finish = request.finish_of(sequence, self._end_token_ids)
-        ends = [_delta(sequence, b"") for sequence in request.sequences if sequence.finish]
+        ends = [delta_of(sequence, b"") for sequence in request.sequences if sequence.finish]
         leader, *forks = sorted(request.sequences, key=lambda sequence: bool(sequence.finish))
         leader.block_ids = list(block_ids)
         leader.forks = [fork for fork in forks if not fork.finish]
@@ -321,27 +332,32 @@ class Scheduler:
         for slot, sampler in entry.samplers:
             outcome.tokens.append(self._take_token(sampler, slot_to_sampled[slot]))
         if request.outbound:
-            outcome.chunks.append(
-                ChunkDone(
-                    *request.key,
-                    num_computed_tokens=entry.end,
-                    block_ids=self._life.tables.covering(sequence, entry.end),
-                    started_at=report.started_at,
-                    finished_at=report.finished_at,
-                )
-            )
+            outcome.chunks.append(self._chunk(entry, report))
+        elif sequence.hold_at and not sequence.finish:
+            outcome.moving.append(self._chunk(entry, report))
+            if entry.end == sequence.hold_at:
+                self._life.hold(sequence)
         if entry.samplers and not request.prompt_done:
             outcome.prompts.append(self._finish_prompt(sequence, entry.end, now))
         for _, sampler in entry.samplers:
             if sampler.finish and sampler.phase is not Phase.HELD:
                 self._life.end(sampler)
 
+    def _chunk(self, entry: PlannedEntry, report: StepReport) -> ChunkDone:
+        return ChunkDone(
+            *entry.sequence.request.key,
+            num_computed_tokens=entry.end,
+            block_ids=self._life.tables.covering(entry.sequence, entry.end),
+            started_at=report.started_at,
+            finished_at=report.finished_at,
+        )
+
     def _take_token(self, sequence: Sequence, sampled: SampledToken) -> TokenDelta:
         sequence.append(sampled.token)
         sequence.num_pending -= 1
         sequence.finish = sequence.request.finish_of(sequence, self._end_token_ids)
         token = sequence.token_bytes(sequence.num_tokens - 1, sequence.num_tokens)
-        return _delta(sequence, token, sampled)
+        return delta_of(sequence, token, sampled)
 
     def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
         """The prompt is done: an outbound request stops here, and its leader holds the blocks."""
@@ -371,16 +387,3 @@ class Scheduler:
                 else:
                     self._life.end(sequence)
         return done
-
-
-def _delta(sequence: Sequence, token: bytes, sampled: SampledToken | None = None) -> TokenDelta:
-    """News of one sequence; `token` is b"" or the sequence's last one."""
-    logprob = None if sampled is None else sampled.logprob
-    return TokenDelta(
-        *sequence.request.key,
-        sample=sequence.index,
-        first_index=sequence.num_output_tokens - (1 if token else 0),
-        tokens=token,
-        logprobs=() if logprob is None else (logprob,),
-        finish=sequence.finish,
-    )

@@ -118,6 +118,7 @@ class Sequence:
         "block_ids",
         "finish",
         "forks",
+        "hold_at",
         "holds_others",
         "index",
         "keys",
@@ -161,6 +162,8 @@ class Sequence:
         self.num_expected_cached_tokens = 0
         self.num_offloaded = 0
         """Of `block_ids`: those in the ranks' host memory."""
+        self.hold_at = 0
+        """While it moves to another replica: no plan goes beyond so many tokens, and with them it is held."""
 
     @property
     def rank(self) -> Rank:
@@ -191,8 +194,9 @@ class Sequence:
 
     @property
     def is_plannable(self) -> bool:
-        """Whether another plan may name it: it runs, and a token is still to be sampled."""
-        return self.phase is Phase.RUNNING and not self.is_finishing
+        """Whether another plan may name it: it runs, and a token is still to be sampled here."""
+        is_held_up = 0 < self.hold_at <= self.num_scheduled
+        return self.phase is Phase.RUNNING and not self.is_finishing and not is_held_up
 
     @property
     def is_finishing(self) -> bool:

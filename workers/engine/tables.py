@@ -130,6 +130,7 @@ class BlockTables:
         after the copy, may overwrite it. Else it is free when the plan is settled.
         """
         block_id, host_id = sequence.block_ids[index], self.host.allocate()
+        sequence.hold_at = 0  # what moves to another replica is read from the device
         sequence.block_ids[index] = host_id
         sequence.num_offloaded += 1
         batch.copy(block_id, host_id)

@@ -1,0 +1,176 @@
+"""`tandem doctor`: what is wrong with this machine before anything starts, and with a running cluster."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cluster.commands.terminal import AsJson, err, out, run
+from cluster.config import ClusterConfig, default_config, load_config
+from cluster.doctor.findings import Finding, Severity, as_json, exit_status, worst_first
+from cluster.errors import CallError, ConfigError
+from kvtransfer.clock import SystemClock
+from workers.errors import CheckpointError
+from workers.model.config import read_model_config
+
+_BUNDLED_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
+_STYLES = {
+    Severity.OK: "green",
+    Severity.NOTE: "cyan",
+    Severity.WARNING: "yellow",
+    Severity.ERROR: "bold red",
+}
+_PLURALS = {
+    Severity.ERROR: ("error", "errors"),
+    Severity.WARNING: ("warning", "warnings"),
+    Severity.NOTE: ("note", "notes"),
+    Severity.OK: ("ok", "ok"),
+}
+
+
+def doctor(
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
+    address: Annotated[
+        str,
+        typer.Option(envvar="TANDEM_ADDRESS", help="A running gateway: look at that cluster (too, with -f)."),
+    ] = "",
+    as_json_text: AsJson = False,
+    ray_address: Annotated[str, typer.Option(help='As for serve: "auto", "local" or host:port.')] = "auto",
+    seconds: Annotated[float, typer.Option(min=0.0, help="Between two looks at a running cluster.")] = 2.0,
+    redis_url: Annotated[str, typer.Option(envvar="REDIS_URL", hidden=True)] = "",
+    auth_mode: Annotated[str, typer.Option(envvar="RAY_AUTH_MODE", hidden=True)] = "token",
+    auth_token: Annotated[str, typer.Option(envvar="RAY_AUTH_TOKEN", hidden=True)] = "",
+    auth_token_path: Annotated[str, typer.Option(envvar="RAY_AUTH_TOKEN_PATH", hidden=True)] = "",
+) -> None:
+    """Look for what would not work here, and for why a running cluster is slow: cause and remedy.
+
+    Without -f and --address: this machine, for what `tandem serve` starts without a file. With -f: this
+    machine, for that file; run it on every node. With --address: a running cluster, wherever it is.
+    """
+    given = {
+        "RAY_AUTH_MODE": auth_mode,
+        "RAY_AUTH_TOKEN": auth_token,
+        "RAY_AUTH_TOKEN_PATH": auth_token_path,
+    }
+    environment = {name: value for name, value in given.items() if value}
+    config, findings = _read(file, address, redis_url)
+    if config is not None and (file is not None or not address):
+        findings += _machine(config, environment, ray_address, is_running=bool(address))
+    if address:
+        run(_cluster(address, seconds, config if file is not None else None, findings))
+    if as_json_text:
+        print(json.dumps(as_json(findings)))
+    else:
+        out.print(findings_view(findings))
+    raise typer.Exit(exit_status(findings))
+
+
+def findings_view(findings: Sequence[Finding]) -> Group:
+    """By group, the group with the worst finding first; each that is not well with its remedy."""
+    groups = [
+        worst_first(members)
+        for _, members in groupby(sorted(findings, key=lambda item: item.group), key=lambda item: item.group)
+    ]
+    groups.sort(key=lambda members: -members[0].severity.rank)
+    widest = max((len(item.check) for item in findings), default=0)
+    parts: list[Table | Text] = []
+    for members in groups:
+        table = Table.grid(padding=(0, 1, 0, 0), expand=False)
+        table.add_column(no_wrap=True, min_width=len(Severity.WARNING))
+        table.add_column(no_wrap=True, min_width=widest)
+        table.add_column(overflow="fold")
+        for finding in members:
+            _add(table, finding)
+        parts += [Text(members[0].group, style="bold"), table, Text()]
+    return Group(*parts, Text(summary(findings)))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """`1 error, 2 warnings, 20 ok`."""
+    counts = {severity: sum(item.severity is severity for item in findings) for severity in _PLURALS}
+    told = [f"{count} {_PLURALS[severity][count != 1]}" for severity, count in counts.items() if count]
+    return ", ".join(told) or "nothing was looked at"
+
+
+def _add(table: Table, finding: Finding) -> None:
+    verdict, style = finding.verdict, _STYLES[finding.severity]
+    dim = "dim" if finding.severity is Severity.OK else ""
+    table.add_row(Text(str(finding.severity), style), Text(finding.check, dim), Text(verdict.seen, dim))
+    if verdict.why:
+        table.add_row("", "", Text(verdict.why, "dim"))
+    if verdict.remedy:
+        table.add_row("", "", Text(f"-> {verdict.remedy}"))
+
+
+def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfig | None, list[Finding]]:
+    """The configuration with the index server of the environment; findings when it cannot be read."""
+    from cluster.doctor.examination import config_findings  # here: only this command needs the checks
+
+    try:
+        if file is not None:
+            config = load_config(file)
+        elif _BUNDLED_MODEL.is_dir():
+            context_tokens = read_model_config(_BUNDLED_MODEL).max_context_tokens
+            config = default_config(_BUNDLED_MODEL, context_tokens=context_tokens)
+        elif address:
+            return None, []
+        else:
+            raise typer.BadParameter("name the cluster's file, or --address", param_hint="-f")
+    except ConfigError as problem:
+        return None, config_findings(str(problem))
+    store = config.store.model_copy(update={"redis_url": config.store.redis_url or redis_url})
+    return config.model_copy(update={"store": store}), []
+
+
+def _machine(
+    config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
+) -> list[Finding]:
+    from cluster.doctor.case import Case
+    from cluster.doctor.examination import examine_machine
+    from cluster.doctor.machine import Machine
+    from cluster.doctor.needs import needs_of
+
+    try:
+        needs = needs_of(config)
+    except CheckpointError:
+        needs = None  # the checks of the model say so
+    case = Case(
+        machine=Machine(),
+        config=config,
+        needs=needs,
+        environment=environment,
+        clock=SystemClock(),
+        ray_address=ray_address,
+        is_running=is_running,
+    )
+    return examine_machine(case)
+
+
+async def _cluster(
+    address: str, seconds: float, config: ClusterConfig | None, findings: list[Finding]
+) -> None:
+    """Adds to `findings`."""
+    from cluster.doctor.examination import examine_cluster, unreachable
+    from cluster.doctor.live import Expected, look
+
+    try:
+        version = importlib.metadata.version("tandem-serve")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if err.is_terminal:
+        err.print(f"looking at {address} for {seconds:g} s", style="dim")
+    try:
+        live = await look(address, seconds, Expected.of(config), version, SystemClock())
+    except CallError as problem:
+        findings.append(unreachable(address, str(problem)))
+        return
+    findings += examine_cluster(live)

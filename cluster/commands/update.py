@@ -1,0 +1,95 @@
+"""`tandem update`: another configuration for the application that runs, replica by replica."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.table import Table
+
+from cluster.commands.display import progress_line, stages
+from cluster.commands.tables import made_table
+from cluster.commands.terminal import AsJson, JoinedRay, catch_signals, err, out
+from cluster.config import load_config
+from kvtransfer.clock import SystemClock
+
+if TYPE_CHECKING:
+    from cluster.rolling import Roll
+    from cluster.update import UpdatePlan
+
+_GATEWAYS = "gateways"
+
+
+def update(
+    file: Annotated[Path, typer.Option("-f", "--file", help="The cluster's changed YAML file.")],
+    model: Annotated[Path | None, typer.Option(help="As `tandem serve` was told it.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above: of the gateway.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")] = False,
+    ray_address: JoinedRay = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Give a running application the settings of FILE; replicas that they concern are replaced one by one."""
+    from cluster.update import Update, connect  # here: it needs Ray
+
+    config = load_config(file)
+    if model is not None:
+        config = config.model_copy(update={"model": model.resolve()})
+    if port is not None:
+        config = config.model_copy(update={"gateway": config.gateway.at_port(port)})
+    interrupted = threading.Event()
+    with stages(err, "connecting to Ray"):
+        connect(ray_address)
+    catch_signals(interrupted)  # after Ray, which sets handlers of its own
+    change = Update(config, SystemClock())
+    if not as_json:
+        out.print(plan_view(change.plan))
+    if not (change.plan.does_nothing or dry_run):
+        change.check_room()
+        with stages(err, "rolling") as tell:
+            change.apply(lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted)
+    if as_json:
+        print(json.dumps(plan_json(change.plan, applied=not dry_run)))
+    elif interrupted.is_set():
+        out.print("interrupted: Ray Serve goes on with it; `tandem status` shows the replicas")
+    elif change.plan.does_nothing:
+        out.print("nothing differs")
+    else:
+        out.print("nothing was done: --dry-run" if dry_run else "done")
+
+
+def plan_view(plan: UpdatePlan) -> Group:
+    """What changes, and what becomes of each deployment."""
+    parts: list[Table] = []
+    if plan.changes:
+        changes = made_table("changes", "setting", "now", "then")
+        for change in plan.changes:
+            changes.add_row(change.path, _text(change.before), _text(change.after))
+        parts.append(changes)
+    rolls = made_table("replicas", "pool", "what happens", "", numbers=("replicas",))
+    for roll in plan.rolls:
+        rolls.add_row(roll.pool or _GATEWAYS, _happens(roll), roll.kept, str(roll.num_replicas))
+    parts.append(rolls)
+    return Group(*parts)
+
+
+def plan_json(plan: UpdatePlan, *, applied: bool) -> dict[str, Any]:
+    """The same as one object."""
+    return {
+        "applied": applied and not plan.does_nothing,
+        "changes": [change._asdict() for change in plan.changes],
+        "deployments": [{**roll._asdict(), "pool": roll.pool or _GATEWAYS} for roll in plan.rolls],
+    }
+
+
+def _happens(roll: Roll) -> str:
+    if roll.action != "roll":
+        return {"stay": "go on", "start": "start", "stop": "drain and end"}[roll.action]
+    return f"one by one, the {'new' if roll.surges else 'old'} one first"
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else json.dumps(value) if not isinstance(value, str) else value

@@ -1,0 +1,111 @@
+"""The application as a Ray Serve configuration declares it: `import_path: cluster.declared:build`.
+
+What `tandem serve` does beyond that (start Ray, plan CPUs, keep an index server) has no place there: such a
+configuration is built by Serve wherever it likes, more than once, and nobody stays to look after anything.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from cluster.app import build_application
+from cluster.config import ClusterConfig, parse_config
+from cluster.errors import ConfigError
+from cluster.gateway.text import ModelText
+from cluster.secret_files import read_cluster_secret, read_redis_url
+from cluster.stores import NODE_ID_CHARS, check_redis_url
+from workers.model.config import read_model_config
+
+_KEYS = ("config", "secret_file", "redis_url_file")
+_log = logging.getLogger("tandem.declared")
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Serve calls this with the `args` of the application in its configuration.
+
+    `config` is the cluster's file as a mapping, with absolute paths and `cpus_per_rank` in each pool;
+    `secret_file` holds the cluster secret, the same in each node; `redis_url_file`, optional, the URL of the
+    store's index. Raises `ConfigError`, one line per field, which Serve shows as the application's message.
+    """
+    config = declared_config(args)
+    secret = read_cluster_secret(_secret_file(config))
+    model = read_model_config(config.model)
+    for pool in config.pools:
+        pool.check_model(model)
+    ModelText.load(config.model)
+    cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
+    _log.info("building %s for the model %s", config.app, config.model)
+    return build_application(config, cpus, secret, life=declared_life(config.app, secret))
+
+
+def declared_config(args: dict[str, Any]) -> ClusterConfig:
+    """The whole configuration of `args`, checked; `ConfigError` names each bad field."""
+    if unknown := sorted(set(args) - set(_KEYS)):
+        raise ConfigError(f"args.{unknown[0]}: unknown; the keys are {', '.join(_KEYS)}")
+    raw = args.get("config")
+    if not isinstance(raw, dict):
+        raise ConfigError("args.config: expected a mapping with the keys model and pools")
+    config = parse_config(raw, "args.config")
+    if "secret_file" in args:
+        config = config.model_copy(update={"secret_file": Path(_text(args, "secret_file"))})
+    if "redis_url_file" in args:
+        url = read_redis_url(Path(_text(args, "redis_url_file")))
+        config = config.model_copy(update={"store": config.store.model_copy(update={"redis_url": url})})
+    if lines := [f"args.config: {problem}" for problem in _undeclared(config)]:
+        raise ConfigError("\n".join(lines))
+    check_redis_url(config.store)
+    return config
+
+
+def declared_life(app: str, secret: bytes) -> str:
+    """Equal each time that the application is built, so that replicas of a changed configuration find the
+    stores that their nodes have; it tells nobody anything about the secret."""
+    return hmac.digest(secret, f"life of {app}".encode(), "sha256").hex()[:NODE_ID_CHARS]
+
+
+def _undeclared(config: ClusterConfig) -> list[str]:
+    """What is left open that `tandem serve` would settle."""
+    problems = []
+    paths = {
+        "model": config.model,
+        "secret_file": config.secret_file,
+        "store.nvme_path": config.store.nvme_path,
+    }
+    paths |= {f"gateway.{name}": getattr(config.gateway, name) for name in ("tls_cert_file", "tls_key_file")}
+    problems += [
+        f"{field}: {path} must be an absolute path: there is no file that it could be relative to"
+        for field, path in paths.items()
+        if path is not None and not path.is_absolute()
+    ]
+    if config.secret_file is None:
+        problems.append("secret_file: must be given: every node reads the same secret from it")
+    for number, pool in enumerate(config.pools):
+        if pool.cpus_per_rank is None:
+            problems.append(
+                f"pools[{number}].cpus_per_rank: must be given: without `tandem serve` nobody shares out the "
+                "cluster's CPUs"
+            )
+    store = config.store
+    if store.dram_gb and store.index and not store.redis_url:
+        problems.append(
+            "store.redis_url: must be given, or args.redis_url_file: nobody would keep a server of our own; "
+            "store.index: false does without, and each node then knows its own tiers only"
+        )
+    return problems
+
+
+def _secret_file(config: ClusterConfig) -> Path:
+    assert config.secret_file is not None, "declared_config has seen to it"
+    return config.secret_file
+
+
+def _text(args: dict[str, Any], key: str) -> str:
+    value = args[key]
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"args.{key}: expected the path of a file")
+    return value

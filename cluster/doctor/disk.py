@@ -1,0 +1,145 @@
+"""The folder of the NVMe tier: room, whether direct I/O works there, and what kind of disk it is."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.doctor.case import Case, Check
+from cluster.doctor.findings import Figures, Verdict, error, gb, note, ok, warning
+
+GROUP = "disk"
+_PAGE_BYTES = 4096
+_LOCAL = "name a folder on a local NVMe disk in store.nvme_path"
+
+
+def room(case: Case) -> Iterator[Verdict]:
+    """For what the store may still take, or has taken already."""
+    folder = case.config.store.nvme_path
+    if folder is None:
+        return
+    space = case.machine.space(folder)
+    if space is None:
+        yield error(f"{folder} cannot be looked at", "the NVMe tier stays empty", _LOCAL)
+        return
+    taken, wanted = _taken_bytes(folder), round(case.config.store.nvme_gb * 1e9)
+    missing = wanted - taken - space.free_bytes
+    seen = f"{gb(space.free_bytes)} free at {folder}; store.nvme_gb asks for {gb(wanted)}"
+    seen += f", {gb(taken)} of it there already" if taken else ""
+    figures: Figures = {"free_bytes": space.free_bytes, "wanted_bytes": wanted, "taken_bytes": taken}
+    if missing > 0:
+        remedy = f"free {gb(missing)}, or lower store.nvme_gb to {(wanted - missing) / 1e9:.1f}"
+        yield error(
+            seen, "the disk runs full, and the tier stops taking records while it is", remedy, **figures
+        )
+    else:
+        yield ok(seen, **figures)
+
+
+def direct_io(case: Case) -> Iterator[Verdict]:
+    """One page is written and read with O_DIRECT, as the store does; the file is removed."""
+    folder = case.config.store.nvme_path
+    if folder is None:
+        return
+    try:
+        with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=_existing(folder)) as scratch:
+            is_equal = _round_trip(Path(scratch) / "page")
+    except OSError as problem:
+        if problem.errno == errno.EINVAL:
+            yield warning(
+                f"the file system of {folder} refuses O_DIRECT",
+                "the store then reads and writes through the page cache, which takes memory twice",
+                f"{_LOCAL} (ext4 or xfs)",
+            )
+        else:
+            yield error(
+                f"nothing can be written to {folder}: {problem.strerror}",
+                "the NVMe tier stays empty",
+                "let this user write there, or name another folder in store.nvme_path",
+            )
+        return
+    if is_equal:
+        yield ok(f"a page went to {folder} and back with O_DIRECT")
+    else:
+        yield error(
+            f"a page read from {folder} differs from what was written",
+            "records would fail their checksum and be computed again",
+            "replace that disk, or name another folder in store.nvme_path",
+        )
+
+
+def kind(case: Case) -> Iterator[Verdict]:
+    folder = case.config.store.nvme_path
+    mount = None if folder is None else case.machine.mount(folder)
+    if folder is None or mount is None:
+        return
+    seen = f"{folder} is on {mount.kind} (mounted at {mount.point})"
+    if mount.is_memory:
+        yield warning(
+            f"{seen}: memory, not a disk",
+            "the tier takes host memory a second time, and is gone after a restart",
+            f"{_LOCAL}, or raise store.dram_gb instead",
+        )
+    elif mount.is_network:
+        yield warning(
+            f"{seen}: a network file system",
+            "loading a block then takes longer than computing it, and a hanging server holds up reads",
+            f"{_LOCAL}; nodes share what they hold over the index, not over a file system",
+        )
+    elif case.machine.is_rotational(mount):
+        yield warning(
+            f"{seen}: a turning disk",
+            "a block takes about 10 ms to find there; most would be computed faster",
+            f"{_LOCAL}, or leave the tier out",
+        )
+    elif mount.kind == "overlay":
+        yield note(
+            f"{seen}: a container's own layer",
+            "what it holds is gone with the container",
+            "mount a volume there",
+        )
+    else:
+        yield ok(seen)
+
+
+CHECKS = (
+    Check("nvme-room", GROUP, "Free space at `store.nvme_path` against `store.nvme_gb`", room),
+    Check("nvme-direct-io", GROUP, "Whether O_DIRECT works there, by one page written and read", direct_io),
+    Check("nvme-kind", GROUP, "Network, turning or memory file system there", kind),
+)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it: it is made at the start."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _round_trip(path: Path) -> bool:
+    written = mmap.mmap(-1, _PAGE_BYTES)
+    written[:] = secrets.token_bytes(_PAGE_BYTES)
+    found = mmap.mmap(-1, _PAGE_BYTES)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    try:
+        num_written = os.pwrite(file, written, 0)
+        num_read = os.preadv(file, [found], 0)
+    finally:
+        os.close(file)
+    return num_written == num_read == _PAGE_BYTES and written[:] == found[:]
+
+
+def _taken_bytes(folder: Path) -> int:
+    """By the segments of earlier runs, which count as the store's own."""
+    taken = 0
+    for file in folder.glob("*/*"):
+        try:
+            taken += file.stat().st_blocks * 512
+        except OSError:
+            continue
+    return taken

@@ -1,0 +1,73 @@
+"""All checks there are, and running them: those of a machine before start, and those of a running cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cluster.doctor import (
+    devices,
+    disk,
+    index,
+    limits,
+    members,
+    model,
+    network,
+    processors,
+    reuse,
+    serving,
+    tiers,
+    transfer,
+)
+from cluster.doctor.case import C, Case, Check
+from cluster.doctor.findings import Finding, error
+from cluster.doctor.live import Live
+
+MACHINE_CHECKS: tuple[Check[Case], ...] = (
+    *model.CHECKS,
+    *limits.CHECKS,
+    *processors.CHECKS,
+    *devices.CHECKS,
+    *disk.CHECKS,
+    *network.CHECKS,
+    *index.CHECKS,
+)
+LIVE_CHECKS: tuple[Check[Live], ...] = (
+    *serving.CHECKS,
+    *reuse.CHECKS,
+    *transfer.CHECKS,
+    *tiers.CHECKS,
+    *members.CHECKS,
+)
+CONFIG_CHECK = "config"
+"""Before all others: the file itself, one finding for each field that is wrong."""
+REACH_CHECK = "gateway"
+"""Before all others of a running cluster: that the gateway answers."""
+
+
+def examine_machine(case: Case) -> list[Finding]:
+    return _run(MACHINE_CHECKS, case)
+
+
+def examine_cluster(live: Live) -> list[Finding]:
+    return _run(LIVE_CHECKS, live)
+
+
+def config_findings(problem: str) -> list[Finding]:
+    """What `load_config` refused, line by line."""
+    why = "`tandem serve` refuses the file; nothing that depends on it was looked at"
+    return [
+        Finding(
+            CONFIG_CHECK, "configuration", error(line, why, "correct that field; docs/operating.md has them")
+        )
+        for line in problem.splitlines()
+    ]
+
+
+def unreachable(address: str, problem: str) -> Finding:
+    why = "nothing can be said of the cluster behind it"
+    remedy = "does `tandem serve` run there? Is its port open from here? tls:// where it has a certificate"
+    return Finding(REACH_CHECK, "members", error(f"no gateway answers at {address}: {problem}", why, remedy))
+
+
+def _run(checks: Iterable[Check[C]], case: C) -> list[Finding]:
+    return [finding for check in checks for finding in check.findings(case)]

@@ -1,0 +1,204 @@
+"""Limits of this user's processes, and the memory of this machine against what is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.doctor.case import Case, Check
+from cluster.doctor.findings import Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.machine import read
+from cluster.doctor.needs import RAY_BYTES, Needs, PoolNeed
+from cluster.doctor.network import LOOPBACK
+from kvtransfer.store.arena import HUGE_PAGE_BYTES
+
+GROUP = "limits and memory"
+_RAY_RAISES_TO = 65536
+"""Ray raises the soft limit of open files as far as this and the hard limit allow."""
+_MIN_PROCESSES = 4096
+_RAY_SHM_BYTES = 128 << 20
+"""Of Ray's object store, as `tandem serve` starts it."""
+
+
+def open_files(case: Case) -> Iterator[Verdict]:
+    limits = case.machine.limit("Max open files")
+    if case.needs is None or limits is None:
+        return
+    soft, hard = limits
+    usable, needed = max(soft, min(hard, _RAY_RAISES_TO)), case.needs.open_files
+    seen = f"{_count(usable)} open files allowed to a process (soft {_count(soft)}, hard {_count(hard)})"
+    figures: Figures = {"allowed": _finite(usable), "needed": needed}
+    if usable < needed:
+        yield error(
+            f"{seen}; the busiest process may need {needed}",
+            "connections of clients and replicas are refused when a process has no descriptor left",
+            f"raise the hard limit: `ulimit -Hn {max(needed, _RAY_RAISES_TO)}`, LimitNOFILE= of the service, "
+            "or the container's; or lower gateway.max_requests",
+            **figures,
+        )
+    else:
+        yield ok(f"{seen}; the busiest process may need {needed}", **figures)
+
+
+def processes(case: Case) -> Iterator[Verdict]:
+    limits = case.machine.limit("Max processes")
+    allowed = min(limits[0] if limits else float("inf"), case.machine.group_limit("pids", "pids.max"))
+    if allowed < _MIN_PROCESSES:
+        yield warning(
+            f"{_count(allowed)} processes and threads allowed",
+            "Ray alone starts some hundred threads a node; it fails with `Resource temporarily unavailable`",
+            f"allow {_MIN_PROCESSES} or more: `ulimit -u`, or the container's limit of process ids",
+            allowed=int(allowed),
+        )
+    else:
+        yield ok(f"{_count(allowed)} processes and threads allowed")
+
+
+def shared_memory(case: Case) -> Iterator[Verdict]:
+    path = case.machine.root / "dev/shm"
+    space = case.machine.space(path) if path.exists() else None
+    if space is None:
+        yield error(
+            "there is no /dev/shm",
+            "Ray's object store lies there; Ray does not start without it",
+            "mount a tmpfs at /dev/shm",
+        )
+        return
+    seen = f"/dev/shm has {gb(space.free_bytes)} free of {gb(space.total_bytes)}"
+    figures: Figures = {"free_bytes": space.free_bytes, "total_bytes": space.total_bytes}
+    if space.free_bytes < _RAY_SHM_BYTES:
+        yield warning(
+            f"{seen}; Ray's object store takes {gb(_RAY_SHM_BYTES)}",
+            "Ray then keeps its object store on disk; KV is not concerned: its memory has no name there",
+            "a larger /dev/shm for the container (--shm-size, or an emptyDir of medium Memory)",
+            **figures,
+        )
+    else:
+        yield ok(f"{seen}; only Ray's object store lies there, KV does not", **figures)
+
+
+def memory(case: Case) -> Iterator[Verdict]:
+    """Free memory while nothing of it runs yet, all memory while it does."""
+    total, free = case.machine.memory("MemTotal"), case.machine.memory("MemAvailable")
+    if case.needs is None or total is None or free is None:
+        return
+    usable, source = (total, "memory") if case.is_running else (free, "free memory")
+    group = case.machine.memory_limit()
+    if group is not None and group[0] - (0 if case.is_running else group[1]) < usable:
+        usable = group[0] - (0 if case.is_running else group[1])
+        source = f"the control group's limit of {gb(group[0])}"
+    largest = RAY_BYTES + case.needs.store_bytes + max(pool.stage_bytes for pool in case.needs.pools)
+    needed = case.needs.host_bytes
+    seen = f"{gb(usable)} of {source}; all that is configured takes about {gb(needed)}"
+    detail = _breakdown(case.needs)
+    figures: Figures = {"usable_bytes": usable, "needed_bytes": needed}
+    why = f"memory is taken as it is used, so a lack shows late, by the kernel ending a process: {detail}"
+    remedy = "lower kv_tokens, replicas, store.dram_gb or engine.offload_tokens, or use more machines"
+    alone = case.config.transfer.data_host in LOOPBACK
+    if usable < (needed if alone else largest):
+        what = "" if alone else f", and the largest part that must be on one node {gb(largest)}"
+        yield error(seen + what, why, remedy, **figures)
+    elif usable < needed:
+        yield note(f"{seen}: more than this node has", f"it needs several nodes: {detail}", **figures)
+    else:
+        yield ok(f"{seen} ({detail})", **figures)
+
+
+def huge_pages(case: Case) -> Iterator[Verdict]:
+    """Reserved ones for the store; transparent ones for what else is shared."""
+    if not case.needs or not case.needs.store_bytes or not case.config.store.huge_pages:
+        return
+    size = case.machine.memory("Hugepagesize")
+    if size is None:
+        return
+    num_free = case.machine.memory("HugePages_Free") or 0
+    needed = -(-case.needs.store_bytes // HUGE_PAGE_BYTES)
+    figures: Figures = {"free_pages": num_free, "needed_pages": needed}
+    advised = read(case.machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
+    if size == HUGE_PAGE_BYTES and num_free >= needed:
+        yield ok(f"{num_free} huge pages of 2 MiB are free; the store takes {needed}", **figures)
+        return
+    has_advice = any(f"[{mode}]" in advised for mode in ("always", "advise", "within_size", "force"))
+    small = "transparent huge pages serve instead" if has_advice else "pages of 4 KiB serve instead"
+    remedy = f"`sysctl vm.nr_hugepages={needed}` before anything else takes the memory"
+    if not has_advice:
+        remedy += "; or `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`"
+    yield note(
+        f"{num_free} huge pages of 2 MiB are reserved and free, the store would take {needed}: {small}",
+        "with large pages copies of KV miss fewer addresses; the store works without",
+        f"{remedy}; or store.huge_pages: false to leave it so",
+        **figures,
+    )
+
+
+def locked_memory(case: Case) -> Iterator[Verdict]:
+    """RDMA and pinned device copies lock the pool in memory."""
+    limits = case.machine.limit("Max locked memory")
+    uses_rdma = "rdma" in case.config.transfer.transports and any(
+        (case.machine.sys / "class/infiniband").glob("*")
+    )
+    if limits is None or case.needs is None or not uses_rdma:
+        return
+    needed = max(rank.kv_bytes for pool in case.needs.pools for rank in pool.ranks)
+    if limits[0] < needed:
+        yield error(
+            f"{gb(limits[0])} may be locked in memory; the largest rank registers {gb(needed)} for RDMA",
+            "the registration fails, and KV goes another, slower way",
+            "`ulimit -l unlimited`, LimitMEMLOCK=infinity of the service, or the container's memlock limit",
+            allowed_bytes=int(limits[0]),
+            needed_bytes=needed,
+        )
+    else:
+        yield ok("enough memory may be locked for RDMA", needed_bytes=needed)
+
+
+def device_memory(case: Case) -> Iterator[Verdict]:
+    """Weights and KV of a rank against the memory of the smallest GPU."""
+    pools = [] if case.needs is None else [pool for pool in case.needs.pools if _is_on_gpu(pool)]
+    shown = case.machine.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    sizes = [int(line) << 20 for line in (shown or "").split() if line.isdecimal()]
+    for pool in pools:
+        needed = max(rank.device_bytes for rank in pool.ranks if rank.device == "cuda")
+        if sizes and needed > min(sizes):
+            yield error(
+                f"pool {pool.name}: a rank takes {gb(needed)} for weights and KV; a GPU has {gb(min(sizes))}",
+                "the rank cannot load",
+                "raise tp or pp, or lower kv_tokens of the pool",
+                needed_bytes=needed,
+                device_bytes=min(sizes),
+            )
+        elif sizes:
+            yield ok(f"pool {pool.name}: a rank takes {gb(needed)} of a GPU's {gb(min(sizes))}")
+
+
+CHECKS = (
+    Check("open-files", GROUP, "Limit of open files against connections of clients and replicas", open_files),
+    Check("processes", GROUP, "Limit of processes and threads", processes),
+    Check("shared-memory", GROUP, "Room in /dev/shm for Ray's object store", shared_memory),
+    Check("memory", GROUP, "Free memory, or the container's limit, against all that is configured", memory),
+    Check("huge-pages", GROUP, "Huge pages for the store's host tier", huge_pages),
+    Check("locked-memory", GROUP, "How much memory RDMA may register", locked_memory),
+    Check("device-memory", GROUP, "Weights and KV of a rank against a GPU's memory", device_memory),
+)
+
+
+def _is_on_gpu(pool: PoolNeed) -> bool:
+    return any(rank.device == "cuda" for rank in pool.ranks)
+
+
+def _breakdown(needs: Needs) -> str:
+    parts = []
+    for pool in needs.pools:
+        weights, kv = (
+            sum(getattr(rank, name) for rank in pool.ranks) for name in ("weight_bytes", "kv_bytes")
+        )
+        inside = f"weights {gb(weights)}, KV {gb(kv)}"
+        parts.append(f"{pool.num_replicas} x {gb(pool.replica_bytes)} of pool {pool.name} ({inside})")
+    return "; ".join([*parts, f"store {gb(needs.store_bytes)}", "Ray and gateways"])
+
+
+def _count(value: float) -> str:
+    return "any number of" if value == float("inf") else f"{value:.0f}"
+
+
+def _finite(value: float) -> int:
+    return -1 if value == float("inf") else int(value)

@@ -1,0 +1,193 @@
+"""Who is there: replicas, pools, gateways, their ages, versions and clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.doctor.case import Check
+from cluster.doctor.findings import Figures, Verdict, error, note, ok, warning
+from cluster.doctor.live import Live
+from cluster.proto import tandem_pb2 as pb
+
+GROUP = "members"
+_LATE_S = 3.0
+"""Replicas report several times a second."""
+_YOUNG_S = 300.0
+_SETTLED_S = 600.0
+"""A gateway that runs for so long has seen the first start of all replicas."""
+_MAX_SKEW_S = 1.0
+
+
+def replicas(live: Live) -> Iterator[Verdict]:
+    num_good = 0
+    for replica in live.status.replicas:
+        name = f"{replica.replica_id} ({replica.role})"
+        if replica.state == "refused":
+            yield error(
+                f"{name} is not used: {replica.note}",
+                "it would compute other KV than the others, or store it otherwise",
+                "give all replicas the same model, dtype and block_tokens; see worker-*.err of that replica",
+            )
+        elif replica.state == "leaving":
+            yield note(
+                f"{name} is leaving", "it takes nothing new and ends when its streams have moved or ended"
+            )
+        elif replica.state != "ready":
+            yield warning(
+                f"{name} is {replica.state}" + (f": {replica.note}" if replica.note else ""),
+                "this gateway has no Link to it, so it gets no request from here",
+                "see whether its process runs and its port can be reached from the gateway",
+            )
+        elif replica.load.age_s > _LATE_S:
+            yield warning(
+                f"{name} last reported {replica.load.age_s:.0f} s ago",
+                "its brain hangs or has no processor; the gateway drops it after 8 s",
+                "look at the load of that node",
+            )
+        else:
+            num_good += 1
+    if num_good:
+        yield ok(f"{num_good} replicas are ready and report", num_replicas=num_good)
+
+
+def flapping(live: Live) -> Iterator[Verdict]:
+    """An epoch is the time at which that life of a replica began, in milliseconds."""
+    before = {(item.replica_id, item.epoch) for item in live.before.replicas}
+    came = [item.replica_id for item in live.status.replicas if (item.replica_id, item.epoch) not in before]
+    if came and live.status.uptime_s > _SETTLED_S:
+        yield warning(
+            f"{', '.join(came)} came while we looked",
+            "a replica that ends again and again makes its requests start anew elsewhere",
+            "the reason is the last line of the ended one's worker-*.err",
+        )
+    if live.status.wall_time_s and live.status.uptime_s >= _SETTLED_S:
+        for pool in sorted({item.pool for item in live.status.replicas} - _pools_of(live, came)):
+            yield from _young(live, pool)
+
+
+def _young(live: Live, pool: str) -> Iterator[Verdict]:
+    now = live.status.wall_time_s
+    ages = [now - item.epoch / 1000 for item in live.status.replicas if item.pool == pool]
+    young = [age for age in ages if age < _YOUNG_S]
+    if young and not any(move.pool == pool and now - move.at < _YOUNG_S for move in live.status.moves):
+        yield warning(
+            f"pool {pool}: {len(young)} of {len(ages)} replicas began in the last {_YOUNG_S / 60:.0f} "
+            f"minutes (the youngest {min(young):.0f} s ago), without a scaling move",
+            "if no update was made, they were replaced: a rank died or hung, or memory ran out",
+            "the reason is the last line of the ended one's worker-*.err; `dmesg` has killed processes",
+            num_young=len(young),
+        )
+
+
+def _pools_of(live: Live, replica_ids: list[str]) -> set[str]:
+    return {item.pool for item in live.status.replicas if item.replica_id in replica_ids}
+
+
+def pools(live: Live) -> Iterator[Verdict]:
+    for pool in live.status.pools:
+        seen = f"pool {pool.name}: {pool.num_ready} of {pool.desired} replicas are ready"
+        figures: Figures = {"pool": pool.name, "ready": pool.num_ready, "desired": pool.desired}
+        if pool.num_ready < pool.desired:
+            yield warning(
+                seen,
+                "there is less capacity than is wanted",
+                "while they load, wait; else see Ray's dashboard for what cannot be placed, and worker-*.err",
+                **figures,
+            )
+        else:
+            yield ok(seen, **figures)
+        if pool.pinned and live_autoscales(pool):
+            yield note(
+                f"pool {pool.name} is pinned at {pool.desired} by an operator",
+                "the autoscaler leaves it alone",
+                f"`tandem scale release {pool.name}` gives it back",
+            )
+        if pool.num_lent:
+            yield note(f"pool {pool.name}: {pool.num_lent} replicas play another role for now")
+
+
+def live_autoscales(pool: pb.Pool) -> bool:
+    """Its limits are told only where the autoscaler moves it."""
+    return pool.max > 0
+
+
+def gateways(live: Live) -> Iterator[Verdict]:
+    """Each answers; there is more than one; their clocks agree with ours."""
+    answering = [reply for reply in live.gateways if reply.status is not None]
+    for reply in live.gateways:
+        if reply.status is None:
+            yield warning(
+                f"the gateway at {reply.address} does not answer: {reply.error}",
+                "clients that know only this one are not served; from elsewhere it may be reached",
+                "see whether its process runs, and whether its port is open from here",
+            )
+    if len(live.gateways) == 1:
+        yield note(
+            "there is one gateway",
+            "while it is replaced, clients wait for the next one",
+            "gateway.replicas: 2, on nodes of their own or with port 0; clients take several addresses",
+        )
+    elif answering:
+        yield ok(f"{len(answering)} of {len(live.gateways)} gateways answer")
+
+
+def clocks(live: Live) -> Iterator[Verdict]:
+    told = [reply for reply in live.gateways if reply.status is not None and reply.status.wall_time_s]
+    for reply in told:
+        beyond = abs(reply.skew_s) - reply.round_trip_s / 2
+        if beyond > _MAX_SKEW_S:
+            ahead = "ahead of" if reply.skew_s > 0 else "behind"
+            yield warning(
+                f"the clock of the gateway at {reply.address} is {abs(reply.skew_s):.1f} s {ahead} ours",
+                "logs, traces and metrics of these hosts do not fit together; nodes that are two hours apart "
+                "drop each other's entries in the index",
+                "synchronize both clocks (chrony, systemd-timesyncd)",
+                skew_s=round(reply.skew_s, 3),
+            )
+    if told and all(abs(reply.skew_s) - reply.round_trip_s / 2 <= _MAX_SKEW_S for reply in told):
+        largest = max(abs(reply.skew_s) for reply in told)
+        yield ok(f"the clocks of {len(told)} gateways agree with ours within {largest:.3f} s")
+
+
+def versions(live: Live) -> Iterator[Verdict]:
+    """Of the gateways among each other, and of this command. Replicas of another protocol are refused."""
+    told = {reply.address: dict(reply.status.versions) for reply in live.gateways if reply.status is not None}
+    packages = sorted({package for found in told.values() for package in found})
+    mixed = {
+        package: values
+        for package in packages
+        if len(values := {found.get(package, "") for found in told.values()}) > 1
+    }
+    for package, values in mixed.items():
+        told_values = ", ".join(sorted(value or "none" for value in values))
+        yield warning(
+            f"gateways have different versions of {package}: {told_values}",
+            "they may behave differently, and what was tested together no longer runs together",
+            "finish the update, or give all nodes the same image",
+        )
+    own = {found.get("tandem-serve", "") for found in told.values()} - {""}
+    if live.version and own and own != {live.version}:
+        yield note(f"this command is version {live.version}, the cluster {', '.join(sorted(own))}")
+    if told and not mixed:
+        known = ", ".join(
+            f"{package} {value}" for package, value in sorted(next(iter(told.values())).items()) if value
+        )
+        yield ok(f"all gateways have {known}")
+
+
+def traffic(live: Live) -> Iterator[Verdict]:
+    shares = dict(live.status.traffic)
+    if shares:
+        told = ", ".join(f"{name} {share:g}" for name, share in sorted(shares.items()))
+        yield note(f"requests are shared between applications: {told}", "another version gets a part of them")
+
+
+CHECKS = (
+    Check("replicas", GROUP, "Replicas that are refused, unreachable or late", replicas),
+    Check("flapping", GROUP, "Replicas that were replaced lately", flapping),
+    Check("pools", GROUP, "Pools below what is desired, pinned or lent", pools),
+    Check("gateways", GROUP, "Gateways that do not answer, or only one", gateways),
+    Check("clocks", GROUP, "Clocks of the gateways' hosts against this one", clocks),
+    Check("versions", GROUP, "Versions that differ between gateways", versions),
+    Check("traffic", GROUP, "Requests passed on to another application", traffic),
+)

@@ -1,0 +1,148 @@
+"""The model's folder: whole, readable, computable by this decoder, and splittable as the pools want."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.config import PoolConfig
+from cluster.doctor.case import Case, Check
+from cluster.doctor.findings import Verdict, error, gb, note, ok, warning
+from cluster.errors import ConfigError
+from cluster.gateway.chat import load_chat_template
+from cluster.gateway.text import ModelText
+from workers.errors import CheckpointError
+from workers.model.config import ModelConfig, read_header, read_model_config, weight_files
+from workers.model.split import refuse_empty_parts
+
+GROUP = "model"
+_FOLDER = "name the folder of a checkpoint in Hugging Face layout as `model`"
+
+
+def config_json(case: Case) -> Iterator[Verdict]:
+    try:
+        model = read_model_config(case.config.model)
+    except CheckpointError as problem:
+        yield error(str(problem), "no replica can load it", _FOLDER)
+        return
+    shape = f"{model.num_layers} layers, {model.num_heads} heads ({model.num_kv_heads} of KV)"
+    yield ok(
+        f"{case.config.model.name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context"
+    )
+
+
+def weights(case: Case) -> Iterator[Verdict]:
+    """Every file that the index names is there, and as long as its header says."""
+    try:
+        files = weight_files(case.config.model)
+        problems = [problem for file in files if (problem := _file_problem(file))]
+        num_bytes = sum(file.stat().st_size for file in files)
+        problems += _missing_tensors(case.config.model, files)
+    except (CheckpointError, OSError) as problem:
+        yield error(
+            str(problem), "no replica can load it", "download the checkpoint again, with all its files"
+        )
+        return
+    for text in problems:
+        yield error(text, "the replica that reads it does not start", "download that file again")
+    if not problems:
+        yield ok(f"{len(files)} files of weights, {gb(num_bytes)}, all whole", num_bytes=num_bytes)
+
+
+def tokenizer(case: Case) -> Iterator[Verdict]:
+    try:
+        ModelText.load(case.config.model)
+    except CheckpointError as problem:
+        remedy = "save it as tokenizer.json (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        yield error(str(problem), "gateways do not start", remedy)
+        return
+    try:
+        template = load_chat_template(case.config.model)
+    except CheckpointError as problem:
+        yield error(str(problem), "gateways do not start", "correct that file")
+        return
+    if template is None:
+        yield note("the tokenizer is there; there is no chat template", "chats are refused, texts are served")
+    else:
+        yield ok("tokenizer and chat template are there")
+
+
+def split(case: Case) -> Iterator[Verdict]:
+    """What `tandem serve` would refuse, and what it would serve less well than asked."""
+    try:
+        model = read_model_config(case.config.model)
+    except CheckpointError:
+        return  # told already
+    problems = 0
+    for pool in case.config.pools:
+        for verdict in _pool_verdicts(pool, model):
+            problems += 1
+            yield verdict
+    if not problems:
+        yield ok("the model can be split as every pool wants")
+
+
+def _pool_verdicts(pool: PoolConfig, model: ModelConfig) -> Iterator[Verdict]:
+    try:
+        pool.check_model(model)
+        refuse_empty_parts(model.num_heads, model.intermediate_size, model.vocab_size, pool.tp)
+    except (ConfigError, CheckpointError) as problem:
+        yield error(
+            str(problem), "`tandem serve` refuses it", f"correct tp, pp or layers of pool {pool.name}"
+        )
+        return
+    if pool.tp > model.num_kv_heads:
+        yield note(
+            f"pool {pool.name}: tp {pool.tp} is above the model's {model.num_kv_heads} KV heads",
+            "several ranks hold a copy of each, so kv_tokens takes more memory than with fewer ranks",
+        )
+    if pool.engine.kv_tokens < model.max_context_tokens:
+        yield note(
+            f"pool {pool.name}: kv_tokens {pool.engine.kv_tokens} is below the model's context of "
+            f"{model.max_context_tokens}",
+            "a request may be no longer than what one replica holds",
+            f"engine.kv_tokens: {model.max_context_tokens}, where memory allows"
+            if pool.role != "prefill"
+            else "",
+        )
+    if pool.dtype == "auto" and not model.checkpoint_dtype:
+        yield warning(
+            f"pool {pool.name}: dtype is auto, and config.json names none",
+            "it is served in fp32, which takes twice the memory of bf16",
+            "name the dtype",
+        )
+
+
+CHECKS = (
+    Check("model-config", GROUP, "config.json: there, and of an architecture that is supported", config_json),
+    Check(
+        "model-weights",
+        GROUP,
+        "Every safetensors file there and whole, every tensor of the index in it",
+        weights,
+    ),
+    Check("model-tokenizer", GROUP, "tokenizer.json and the chat template", tokenizer),
+    Check("model-split", GROUP, "tp, pp, layers, kv_tokens and dtype of each pool against the model", split),
+)
+
+
+def _file_problem(file: Path) -> str:
+    """ "" for a file that is whole."""
+    raw, header = read_header(file)
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    needed, size = 8 + len(raw) + max(ends, default=0), file.stat().st_size
+    return f"{file}: cut short: {size} bytes, its header needs {needed}" if size < needed else ""
+
+
+def _missing_tensors(folder: Path, files: tuple[Path, ...]) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if files == (folder / "model.safetensors",) or not index.is_file():
+        return []
+    held = {file.name: set(read_header(file)[1]) for file in files}
+    named: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return [
+        f"{folder / file}: {tensor} is missing, which the index names"
+        for tensor, file in named.items()
+        if tensor not in held[file]
+    ][:8]

@@ -1,0 +1,142 @@
+"""The processors: how many against the configured ranks, what they can do, how they are clocked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from cluster.capacity import BRAIN_CPUS, GATEWAY_CPUS
+from cluster.config import PoolConfig
+from cluster.doctor.case import Case, Check
+from cluster.doctor.findings import Figures, Verdict, note, ok, warning
+from cluster.doctor.machine import Machine, read
+from cluster.stores import resolve_dtype
+
+GROUP = "processors"
+_ARM_FLAGS = "asimd"
+
+
+def cores(case: Case) -> Iterator[Verdict]:
+    """All ranks compute at once; what brains, gateways and Ray need beside them is little."""
+    num_cpus = case.machine.cpus()
+    if case.needs is None or num_cpus <= 0:
+        return
+    num_threads = case.needs.num_threads
+    num_brains = sum(pool.num_replicas for pool in case.needs.pools)
+    seen = f"{num_cpus:g} processors for {num_threads} threads of ranks"
+    figures: Figures = {"cpus": num_cpus, "rank_threads": num_threads}
+    others = num_brains * BRAIN_CPUS + case.needs.num_gateways * GATEWAY_CPUS
+    if num_threads > num_cpus:
+        yield warning(
+            f"{seen} (replicas x ranks x engine.num_threads)",
+            "steps of all replicas get slower together, and a rank that waits for a processor looks like one "
+            "that hangs",
+            "lower engine.num_threads, tp or replicas, or use more nodes",
+            **figures,
+        )
+    elif num_threads + others > num_cpus:
+        yield note(f"{seen}, {num_brains} brains and {case.needs.num_gateways} gateways", **figures)
+    else:
+        yield ok(seen, **figures)
+
+
+def features(case: Case) -> Iterator[Verdict]:
+    """What the kernels of CPU pools use, by the dtype of each."""
+    flags = case.machine.cpu_flags()
+    for pool in case.config.pools:
+        if "cpu" not in pool.stage_devices or not flags or case.needs is None:
+            continue
+        dtype = resolve_dtype(pool, case.config.model)
+        yield _feature(pool, dtype, flags)
+
+
+def _feature(pool: PoolConfig, dtype: str, flags: frozenset[str]) -> Verdict:
+    has_vectors = "avx2" in flags or _ARM_FLAGS in flags
+    has_bf16 = bool({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"} & flags)
+    wide = next(
+        (name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd") if name in flags), ""
+    )
+    seen = f"pool {pool.name} computes in {dtype} on a CPU with {wide or 'no vector unit that is known'}"
+    if not has_vectors:
+        return warning(
+            seen,
+            "the kernels are written for AVX2 and wider; without it every step is several times slower",
+            "use another machine, or let the virtual machine pass the host's CPU through",
+        )
+    if dtype == "fp16":
+        return warning(
+            seen,
+            "the compiled kernels serve fp32 and bf16 only; fp16 runs in slower code",
+            f"dtype: bf16 for pool {pool.name}, and for all pools that exchange KV",
+        )
+    if dtype == "bf16" and not has_bf16:
+        return note(
+            f"{seen}, without bf16 instructions",
+            "bf16 halves memory traffic here, but products are computed through fp32",
+            "compare dtype: fp32 with `tandem bench engine`",
+        )
+    return ok(seen)
+
+
+def compiler(case: Case) -> Iterator[Verdict]:
+    if all("cpu" not in pool.stage_devices for pool in case.config.pools):
+        return
+    found = case.machine.find_program("c++") or case.machine.find_program("g++")
+    if found:
+        yield ok(f"kernels are compiled with {found} when they are first used")
+    else:
+        yield warning(
+            "no C++ compiler was found (c++, g++)",
+            "the kernels for CPUs and transfers are compiled at first use; without them slower code runs",
+            "install g++ on every node or in the image",
+        )
+
+
+def governor(case: Case) -> Iterator[Verdict]:
+    files = (case.machine.sys / "devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
+    found = Counter(read(file).strip() for file in files)
+    slow = [name for name in found if name in ("powersave", "conservative", "ondemand")]
+    if slow and not _is_hardware_managed(case.machine):
+        yield warning(
+            f"CPU governor {', '.join(slow)} on {sum(found[name] for name in slow)} processors",
+            "short steps end before the clock has risen: latency varies and is higher than it need be",
+            "`cpupower frequency-set -g performance`",
+        )
+    elif found:
+        yield ok(f"CPU governor {', '.join(sorted(found))}")
+
+
+def _is_hardware_managed(machine: Machine) -> bool:
+    """With intel_pstate or amd_pstate in active mode `powersave` leaves the clock to the processor."""
+    return any(
+        read(machine.sys / "devices/system/cpu" / name / "status").strip() == "active"
+        for name in ("intel_pstate", "amd_pstate")
+    )
+
+
+def numa(case: Case) -> Iterator[Verdict]:
+    """Ranks are not pinned: where there are several nodes, a rank may compute far from its memory."""
+    nodes = sorted((case.machine.sys / "devices/system/node").glob("node[0-9]*"))
+    if len(nodes) < 2:
+        if nodes:
+            yield ok("one NUMA node")
+        return
+    shares = "; ".join(f"{node.name}: CPUs {read(node / 'cpulist').strip()}" for node in nodes)
+    replicas = sum(pool.replicas for pool in case.config.pools if "cpu" in pool.stage_devices)
+    yield note(
+        f"{len(nodes)} NUMA nodes ({shares})",
+        "a rank that computes on one node and has its KV on another reads it at a fraction of the rate",
+        "run one Ray node a NUMA node (`numactl --cpunodebind=N --membind=N ray start ...`)"
+        if replicas
+        else "",
+        nodes=len(nodes),
+    )
+
+
+CHECKS = (
+    Check("cores", GROUP, "Processors against replicas x ranks x threads", cores),
+    Check("cpu-features", GROUP, "AVX2, bf16 and AMX against each pool's dtype", features),
+    Check("compiler", GROUP, "A C++ compiler for kernels that are compiled at first use", compiler),
+    Check("governor", GROUP, "CPU frequency governor", governor),
+    Check("numa", GROUP, "NUMA nodes against replicas on CPUs", numa),
+)

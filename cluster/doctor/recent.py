@@ -1,0 +1,136 @@
+"""What a gateway remembers of its latest requests: where their time went, what their prompts share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cluster.doctor.divergence import MAX_TENANTS, PrefixBook
+from cluster.gateway.actions import Summary
+from cluster.observe.ended import EndedRequest
+from cluster.proto import tandem_pb2 as pb
+from kvtransfer.clock import Clock
+
+MAX_REQUESTS = 256
+MAX_AGE_S = 600.0
+NUM_TENANTS = 8
+"""Of whom `Status` tells."""
+
+
+class _Done(NamedTuple):
+    """One finished request; times are milliseconds."""
+
+    at: float
+    ttft_ms: float
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    tpot_ms: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_attempts: int
+
+
+class _Hits(NamedTuple):
+    """Prompt tokens of a tenant's finished requests: looked at, of them known, of them cached."""
+
+    num_tokens: int
+    num_known: int
+    num_cached: int
+
+
+class Lately:
+    """Bounded; one thread. `ended` is an `Observer` of the desk."""
+
+    def __init__(self, block_tokens: int, clock: Clock) -> None:
+        self._clock = clock
+        self._prefixes = PrefixBook(block_tokens)
+        self._done: deque[_Done] = deque(maxlen=MAX_REQUESTS)
+        self._hits: OrderedDict[str, deque[_Hits]] = OrderedDict()
+
+    def ended(self, request: EndedRequest) -> None:
+        """However it ended, its prompt counts as known from now on."""
+        plan, summary = request.plan, request.summary
+        if plan is None:
+            return  # refused
+        num_tokens, num_known = self._prefixes.saw(
+            plan.tenant, plan.block_keys, plan.prompt, request.started_at, request.ended_at
+        )
+        if request.state != "finished" or summary is None or summary.prefill is None:
+            return  # also a resumed request that missed nothing
+        self._done.append(_done(summary, request.ended_at))
+        num_cached = min(summary.prefill.num_cached_tokens, num_tokens)
+        hits = self._hits.setdefault(plan.tenant, deque(maxlen=MAX_REQUESTS))
+        hits.append(_Hits(num_tokens, num_known, num_cached))
+        self._hits.move_to_end(plan.tenant)
+        if len(self._hits) > MAX_TENANTS:
+            self._hits.popitem(last=False)
+
+    def recent(self) -> pb.RecentRequests:
+        """Percentiles and the slow ones' parts, of the last ten minutes."""
+        oldest = self._clock.now() - MAX_AGE_S
+        done = [item for item in self._done if item.at >= oldest]
+        if not done:
+            return pb.RecentRequests()
+        by_ttft = sorted(done, key=lambda item: item.ttft_ms)
+        slow = by_ttft[-max(len(done) // 10, 1) :]
+        tpots = sorted(item.tpot_ms for item in done if item.tpot_ms)
+        return pb.RecentRequests(
+            num_requests=len(done),
+            window_s=self._clock.now() - done[0].at,
+            ttft_p50_ms=percentile([item.ttft_ms for item in by_ttft], 0.5),
+            ttft_p90_ms=percentile([item.ttft_ms for item in by_ttft], 0.9),
+            tpot_p50_ms=percentile(tpots, 0.5),
+            tpot_p90_ms=percentile(tpots, 0.9),
+            slow_ttft_ms=_mean([item.ttft_ms for item in slow]),
+            slow_queue_ms=_mean([item.queue_ms for item in slow]),
+            slow_prefill_ms=_mean([item.prefill_ms for item in slow]),
+            slow_prompt_tokens=round(_mean([item.num_prompt_tokens for item in slow])),
+            slow_cached_tokens=round(_mean([item.num_cached_tokens for item in slow])),
+            transfer_p90_ms=percentile(sorted(item.transfer_ms for item in done), 0.9),
+            num_retried=sum(item.num_attempts > 1 for item in done),
+        )
+
+    def prefixes(self) -> list[pb.PrefixReuse]:
+        """Of the tenants that sent the most prompts lately."""
+        return [self._reuse(reuse._asdict()) for reuse in self._prefixes.reuse(NUM_TENANTS)]
+
+    def _reuse(self, fields: dict[str, Any]) -> pb.PrefixReuse:
+        hits = self._hits.get(fields["tenant"], ())
+        return pb.PrefixReuse(
+            **fields,
+            num_finished_tokens=sum(item.num_tokens for item in hits),
+            num_finished_known_tokens=sum(item.num_known for item in hits),
+            num_cached_tokens=sum(item.num_cached for item in hits),
+        )
+
+
+def _done(summary: Summary, ended_at: float) -> _Done:
+    num_after_first = sum(item.num_tokens for item in summary.samples) - len(summary.samples)
+    assert summary.prefill is not None
+    return _Done(
+        at=ended_at,
+        ttft_ms=1e3 * summary.ttft_s,
+        queue_ms=1e3 * summary.queue_s,
+        prefill_ms=1e3 * summary.prefill_s,
+        transfer_ms=1e3 * summary.transfer_s,
+        # Samples are decoded beside each other.
+        tpot_ms=1e3 * summary.decode_s * len(summary.samples) / num_after_first
+        if num_after_first > 0
+        else 0.0,
+        num_prompt_tokens=summary.num_prompt_tokens,
+        num_cached_tokens=summary.prefill.num_cached_tokens,
+        num_attempts=summary.num_attempts,
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values, the least that at least this share of them does not exceed; 0 of none."""
+    if not ordered:
+        return 0.0
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,252 @@
+"""Symptoms of serving: time to first token, pace of decoding, refusals, preemptions, and their causes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cluster.doctor.case import Check
+from cluster.doctor.findings import Figures, Verdict, error, note, ok, warning
+from cluster.doctor.live import Live
+from cluster.proto import tandem_pb2 as pb
+
+GROUP = "serving"
+_MIN_REQUESTS = 10
+"""Fewer say nothing about a rate or a percentile."""
+_LARGE_SHARE = 0.5
+_NEAR_RESERVE = 0.05
+"""A decode replica whose free share is within this of the growth reserve grants hardly any landing."""
+
+
+class Cause(NamedTuple):
+    """Why the slow requests were slow, in words, and what helps."""
+
+    name: str
+    why: str
+    remedy: str
+
+
+def route(live: Live) -> Iterator[Verdict]:
+    status = live.status
+    if status.ready:
+        num_ready = sum(item.state == "ready" for item in status.replicas)
+        yield ok(f"requests can be served; {num_ready} replicas are ready")
+        return
+    states = ", ".join(f"{item.replica_id} {item.state}" for item in status.replicas) or "no replica is known"
+    yield error(
+        f"no request can be served: {states}",
+        "a request needs a ready replica that decodes",
+        "see the replicas' notes here and their worker-*.err logs; while a model loads, wait",
+    )
+
+
+def ttft(live: Live) -> Iterator[Verdict]:
+    """Where the time to first token goes: the parts are measured for each request."""
+    for gateway, recent in _recents(live):
+        slo_ms = 1e3 * live.expected.ttft_slo_s
+        seen = (
+            f"{gateway}time to first token: {recent.ttft_p50_ms:.0f} ms median, {recent.ttft_p90_ms:.0f} ms "
+            f"for 90 % of {recent.num_requests} requests (target {slo_ms:.0f} ms)"
+        )
+        figures: Figures = {
+            "p50_ms": round(recent.ttft_p50_ms, 1),
+            "p90_ms": round(recent.ttft_p90_ms, 1),
+            "target_ms": slo_ms,
+            "slow_queue_ms": round(recent.slow_queue_ms, 1),
+            "slow_prefill_ms": round(recent.slow_prefill_ms, 1),
+        }
+        if recent.num_requests < _MIN_REQUESTS:
+            yield note(f"{gateway}{recent.num_requests} requests in the last ten minutes: too few to judge")
+        elif recent.ttft_p90_ms <= slo_ms:
+            yield ok(seen, **figures)
+        else:
+            cause = ttft_cause(live, recent)
+            yield warning(f"{seen}: {cause.name}", cause.why, cause.remedy, cause=cause.name, **figures)
+
+
+def ttft_cause(live: Live, recent: pb.RecentRequests) -> Cause:
+    """By the largest part of what the slow ones took; a wait for a landing counts as queueing there."""
+    whole = max(recent.slow_ttft_ms, 1e-9)
+    queue, prefill = recent.slow_queue_ms / whole, recent.slow_prefill_ms / whole
+    parts = f"of the slowest {recent.slow_ttft_ms:.0f} ms, {recent.slow_queue_ms:.0f} ms were queueing and "
+    parts += f"{recent.slow_prefill_ms:.0f} ms computing"
+    if queue >= _LARGE_SHARE:
+        full = _full_decoders(live)
+        if full and recent.transfer_p90_ms >= _LARGE_SHARE * recent.slow_queue_ms:
+            return Cause(
+                "prompts wait for landings, which slow transfers hold open",
+                f"{parts}; moving a prompt's KV takes {recent.transfer_p90_ms:.0f} ms (90 %)",
+                "find the slow path in `tandem status`; see the findings on paths",
+            )
+        if full:
+            return Cause(
+                "prompts wait for room at the decode replicas",
+                f"{parts}; {', '.join(full)}: a prompt is computed once its landing is granted",
+                "`tandem scale decode=N` with more replicas, more engine.kv_tokens, or engine.offload_tokens",
+            )
+        waiting = sum(item.load.num_waiting for item in live.of_role("prefill", "both"))
+        backlog = sum(item.load.num_backlog_tokens for item in live.of_role("prefill", "both"))
+        return Cause(
+            "prompts queue at prefill",
+            f"{parts}; now {waiting} requests wait there, with {backlog} tokens to compute",
+            "`tandem scale prefill=N` with more replicas, or tp; or a higher hit rate (see hit-rate)",
+        )
+    if prefill >= _LARGE_SHARE:
+        computed = max(recent.slow_prompt_tokens - recent.slow_cached_tokens, 0)
+        return Cause(
+            "computing the prompts takes that long",
+            f"{parts}; {computed} of {recent.slow_prompt_tokens} tokens were computed for each",
+            "more tp for the prefill pool, a faster device, or a higher hit rate (see hit-rate)",
+        )
+    if recent.num_retried >= _LARGE_SHARE * recent.num_requests:
+        return Cause(
+            "requests need several attempts",
+            f"{parts}; {recent.num_retried} of {recent.num_requests} were placed more than once",
+            "`tandem explain ID` names each failed attempt's reason",
+        )
+    return Cause(
+        "the time is spent outside the replicas",
+        f"{parts}; the rest is the gateway's (tokenizing, routing, waiting for a replica) and the network's",
+        "more gateways where a gateway's process uses a whole processor; `tandem explain ID` has the times",
+    )
+
+
+def decode_pace(live: Live) -> Iterator[Verdict]:
+    """Time per token after the first, and why it is long: offloading is the first suspect."""
+    for gateway, recent in _recents(live):
+        slo_ms = 1e3 * live.expected.itl_slo_s
+        if recent.num_requests < _MIN_REQUESTS:
+            continue
+        seen = (
+            f"{gateway}time per token: {recent.tpot_p50_ms:.1f} ms median, {recent.tpot_p90_ms:.1f} ms "
+            f"for 90 % (target {slo_ms:.0f} ms)"
+        )
+        figures: Figures = {
+            "p50_ms": round(recent.tpot_p50_ms, 2),
+            "p90_ms": round(recent.tpot_p90_ms, 2),
+            "target_ms": slo_ms,
+        }
+        if recent.tpot_p90_ms <= slo_ms:
+            yield ok(seen, **figures)
+            continue
+        cause = decode_cause(live)
+        yield warning(f"{seen}: {cause.name}", cause.why, cause.remedy, cause=cause.name, **figures)
+
+
+def decode_cause(live: Live) -> Cause:
+    decoders = live.of_role("decode", "both")
+    offloaded = {item.replica_id: item.load.num_offloaded_blocks for item in decoders}
+    if any(offloaded.values()):
+        told = ", ".join(f"{count} blocks of {name}" for name, count in offloaded.items() if count)
+        return Cause(
+            "offloading is active",
+            f"{told} lie in host memory and are brought to the device in every step",
+            "more decode replicas or engine.kv_tokens; engine.offload_tokens: 0 has preemptions instead",
+        )
+    preempted = {
+        name: count for name, count in live.growth(lambda load: load.num_preemptions).items() if count
+    }
+    if preempted:
+        told = ", ".join(f"{name} {count} times" for name, count in preempted.items())
+        return Cause(
+            "sequences are preempted",
+            f"just now {told}: each is computed again before it goes on",
+            "more engine.kv_tokens, more decode replicas, or engine.offload_tokens",
+        )
+    mixed = [item.replica_id for item in decoders if item.load.num_backlog_tokens]
+    if mixed:
+        return Cause(
+            "decode replicas compute prompts beside",
+            f"{', '.join(mixed)} have prompts to compute, whose chunks lengthen every step",
+            "more prefill replicas, a lower router.skip_prefill_tokens, or smaller engine.chunk_tokens",
+        )
+    slowest = max(decoders, key=lambda item: item.load.decode_step_ms, default=None)
+    if slowest is None:
+        return Cause("no decode replica is ready", "streams wait for one", "see the findings on members")
+    load = slowest.load
+    return Cause(
+        "steps take that long",
+        f"one of {slowest.replica_id} takes {load.decode_step_ms:.1f} ms with {load.num_running} sequences",
+        "more decode replicas make batches smaller; more tp, or a faster device, makes the step shorter",
+    )
+
+
+def offloading(live: Live) -> Iterator[Verdict]:
+    for replica in live.status.replicas:
+        if replica.load.num_offloaded_blocks:
+            yield note(
+                f"{replica.replica_id}: {replica.load.num_offloaded_blocks} blocks of running sequences "
+                "are in host memory",
+                "each of its steps brings them to the device: contexts fit that would not, more slowly",
+                "where that is not wanted: more engine.kv_tokens, more replicas, or engine.offload_tokens: 0",
+                num_blocks=replica.load.num_offloaded_blocks,
+            )
+
+
+def preemptions(live: Live) -> Iterator[Verdict]:
+    for name, count in live.growth(lambda load: load.num_preemptions).items():
+        if count:
+            yield warning(
+                f"{name}: {count} sequences were preempted while we looked",
+                "there is no room for their growth: what they had is loaded or computed again",
+                "more engine.kv_tokens or replicas, engine.offload_tokens, a larger transfer.growth_reserve",
+                num_preemptions=count,
+            )
+
+
+def failures(live: Live) -> Iterator[Verdict]:
+    """Of the gateway that was asked."""
+    num_failed = live.status.num_failed_requests - live.before.num_failed_requests
+    total = live.status.num_failed_requests
+    if num_failed > 0:
+        yield error(
+            f"{num_failed} requests failed while we looked, {total} since the gateway started",
+            "their clients got an error",
+            "`tandem explain ID` and the gateway's access log name the reasons",
+            num_failed=num_failed,
+        )
+    elif total:
+        num_finished = live.status.num_finished_requests
+        yield note(
+            f"{total} requests failed and {num_finished} finished since the gateway started; none just now"
+        )
+    else:
+        yield ok(f"no request failed of {live.status.num_finished_requests} since the gateway started")
+
+
+CHECKS = (
+    Check("route", GROUP, "Whether any request can be served", route),
+    Check(
+        "ttft", GROUP, "Time to first token, and whether queue, landing, transfer or computing makes it", ttft
+    ),
+    Check(
+        "decode-pace",
+        GROUP,
+        "Time per token, and whether offloading, preemption or batches make it",
+        decode_pace,
+    ),
+    Check("offloading", GROUP, "Blocks of running sequences in host memory", offloading),
+    Check("preemptions", GROUP, "Sequences preempted just now", preemptions),
+    Check("failures", GROUP, "Requests that failed", failures),
+)
+
+
+def _recents(live: Live) -> Iterator[tuple[str, pb.RecentRequests]]:
+    """Of every gateway that answers, with its address where there are several."""
+    replies = [reply for reply in live.gateways if reply.status is not None]
+    for reply in replies:
+        assert reply.status is not None
+        yield (f"{reply.address}: " if len(replies) > 1 else ""), reply.status.recent
+
+
+def _full_decoders(live: Live) -> list[str]:
+    """Those that let landings wait, or soon will."""
+    full = []
+    for replica in live.of_role("decode", "both"):
+        load = replica.load
+        free = load.num_free_blocks / max(load.num_total_blocks, 1)
+        if load.num_waiting_landings or free < live.expected.growth_reserve + _NEAR_RESERVE:
+            full.append(
+                f"{replica.replica_id} has {free:.0%} free, {load.num_waiting_landings} landings wait"
+            )
+    return full

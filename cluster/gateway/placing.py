@@ -1,0 +1,113 @@
+"""Where the attempts of a request go, and with what: replicas to go round, routes to ask for, submissions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cluster.gateway.actions import JourneyPlan
+from cluster.gateway.samples import Sample
+from kvtransfer.keys import TOKEN_BYTES
+from kvtransfer.messages import ReplicaIdentity
+from router.messages import RouteRequest
+from workers.messages import HandOverTarget, SampleState, Submission
+
+_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+
+def backoff(num_failures: int) -> float:
+    """Seconds before the next attempt, after so many that failed."""
+    return min(_BACKOFF_S * 2.0**num_failures, MAX_BACKOFF_S)
+
+
+class Avoiding:
+    """Replicas that the next attempts go round."""
+
+    def __init__(self) -> None:
+        self._excluded: set[str] = set()
+        self._avoided: set[str] = set()
+        self._cut_off: set[str] = set()
+        self._forgiven: set[ReplicaIdentity] = set()
+        self._num_no_routes = 0
+
+    def exclude(self, replicas: Iterable[ReplicaIdentity]) -> None:
+        """They failed: until no other is left."""
+        self._excluded.update(replica.replica_id for replica in replicas)
+
+    def avoid(self, replica_id: str) -> None:
+        """It had no room: for the next attempt only."""
+        self._avoided.add(replica_id)
+
+    def cut_off(self, replica_id: str) -> None:
+        """A prefill replica had no way to a decode replica; without another, the latter goes on alone."""
+        self._cut_off.add(replica_id)
+
+    def forgive(self, replica: ReplicaIdentity) -> bool:
+        """Whether an attempt that ended because this replica leaves does not count: the first one."""
+        is_first = replica not in self._forgiven
+        self._forgiven.add(replica)
+        return is_first
+
+    def routed(self) -> None:
+        """There is a new attempt."""
+        self._avoided.clear()
+        self._num_no_routes = 0
+
+    def relent(self) -> float:
+        """No place is left: allow them all, but for the one side of a broken path instead of the other.
+        Returned is for how long to wait before."""
+        had_exclusions = bool(self._excluded or self._avoided)
+        self._excluded.clear()
+        self._avoided.clear()
+        self._excluded, self._cut_off = self._cut_off, self._excluded
+        pause_s = 0.0 if had_exclusions and self._num_no_routes == 0 else backoff(self._num_no_routes)
+        self._num_no_routes += 1
+        return pause_s
+
+    def ids(self) -> tuple[str, ...]:
+        return tuple(sorted(self._excluded | self._avoided))
+
+
+def route_request(plan: JourneyPlan, unfinished: Sequence[Sample], excluded: tuple[str, ...]) -> RouteRequest:
+    """For what is left of the request."""
+    longest = max(sample.num_tokens for sample in unfinished)
+    shortest = min(sample.num_tokens for sample in unfinished)
+    return RouteRequest(
+        request_id=plan.request_id,
+        tenant=plan.tenant,
+        block_keys=plan.block_keys,
+        num_tokens=len(plan.prompt) // TOKEN_BYTES + longest,
+        max_new_tokens=max(1, plan.sampling.max_tokens - shortest),
+        num_samples=len(unfinished),
+        excluded=excluded,
+        pinned_prefill=plan.pinned_prefill,
+        pinned_decode=plan.pinned_decode,
+    )
+
+
+def by_submission(unfinished: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples without any output together, each other one by itself."""
+    fresh = [sample for sample in unfinished if not sample.output]
+    groups = [[sample] for sample in unfinished if sample.output]
+    return [fresh, *groups] if fresh else groups
+
+
+def submission(
+    plan: JourneyPlan, group: Sequence[Sample], number: int, target: HandOverTarget | None, now: float
+) -> Submission:
+    """The samples of `group`, as they are now."""
+    for sample in group:
+        sample.begin_attempt()
+    deadline_at = plan.deadline_at
+    return Submission(
+        request_id=plan.request_id,
+        attempt=number,
+        tenant=plan.tenant,
+        priority=plan.priority,
+        prompt=plan.prompt,
+        block_keys=plan.block_keys,
+        samples=tuple(SampleState(sample.index, sample.seed, bytes(sample.output)) for sample in group),
+        sampling=plan.sampling,
+        decode=target,
+        deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
+    )

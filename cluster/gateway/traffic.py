@@ -1,0 +1,282 @@
+"""Requests that another application of the Ray cluster answers: another version of the model, beside ours.
+
+The roster says which share of the requests goes where. Which requests those are is decided by a hash of
+tenant and request id, so that retries and resumed streams stay where the request began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from cluster.errors import UnavailableError, to_grpc_status
+from cluster.gateway.replicas import ReplicaLinks
+from cluster.messages import GatewayRecord
+from cluster.observe.ended import RelayedRequest
+from cluster.options import APPLICATION_KEY
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc
+from cluster.roster import RosterClient
+from kvtransfer.clock import Clock
+from kvtransfer.secret import draw_id
+
+RELAYED_KEY = "tandem-relayed-by"
+"""Metadata of a request that a gateway passes on: it is answered where it arrives."""
+_FIRST_VIEW_S = 2.0
+"""How long the first request for an application waits to learn where its gateways are."""
+_WATCH_S = 30.0
+_NUM_REMEMBERED = 1024
+_HASH_BYTES = 8
+_OWN_METADATA = {"user-agent", "content-type", "te", "host", RELAYED_KEY, APPLICATION_KEY}
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_log = logging.getLogger(__name__)
+
+Context = Any
+"""grpc.aio.ServicerContext, which has no types."""
+
+
+def application_of(shares: Mapping[str, float], own: str, tenant: str, request_id: str) -> str:
+    """Which application answers the request. A change of the shares moves no more requests than it must:
+    those of `own` are what the others, in the order of their names, leave."""
+    digest = hashlib.sha256(f"{tenant}\0{request_id}".encode()).digest()
+    place = int.from_bytes(digest[:_HASH_BYTES], "big") / 256**_HASH_BYTES
+    total = sum(shares.values())
+    upto = 0.0
+    for app in sorted(shares):
+        if app == own:
+            continue
+        upto += shares[app] / total
+        if place < upto:
+            return app
+    return own if shares.get(own, 0.0) > 0 or not shares else max(shares, key=lambda app: (shares[app], app))
+
+
+class Elsewhere:
+    """The gateways of one other application, followed through its roster."""
+
+    def __init__(self, app: str, roster: RosterClient) -> None:
+        self.app = app
+        self.gateways: tuple[GatewayRecord, ...] = ()
+        self._roster = roster
+        self._seen = asyncio.Event()
+        self._is_away = False
+        self._watching = asyncio.create_task(self._watch(), name=f"roster of {app}")
+
+    async def wait_seen(self) -> None:
+        """Return when the roster has answered once; after a while without, nobody waits for it any more."""
+        if self._seen.is_set() or self._is_away:
+            return
+        try:
+            await asyncio.wait_for(self._seen.wait(), _FIRST_VIEW_S)
+        except TimeoutError:
+            self._is_away = True
+            _log.warning("the roster of application %s does not answer", self.app)
+
+    def in_order(self, request_id: str) -> list[str]:
+        """Addresses to try, another first for another request."""
+        return [
+            record.address
+            for record in sorted(
+                self.gateways,
+                key=lambda record: hashlib.sha256(f"{record.gateway_id}\0{request_id}".encode()).digest(),
+            )
+        ]
+
+    def stop(self) -> None:
+        self._watching.cancel()
+
+    async def _watch(self) -> None:
+        version = -1
+        while True:
+            view = await self._roster.view(version, _WATCH_S if version >= 0 else 0.0)
+            if view.version > version:
+                self.gateways = view.gateways
+            if view.version > 0:
+                self._seen.set()
+            version = max(version, view.version)
+
+
+class _Answer(NamedTuple):
+    """How a call ended elsewhere, as `context.abort` takes it."""
+
+    code: grpc.StatusCode
+    details: str = ""
+    trailing: tuple[tuple[str, str | bytes], ...] = ()
+    has_begun: bool = True
+
+
+class TrafficRelay:
+    """Passes calls of `Generate` on to the application that shall answer them.
+
+    A gateway of the other application that does not take the request is no reason to fail: the next one is
+    asked, then the request is answered here. Only a stream that began there and is resumed waits for it,
+    because its tokens are another model's. What was begun is passed through as it comes: messages, deadline,
+    cancellation, errors with their details.
+    """
+
+    def __init__(
+        self,
+        *,
+        app: str,
+        model_name: str,
+        links: ReplicaLinks,
+        open_roster: Callable[[str], RosterClient] | None,
+        clock: Clock,
+        on_end: Callable[[RelayedRequest], None] | None = None,
+    ) -> None:
+        """`open_roster` finds the roster of another application; without it, requests stay here."""
+        self._app = app
+        self._model_name = model_name
+        self._links = links
+        self._open_roster = open_roster
+        self._clock = clock
+        self._on_end = on_end
+        self._others: dict[str, Elsewhere] = {}
+        self._channels: dict[str, Any] = {}
+        self._calls: set[Any] = set()
+        self._addresses: OrderedDict[str, str] = OrderedDict()
+        """Of passed-on requests, by id."""
+        self._is_closed = False
+
+    async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
+        """True when the call was answered elsewhere, to its end; False: answer it here. The request gets an
+        id if it has none. Ends by `context.abort` where the other application's answer is an error."""
+        shares = self._links.roster_view.traffic
+        metadata = dict(context.invocation_metadata() or ())
+        if not shares or RELAYED_KEY in metadata or self._open_roster is None:
+            return False
+        request.request_id = request.request_id or draw_id().hex()
+        began_at = metadata.get(APPLICATION_KEY, "") if request.resume else ""
+        must = began_at in shares
+        app = began_at if must else application_of(shares, self._app, request.tenant, request.request_id)
+        if app != self._app and await self._pass_on(app, request, context, must=must):
+            return True
+        await context.send_initial_metadata(((APPLICATION_KEY, self._app),))
+        return False
+
+    async def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse | None:
+        """As the gateway answers that a request was passed on to; None where there is none, or it is gone."""
+        address = self._addresses.get(request.request_id)
+        if address is None:
+            return None
+        try:
+            reply: pb.ExplainResponse = await self._stub(address).Explain(request, timeout=_FIRST_VIEW_S)
+        except grpc.aio.AioRpcError:
+            return None
+        return reply
+
+    def close(self) -> None:
+        """End every call with UNAVAILABLE, so that clients resume at another gateway."""
+        self._is_closed = True
+        for call in list(self._calls):
+            call.cancel()
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        for other in self._others.values():
+            other.stop()
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _pass_on(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
+        began_at = self._clock.now()
+        other = self._elsewhere(app)
+        await other.wait_seen()
+        answer = _Answer(grpc.StatusCode.UNAVAILABLE, "it has no gateway", has_begun=False)
+        try:
+            for address in other.in_order(request.request_id):
+                answer = await self._ask(address, app, request, context)
+                if answer.has_begun or answer.code is not grpc.StatusCode.UNAVAILABLE:
+                    break
+                about = {"request_id": request.request_id}
+                _log.warning("application %s: %s: %s", app, address, answer.details, extra=about)
+        except asyncio.CancelledError:
+            self._ended(request, context, app, grpc.StatusCode.CANCELLED, began_at)
+            raise
+        if not answer.has_begun and answer.code is grpc.StatusCode.UNAVAILABLE:
+            if not must:
+                return False
+            answer = _unavailable(f"application {app}, where the request began: {answer.details}", 1.0)
+        self._ended(request, context, app, answer.code, began_at)
+        if answer.code is not grpc.StatusCode.OK:
+            await context.abort(answer.code, answer.details, answer.trailing)
+        return True
+
+    async def _ask(self, address: str, app: str, request: pb.GenerateRequest, context: Context) -> _Answer:
+        forwarded = pb.GenerateRequest()
+        forwarded.CopyFrom(request)
+        if forwarded.model == self._model_name:
+            forwarded.model = ""
+        timeout_s, metadata = context.time_remaining(), self._metadata(context)
+        call = self._stub(address).Generate(forwarded, timeout=timeout_s, metadata=metadata)
+        self._calls.add(call)
+        has_begun = False
+        try:
+            async for response in call:
+                if not has_begun:
+                    has_begun = True
+                    self._remember(request.request_id, address)
+                    await context.send_initial_metadata(((APPLICATION_KEY, app),))
+                await context.write(response)
+            return _Answer(grpc.StatusCode.OK)
+        except grpc.aio.AioRpcError as error:
+            trailing = tuple(error.trailing_metadata() or ())
+            return _Answer(error.code(), error.details() or "", trailing, has_begun)
+        except asyncio.CancelledError:
+            if not (self._is_closed and call.cancelled()):
+                raise  # the client left
+            return _unavailable("this gateway is stopping", 0.0)
+        finally:
+            self._calls.discard(call)
+            call.cancel()
+
+    def _metadata(self, context: Context) -> tuple[tuple[str, str | bytes], ...]:
+        kept = [
+            (key, value)
+            for key, value in context.invocation_metadata() or ()
+            if key not in _OWN_METADATA and not key.startswith(("grpc-", ":"))
+        ]
+        return (*kept, (RELAYED_KEY, self._app))
+
+    def _elsewhere(self, app: str) -> Elsewhere:
+        if app not in self._others:
+            assert self._open_roster is not None
+            self._others[app] = Elsewhere(app, self._open_roster(app))
+        return self._others[app]
+
+    def _stub(self, address: str) -> Any:
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return tandem_pb2_grpc.InferenceStub(self._channels[address])
+
+    def _remember(self, request_id: str, address: str) -> None:
+        self._addresses[request_id] = address
+        if len(self._addresses) > _NUM_REMEMBERED:
+            self._addresses.popitem(last=False)
+
+    def _ended(
+        self, request: pb.GenerateRequest, context: Context, app: str, code: grpc.StatusCode, began_at: float
+    ) -> None:
+        if self._on_end is not None:
+            e2e_ms = round(1e3 * (self._clock.now() - began_at), 3)
+            peer, tenant = context.peer() or "", request.tenant
+            self._on_end(RelayedRequest(request.request_id, tenant, peer, app, code.name, e2e_ms))
+
+
+def _unavailable(reason: str, retry_after_s: float) -> _Answer:
+    status = to_grpc_status(UnavailableError(reason, retry_after_s))
+    return _Answer(status.code, status.message, status.trailing_metadata)

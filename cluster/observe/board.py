@@ -1,0 +1,96 @@
+"""Where figures become metrics: declared ones only, totals as increments, each series from zero on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from cluster.observe.catalogue import METRICS
+from cluster.observe.metric import Metric
+
+PREFIX = "tandem_"
+_NOTHING = 5e-324
+"""The least increment that a counter takes: lets a series begin before its first event, so that `increase`
+sees that one too. Added to anything it is lost."""
+
+
+class Gauge(Protocol):
+    """What Ray's gauge is to us."""
+
+    def set(self, value: float, tags: dict[str, str]) -> None: ...
+
+
+class Counter(Protocol):
+    """What Ray's counter is to us; it adds `_total` to its name."""
+
+    def inc(self, value: float, tags: dict[str, str]) -> None: ...
+
+
+class Board:
+    """Sets and counts metrics of the catalogue by their names there; anything else is a `KeyError`.
+
+    `make_gauge` and `make_counter` take a name, a help text and the label names. Histograms are told as
+    totals by bucket (`_bucket`, `_sum`, `_count`), because Ray's own takes single values and loses their sum.
+    """
+
+    def __init__(
+        self,
+        make_gauge: Callable[[str, str, tuple[str, ...]], Gauge],
+        make_counter: Callable[[str, str, tuple[str, ...]], Counter],
+        common: Mapping[str, str],
+    ) -> None:
+        """`common` are label values that every metric here has."""
+        self._make_gauge = make_gauge
+        self._make_counter = make_counter
+        self._common = dict(common)
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._told: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """A gauge's value."""
+        metric = _declared(name, "gauge")
+        self._gauge(metric, name).set(value, self._tags(metric, labels))
+
+    def total(self, name: str, total: float, **labels: str) -> None:
+        """Bring a counter up to its total; a smaller one than before is ignored."""
+        metric = _declared(name, "counter")
+        tags = self._tags(metric, labels)
+        key = name, tuple(tags.values())
+        counter = self._counters.get(name)
+        if counter is None:
+            counter = self._make_counter(PREFIX + name.removesuffix("_total"), metric.help, metric.labels)
+            self._counters[name] = counter
+        if key not in self._told:
+            counter.inc(_NOTHING, tags)
+        told = self._told.setdefault(key, 0.0)
+        if total > told:
+            self._told[key] = total
+            counter.inc(total - told, tags)
+
+    def histogram(self, name: str, buckets: Sequence[tuple[str, int]], total: float, **labels: str) -> None:
+        """Cumulative counts by `le`, the last of which is `+Inf`, and the sum of the values."""
+        metric = _declared(name, "histogram")
+        tags = self._tags(metric, labels)
+        bucket = self._gauge(metric, f"{name}_bucket", "le")
+        for bound, count in buckets:
+            bucket.set(count, {**tags, "le": bound})
+        self._gauge(metric, f"{name}_sum").set(total, tags)
+        self._gauge(metric, f"{name}_count").set(buckets[-1][1], tags)
+
+    def _gauge(self, metric: Metric, name: str, *more_labels: str) -> Gauge:
+        gauge = self._gauges.get(name)
+        if gauge is None:
+            gauge = self._make_gauge(PREFIX + name, metric.help, (*metric.labels, *more_labels))
+            self._gauges[name] = gauge
+        return gauge
+
+    def _tags(self, metric: Metric, labels: Mapping[str, str]) -> dict[str, str]:
+        tags = {**self._common, **labels}
+        return {label: tags[label] for label in metric.labels}
+
+
+def _declared(name: str, kind: str) -> Metric:
+    metric = METRICS[name]
+    assert metric.kind == kind, f"{name} is a {metric.kind}"
+    return metric

@@ -1,0 +1,346 @@
+"""What a gateway measures of its requests: told by the desk, read by metrics, console and scaler."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cluster.gateway.actions import JourneyPlan, Summary
+from cluster.observe import buckets
+from cluster.observe.demand import Demand
+from cluster.observe.ended import EndedRequest
+from cluster.observe.figures import Histogram, Spread
+from cluster.observe.tenants import TenantBook
+from kvtransfer.keys import TOKEN_BYTES
+from kvtransfer.wire import Part
+from router.messages import Decision
+from workers.messages import PrefillReport, TokenDelta
+
+RING_S = 330
+"""Seconds that are remembered one by one."""
+CURVE_S = 300
+"""How far back `curves` goes."""
+_NO_ROOM = "resource_exhausted"
+_FORGET_S = 600.0
+"""A replica that is gone keeps its histograms for so long after its last request."""
+
+
+class Point(NamedTuple):
+    """One second of a curve; times in seconds, `at` is unix time."""
+
+    at: float
+    p50: float
+    p90: float
+
+
+class Curves(NamedTuple):
+    """Time to first token, and time between tokens, of each second that had any; oldest first."""
+
+    ttft: list[Point]
+    itl: list[Point]
+
+
+class Window(Part, frozen=True):
+    """What happened at one gateway in the last `window_s` seconds. Quantiles are 0 without values."""
+
+    window_s: float
+    num_arrived: int = 0
+    num_prompt_tokens: int = 0
+    """Of the requests that arrived."""
+    num_computed_tokens: int = 0
+    """Prompt tokens that prefill had to compute: those that were not cached anywhere."""
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+    """Requests that ended for want of room, among `num_failed`."""
+    ttft_p50_s: float = 0.0
+    ttft_p90_s: float = 0.0
+    itl_p50_s: float = 0.0
+    itl_p90_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Second:
+    """One second of the ring."""
+
+    at: int
+    counts: Counter[str] = field(default_factory=Counter)
+    """By field of `Window`."""
+    ttft: Spread = field(default_factory=Spread)
+    itl: Spread = field(default_factory=Spread)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that runs."""
+
+    tenant: str
+    started_at: float
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    sample_to_num_tokens: Counter[int] = field(default_factory=Counter)
+    sample_to_last_at: dict[int, float] = field(default_factory=dict)
+    held_since: float | None = None
+    """Up to when its KV is accounted for; None: it holds none yet."""
+
+
+class ReplicaMeters:
+    """The times of requests by the replica that did the work, in seconds."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
+        self.used_at = 0.0
+        self.histograms = {name: Histogram(bounds) for name, bounds in buckets.REQUEST_TIMES.items()}
+        """By metric name."""
+        self.num_attempt_failures: Counter[str] = Counter()
+        """By code of `RequestFailed`."""
+        self.num_routed: Counter[str] = Counter()
+        """Attempts that the router placed here, by side: "prefill", "decode", or "local" for both."""
+
+
+class GatewayMeters:
+    """Totals since the gateway's start, and the last minutes second by second.
+
+    Every `now` is the gateway's monotonic clock in seconds. `pool_of` tells the pool of a replica id ("": it
+    is not known any more), `token_bytes` the bytes of KV of one token (0: not known yet).
+    """
+
+    def __init__(
+        self,
+        pool_of: Callable[[str], str],
+        token_bytes: Callable[[], int],
+        *,
+        ttft_slo_s: float = math.inf,
+        itl_slo_s: float = math.inf,
+    ) -> None:
+        """What is slower than the two objectives counts as late."""
+        self._pool_of = pool_of
+        self._token_bytes = token_bytes
+        self._ttft_slo_s = ttft_slo_s
+        self._itl_slo_s = itl_slo_s
+        self._open: dict[str, _Open] = {}
+        self._ring: deque[_Second] = deque()
+        self.replicas: dict[str, ReplicaMeters] = {}
+        """By replica id."""
+        self.num_requests: Counter[tuple[str, str]] = Counter()
+        """By state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status."""
+        self.num_retried = 0
+        """Finished requests that took more than one attempt."""
+        self.num_losses: Counter[str] = Counter()
+        """Links to replicas that ended, by pool."""
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.num_cached_tokens: Counter[str] = Counter()
+        """Prompt tokens by the tier where their KV was when the request came."""
+        self.num_hand_overs: Counter[str] = Counter()
+        """By transport ("none": nothing had to move)."""
+        self.num_hand_over_bytes: Counter[str] = Counter()
+        self.num_expected_cached_tokens = 0
+        """Of all attempts that ended: what the router expected to be cached where it placed the prompt."""
+        self.tenants = TenantBook()
+        self.demand = Demand()
+
+    # ------------------------------------------------------------------------------ from the desk
+
+    def arrived(self, plan: JourneyPlan, now: float) -> None:
+        """A request was accepted."""
+        num_prompt_tokens = len(plan.prompt) // TOKEN_BYTES
+        self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.demand.num_arrived += 1
+        self.demand.num_sequences += len(plan.samples)
+        counts = self._second(now).counts
+        counts["num_arrived"] += 1
+        counts["num_prompt_tokens"] += num_prompt_tokens
+
+    def prefilled(self, report: PrefillReport, now: float) -> None:
+        """A prompt, or what had to be computed again of a request, is there."""
+        open_ = self._open.get(report.request_id)
+        if open_ is None:
+            return
+        tier_to_cached = cached_by_tier(report)
+        num_cached = sum(tier_to_cached.values())
+        num_computed = max(0, report.num_prompt_tokens - num_cached)
+        self.num_cached_tokens.update(tier_to_cached)
+        self._second(now).counts["num_computed_tokens"] += num_computed
+        self.demand.prompt(num_computed)
+        use = self.tenants.use(open_.tenant)
+        use.num_cached_tokens += num_cached
+        use.num_computed_tokens += num_computed
+        if open_.held_since is None:
+            times = report.times
+            span_s = times.prefilled - times.scheduled if times.scheduled and times.prefilled else 0.0
+            open_.held_since = now - max(0.0, span_s)
+
+    def streamed(self, replica_id: str, delta: TokenDelta, now: float) -> None:
+        """New tokens of a request arrived from a replica."""
+        open_ = self._open.get(delta.request_id)
+        num_tokens = len(delta.tokens) // TOKEN_BYTES
+        if open_ is None or num_tokens == 0:
+            return
+        self._hold(open_, now)
+        is_first = open_.num_output_tokens == 0
+        open_.num_output_tokens += num_tokens
+        open_.sample_to_num_tokens[delta.sample] += num_tokens
+        self.num_output_tokens += num_tokens
+        self.tenants.use(open_.tenant).num_output_tokens += num_tokens
+        second = self._second(now)
+        second.counts["num_output_tokens"] += num_tokens
+        last_at = open_.sample_to_last_at.get(delta.sample)
+        open_.sample_to_last_at[delta.sample] = now
+        if is_first:
+            ttft_s = now - open_.started_at
+            second.ttft.add(ttft_s)
+            self.demand.first_token(ttft_s > self._ttft_slo_s)
+            self._observe(replica_id, "ttft_seconds", ttft_s, now)
+        elif last_at is not None:
+            gap_s = (now - last_at) / num_tokens
+            second.itl.add(gap_s, num_tokens)
+            self.demand.gaps(num_tokens, gap_s > self._itl_slo_s)
+            self._observe(replica_id, "itl_seconds", gap_s, now, num_tokens)
+
+    def lost(self, replica_id: str) -> None:
+        """The Link to a replica ended."""
+        self.num_losses[self._pool_of(replica_id) or "unknown"] += 1
+
+    def attempt_failed(self, replica_id: str, code: str, now: float) -> None:
+        """A replica gave an attempt up; `code` as in `RequestFailed`."""
+        meters = self._of(replica_id, now)
+        if meters is not None:
+            meters.num_attempt_failures[code] += 1
+
+    def ended(self, request: EndedRequest) -> None:
+        """A request is over, or was not accepted: an `Observer` of the desk."""
+        now = request.ended_at
+        self._count_end(request.state, request.code.lower(), now)
+        open_ = self._open.pop(request.wire_id, None)
+        if open_ is None:
+            return
+        self._hold(open_, now)
+        self.tenants.use(open_.tenant).num_requests += 1
+        self.tenants.used(open_.tenant, open_.num_prompt_tokens + open_.num_output_tokens)
+        self.demand.ended(open_.sample_to_num_tokens.values())
+        for routed in request.decisions:
+            self._count_routed(routed.decision, now)
+        if request.state == "finished" and request.summary is not None:
+            self.num_retried += request.summary.num_attempts > 1
+            self._observe_stages(request.summary, open_, now)
+
+    # ---------------------------------------------------------------------------------- to readers
+
+    @property
+    def num_running(self) -> int:
+        return len(self._open)
+
+    def advance(self, now: float) -> None:
+        """Account for the KV that is held now, and forget replicas that are long gone."""
+        for open_ in self._open.values():
+            self._hold(open_, now)
+        for replica_id, meters in list(self.replicas.items()):
+            if now > meters.used_at + _FORGET_S and not self._pool_of(replica_id):
+                del self.replicas[replica_id]
+
+    def curves(self, now: float, wall: float) -> Curves:
+        """Of the last 5 minutes; `wall` is the unix time of `now`."""
+        seconds = [each for each in self._ring if each.at >= now - CURVE_S]
+        offset = wall - now
+        return Curves(
+            [_point(each.at + offset, each.ttft) for each in seconds if each.ttft.num_values],
+            [_point(each.at + offset, each.itl) for each in seconds if each.itl.num_values],
+        )
+
+    def window(self, now: float, window_s: float = 60.0) -> Window:
+        """The sum of the last `window_s` seconds, at most `RING_S`."""
+        seconds = [each for each in self._ring if each.at > now - min(window_s, RING_S) - 1]
+        counts: Counter[str] = Counter()
+        for each in seconds:
+            counts.update(each.counts)
+        ttft = Spread().merge(each.ttft for each in seconds)
+        itl = Spread().merge(each.itl for each in seconds)
+        return Window(
+            window_s=window_s,
+            ttft_p50_s=ttft.quantile(0.5),
+            ttft_p90_s=ttft.quantile(0.9),
+            itl_p50_s=itl.quantile(0.5),
+            itl_p90_s=itl.quantile(0.9),
+            **counts,
+        )
+
+    # ------------------------------------------------------------------------------------- private
+
+    def _count_routed(self, decision: Decision, now: float) -> None:
+        self.num_expected_cached_tokens += decision.prefill_cached_tokens
+        placed = [("prefill", decision.prefill), ("decode", decision.decode)]
+        for side, replica_id in placed if decision.prefill else [("local", decision.decode)]:
+            meters = self._of(replica_id, now)
+            if meters is not None:
+                meters.num_routed[side] += 1
+
+    def _count_end(self, state: str, code: str, now: float) -> None:
+        self.num_requests[state, code] += 1
+        counts = self._second(now).counts
+        if state == "finished":
+            counts["num_finished"] += 1
+        elif state != "cancelled":
+            counts["num_failed"] += 1
+        if code == _NO_ROOM:
+            counts["num_refused"] += 1
+
+    def _observe_stages(self, summary: Summary, open_: _Open, now: float) -> None:
+        prefill, decode = summary.prefill_replica, summary.decode_replica
+        self._observe(decode, "e2e_seconds", summary.e2e_s, now)
+        num_later_tokens = max(open_.sample_to_num_tokens.values(), default=0) - 1
+        if num_later_tokens > 0:
+            self._observe(decode, "tpot_seconds", summary.decode_s / num_later_tokens, now)
+        if summary.prefill is not None:
+            self._observe(prefill, "queue_seconds", summary.queue_s, now)
+            self._observe(prefill, "prefill_seconds", summary.prefill_s, now)
+        if summary.hand_over is not None:
+            transport = summary.hand_over.transport or "none"
+            self.num_hand_overs[transport] += 1
+            self.num_hand_over_bytes[transport] += summary.hand_over.num_moved_bytes
+            self._observe(decode, "hand_over_seconds", summary.transfer_s, now)
+
+    def _observe(self, replica_id: str, name: str, value: float, now: float, count: int = 1) -> None:
+        meters = self._of(replica_id, now)
+        if meters is not None:
+            meters.histograms[name].observe(value, count)
+
+    def _of(self, replica_id: str, now: float) -> ReplicaMeters | None:
+        meters = self.replicas.get(replica_id)
+        if meters is None:
+            if not replica_id:
+                return None
+            meters = self.replicas[replica_id] = ReplicaMeters(self._pool_of(replica_id))
+        meters.used_at = now
+        return meters
+
+    def _hold(self, open_: _Open, now: float) -> None:
+        """Account for its KV up to now: of the prompt and of the output so far, once for all samples."""
+        if open_.held_since is not None:
+            held_bytes = (open_.num_prompt_tokens + open_.num_output_tokens) * self._token_bytes()
+            self.tenants.use(open_.tenant).kv_byte_s += held_bytes * (now - open_.held_since)
+            open_.held_since = now
+
+    def _second(self, now: float) -> _Second:
+        at = int(now)
+        if not self._ring or self._ring[-1].at < at:
+            self._ring.append(_Second(at))
+            while self._ring[0].at < at - RING_S:
+                self._ring.popleft()
+        return self._ring[-1]
+
+
+def cached_by_tier(report: PrefillReport) -> dict[str, int]:
+    """Cached tokens of the prompt, by where each one's KV was when the request came: what the store brought
+    is on the device since."""
+    num_loaded = min(sum(report.num_loaded_tokens.values()), report.num_cached_tokens)
+    return {"device": report.num_cached_tokens - num_loaded, **report.num_loaded_tokens}
+
+
+def _point(at: float, spread: Spread) -> Point:
+    return Point(at, spread.quantile(0.5), spread.quantile(0.9))

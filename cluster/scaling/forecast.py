@@ -1,0 +1,173 @@
+"""Estimators of the slow floor: how much will be asked, and how much room its spread needs. No state.
+
+Means hide heavy tails: of two loads with the same tokens a second, the one that has them in a few huge
+prompts needs more replicas. So waits and crowds are estimated at their 90th percentile, from first and second
+moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+TAIL = 0.1
+"""The share of requests that may be served worse than what is planned for."""
+NORMAL_TAIL = 1.2816
+"""How many standard deviations above its mean a normal value lies in that share of cases."""
+_MIN_POINTS = 10
+_TREND_ERRORS = 4.0
+"""A trend counts when it is this many standard errors from none: noise of a steady load is no trend."""
+_MIN_BLOCKS = 5
+_MAX_DISPERSION = 25.0
+
+_Floats = npt.NDArray[np.float64]
+
+
+class Spell(NamedTuple):
+    """What came in the `length_s` seconds that end at `at`."""
+
+    at: float
+    length_s: float
+    count: float
+
+
+class Forecast(NamedTuple):
+    """An expected rate and where it comes from."""
+
+    per_s: float
+    mean_per_s: float
+    """Of the whole history, the recent counting more."""
+    trend_per_s2: float
+    """0 where the change of the rate cannot be told from noise."""
+    dispersion: float
+    """Variance of the counts over their mean: 1 for independent arrivals, more for bursts."""
+
+
+class Moments(NamedTuple):
+    """Mean and squared coefficient of variation of what one request asks for."""
+
+    mean: float
+    variation: float
+
+
+def moments(count: float, total: float, squares: float) -> Moments | None:
+    """Of `count` values with this sum and sum of squares; None without any."""
+    if count <= 0:
+        return None
+    mean = total / count
+    return Moments(mean, max(0.0, squares / count / mean**2 - 1.0) if mean > 0 else 0.0)
+
+
+def forecast(
+    spells: Sequence[Spell], now: float, horizon_s: float, fade_s: float, block_s: float
+) -> Forecast:
+    """The rate to expect `horizon_s` after `now`: a line through the rates of blocks of `block_s`, weighted
+    by length and by exp(-age / `fade_s`), where it rises or falls beyond doubt; else their weighted mean.
+
+    Two blocks of ten that stand out, however far, are no trend yet: bursts are for the fast loop.
+    """
+    kept = [spell for spell in spells if spell.length_s > 0]
+    if not kept:
+        return Forecast(0.0, 0.0, 0.0, 1.0)
+    ages, lengths, counts = _blocks(kept, now, block_s)
+    rates = counts / lengths
+    weights = lengths * np.exp(-ages / fade_s)
+    mean = float(np.average(rates, weights=weights))
+    dispersion = _dispersion(kept)
+    slope, error = _slope(-ages, rates, weights)
+    # The last term is for rounding, where all blocks are alike.
+    if len(rates) < _MIN_BLOCKS or abs(slope) <= _TREND_ERRORS * error + 1e-12 * mean:
+        return Forecast(mean, mean, 0.0, dispersion)
+    middle = float(np.average(-ages, weights=weights))
+    level = min(mean - slope * middle, float(rates.max()))
+    return Forecast(max(0.0, level + slope * horizon_s), mean, slope, dispersion)
+
+
+def _blocks(spells: Sequence[Spell], now: float, block_s: float) -> tuple[_Floats, _Floats, _Floats]:
+    """Mean age, length and count of each block that has anything, the latest first."""
+    sums: dict[int, list[float]] = {}
+    for spell in spells:
+        age_s = now - spell.at + spell.length_s / 2
+        block = sums.setdefault(int(age_s // block_s), [0.0, 0.0, 0.0])
+        block[0] += age_s * spell.length_s
+        block[1] += spell.length_s
+        block[2] += spell.count
+    ages, lengths, counts = np.array([sums[number] for number in sorted(sums)]).T
+    return ages / lengths, lengths, counts
+
+
+def mean_rate(spells: Sequence[Spell]) -> float:
+    """Per second, all of them counting alike."""
+    total_s = sum(spell.length_s for spell in spells)
+    return sum(spell.count for spell in spells) / total_s if total_s > 0 else 0.0
+
+
+def _slope(times: _Floats, rates: _Floats, weights: _Floats) -> tuple[float, float]:
+    """Of the weighted line, with its standard error (independent errors of equal variance per weight)."""
+    shares = weights / weights.sum()
+    centred = times - float(np.average(times, weights=weights))
+    spread = float(np.sum(shares * centred**2))
+    if spread <= 0 or len(times) < 3:
+        return 0.0, math.inf
+    slope = float(np.sum(shares * centred * rates)) / spread
+    middle = float(np.average(rates, weights=weights))
+    residuals = rates - middle - slope * centred
+    variance = float(np.sum(shares * residuals**2)) * len(times) / (len(times) - 2)
+    error = math.sqrt(variance * float(np.sum((shares * centred) ** 2))) / spread
+    return slope, error
+
+
+def _dispersion(spells: Sequence[Spell]) -> float:
+    """From differences of neighbours, so that a trend does not count as spread; at least 1."""
+    counts = np.array([spell.count for spell in spells], dtype=np.float64)
+    lengths = np.array([spell.length_s for spell in spells])
+    if len(counts) < _MIN_POINTS or counts.sum() <= 0:
+        return 1.0
+    variance = float(np.mean(np.diff(counts / lengths) ** 2)) / 2 * float(lengths.mean())
+    return float(np.clip(variance / (counts.sum() / lengths.sum()), 1.0, _MAX_DISPERSION))
+
+
+def waiting_share(load: float, num_servers: int) -> float:
+    """Erlang's C: the share of requests that find all servers busy. `load` is in servers; 1 when it is too
+    much for them."""
+    if load <= 0:
+        return 0.0
+    if load >= num_servers:
+        return 1.0
+    blocked = 1.0
+    for server in range(1, num_servers + 1):
+        blocked = load * blocked / (server + load * blocked)
+    return blocked / (1 - load / num_servers * (1 - blocked))
+
+
+def tail_wait_s(
+    per_s: float, service: Moments, num_servers: int, dispersion: float = 1.0, tail: float = TAIL
+) -> float:
+    """What a share `tail` of requests wait longer than, in a queue before `num_servers` servers (infinite
+    when they cannot keep up): exponential beyond zero, with the mean of Allen and Cunneen's approximation.
+
+    `service` is in seconds; its variation and the arrivals' dispersion stretch the wait in proportion.
+    """
+    load = per_s * service.mean
+    if load <= 0:
+        return 0.0
+    if load >= num_servers:
+        return math.inf
+    share = waiting_share(load, num_servers)
+    if share <= tail:
+        return 0.0
+    decay_s = (dispersion + service.variation) / 2 * service.mean / (num_servers - load)
+    return decay_s * math.log(share / tail)
+
+
+def tail_crowd(mean: float, variation: float = 0.0, dispersion: float = 1.0) -> float:
+    """What the sum over all present stays below but for a share `TAIL` of the time, in units of one.
+
+    `mean` is how many are present on average (arrivals a second times how long each stays); each brings 1 on
+    average, with this variation. Independent arrivals make their number Poisson whatever the lengths of stay.
+    """
+    return mean + NORMAL_TAIL * math.sqrt(mean * (1 + variation) * (1 + dispersion) / 2)

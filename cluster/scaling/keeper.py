@@ -1,0 +1,215 @@
+"""Whose count is right when Serve's target differs from the desired one: sans-I/O, one look at a time.
+
+Serve says only what its targets are, not who set them. What the roster remembers tells the rest:
+
+    target == desired                         nothing to do
+    target as at the last look                our own order has not arrived: pull the lever (again)
+    target as configured, after a deploy      the deploy has reset it: restore the desired count
+    anything else                             an operator's order: that is desired now, and pinned
+
+So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
+be told apart: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the reset
+by the deploy itself; the count is restored then. An order of the count that the pool has already cannot be
+seen at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cluster.messages import RosterView, ScalingMove
+from cluster.scaling.lever import AppTargets, PoolTarget
+
+SETTLE_S = 5.0
+"""For so long after a deploy was seen its resets may come."""
+_MIN_RETRY_S = 2.0
+_MAX_RETRY_S = 60.0
+_DELETING = "DELETING"
+_RUNNING = "RUNNING"
+
+
+class SetDesired(NamedTuple):
+    """Tell the roster what is wanted of a pool."""
+
+    pool: str
+    num_replicas: int
+    pinned: bool
+
+
+class Forget(NamedTuple):
+    """Tell the roster that nothing is wanted of a pool."""
+
+    pool: str
+
+
+class Tell(NamedTuple):
+    """Remember the move."""
+
+    move: ScalingMove
+
+
+class RecallLent(NamedTuple):
+    """Every lent replica goes home."""
+
+    reason: str
+
+
+class Observed(NamedTuple):
+    """Tell the roster what was seen of Serve; comes before any lever is pulled."""
+
+    deploy_mark: str
+    targets: dict[str, int]
+
+
+class Pull(NamedTuple):
+    """Set Serve's target; then say how it went (`pulled` or `failed`)."""
+
+    pool: str
+    num_replicas: int
+
+
+Action = SetDesired | Forget | Tell | RecallLent | Observed | Pull
+
+
+@dataclass(slots=True)
+class _Retry:
+    """Of a lever that could not be pulled."""
+
+    not_before: float
+    delay_s: float
+
+
+class Keeper:
+    """Turns looks and orders into actions, which the caller carries out in their order and stops at the first
+    that fails: the next look starts from what is.
+
+    Times are seconds of one monotonic clock (`now`) and Unix time for records (`wall`).
+    """
+
+    def __init__(self) -> None:
+        self._mark = ""
+        self._mark_since = 0.0
+        self._retries: dict[str, _Retry] = {}
+        self._observed = Observed("", {})
+
+    def look(
+        self,
+        seen: AppTargets | None,
+        roster: RosterView,
+        autoscaled: Collection[str],
+        now: float,
+        wall: float,
+    ) -> list[Action]:
+        """What to do about what Serve has in mind; `autoscaled` pools are held without a pin.
+
+        `seen` None (the application is absent) and an application that is being deleted change nothing.
+        """
+        if seen is None or seen.status == _DELETING or not seen.pools:
+            return []
+        is_settled = self._settle(seen.deploy_mark, roster, now)
+        judge = _Judge(roster, set(autoscaled), is_settled, wall)
+        for pool, target in sorted(seen.pools.items()):
+            judge.judge(pool, target)
+        if seen.status == _RUNNING:
+            judge.forget_removed(seen.pools)
+        targets = {pool: target.target for pool, target in seen.pools.items()}
+        self._observed = Observed(seen.deploy_mark if is_settled else roster.deploy_mark, targets)
+        before: list[Action] = list(judge.actions)
+        if self._observed != (roster.deploy_mark, roster.targets):
+            before.append(self._observed)
+        return before + [pull for pull in judge.pulls if self._may_pull(pull.pool, now)]
+
+    def order(self, move: ScalingMove) -> list[Action]:
+        """A move of our own, decided on what the last look saw: recorded first, then carried out."""
+        return [
+            RecallLent(f"pool {move.pool} goes from {move.before} to {move.after}"),
+            SetDesired(move.pool, move.after, pinned=False),
+            Tell(move),
+            Pull(move.pool, move.after),
+        ]
+
+    def pulled(self, pull: Pull) -> Observed:
+        """Serve has taken the order: from now on another target is somebody else's."""
+        self._retries.pop(pull.pool, None)
+        mark, targets = self._observed
+        self._observed = Observed(mark, {**targets, pull.pool: pull.num_replicas})
+        return self._observed
+
+    def failed(self, pull: Pull, now: float) -> None:
+        """Serve could not be reached, or refused: the desired count stays, and it is tried again."""
+        known = self._retries.get(pull.pool)
+        delay_s = min(2 * known.delay_s, _MAX_RETRY_S) if known else _MIN_RETRY_S
+        self._retries[pull.pool] = _Retry(now + delay_s, delay_s)
+
+    def _settle(self, mark: str, roster: RosterView, now: float) -> bool:
+        """Whether the targets are past the reset of the deploy of this mark."""
+        if roster.deploy_mark in ("", mark):
+            self._mark = ""
+            return True
+        if self._mark != mark:
+            self._mark, self._mark_since = mark, now
+        return now >= self._mark_since + SETTLE_S
+
+    def _may_pull(self, pool: str, now: float) -> bool:
+        retry = self._retries.get(pool)
+        return retry is None or now >= retry.not_before
+
+
+class _Judge:
+    """One look: collects what to tell the roster, and which levers to pull after that."""
+
+    def __init__(self, roster: RosterView, autoscaled: set[str], is_settled: bool, wall: float) -> None:
+        self._roster = roster
+        self._autoscaled = autoscaled
+        self._is_settled = is_settled
+        self._wall = wall
+        self.actions: list[Action] = []
+        self.pulls: list[Pull] = []
+
+    def judge(self, pool: str, seen: PoolTarget) -> None:
+        desired = self._roster.desired.get(pool)
+        last = self._roster.targets.get(pool)
+        if desired is None:
+            self._nothing_wanted(pool, seen, last)
+        elif seen.target == desired:
+            return
+        elif seen.target == last:
+            self.pulls.append(Pull(pool, desired))
+        elif not self._is_settled and seen.target == seen.configured:
+            self._after_deploy(pool, seen, desired)
+        else:
+            self._ordered(pool, desired, seen.target)
+
+    def forget_removed(self, there: Mapping[str, PoolTarget]) -> None:
+        """A pool that a deploy removed shall not be remembered when another adds one of its name."""
+        self.actions += [Forget(pool) for pool in self._roster.desired if pool not in there]
+
+    def _nothing_wanted(self, pool: str, seen: PoolTarget, last: int | None) -> None:
+        if seen.target == seen.configured:
+            return
+        before = seen.configured if last is None else last
+        if pool in self._autoscaled and last is None:
+            # Nobody remembers anything: this may be an earlier life's own choice, and is free to move.
+            self.actions.append(SetDesired(pool, seen.target, pinned=False))
+        else:
+            self._ordered(pool, before, seen.target)
+
+    def _after_deploy(self, pool: str, seen: PoolTarget, desired: int) -> None:
+        if pool in self._roster.pinned or pool in self._autoscaled:
+            reason = f"a deploy had set it to the configured {seen.configured}"
+            self._tell(pool, seen.target, desired, "deploy", reason)
+            self.pulls.append(Pull(pool, desired))
+            return
+        self.actions.append(Forget(pool))
+        reason = "a deploy set it to the configured count, and nobody has pinned the pool"
+        self._tell(pool, desired, seen.target, "deploy", reason)
+
+    def _ordered(self, pool: str, before: int, after: int) -> None:
+        self.actions.append(RecallLent(f"an operator set pool {pool} to {after}"))
+        self.actions.append(SetDesired(pool, after, pinned=True))
+        self._tell(pool, before, after, "operator", "ordered through Ray Serve's scale endpoint")
+
+    def _tell(self, pool: str, before: int, after: int, by: str, reason: str) -> None:
+        self.actions.append(Tell(ScalingMove(self._wall, pool, before, after, by, reason)))

@@ -1,0 +1,185 @@
+"""How many prefill and decode replicas there should be, and which play the other role: a pure function.
+
+`decide` looks at the history, the configuration and the pools, and at nothing else; the scaler actor calls it
+live, `replay` over a trace. docs/scaling.md tells the reasoning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from cluster.scaling.config import PoolLimits, ScalingConfig
+from cluster.scaling.floor import Need
+from cluster.scaling.history import History, PoolView
+from cluster.scaling.lending import role_changes
+from cluster.scaling.plan import Lend, Plan, PoolMove, Recall
+from cluster.scaling.rates import BOTH, DECODE, PREFILL
+from cluster.scaling.view import HYSTERESIS, Kind, View
+
+__all__ = ["Lend", "Plan", "PoolMove", "Recall", "decide", "history_span_s"]
+
+_MIN_STALE_S = 10.0
+
+
+def history_span_s(config: ScalingConfig) -> float:
+    """How much history `decide` looks at: the span to make a `History` with."""
+    return max(config.forecast_s, config.down_cool_down_s, config.lend_after_s) + 2 * config.interval_s
+
+
+def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> Plan:
+    """What to change at Unix time `now`. Nothing while the samples are missing or old.
+
+    Moves concern pools with limits that are not pinned, and only with `config.autoscale`; lends only with
+    `config.lend_roles`. The caller carries them out, or not: the next call starts from what is.
+    """
+    latest = history.latest
+    if latest is None:
+        return Plan(notes=("nothing was seen yet",))
+    age_s = now - latest.at
+    if age_s > max(5 * config.interval_s, _MIN_STALE_S):
+        return Plan(notes=(f"nothing is decided: the latest figures are {age_s:.0f} s old",))
+    view = View(history, config, pools, latest, now)
+    needs, lasting = view.needs(), view.lasting_needs()
+    lends = role_changes(view, needs, lasting)
+    if not config.autoscale:
+        return Plan(lends=lends)
+    moves: list[PoolMove] = []
+    notes: list[str] = []
+    wishes = _wishes(view, needs, notes)
+    for name, kind in view.kinds.items():
+        wish = wishes[name]
+        if wish.num_replicas > kind.num_desired:
+            moves += _growth(view, kind, wish, notes)
+        else:
+            moves += _shrinking(view, kind, lasting[name])
+    moved = {move.pool for move in moves}
+    for kind in view.kinds.values():
+        moves += _into_limits(view, [pool for pool in kind.pools if pool.name not in moved])
+    return Plan(tuple(moves), lends, tuple(notes))
+
+
+class _Wish(NamedTuple):
+    """How many replicas a kind should have at home, and why."""
+
+    num_replicas: int
+    reason: str
+
+
+def _wishes(view: View, needs: Mapping[str, Need], notes: list[str]) -> dict[str, _Wish]:
+    """The larger of the floor and of what the fast loop asks for; all kinds together."""
+    wishes = {}
+    for name, kind in view.kinds.items():
+        need, pressure = needs[name], view.pressures.get(name)
+        wish = _Wish(need.num_replicas or 0, f"forecast: {need.reason}")
+        if need.num_replicas is None and view.work.expected.per_s > 0:
+            notes.append(f"{name}: {need.reason}")
+        if pressure is not None and (wanted := pressure.num_replicas - kind.num_borrowed) > wish.num_replicas:
+            wish = _Wish(wanted, f"now: {pressure.reason}")
+        wishes[name] = wish
+    if PREFILL in wishes and DECODE in wishes and BOTH not in wishes:
+        wishes[PREFILL] = _not_beyond_decode(view, wishes[PREFILL], wishes[DECODE], notes)
+    return wishes
+
+
+def _not_beyond_decode(view: View, prefill: _Wish, decode: _Wish, notes: list[str]) -> _Wish:
+    """More prompts than decode replicas can take need no prefill replicas: those would wait with them."""
+    if (queue := view.blocked_queue()) is not None:
+        notes.append(f"prefill does not grow for its queue, which waits for decode: {queue.reason}")
+    reach, num_here = view.kinds[DECODE].reach, view.kinds[PREFILL].num_desired
+    if prefill.num_replicas <= num_here or decode.num_replicas <= reach:
+        return prefill
+    useful = max(num_here, math.ceil(reach / decode.num_replicas * prefill.num_replicas))
+    if useful < prefill.num_replicas:
+        notes.append(
+            f"prefill grows to {useful} and not {prefill.num_replicas}: decode may have {reach} of the "
+            f"{decode.num_replicas} replicas that it needs"
+        )
+    return prefill._replace(num_replicas=useful)
+
+
+# -------------------------------------------------------------------------------------------------- growth
+
+
+def _growth(view: View, kind: Kind, wish: _Wish, notes: list[str]) -> list[PoolMove]:
+    """The pools in their order, each as far as it may."""
+    missing = wish.num_replicas - kind.num_desired
+    moves = []
+    for pool in kind.pools:
+        limits, why_not = _may_grow(view, pool)
+        if limits is None:
+            notes.append(
+                f"{pool.name} stays at {pool.desired}, {why_not}, although {missing} more would help: "
+                f"{wish.reason}"
+            )
+            continue
+        after = min(limits.max, pool.desired + missing)
+        if after > pool.desired:
+            moves.append(PoolMove(pool.name, pool.desired, after, wish.reason))
+            missing -= after - pool.desired
+        if missing == 0:
+            break
+    return moves
+
+
+def _may_grow(view: View, pool: PoolView) -> tuple[PoolLimits | None, str]:
+    """The limits within which it may, or why it may not."""
+    cool_down_s = view.config.up_cool_down_s
+    if pool.is_pinned:
+        return None, "where an operator pinned it"
+    if pool.limits is None:
+        return None, "having no limits to move between"
+    if pool.desired >= pool.limits.max:
+        return None, "its limit"
+    if pool.grew_at is not None and view.now < pool.grew_at + cool_down_s:
+        return None, f"having grown {view.now - pool.grew_at:.0f} s ago"
+    return pool.limits, ""
+
+
+# ----------------------------------------------------------------------------------------------- shrinking
+
+
+def _shrinking(view: View, kind: Kind, lasting: Need) -> list[PoolMove]:
+    """The last pool that may, by one: when the smaller kind serves more than the demand of late, and would
+    have held what was there."""
+    cool_down_s = view.config.down_cool_down_s
+    is_settled = all(view.latest.num_ready(pool.name) == pool.desired for pool in kind.pools) and all(
+        replica.is_known for replica in view.latest.replicas
+    )
+    if kind.name in view.pressures or kind.num_borrowed or not is_settled:
+        return []
+    if view.history.covered_s < cool_down_s:
+        return []
+    if lasting.num_replicas is None or lasting.num_replicas > kind.num_desired - 1:
+        return []
+    if not view.can_spare(kind.name, cool_down_s):
+        return []
+    for pool in reversed(kind.pools):
+        if pool.limits is not None and pool.desired > pool.limits.min and _may_shrink(view, pool):
+            reason = (
+                f"{lasting.num_replicas} would serve {HYSTERESIS:g} times the demand of the last "
+                f"{cool_down_s:g} s: {lasting.reason}"
+            )
+            return [PoolMove(pool.name, pool.desired, pool.desired - 1, reason)]
+    return []
+
+
+def _may_shrink(view: View, pool: PoolView) -> bool:
+    changed_at = pool.changed_at
+    is_cool = changed_at is None or view.now >= changed_at + view.config.down_cool_down_s
+    return not pool.is_pinned and is_cool
+
+
+def _into_limits(view: View, pools: Sequence[PoolView]) -> list[PoolMove]:
+    """Pools that an operator left outside of their limits and released; downwards one by one."""
+    moves = []
+    for pool in pools:
+        if pool.limits is None or pool.is_pinned:
+            continue
+        least, most = pool.limits.min, pool.limits.max
+        if pool.desired < least:
+            moves.append(PoolMove(pool.name, pool.desired, least, f"below its limit of {least}"))
+        elif pool.desired > most and _may_shrink(view, pool):
+            moves.append(PoolMove(pool.name, pool.desired, pool.desired - 1, f"above its limit of {most}"))
+    return moves

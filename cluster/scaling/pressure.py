@@ -1,0 +1,260 @@
+"""The fast loop: what queues, KV room and step times of the last few samples ask for, without any forecast.
+
+A signal counts when it stands in each of the last `NUM_SAMPLES` samples. Prompts that wait for room at the
+decode side are decode's shortage, however long the prefill queue is: more prefill replicas would wait too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cluster.scaling.config import ScalingConfig
+from cluster.scaling.forecast import TAIL
+from cluster.scaling.history import Demand, ReplicaSample, Sample
+from cluster.scaling.rates import BOTH, DECODE, PREFILL, Rates, Sizes, kind_of
+
+NUM_SAMPLES = 3
+RECENT_S = 30.0
+"""How far back late first tokens and late gaps count, and prompts that had to wait for decode."""
+KV_NEAR_FULL = 0.1
+"""Free share of the KV blocks below which landings soon wait."""
+_SLOTS_NEAR_FULL = 0.95
+_BLOCKED_SHARE = 0.3
+"""Of the recent samples: when decode was full in so many, the prefill queue is decode's doing."""
+_MIN_OUTCOMES = 20
+"""First tokens, or gaps, that must have been seen before the share of late ones counts."""
+
+
+class Pressure(NamedTuple):
+    """A kind of replica is short. `num_replicas` would be enough for what is there now."""
+
+    num_replicas: int
+    reason: str
+
+
+class Side(NamedTuple):
+    """All known replicas of a kind at one moment, summed."""
+
+    num_replicas: int
+    num_running: int
+    num_waiting: int
+    num_landings: int
+    num_waiting_landings: int
+    num_backlog_tokens: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_offloaded_blocks: int
+    num_preemptions: int
+    prefill_tok_s: float
+    """A replica that has not computed a prompt yet is taken to be as fast as the others."""
+    mean_step_s: float
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_running + self.num_waiting + self.num_landings
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_total_blocks - self.num_free_blocks
+
+
+def side_of(sample: Sample, kind: str, *, has_prefill: bool) -> Side:
+    """The replicas whose effective role makes them of this kind."""
+    replicas = [
+        each
+        for each in sample.replicas
+        if each.is_known and kind_of(each.role, has_prefill=has_prefill) == kind
+    ]
+
+    def total(field: Callable[[ReplicaSample], int]) -> int:
+        return sum(map(field, replicas))
+
+    steps = [each.decode_step_s for each in replicas if each.num_running and each.decode_step_s > 0]
+    speeds = [each.prefill_tok_s for each in replicas if each.prefill_tok_s > 0]
+    return Side(
+        num_replicas=len(replicas),
+        num_running=total(lambda each: each.num_running),
+        num_waiting=total(lambda each: each.num_waiting),
+        num_landings=total(lambda each: each.num_landings),
+        num_waiting_landings=total(lambda each: each.num_waiting_landings),
+        num_backlog_tokens=total(lambda each: each.num_backlog_tokens),
+        num_free_blocks=total(lambda each: each.num_free_blocks),
+        num_total_blocks=total(lambda each: each.num_total_blocks),
+        num_offloaded_blocks=total(lambda each: each.num_offloaded_blocks),
+        num_preemptions=total(lambda each: each.num_preemptions),
+        prefill_tok_s=len(replicas) * sum(speeds) / len(speeds) if speeds else 0.0,
+        mean_step_s=sum(steps) / len(steps) if steps else 0.0,
+    )
+
+
+class FastLoop:
+    """The signals of the last samples, as pressures by kind."""
+
+    def __init__(
+        self,
+        recent: Sequence[Sample],
+        config: ScalingConfig,
+        rates: Rates,
+        sizes: Sizes,
+        max_sequences: int,
+        *,
+        has_prefill: bool,
+    ) -> None:
+        """`recent` are the samples of the last half minute or so, oldest first."""
+        self._recent = recent
+        self._config = config
+        self._rates = rates
+        self._sizes = sizes
+        self._max_sequences = max_sequences
+        self._has_prefill = has_prefill
+
+    def sides(self, kind: str) -> list[Side]:
+        """One for each of the last `NUM_SAMPLES`; none while there are fewer, or while replicas come or go:
+        what they change must be seen first."""
+        lately = self._recent[-NUM_SAMPLES:]
+        found = [side_of(sample, kind, has_prefill=self._has_prefill) for sample in lately]
+        is_settled = len(found) == NUM_SAMPLES and len({side.num_replicas for side in found}) == 1
+        return found if is_settled and found[-1].num_replicas else []
+
+    def pressure(self, kind: str) -> Pressure | None:
+        """What this kind is short of; None: of nothing."""
+        found = []
+        if kind in (PREFILL, BOTH):
+            found.append(self._queue(kind))
+        if kind in (DECODE, BOTH):
+            found += [self._room(kind), self._steps(kind)]
+        return max(filter(None, found), key=lambda each: each.num_replicas, default=None)
+
+    # --------------------------------------------------------------------------------- prompts that wait
+
+    def queue_s(self, side: Side) -> float:
+        """How long the backlog keeps the replicas busy."""
+        return side.num_backlog_tokens / side.prefill_tok_s if side.prefill_tok_s > 0 else 0.0
+
+    @property
+    def _prompt_s(self) -> float:
+        prompt, tok_s = self._sizes.prompt, self._rates.prefill_tok_s
+        return prompt.mean / tok_s if prompt and tok_s > 0 else 0.0
+
+    def _queue(self, kind: str) -> Pressure | None:
+        sides = self.sides(kind)
+        if not sides or not all(side.prefill_tok_s > 0 for side in sides):
+            return None
+        # One long prompt is computed by one replica, so as many requests as replicas are no queue.
+        if any(side.num_running + side.num_waiting <= side.num_replicas for side in sides):
+            return None
+        slo_s, own_s = self._config.ttft_slo_s, self._prompt_s
+        late = late_share(self._recent, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
+        allowed_s = slo_s - own_s if own_s < slo_s else slo_s
+        queue_s = min(self.queue_s(side) for side in sides)
+        if queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
+            return None
+        latest = sides[-1]
+        wanted = self._to_clear(latest)
+        reason = (
+            f"{latest.num_backlog_tokens} prompt tokens wait, {queue_s:.1f} s for {latest.num_replicas} "
+            f"replicas at {self._rates.prefill_tok_s:.0f} tok/s each; {slo_s:g} s is the objective for the "
+            "first token"
+        )
+        if late > TAIL:
+            reason += f", and {late:.0%} of them were late"
+        return Pressure(wanted, reason)
+
+    def _to_clear(self, side: Side) -> int:
+        """Replicas that keep up with what arrives and clear what waits before the pool may grow again; no
+        more than there are requests, and at least one more than there are."""
+        lately = self._recent[-NUM_SAMPLES - 1 :]
+        span_s = lately[-1].at - lately[0].at
+        arrived = sum(sample.demand.num_arrived for sample in lately[1:])
+        prompt = self._sizes.prompt
+        arriving_tok_s = arrived * prompt.mean / span_s if prompt and span_s > 0 else 0.0
+        clear_s = max(self._config.up_cool_down_s, self._config.ttft_slo_s)
+        each_tok_s = side.prefill_tok_s / side.num_replicas
+        needed = math.ceil((arriving_tok_s + side.num_backlog_tokens / clear_s) / each_tok_s)
+        return max(side.num_replicas + 1, min(needed, side.num_running + side.num_waiting))
+
+    # ----------------------------------------------------------------------------------- room for decoding
+
+    def _room(self, kind: str) -> Pressure | None:
+        sides = self.sides(kind)
+        if not sides:
+            return None
+        latest = sides[-1]
+        free = max(side.num_free_blocks / side.num_total_blocks for side in sides)
+        waiting = min(side.num_waiting_landings for side in sides)
+        preempted = latest.num_preemptions - sides[0].num_preemptions
+        offloaded = min(side.num_offloaded_blocks for side in sides)
+        if waiting:
+            why = f"{waiting} prompts wait for KV room at the decode side"
+        elif all(map(self._is_slotless, sides)):
+            slots = self._num_slots(latest)
+            why = f"{latest.num_running} sequences fill {slots} slots and {latest.num_waiting} wait"
+        elif free < KV_NEAR_FULL:
+            why = f"{free:.0%} of the KV blocks are free"
+        elif preempted > 0:
+            why = f"{preempted} sequences were preempted for want of KV blocks"
+        elif offloaded and latest.num_offloaded_blocks > sides[0].num_offloaded_blocks:
+            why = f"{latest.num_offloaded_blocks} KV blocks moved to host memory"
+        else:
+            return None
+        wanted = max(latest.num_replicas + 1, self._to_hold(latest))
+        return Pressure(wanted, f"{why} ({latest.num_replicas} replicas, {free:.0%} free)")
+
+    def _num_slots(self, side: Side) -> int:
+        return side.num_replicas * self._max_sequences
+
+    def _to_hold(self, side: Side) -> int:
+        """Replicas that hold what is there, and the prompts that the prefill side has yet to hand over."""
+        coming = side_of(self._recent[-1], PREFILL, has_prefill=self._has_prefill)
+        sequences = side.num_sequences + coming.num_running + coming.num_waiting
+        blocks = side.num_used_blocks
+        blocks += (sequences - side.num_running) * self._rates.blocks_per_sequence
+        room = side.num_total_blocks / side.num_replicas * (1 - KV_NEAR_FULL)
+        return math.ceil(max(blocks / room, sequences / self._rates.batch))
+
+    def _steps(self, kind: str) -> Pressure | None:
+        sides = self.sides(kind)
+        if not sides:
+            return None
+        latest, slo_s = sides[-1], self._config.itl_slo_s
+        late = late_share(self._recent, lambda each: (each.num_gaps, each.num_late_gaps))
+        step_s = min(side.mean_step_s for side in sides)
+        is_slow = step_s > (slo_s / 2 if late > TAIL else slo_s)
+        # With one sequence a replica, another replica makes no step shorter.
+        if not is_slow or any(side.num_running <= side.num_replicas for side in sides):
+            return None
+        wanted = max(latest.num_replicas + 1, math.ceil(latest.num_sequences / self._rates.batch))
+        reason = (
+            f"steps take {1e3 * step_s:.0f} ms at {latest.num_running / latest.num_replicas:.1f} sequences a "
+            f"replica; {1e3 * slo_s:.0f} ms is the objective"
+        )
+        if late > TAIL:
+            reason += f", and {late:.0%} of the gaps were longer"
+        return Pressure(min(wanted, latest.num_sequences), reason)
+
+    def is_blocked(self) -> bool:
+        """Whether prompts had to wait for decode in a good part of the recent samples: between them a place
+        gets free now and then, and is taken at once."""
+        sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._recent]
+        count = sides[-1].num_replicas if sides else 0
+        # Since replicas came or went: what was before says nothing of now.
+        lately = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
+        is_often = sum(map(self._is_full, lately)) > _BLOCKED_SHARE * len(lately)
+        return self._room(DECODE) is not None or (len(lately) >= NUM_SAMPLES and is_often)
+
+    def _is_full(self, side: Side) -> bool:
+        has_blocks = side.num_free_blocks >= KV_NEAR_FULL * side.num_total_blocks
+        return bool(side.num_waiting_landings) or not has_blocks or self._is_slotless(side)
+
+    def _is_slotless(self, side: Side) -> bool:
+        return side.num_waiting > 0 and side.num_running >= _SLOTS_NEAR_FULL * self._num_slots(side)
+
+
+def late_share(samples: Sequence[Sample], counts: Callable[[Demand], tuple[int, int]]) -> float:
+    """Of all in these samples; `counts` says (all, late) of one. 0 while there are few."""
+    pairs = [counts(sample.demand) for sample in samples]
+    total = sum(count for count, _ in pairs)
+    return sum(late for _, late in pairs) / total if total >= _MIN_OUTCOMES else 0.0

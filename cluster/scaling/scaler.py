@@ -1,0 +1,178 @@
+"""The scaler's loop: look at Serve, keep the desired counts, ask the policy, carry out. No Ray here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from cluster.config import ClusterConfig
+from cluster.errors import DashboardError, RosterAwayError
+from cluster.messages import RoleLease, RosterView, ScalingMove
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster import ScalingRoster
+from cluster.scaling.config import ScalingConfig
+from cluster.scaling.history import History, PoolView
+from cluster.scaling.keeper import (
+    Action,
+    Forget,
+    Keeper,
+    Observed,
+    Pull,
+    RecallLent,
+    SetDesired,
+    Tell,
+)
+from cluster.scaling.lever import AppTargets, Lever
+from cluster.scaling.observation import Reports, pool_views
+from cluster.scaling.policy import Lend, Plan, decide, history_span_s
+from cluster.scaling.roles import RoleBook
+from kvtransfer.clock import Clock
+
+_MISSED_REPORTS = 4
+"""A gateway that missed so many is not looked at."""
+_log = logging.getLogger(__name__)
+Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], Plan]
+
+
+class Scaler:
+    """One application's. `open_lever` finds Ray's dashboard, which may move with the head node."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        roster: ScalingRoster,
+        open_lever: Callable[[], Awaitable[Lever]],
+        clock: Clock,
+        policy: Policy = decide,
+    ) -> None:
+        self._policy = policy
+        self._roster = roster
+        self._open_lever = open_lever
+        self._clock = clock
+        self._keeper = Keeper()
+        self._reports = Reports()
+        self._problem = ""
+        self._notes: tuple[str, ...] = ()
+        self.configure(config)
+
+    def configure(self, config: ClusterConfig) -> None:
+        """Go on with this configuration: of a later deploy."""
+        self._config = config
+        self._history = History(history_span_s(config.scaling))
+
+    def report(self, gateway: str, status: pb.StatusResponse) -> None:
+        """What this gateway sees now; `gateway` names it with its epoch."""
+        self._reports.add(gateway, status, self._clock.now())
+
+    async def run(self) -> None:
+        """Look every `scaling.interval_s`, until cancelled. What fails is tried again; it is logged once."""
+        while True:
+            try:
+                await self.tick()
+                problem = ""
+            except (DashboardError, RosterAwayError) as error:
+                problem = str(error)
+            if problem != self._problem:
+                self._problem = problem
+                _log.warning("scaling waits: %s", problem) if problem else _log.warning("scaling goes on")
+            await self._clock.sleep(self._config.scaling.interval_s)
+
+    async def tick(self) -> None:
+        """One look. `DashboardError` or `RosterAwayError`: nothing, or not all, could be done."""
+        view = await self._roster.view(0, 0.0)
+        if view.version == 0:
+            return
+        await self._end_leases(view)
+        async with await self._open_lever() as lever:
+            seen = await lever.application()
+            now, wall = self._clock.now(), self._clock.wall()
+            actions = self._keeper.look(seen, view, self._autoscaled(), now, wall)
+            await self._carry_out(actions, lever)
+            is_calm = all(isinstance(action, Observed) for action in actions)
+            if seen is not None and is_calm:
+                await self._follow_policy(await self._roster.view(0, 0.0), seen, lever)
+
+    def _autoscaled(self) -> frozenset[str]:
+        scaling = self._config.scaling
+        return frozenset(scaling.pools) if scaling.autoscale else frozenset()
+
+    async def _end_leases(self, view: RosterView) -> None:
+        book = RoleBook(view, self._clock.wall())
+        for replica in book.expired():
+            await self._roster.drop_lease(replica)
+        await self._set_leases(book.strays(), view)
+
+    async def _follow_policy(self, view: RosterView, seen: AppTargets, lever: Lever) -> None:
+        scaling = self._config.scaling
+        if not (scaling.autoscale or scaling.lend_roles):
+            book = RoleBook(view, self._clock.wall())
+            await self._set_leases(book.recall_all("lending is switched off"), view)
+            return
+        desired = {pool: view.desired.get(pool, target.target) for pool, target in seen.pools.items()}
+        wall = self._clock.wall()
+        max_age_s = _MISSED_REPORTS * scaling.interval_s
+        self._history.add(
+            self._reports.sample(desired, now=self._clock.now(), wall=wall, max_age_s=max_age_s)
+        )
+        pools = pool_views(self._config, view, desired, RoleBook(view, wall))
+        plan = self._policy(self._history, scaling, pools, wall)
+        if plan.notes != self._notes:
+            self._notes = plan.notes
+            _log.info("the policy: %s", "; ".join(plan.notes) or "nothing stands in its way any more")
+        await self._change_roles(plan, view)
+        for move in plan.moves:
+            told = ScalingMove(wall, move.pool, move.before, move.after, "autoscaler", move.reason)
+            await self._carry_out(self._keeper.order(told), lever)
+
+    async def _change_roles(self, plan: Plan, view: RosterView) -> None:
+        book = RoleBook(view, self._clock.wall())
+        leases = [
+            book.lend(item.replica_id, item.role, item.reason)
+            if isinstance(item, Lend)
+            else book.recall(item.replica_id, item.reason)
+            for item in plan.lends
+        ]
+        await self._set_leases([lease for lease in leases if lease is not None], view)
+
+    async def _set_leases(self, leases: Sequence[RoleLease], view: RosterView) -> None:
+        pool_of = {record.identity: record.pool for record in view.replicas}
+        for lease in leases:
+            await self._roster.set_lease(lease)
+            pool = pool_of[lease.replica]
+            count = view.desired.get(pool, view.targets.get(pool, 0))
+            reason = f"{lease.replica.replica_id} plays {lease.role}: {lease.reason}"
+            move = ScalingMove(self._clock.wall(), pool, count, count, "autoscaler", reason)
+            await self._roster.add_move(move)
+
+    async def _carry_out(self, actions: Sequence[Action], lever: Lever) -> None:
+        for action in actions:
+            match action:
+                case SetDesired(pool, num_replicas, pinned):
+                    await self._roster.set_desired(pool, num_replicas, pinned)
+                case Forget(pool):
+                    await self._roster.forget(pool)
+                case Tell(move):
+                    _log.warning("pool %s: %d -> %d by %s: %s", *move_fields(move))
+                    await self._roster.add_move(move)
+                case RecallLent(reason):
+                    view = await self._roster.view(0, 0.0)
+                    await self._set_leases(RoleBook(view, self._clock.wall()).recall_all(reason), view)
+                case Observed(mark, targets):
+                    await self._roster.set_observed(mark, targets)
+                case Pull():
+                    await self._pull(action, lever)
+
+    async def _pull(self, pull: Pull, lever: Lever) -> None:
+        try:
+            await lever.scale(pull.pool, pull.num_replicas)
+        except DashboardError as error:
+            self._keeper.failed(pull, self._clock.now())
+            _log.warning("pool %s cannot be set to %d now: %s", pull.pool, pull.num_replicas, error)
+            return
+        observed = self._keeper.pulled(pull)
+        await self._roster.set_observed(observed.deploy_mark, observed.targets)
+
+
+def move_fields(move: ScalingMove) -> tuple[str, int, int, str, str]:
+    """For a line of text: pool, before, after, by whom, why."""
+    return move.pool, move.before, move.after, move.by, move.reason

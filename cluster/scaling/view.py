@@ -1,0 +1,188 @@
+"""Everything that one decision is made from, measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cluster.scaling.config import ScalingConfig
+from cluster.scaling.floor import Load, Need, floors
+from cluster.scaling.forecast import TAIL
+from cluster.scaling.history import History, PoolView, Sample
+from cluster.scaling.pressure import KV_NEAR_FULL, RECENT_S, FastLoop, Pressure, Side, late_share, side_of
+from cluster.scaling.rates import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    Rates,
+    Sizes,
+    Work,
+    kind_of,
+    may_prefill,
+    measured_rates,
+    measured_sizes,
+    measured_work,
+)
+
+HYSTERESIS = 1.2
+"""A pool shrinks only where the smaller one could serve this much more than the demand."""
+_SPARE_SHARE = 0.9
+"""Of the samples that must show room for one replica less."""
+
+
+class Kind(NamedTuple):
+    """The pools that do the same, and how many replicas they have and could have."""
+
+    name: str
+    pools: tuple[PoolView, ...]
+    num_desired: int
+    """At home, those that are lent included."""
+    num_lent: int
+    num_borrowed: int
+    reach: int
+    """The most that limits and operators allow."""
+
+    @property
+    def num_effective(self) -> int:
+        """Those that do this work once all that was ordered is ready."""
+        return self.num_desired - self.num_lent + self.num_borrowed
+
+
+class View:
+    """A moment, as `decide` sees it. There must be a latest sample."""
+
+    def __init__(
+        self, history: History, config: ScalingConfig, pools: Sequence[PoolView], latest: Sample, now: float
+    ) -> None:
+        self.history = history
+        self.config = config
+        self.latest = latest
+        self.now = now
+        self.has_prefill = may_prefill(pools)
+        self.kinds = _kinds(pools, has_prefill=self.has_prefill)
+        self.max_sequences = min((pool.max_sequences for pool in pools if pool.role != PREFILL), default=1)
+        self.rates: Rates = measured_rates(history, config, self.max_sequences, now, self.has_prefill)
+        self.sizes: Sizes = measured_sizes(history, now, config.forecast_s / 2)
+        horizon_s = max((history.start_s(pool.name) for pool in pools), default=0.0)
+        self.work: Work = measured_work(history, config, min(horizon_s, config.forecast_s / 2), now)
+        self.pressures = self.pressures_at(0)
+
+    def pressures_at(self, num_ago: int) -> dict[str, Pressure]:
+        """By kind: the shortages that stood before the latest `num_ago` samples. A prefill queue that waits
+        for decode is decode's shortage."""
+        fast = self._fast_loop(num_ago)
+        found = {kind: fast.pressure(kind) for kind in self.kinds}
+        if fast.is_blocked():
+            found.pop(PREFILL, None)
+        return {kind: pressure for kind, pressure in found.items() if pressure is not None}
+
+    def blocked_queue(self) -> Pressure | None:
+        """The prefill queue that stands because prompts wait for decode; it is none of `pressures`."""
+        fast = self._fast_loop()
+        return fast.pressure(PREFILL) if PREFILL in self.kinds and fast.is_blocked() else None
+
+    def _fast_loop(self, num_ago: int = 0) -> FastLoop:
+        """Over the half minute before the latest `num_ago` samples."""
+        recent = self.history.since(self.latest.at - RECENT_S - num_ago * self.config.interval_s)
+        return FastLoop(
+            recent[: len(recent) - num_ago],
+            self.config,
+            self.rates,
+            self.sizes,
+            self.max_sequences,
+            has_prefill=self.has_prefill,
+        )
+
+    def was_short(self, kind: str, for_s: float) -> bool:
+        """Whether the kind was short in every sample since then."""
+        num_since = len(self.history.since(self.now - for_s))
+        return self.history.covered_s >= for_s and all(
+            kind in self.pressures_at(num_ago) for num_ago in range(num_since)
+        )
+
+    def needs(self) -> dict[str, Need]:
+        """By kind: what the expected demand needs. A history that is too short for a forecast has none."""
+        if self.history.covered_s < self.config.forecast_s / 10:
+            return dict.fromkeys(self.kinds, Need(None, "too little was seen for a forecast"))
+        return floors(self._load(self.work.expected.per_s), self.config, self._reach)
+
+    def lasting_needs(self) -> dict[str, Need]:
+        """The same with what was asked lately, and room above it: no pool shrinks below that."""
+        return floors(self._load(HYSTERESIS * self.work.lasting_per_s), self.config, self._reach)
+
+    def _load(self, per_s: float) -> Load:
+        return Load(per_s, self.work.expected.dispersion, self.sizes, self.rates)
+
+    @property
+    def _reach(self) -> dict[str, int]:
+        return {name: kind.reach for name, kind in self.kinds.items()}
+
+    def side(self, kind: str, sample: Sample) -> Side:
+        return side_of(sample, kind, has_prefill=self.has_prefill)
+
+    def can_spare(self, kind: str, for_s: float) -> bool:
+        """Whether one replica less than there is would have done in the samples since then."""
+        samples = self.history.since(self.now - for_s)
+        num_left = self.side(kind, self.latest).num_replicas - 1
+        if num_left < 1 or not samples or self._were_late(kind, samples):
+            return False
+        fitting = [self._fits(kind, self.side(kind, sample), num_left) for sample in samples]
+        return sum(fitting) >= _SPARE_SHARE * len(samples)
+
+    def _were_late(self, kind: str, samples: Sequence[Sample]) -> bool:
+        """Whether half as many first tokens, or gaps, as may be late were."""
+        is_late = False
+        if kind != DECODE:
+            is_late |= (
+                late_share(samples, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
+                > TAIL / 2
+            )
+        if kind != PREFILL:
+            is_late |= late_share(samples, lambda each: (each.num_gaps, each.num_late_gaps)) > TAIL / 2
+        return is_late
+
+    def _fits(self, kind: str, side: Side, num_left: int) -> bool:
+        if not side.num_replicas:
+            return True
+        share = num_left / side.num_replicas
+        if (
+            kind != DECODE
+            and side.num_backlog_tokens > side.prefill_tok_s * share * self.config.ttft_slo_s / 2
+        ):
+            return False
+        if kind == PREFILL:
+            return True
+        load, rates = self.config.target_load, self.rates
+        tok_s = side.num_running / side.mean_step_s if side.mean_step_s else 0.0
+        has_speed = tok_s <= load * num_left * rates.decode_tok_s or not tok_s
+        has_room = side.num_used_blocks <= load * (1 - KV_NEAR_FULL) * share * side.num_total_blocks
+        return has_speed and has_room and (kind == BOTH or not side.num_waiting)
+
+
+def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Kind]:
+    found = {}
+    for name in (PREFILL, DECODE, BOTH):
+        own = tuple(pool for pool in pools if kind_of(pool.role, has_prefill=has_prefill) == name)
+        if not own:
+            continue
+        num_borrowed = sum(len(pool.lent) for pool in pools if _borrower(pool.role) == name)
+        found[name] = Kind(
+            name,
+            own,
+            num_desired=sum(pool.desired for pool in own),
+            num_lent=sum(len(pool.lent) for pool in own),
+            num_borrowed=num_borrowed,
+            reach=sum(_most(pool) for pool in own),
+        )
+    return found
+
+
+def _borrower(role: str) -> str:
+    """Whom replicas of this home role are lent to; "": nobody."""
+    return {PREFILL: DECODE, DECODE: PREFILL}.get(role, "")
+
+
+def _most(pool: PoolView) -> int:
+    if pool.limits is None or pool.is_pinned:
+        return pool.desired
+    return max(pool.limits.max, pool.desired)

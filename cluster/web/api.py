@@ -1,0 +1,148 @@
+"""What the console's page shows, as JSON: taken from the gateway that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from cluster.commands.json_text import as_dict, status_json
+from cluster.config import ClusterConfig
+from cluster.errors import DashboardAwayError
+from cluster.gateway.desk import Desk, RequestRecord
+from cluster.gateway.reports import Reporter
+from cluster.observe.meters import CURVE_S
+from cluster.proto import tandem_pb2 as pb
+from cluster.store_admin import STAT_S, StoreAdmin
+from cluster.web.orders import Operations
+from kvtransfer.clock import Clock
+
+MAX_REQUESTS = 100
+"""Of each kind, running and ended, in one answer."""
+_STATUS_AGE_S = 0.5
+_STORES_AGE_S = 2.0
+
+T = TypeVar("T")
+
+
+class Fresh(Generic[T]):
+    """A value that is made again when it is older than `max_age_s`; who asks meanwhile waits for the same."""
+
+    def __init__(self, make: Callable[[], Awaitable[T]], max_age_s: float, clock: Clock) -> None:
+        self._make = make
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._made: tuple[float, T] | None = None
+
+    async def get(self) -> T:
+        async with self._lock:
+            if self._made is None or self._clock.now() - self._made[0] >= self._max_age_s:
+                self._made = self._clock.now(), await self._make()
+            return self._made[1]
+
+
+class ConsoleApi:
+    """Any number of pages poll this: what costs something is made a few times a second, for all of them."""
+
+    def __init__(
+        self,
+        *,
+        gateway_id: str,
+        config: ClusterConfig,
+        reporter: Reporter,
+        desk: Desk,
+        stores: StoreAdmin,
+        operations: Operations | None,
+        clock: Clock,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._config = config
+        self._reporter = reporter
+        self._desk = desk
+        self._meters = desk.meters
+        self._operations = operations
+        self._clock = clock
+        self._status = Fresh(self._make_status, _STATUS_AGE_S, clock)
+        self._store_stat: Fresh[pb.StoreStatResponse] = Fresh(
+            lambda: stores.stat(STAT_S), _STORES_AGE_S, clock
+        )
+
+    async def about(self) -> dict[str, Any]:
+        """What does not change while the gateway runs, and the dashboard's address."""
+        scaling = self._config.scaling
+        return {
+            "gateway_id": self._gateway_id,
+            "app": self._config.app,
+            "autoscale": scaling.autoscale,
+            "ttft_slo_s": scaling.ttft_slo_s,
+            "itl_slo_s": scaling.itl_slo_s,
+            "dashboard": await self._dashboard_url(),
+        }
+
+    async def status(self) -> str:
+        """JSON, as `tandem status --json`."""
+        return await self._status.get()
+
+    def requests(self) -> dict[str, Any]:
+        """Running and recent requests of this gateway, the latest first."""
+        now = self._clock.now()
+        records = self._desk.recent(MAX_REQUESTS)
+        return {"requests": [_request(record, now) for record in records]}
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """As `tandem explain --json`; `UnknownRequestError` when it is neither running nor recent."""
+        return as_dict(self._reporter.explain(request_id))
+
+    def curves(self) -> dict[str, Any]:
+        """TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is
+        [unix time, median, 90th percentile], in seconds."""
+        now, wall = self._clock.now(), self._clock.wall()
+        curves = self._meters.curves(now, wall)
+        return {
+            "at": wall,
+            "span_s": CURVE_S,
+            "ttft": curves.ttft,
+            "itl": curves.itl,
+            "minute": msgspec.structs.asdict(self._meters.window(now)),
+        }
+
+    async def _dashboard_url(self) -> str:
+        if self._operations is None:
+            return ""
+        try:
+            return await self._operations.dashboard_url()
+        except DashboardAwayError:
+            return ""
+
+    async def _make_status(self) -> str:
+        reply = self._reporter.status()
+        nodes = (await self._store_stat.get()).nodes if reply.stores else []
+        # In a thread: with many replicas it takes longer than the tokens of this loop should wait.
+        return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
+
+
+def _request(record: RequestRecord, now: float) -> dict[str, Any]:
+    """Times are milliseconds, null while not known; `age_s` counts from the request's arrival."""
+    last = record.decisions[-1].decision if record.decisions else None
+    return {
+        "request_id": record.request_id,
+        "state": record.state,
+        "reason": record.reason,
+        "tenant": record.tenant,
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "num_output_tokens": record.num_output_tokens,
+        "age_s": now - record.started_at,
+        "ttft_ms": _span_ms(record.started_at, record.first_token_at),
+        "e2e_ms": _span_ms(record.started_at, record.ended_at),
+        "attempts": len(record.decisions),
+        "prefill": last.prefill if last else "",
+        "decode": last.decode if last else "",
+    }
+
+
+def _span_ms(start: float, end: float) -> float | None:
+    return 1e3 * (end - start) if end else None

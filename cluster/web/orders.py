@@ -1,0 +1,109 @@
+"""Orders of an operator, given with the operator's own Ray token: the console itself may change nothing.
+
+page --POST + token--> gateway --the same token--> Ray's dashboard (`cluster.scaling.lever`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from cluster.errors import (
+    DashboardAwayError,
+    DashboardError,
+    RosterAwayError,
+    ScalerDisabledError,
+    TokenRefusedError,
+    UnknownPoolError,
+)
+from cluster.scaling.lever import Lever
+
+MAX_REPLICAS = 1000
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what the page sends: JSON objects with these fields and no other."""
+
+
+class ScaleOrder(Order, frozen=True):
+    """This pool shall have so many replicas, and stay there until it is released."""
+
+    pool: str
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
+
+
+class ReleaseOrder(Order, frozen=True):
+    """The autoscaler may move this pool again."""
+
+    pool: str
+
+
+class Answer(NamedTuple):
+    """To an order: an HTTP status and what to tell the operator."""
+
+    status: int
+    text: str
+
+
+class Operations(NamedTuple):
+    """What the process around the gateway can do for an operator."""
+
+    dashboard_url: Callable[[], Awaitable[str]]
+    """Such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`."""
+    release: Callable[[str], Awaitable[None]]
+    """Unpin the pool; `RosterAwayError` when that could not be recorded."""
+
+
+class Orders:
+    """Hands orders on; `operations` None: to nobody, as in a gateway without Ray."""
+
+    def __init__(self, app: str, pools: Collection[str], operations: Operations | None) -> None:
+        self._app = app
+        self._pools = sorted(pools)
+        self._operations = operations
+
+    async def scale(self, order: ScaleOrder, token: str) -> Answer:
+        """Serve's target of the pool; `token` "": none was given."""
+
+        async def pull(lever: Lever, operations: Operations) -> str:
+            await lever.scale(order.pool, order.replicas)
+            noun = "replica" if order.replicas == 1 else "replicas"
+            return f"pool {order.pool} shall have {order.replicas} {noun}"
+
+        return await self._obey(order.pool, token, pull)
+
+    async def release(self, order: ReleaseOrder, token: str) -> Answer:
+        """The dashboard knows no pins: it is asked something that it answers to this token only."""
+
+        async def unpin(lever: Lever, operations: Operations) -> str:
+            await lever.application()
+            await operations.release(order.pool)
+            return f"pool {order.pool} is released"
+
+        return await self._obey(order.pool, token, unpin)
+
+    async def _obey(
+        self, pool: str, token: str, obey: Callable[[Lever, Operations], Awaitable[str]]
+    ) -> Answer:
+        if pool not in self._pools:
+            return Answer(404, f"there is no pool {pool[:100]!r}, but {', '.join(self._pools)}")
+        if self._operations is None:
+            return Answer(503, "this gateway runs without Ray: there is no dashboard that could scale pools")
+        try:
+            url = await self._operations.dashboard_url()
+            if not url:
+                return Answer(503, "this Ray cluster has no dashboard for orders: start its head with one")
+            async with Lever(url, self._app, token) as lever:
+                return Answer(200, await obey(lever, self._operations))
+        except TokenRefusedError as error:
+            return Answer(403 if token else 401, str(error))
+        except UnknownPoolError as error:
+            return Answer(404, str(error))
+        except ScalerDisabledError as error:
+            return Answer(412, str(error))
+        except (DashboardAwayError, RosterAwayError) as error:
+            return Answer(503, str(error))
+        except DashboardError as error:
+            return Answer(502, str(error))

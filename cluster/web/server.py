@@ -1,0 +1,181 @@
+"""The console's HTTP server: the page, its JSON, and orders, in the gateway's own event loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Collection
+from importlib.resources import files
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from cluster.config import ClusterConfig
+from cluster.errors import StartError, UnknownRequestError
+from cluster.gateway.desk import Desk
+from cluster.gateway.reports import Reporter
+from cluster.store_admin import StoreAdmin
+from cluster.web.api import ConsoleApi
+from cluster.web.guard import HEADERS, MAX_BODY_BYTES, bearer_token, refused_host, refused_order
+from cluster.web.orders import Answer, Operations, Order, Orders, ReleaseOrder, ScaleOrder
+from kvtransfer.clock import Clock
+
+PATH = "/console"
+_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_STOP_S = 1.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+AnOrder = TypeVar("AnOrder", bound=Order)
+
+
+def open_console(
+    gateway_id: str,
+    config: ClusterConfig,
+    reporter: Reporter,
+    desk: Desk,
+    stores: StoreAdmin,
+    operations: Operations | None,
+    clock: Clock,
+) -> Console | None:
+    """The console of a gateway, not yet listening; None where the configuration wants none."""
+    gateway = config.gateway
+    if gateway.console_port is None:
+        return None
+    api = ConsoleApi(
+        gateway_id=gateway_id,
+        config=config,
+        reporter=reporter,
+        desk=desk,
+        stores=stores,
+        operations=operations,
+        clock=clock,
+    )
+    orders = Orders(config.app, [pool.name for pool in config.pools], operations)
+    return Console(gateway.host, gateway.console_port, gateway.console_hosts, api, orders)
+
+
+class Console:
+    """From `start` to `stop`. Requests are not logged: their headers may carry the operator's token."""
+
+    def __init__(self, host: str, port: int, names: Collection[str], api: ConsoleApi, orders: Orders) -> None:
+        self._host = host
+        self._port = port
+        self._names = frozenset(name.lower() for name in (host, *names))
+        self._api = api
+        self._orders = orders
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.get("/", _to_page),
+                web.get(f"{PATH}/", _to_page),
+                web.get(PATH, _file("index.html")),
+                web.get(f"{PATH}/api/about", self._about),
+                web.get(f"{PATH}/api/status", self._status),
+                web.get(f"{PATH}/api/requests", self._requests),
+                web.get(f"{PATH}/api/explain", self._explain),
+                web.get(f"{PATH}/api/curves", self._curves),
+                web.post(f"{PATH}/api/scale", self._scale),
+                web.post(f"{PATH}/api/release", self._release),
+            ]
+        )
+        for name in sorted(entry.name for entry in (files("cluster.web") / "static").iterdir()):
+            if name != "index.html":
+                app.router.add_get(f"{PATH}/{name}", _file(name))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
+
+    async def start(self) -> int:
+        """Listen, and return the port; `StartError` when it is taken."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise StartError(
+                f"gateway.console_port: the console cannot listen on {self._host}:{self._port}: "
+                f"{error.strerror or error}; choose another port, 0 for a free one, or null for no console"
+            ) from error
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse what no page of ours sends; turn every refusal into JSON."""
+        response: web.StreamResponse
+        if problem := refused_host(request.headers.get("Host"), self._names):
+            response = _error(421, problem)
+        elif request.method == "POST" and (refusal := refused_order(request.headers)):
+            response = _error(*refusal)
+        else:
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = _error(error.status, f"{error.reason}: {request.method} {request.path[:100]}")
+                if "Allow" in error.headers:
+                    response.headers["Allow"] = error.headers["Allow"]
+        response.headers.update(HEADERS)
+        return response
+
+    async def _about(self, request: web.Request) -> web.Response:
+        return _json(await self._api.about())
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.Response(text=await self._api.status(), content_type="application/json")
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        return _json(self._api.requests())
+
+    async def _curves(self, request: web.Request) -> web.Response:
+        return _json(self._api.curves())
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        request_id = request.query.get("id", "")
+        if not request_id:
+            return _error(400, "id: name the request, as in /console/api/explain?id=...")
+        try:
+            return _json(self._api.explain(request_id))
+        except UnknownRequestError as error:
+            return _error(404, str(error))
+
+    async def _scale(self, request: web.Request) -> web.Response:
+        return await _obey(request, ScaleOrder, self._orders.scale)
+
+    async def _release(self, request: web.Request) -> web.Response:
+        return await _obey(request, ReleaseOrder, self._orders.release)
+
+
+async def _obey(
+    request: web.Request, kind: type[AnOrder], obey: Callable[[AnOrder, str], Awaitable[Answer]]
+) -> web.Response:
+    try:
+        order = msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return _error(400, f"the order cannot be read: {error}")
+    answer = await obey(order, bearer_token(request.headers.get("Authorization", "")))
+    if answer.status != 200:
+        return _error(answer.status, answer.text)
+    return _json({"message": answer.text})
+
+
+async def _to_page(request: web.Request) -> web.Response:
+    return web.Response(status=302, headers={"Location": PATH})
+
+
+def _file(name: str) -> Handler:
+    """Answers with one file of the page, read once."""
+    entry = files("cluster.web") / "static" / name
+    body, kind = entry.read_bytes(), _KINDS[f".{name.rpartition('.')[2]}"]
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=kind, charset="utf-8")
+
+    return answer
+
+
+def _json(fields: dict[str, Any]) -> web.Response:
+    return web.Response(text=json.dumps(fields), content_type="application/json")
+
+
+def _error(status: int, reason: str) -> web.Response:
+    return web.Response(status=status, text=json.dumps({"error": reason}), content_type="application/json")

@@ -1,0 +1,118 @@
+// Polls the gateway and shows what it says, or for how long it has said nothing.
+
+import { draw } from "/console/charts.js";
+import { badge, byId, duration, el, keyed, millis, show, text } from "/console/dom.js";
+import { openExplain } from "/console/explain.js";
+import { confirm, ordered, release, scale, startOrders } from "/console/orders.js";
+import { notesOf, showPools } from "/console/pools.js";
+import { showGateways, showMoves, showPaths, showRequests, showTiers, showTraffic } from "/console/tables.js";
+
+const PERIOD_MS = 1000;
+const ANSWER_MS = 5000;
+const AWAY_MS = 3000;
+
+let about = null;
+let status = null;
+let updatedAt = 0;
+let problem = "";
+let isPolling = false;
+
+async function get(path) {
+  const reply = await fetch(path, { credentials: "omit", signal: AbortSignal.timeout(ANSWER_MS) });
+  const fields = await reply.json();
+  if (!reply.ok) throw new Error(fields.error || `status ${reply.status}`);
+  return fields;
+}
+
+async function poll() {
+  if (isPolling || document.hidden) return;
+  isPolling = true;
+  try {
+    if (!about || problem) about = await get("/console/api/about");
+    const [latest, requests, curves] = await Promise.all(
+      ["status", "requests", "curves"].map((name) => get(`/console/api/${name}`)),
+    );
+    status = latest;
+    updatedAt = performance.now();
+    problem = "";
+    confirm(status.pools);
+    showAll(requests, curves);
+  } catch (error) {
+    problem = error.name === "TimeoutError" ? `no answer within ${ANSWER_MS / 1000} s` : error.message;
+  } finally {
+    isPolling = false;
+    showFreshness();
+  }
+}
+
+function showAll(requests, curves) {
+  showHead(curves.minute);
+  const notes = notesOf(status);
+  keyed(byId("notes"), notes, (note) => note, () => el("li"), text);
+  show(byId("notes-card"), notes.length > 0);
+  showOwnPools();
+  draw(byId("ttft"), "Time to first token", curves, curves.ttft,
+    { p50: curves.minute.ttft_p50_s, p90: curves.minute.ttft_p90_s }, about.ttft_slo_s);
+  draw(byId("itl"), "Time between tokens", curves, curves.itl,
+    { p50: curves.minute.itl_p50_s, p90: curves.minute.itl_p90_s }, about.itl_slo_s);
+  showRequests(requests, (requestId) => openExplain(requestId, get));
+  showTiers(status.stores);
+  showPaths(status.replicas);
+  showMoves(status.moves, about.autoscale);
+  showGateways(status.gateways, about.gateway_id);
+  showTraffic(status.traffic);
+}
+
+function showOwnPools() {
+  if (!status) return;
+  showPools(status, ordered, {
+    step: (name, change) => {
+      const shown = status.pools.find((pool) => pool.name === name);
+      const from = ordered.get(name) ?? (shown ? shown.desired : 1);
+      scale(name, Math.max(1, from + change));
+    },
+    release,
+  });
+}
+
+function showHead(minute) {
+  const model = status.model;
+  text(byId("model"), `${about.app}: ${model.name}, context ${model.max_context_tokens} tokens`);
+  badge(byId("ready"), status.ready ? "ready" : "not ready", status.ready ? "good" : "bad");
+  const figures = [
+    ["running", status.num_running_requests],
+    ["finished", status.num_finished_requests],
+    ["failed", status.num_failed_requests],
+    ["cancelled", status.num_cancelled_requests],
+    ["tokens/s", (minute.num_output_tokens / minute.window_s).toFixed(1)],
+    ["TTFT 90 %", minute.ttft_p90_s ? millis(1000 * minute.ttft_p90_s) : "–"],
+    ["ITL 90 %", minute.itl_p90_s ? millis(1000 * minute.itl_p90_s) : "–"],
+  ];
+  keyed(byId("figures"), figures, ([name]) => name, () => el("div", {}, el("dt"), el("dd")), (node, [name, value]) => {
+    text(node.children[0], name);
+    text(node.children[1], value);
+  });
+  const versions = Object.entries(status.versions).map(([name, version]) => `${name} ${version || "?"}`).join(", ");
+  text(byId("about"), `${about.gateway_id}, up ${duration(status.uptime_s)}; ${versions}`);
+  show(byId("dashboard"), Boolean(about.dashboard));
+  if (about.dashboard) byId("dashboard").href = about.dashboard;
+}
+
+// Also while nothing arrives.
+function showFreshness() {
+  const ageMs = performance.now() - updatedAt;
+  const isAway = Boolean(problem) || (updatedAt > 0 && ageMs > AWAY_MS);
+  const since = updatedAt ? `last update ${duration(ageMs / 1000)} ago` : "no data yet";
+  text(byId("freshness"), since);
+  const what = updatedAt ? `${since}; what you see is from then` : since;
+  if (isAway) text(byId("away"), `The gateway does not answer (${problem || "no news"}): ${what}.`);
+  show(byId("away"), isAway);
+  byId("main").classList.toggle("stale", isAway);
+}
+
+startOrders(showOwnPools);
+byId("explain-close").onclick = () => byId("explain").close();
+document.addEventListener("visibilitychange", poll);
+setInterval(poll, PERIOD_MS);
+setInterval(showFreshness, PERIOD_MS);
+poll();

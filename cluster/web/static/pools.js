@@ -1,0 +1,169 @@
+// The pools: what is wanted, what there is, each replica's load, and the controls.
+
+import { NONE, badge, bar, byId, classes, column, el, keyed, millis, percent, rate, rows, show, text } from "/console/dom.js";
+
+const STATES = { ready: "good", leaving: "warn", connecting: "warn", refused: "bad" };
+const LATE_S = 3;
+const MIN_SCALE = 8; // sequences that fill a bar when no replica has more
+
+const COLUMNS = [
+  {
+    fill: (cell, { replica }) => {
+      if (!cell.firstElementChild) cell.append(el("span"), el("small"));
+      text(cell.children[0], replica.replica_id);
+      text(cell.children[1], [shapeOf(replica), `process ${replica.process_id}`].filter(Boolean).join(", "));
+    },
+  },
+  {
+    fill: (cell, { replica }) => {
+      if (!cell.firstElementChild) cell.append(el("span"));
+      badge(cell.firstElementChild, replica.state, STATES[replica.state] || "");
+    },
+  },
+  {
+    fill: (cell, { replica }) => {
+      if (!cell.firstElementChild) cell.append(el("span"), el("small"));
+      text(cell.children[0], replica.role);
+      const isLent = replica.home_role && replica.home_role !== replica.role;
+      text(cell.children[1], isLent ? `lent; home: ${replica.home_role}` : "");
+    },
+  },
+  {
+    fill: (cell, { replica, scale }) => {
+      const { num_running: running, num_waiting: waiting } = loadOf(replica);
+      bar(cell, (running + waiting) / scale, `${running} / ${waiting}`, waiting > running ? "busy" : "");
+    },
+  },
+  {
+    fill: (cell, { replica }) => {
+      const load = loadOf(replica);
+      const used = load.num_total_blocks - load.num_free_blocks;
+      const share = load.num_total_blocks ? used / load.num_total_blocks : 0;
+      bar(cell, share, `${used} / ${load.num_total_blocks}`, share > 0.9 ? "full" : "");
+      const cached = `${percent(share)} of the blocks in use; ${load.num_cached_blocks} cached`;
+      if (cell.title !== cached) cell.title = cached;
+    },
+  },
+  column(({ replica }) => loadOf(replica).num_landings, "num wide"),
+  column(({ replica }) => (loadOf(replica).decode_step_ms ? millis(loadOf(replica).decode_step_ms) : NONE), "num"),
+  column(({ replica }) => rate(loadOf(replica).prefill_tok_s, 0, "tok/s"), "num wide"),
+  column(({ replica }) => rate(loadOf(replica).transfer_gb_s, 2, "GB/s"), "num wide"),
+];
+
+const EMPTY = {
+  num_running: 0, num_waiting: 0, num_landings: 0, num_free_blocks: 0, num_cached_blocks: 0, num_total_blocks: 0,
+  decode_step_ms: 0, prefill_tok_s: 0, transfer_gb_s: 0,
+};
+const loadOf = (replica) => replica.load || EMPTY;
+
+// `2x2 (10+18)`: ranks that share a layer x stages, and the layers of each stage.
+function shapeOf(replica) {
+  const layers = replica.stage_layers || [];
+  if (replica.tp * layers.length <= 1) return "";
+  return `${replica.tp}x${layers.length}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
+}
+
+// `ordered`: pool name to the count that was ordered here and that the status does not show yet.
+export function showPools(status, ordered, act) {
+  const loads = status.replicas.map((replica) => loadOf(replica).num_running + loadOf(replica).num_waiting);
+  const scale = Math.max(MIN_SCALE, ...loads);
+  keyed(byId("pools"), poolsOf(status), (pool) => pool.name, (pool) => makePool(pool, act), (node, pool) => {
+    const replicas = status.replicas.filter((replica) => replica.pool === pool.name);
+    updatePool(node, pool, replicas, scale, ordered.get(pool.name));
+  });
+}
+
+// As the status tells; a replica whose pool it does not name (an older life's) makes one.
+function poolsOf(status) {
+  const pools = new Map(status.pools.map((pool) => [pool.name, pool]));
+  for (const replica of status.replicas) {
+    if (pools.has(replica.pool)) continue;
+    const same = status.replicas.filter((other) => other.pool === replica.pool);
+    const ready = same.filter((other) => other.state === "ready").length;
+    pools.set(replica.pool, {
+      name: replica.pool, role: replica.home_role || replica.role, configured: same.length, desired: same.length,
+      pinned: false, min: 0, max: 0, num_ready: ready, num_lent: 0,
+    });
+  }
+  return [...pools.values()];
+}
+
+function makePool(pool, act) {
+  const titleId = `pool-${pool.name}`;
+  const button = (what, sign, label, run) => el(
+    "button", { type: "button", className: "step", "data-act": what, "aria-label": label, onclick: run }, sign,
+  );
+  const head = ["Replica", "State", "Role", "Batch / waiting", "KV blocks", "Landings", "Step", "Prefill", "Moved"];
+  return el("section", { className: "pool", "aria-labelledby": titleId },
+    el("div", { className: "pool-head" },
+      el("h3", { id: titleId }),
+      el("p", { className: "counts" }),
+      el("span", { className: "badge pinned" }, "pinned by an operator"),
+      el("div", { className: "scale", role: "group", "aria-label": `Replicas of pool ${pool.name}` },
+        button("release", "Release", `Release pool ${pool.name}: the autoscaler may move it again`,
+          () => act.release(pool.name)),
+        button("less", "−", `One ${pool.name} replica less`, () => act.step(pool.name, -1)),
+        el("output", { className: "desired" }),
+        button("more", "+", `One ${pool.name} replica more`, () => act.step(pool.name, 1)),
+      ),
+    ),
+    el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-labelledby": titleId },
+      el("table", {},
+        el("thead", {}, el("tr", {}, ...head.map((name, index) => el(
+          "th", { scope: "col", className: COLUMNS[index].kind || "" }, name,
+        )))),
+        el("tbody", {}),
+      ),
+    ),
+  );
+}
+
+function updatePool(node, pool, replicas, scale, ordered) {
+  const find = (selector) => node.querySelector(selector);
+  text(find("h3"), pool.name);
+  const parts = [`${pool.num_ready} ready`, `${pool.desired} desired`, `${pool.configured} configured`];
+  if (pool.num_lent) parts.push(`${pool.num_lent} lent`);
+  if (pool.max) parts.push(`autoscaled from ${pool.min} to ${pool.max}`);
+  text(find(".counts"), `${pool.role}: ${parts.join(", ")}`);
+  show(find(".pinned"), pool.pinned);
+  show(find('[data-act="release"]'), pool.pinned);
+  const wanted = ordered === undefined ? pool.desired : ordered;
+  text(find(".desired"), wanted);
+  classes(find(".desired"), ordered === undefined ? "desired" : "desired pending");
+  const less = find('[data-act="less"]');
+  if (less.disabled !== wanted <= 1) less.disabled = wanted <= 1;
+  const items = replicas.map((replica) => ({ replica, scale }));
+  rows(find("tbody"), items, ({ replica }) => `${replica.replica_id}/${replica.epoch}`, COLUMNS);
+}
+
+// What should not be: each a line, and none for healthy replicas and stores.
+export function notesOf(status) {
+  const lines = [];
+  for (const replica of status.replicas) {
+    const load = replica.load || {};
+    const told = (count, meaning) => count && lines.push(`${replica.replica_id}: ${count} ${meaning}`);
+    if (replica.note) lines.push(`${replica.replica_id}: ${replica.note}`);
+    if (load.age_s > LATE_S) lines.push(`${replica.replica_id}: its last report is ${load.age_s.toFixed(0)} s old`);
+    told(load.num_checksum_failures, "pieces failed their checksum and were computed again");
+    told(load.num_quarantined_blocks, "blocks in quarantine");
+    told(load.num_leaked_blocks, "blocks referenced although nothing runs");
+    told((load.num_unstored_blocks || {}).failed, "finished blocks could not be written to the store");
+    told(load.num_store_checksum_failures, "records of the store failed their checksum and were computed");
+    for (const path of replica.paths.filter((each) => each.instead_of)) {
+      const way = path.transport ? `writes to ${path.peer_replica_id} over ${path.transport}` : `cannot write to ${path.peer_replica_id}`;
+      lines.push(`${replica.replica_id} ${way}: ${path.instead_of}`);
+    }
+  }
+  for (const node of status.stores) {
+    if (node.error) lines.push(`store of node ${node.member.host}: ${node.error}`);
+    if (node.index && node.index.note) lines.push(`index of node ${node.member.host}: ${node.index.note}`);
+    for (const tier of node.tiers || []) {
+      const where = `${tier.tier} of node ${node.member.host}`;
+      if (tier.note) lines.push(`${where}: ${tier.note}`);
+      if (tier.num_checksum_failures) lines.push(`${where}: ${tier.num_checksum_failures} records had a wrong checksum`);
+      if (tier.num_io_errors) lines.push(`${where}: ${tier.num_io_errors} reads or writes failed`);
+      if (tier.num_quarantined) lines.push(`${where}: ${tier.num_quarantined} places in quarantine`);
+    }
+  }
+  return lines;
+}

@@ -1,0 +1,167 @@
+// Requests, tiers, transfers, scaling moves, gateways and traffic.
+
+import { NONE, badge, bar, byId, classes, column, duration, el, keyed, millis, percent, rows, show, size, text } from "/console/dom.js";
+
+const STATES = { running: "good", finished: "", cancelled: "warn", failed: "bad" };
+const INDEX_STATES = { up: "good", off: "", slow: "warn", down: "bad" };
+const NUM_MOVES = 20;
+
+// ------------------------------------------------------------------------------------------ requests
+
+export function showRequests(reply, explain) {
+  const columns = [
+    {
+      fill: (cell, request) => {
+        if (!cell.firstElementChild) {
+          const open = el("button", { type: "button", className: "link" });
+          open.onclick = () => explain(open.textContent);
+          cell.append(open);
+        }
+        text(cell.firstElementChild, request.request_id);
+      },
+    },
+    {
+      fill: (cell, request) => {
+        if (!cell.firstElementChild) cell.append(el("span"));
+        badge(cell.firstElementChild, request.state, STATES[request.state] || "");
+        if (cell.title !== request.reason) cell.title = request.reason;
+      },
+    },
+    column((request) => request.tenant || NONE, "wide"),
+    column((request) => request.num_prompt_tokens, "num"),
+    column((request) => request.num_output_tokens, "num"),
+    column((request) => millis(request.ttft_ms), "num"),
+    column((request) => millis(request.e2e_ms), "num"),
+    column((request) => request.attempts, "num wide"),
+    column((request) => placeOf(request)),
+    column((request) => `${duration(request.age_s)} ago`, "num"),
+  ];
+  rows(byId("requests"), reply.requests, (request) => request.request_id, columns);
+  show(byId("requests-empty"), !reply.requests.length);
+}
+
+function placeOf(request) {
+  if (!request.decode) return NONE;
+  return request.prefill && request.prefill !== request.decode ? `${request.prefill} → ${request.decode}` : request.decode;
+}
+
+// --------------------------------------------------------------------------------------------- tiers
+
+export function showTiers(stores) {
+  const items = stores.flatMap((node) => {
+    if (node.error) return [{ node, tier: null }];
+    return (node.tiers || []).map((tier) => ({ node, tier }));
+  });
+  rows(byId("tiers"), items, ({ node, tier }) => `${node.member.node_id}/${tier ? tier.tier : ""}`, [
+    column(({ node }) => node.member.host || node.member.node_id),
+    column(({ tier }) => (tier ? tier.tier : "not reached")),
+    {
+      kind: "nowrap",
+      fill: (cell, { tier }) => {
+        if (!tier || !tier.capacity_bytes) {
+          text(cell, tier && tier.num_bytes ? size(tier.num_bytes) : NONE);
+          return;
+        }
+        if (cell.firstChild && !cell.firstElementChild) cell.replaceChildren();
+        bar(cell, tier.num_bytes / tier.capacity_bytes, `${size(tier.num_bytes)} of ${size(tier.capacity_bytes)}`);
+      },
+    },
+    column(({ tier }) => (tier ? tier.num_records : NONE), "num"),
+    column(({ tier }) => (tier && tier.num_hits + tier.num_misses ? percent(tier.num_hits / (tier.num_hits + tier.num_misses)) : NONE), "num"),
+    column(({ tier }) => (tier && tier.read_gb_s ? `${tier.read_gb_s.toFixed(2)} GB/s` : NONE), "num wide"),
+    column(({ tier }) => (tier && tier.write_gb_s ? `${tier.write_gb_s.toFixed(2)} GB/s` : NONE), "num wide"),
+    {
+      fill: (cell, { node, tier }) => {
+        if (!cell.firstElementChild) cell.append(el("span"));
+        const state = tier && tier.tier === "dram" && node.index ? node.index.state : "";
+        badge(cell.firstElementChild, state, state ? INDEX_STATES[state] || "" : "none");
+      },
+    },
+  ]);
+  show(byId("tiers-empty"), !items.length);
+}
+
+// --------------------------------------------------------------------------------------------- paths
+
+export function showPaths(replicas) {
+  const cells = new Map();
+  const sources = new Set();
+  const targets = new Set();
+  for (const replica of replicas) {
+    for (const path of replica.paths) {
+      const key = `${replica.replica_id}\n${path.peer_replica_id}`;
+      cells.set(key, [...(cells.get(key) || []), path]);
+      sources.add(replica.replica_id);
+      targets.add(path.peer_replica_id);
+    }
+  }
+  const table = byId("paths");
+  if (!table.firstElementChild) {
+    table.append(el("thead", {}, el("tr", {})), el("tbody", {}));
+  }
+  const columns = [...targets].sort();
+  keyed(table.tHead.rows[0], sources.size ? ["", ...columns] : [], (name) => name, (name) => (
+    name ? el("th", { scope: "col" }) : el("td", { className: "corner" })
+  ), (cell, name) => text(cell, name || "from \\ to"));
+  keyed(table.tBodies[0], [...sources].sort(), (source) => source, () => el("tr"), (row, source) => {
+    keyed(row, ["", ...columns], (name) => name, (name) => (name ? el("td") : el("th", { scope: "row" })), (cell, name) => {
+      if (name) fillPath(cell, cells.get(`${source}\n${name}`) || []);
+      else text(cell, source);
+    });
+  });
+  show(byId("paths-empty"), !sources.size);
+}
+
+function fillPath(cell, paths) {
+  const kinds = new Map();
+  for (const path of paths) kinds.set(path.transport, (kinds.get(path.transport) || 0) + 1);
+  const isCut = paths.some((path) => !path.transport);
+  const told = [...kinds].map(([kind, count]) => (count > 1 ? `${kind} ×${count}` : kind)).join(", ");
+  const slowest = Math.min(...paths.map((path) => path.gb_s));
+  const reasons = paths.map((path) => path.instead_of).filter(Boolean).join("\n");
+  text(cell, !paths.length ? NONE : isCut ? "none" : `${told} ${slowest.toFixed(2)} GB/s`);
+  classes(cell, isCut ? "bad-cell" : reasons ? "warn-cell" : "");
+  if (cell.title !== reasons) cell.title = reasons;
+}
+
+// ------------------------------------------------------------------------- moves, gateways, traffic
+
+export function showMoves(moves, isAutoscaled) {
+  text(byId("autoscaler"), `the latest moves; the autoscaler is ${isAutoscaled ? "on" : "off"}`);
+  const latest = moves.slice(-NUM_MOVES).reverse();
+  rows(byId("moves"), latest, (move) => `${move.at}/${move.pool}/${move.reason}`, [
+    column((move) => new Date(1000 * move.at).toLocaleTimeString([], { hour12: false }), "nowrap"),
+    column((move) => move.pool),
+    column((move) => `${move.before} → ${move.after}`, "num"),
+    column((move) => move.by),
+    column((move) => move.reason),
+  ]);
+  show(byId("moves-empty"), !latest.length);
+}
+
+export function showGateways(gateways, ownId) {
+  rows(byId("gateways"), gateways, (gateway) => gateway.gateway_id, [
+    column((gateway) => gateway.gateway_id + (gateway.gateway_id === ownId ? " (this one)" : "")),
+    column((gateway) => gateway.address),
+    column((gateway) => gateway.process_id, "num"),
+    {
+      fill: (cell, gateway) => {
+        if (!cell.firstElementChild) cell.append(el("a"));
+        const link = cell.firstElementChild;
+        text(link, gateway.console || NONE);
+        if (gateway.console && gateway.gateway_id !== ownId) link.href = `http://${gateway.console}/console`;
+        else link.removeAttribute("href");
+      },
+    },
+  ]);
+}
+
+export function showTraffic(traffic) {
+  const shares = Object.entries(traffic).sort();
+  const total = shares.reduce((sum, [, share]) => sum + share, 0) || 1;
+  keyed(byId("traffic"), shares, ([name]) => name, () => el("li", {}, el("span", {}), el("span", {})), (node, [name, share]) => {
+    text(node.children[0], name);
+    bar(node.children[1], share / total, percent(share / total));
+  });
+  show(byId("traffic-empty"), !shares.length);
+}

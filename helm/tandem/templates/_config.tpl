@@ -1,0 +1,49 @@
+{{/* What the deployment of Ray Serve is told, as the text of serveConfigV2. */}}
+
+{{- define "tandem.serveConfig" -}}
+{{- $root := . -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+applications:
+  - name: {{ .Values.app }}
+    import_path: cluster.declared:build
+    route_prefix: null
+    external_scaler_enabled: true
+    args:
+      secret_file: /tandem/secrets/cluster/secret
+      redis_url_file: /tandem/secrets/redis/url
+      config:
+        {{- include "tandem.clusterConfig" . | nindent 8 }}
+    deployments:
+      - name: Gateway
+        num_replicas: {{ .Values.gateway.replicas }}
+      {{- range $name, $pool := include "tandem.pools" . | fromYaml }}
+      - name: Pool-{{ $name }}
+        num_replicas: {{ $pool.sized.replicas }}
+      {{- end }}
+{{- end -}}
+
+{{/* The cluster's file. Counts of replicas are not in it, so that another count is no other configuration. */}}
+{{- define "tandem.clusterConfig" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- $gateway := dict "host" "auto" "port" .Values.gateway.port "resources" (dict "tandem_gateway" 1) -}}
+{{- $_ := set $gateway "console_port" (ternary .Values.gateway.consolePort nil .Values.gateway.console) -}}
+{{- with .Values.gateway.maxConnectionAgeSeconds -}}{{- $_ := set $gateway "max_connection_age_s" . -}}{{- end -}}
+{{- with include "tandem.modelName" . -}}{{- $_ := set $gateway "model_name" . -}}{{- end -}}
+{{- if .Values.gateway.tls.enabled -}}
+{{- $_ := set $gateway "tls_cert_file" "/tandem/secrets/tls/tls.crt" -}}
+{{- $_ := set $gateway "tls_key_file" "/tandem/secrets/tls/tls.key" -}}
+{{- $_ := set $gateway "health_port" .Values.gateway.healthPort -}}
+{{- end -}}
+{{- $_ := set $config "gateway" (mergeOverwrite (default dict $config.gateway) $gateway) -}}
+{{- if (default dict $config.store).nvme_gb -}}{{- $_ := set $config.store "nvme_path" "/tandem/nvme" -}}{{- end -}}
+{{- $pools := list -}}
+{{- range $name, $pool := include "tandem.pools" . | fromYaml -}}
+{{- $asked := dict "name" $name "resources" (dict (include "tandem.poolResource" $name) 0.001) -}}
+{{- $pools = append $pools (merge $asked (omit $pool.config "replicas")) -}}
+{{- end -}}
+{{- $own := dict "app" .Values.app "model" .Values.model.path "pools" $pools -}}
+{{- merge $own $config | toYaml -}}
+{{- end -}}

@@ -1,0 +1,200 @@
+{{/* Names and labels. */}}
+
+{{- define "tandem.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := printf "%s-%s" .Release.Name $name -}}
+{{- if contains $name .Release.Name -}}{{- $full = .Release.Name -}}{{- end -}}
+{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "tandem.selector" -}}
+tandem.io/release: {{ include "tandem.fullname" . }}
+{{- end -}}
+
+{{- define "tandem.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{ include "tandem.selector" . }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Of the pods that are not Ray's. Call with (list $ "component"). */}}
+{{- define "tandem.componentSelector" -}}
+{{ include "tandem.selector" (index . 0) }}
+tandem.io/part: {{ index . 1 }}
+{{- end -}}
+
+{{- define "tandem.serviceAccount" -}}
+{{- $root := index . 0 -}}{{- $part := index . 1 -}}
+{{- if $root.Values.serviceAccount.create -}}
+{{- printf "%s-%s" (include "tandem.fullname" $root) $part -}}
+{{- else -}}
+{{- ternary $root.Values.serviceAccount.headName $root.Values.serviceAccount.workerName (eq $part "head") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Pools, each with what `poolDefaults` says merged under it and what follows from it computed. As YAML, worked out
+once. */}}
+{{- define "tandem.pools" -}}
+{{- $root := . -}}
+{{- if not (hasKey .Values "sizedPools") -}}
+{{- $pools := dict -}}
+{{- range $name, $given := .Values.pools -}}
+{{- if $given -}}
+{{- $pool := mergeOverwrite (deepCopy $root.Values.poolDefaults) (deepCopy $given) -}}
+{{- $_ := set $pools $name (include "tandem.sizedPool" (list $root $name $pool) | fromYaml) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $pools -}}{{- fail "pools: at least one pool is needed" -}}{{- end -}}
+{{- $_ := set .Values "sizedPools" (toYaml $pools) -}}
+{{- end -}}
+{{- .Values.sizedPools -}}
+{{- end -}}
+
+{{/* The pool with sized: {cpu, gpus, pods, minPods, maxPods, grace}. Call with (list $ name pool). */}}
+{{- define "tandem.sizedPool" -}}
+{{- $root := index . 0 -}}{{- $name := index . 1 -}}{{- $pool := index . 2 -}}
+{{- $c := $pool.config -}}
+{{- $where := printf "pools.%s" $name -}}
+{{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$" $name) -}}
+{{- fail (printf "%s: a pool's name has lower-case letters, digits and dashes, at most 40" $where) -}}
+{{- end -}}
+{{- if not $c.cpus_per_rank -}}
+{{- fail (printf "%s.config.cpus_per_rank: must be given: it sizes the pods, and nobody else shares out CPUs" $where) -}}
+{{- end -}}
+{{- $tp := int (default 1 $c.tp) -}}{{- $pp := int (default 1 $c.pp) -}}
+{{- $replicas := int (default 1 $c.replicas) -}}
+{{- $perPod := int (default 1 $pool.replicasPerPod) -}}
+{{- $stages := int (default $pp $pool.stagesPerPod) -}}
+{{- if and (lt $stages $pp) (gt $perPod 1) -}}
+{{- fail (printf "%s: with stagesPerPod below pp, replicasPerPod must be 1" $where) -}}
+{{- end -}}
+{{- if mod $pp $stages -}}
+{{- fail (printf "%s.stagesPerPod: %d does not divide pp %d" $where $stages $pp) -}}
+{{- end -}}
+{{- $devices := default (list) $c.devices -}}
+{{- $isCuda := ternary (has "cuda" $devices) (eq (default "cpu" $c.device) "cuda") (gt (len $devices) 0) -}}
+{{- $gpusPerRank := ternary 1.0 0.0 $isCuda -}}
+{{- if not (kindIs "invalid" $c.gpus_per_rank) -}}{{- $gpusPerRank = $c.gpus_per_rank -}}{{- end -}}
+{{- if not $isCuda -}}{{- $gpusPerRank = 0.0 -}}{{- end -}}
+{{- $ranks := mul $tp $stages $perPod -}}
+{{- $cpu := ceil (addf (mulf $ranks $c.cpus_per_rank) (mulf 0.05 $perPod)) | int -}}
+{{- $gpus := ceil (mulf $ranks $gpusPerRank) | int -}}
+{{- $podsOfReplica := div $pp $stages -}}
+{{- $needed := div (add (mul $replicas $podsOfReplica) (sub $perPod 1)) $perPod -}}
+{{- $pods := int (default $needed $pool.pods) -}}
+{{- $scaling := default dict $root.Values.config.scaling -}}
+{{- $limits := default dict (get (default dict $scaling.pools) $name) -}}
+{{- $wanted := div (add (mul (int (default 1 $limits.max)) $podsOfReplica) (sub $perPod 1)) $perPod -}}
+{{- $maxPods := int (default (max $pods $wanted) $pool.maxPods) -}}
+{{- $minPods := min $pods $maxPods | int -}}
+{{- if not (kindIs "invalid" $pool.minPods) -}}{{- $minPods = int $pool.minPods -}}{{- end -}}
+{{- if or (lt $maxPods $pods) (gt $minPods $pods) -}}
+{{- fail (printf "%s: minPods %d, pods %d and maxPods %d must not fall" $where $minPods $pods $maxPods) -}}
+{{- end -}}
+{{- $drain := default 10 $c.drain_s -}}
+{{- $least := int (addf (ceil $drain) 40) -}}
+{{- $grace := int (default $least $pool.terminationGracePeriodSeconds) -}}
+{{- if le $grace (int (addf (ceil $drain) 10)) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds: %d must be more than drain_s %v and 10 s for the end; leave it out for %d" $where $grace $drain $least) -}}
+{{- end -}}
+{{- $sized := dict "cpu" $cpu "gpus" $gpus "pods" $pods "minPods" $minPods "maxPods" $maxPods "grace" $grace "replicas" $replicas -}}
+{{- set $pool "sized" $sized | toYaml -}}
+{{- end -}}
+
+{{- define "tandem.usesGpus" -}}
+{{- range $name, $pool := include "tandem.pools" . | fromYaml -}}{{- if gt (int $pool.sized.gpus) 0 -}}yes{{- end -}}{{- end -}}
+{{- end -}}
+
+{{- define "tandem.image" -}}
+{{- $kind := ternary "cuda" "cpu" (ne (include "tandem.usesGpus" .) "") -}}
+{{- printf "%s:%s" .Values.image.repository (default (printf "%s-%s" .Chart.AppVersion $kind) .Values.image.tag) -}}
+{{- end -}}
+
+{{/* The Ray resource that ties a pool's replicas to its pods. */}}
+{{- define "tandem.poolResource" -}}
+tandem_pool_{{ . | replace "-" "_" }}
+{{- end -}}
+
+{{- define "tandem.clusterSecretName" -}}
+{{- default (printf "%s-cluster" (include "tandem.fullname" .)) .Values.clusterSecret.existingSecret -}}
+{{- end -}}
+
+{{- define "tandem.raySecretName" -}}
+{{- default (printf "%s-ray" (include "tandem.fullname" .)) .Values.rayAuth.existingSecret -}}
+{{- end -}}
+
+{{/* Redis: the Secret with URL and password, its keys, and the address for Ray. */}}
+{{- define "tandem.redis" -}}
+{{- $name := include "tandem.fullname" . -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+secret: {{ default (printf "%s-redis" $name) .Values.redis.bundled.existingSecret }}
+urlKey: url
+passwordKey: password
+usernameKey: ""
+address: {{ printf "%s-redis:6379" $name }}
+{{- else -}}
+{{- $external := .Values.redis.external -}}
+secret: {{ required "redis.external.secretName: must be given with redis.mode external: the Secret with the server's URL" $external.secretName }}
+urlKey: {{ $external.urlKey }}
+passwordKey: {{ $external.passwordKey | quote }}
+usernameKey: {{ $external.usernameKey | quote }}
+address: {{ required "redis.external.address: must be given with redis.mode external, as host:port" $external.address }}
+{{- end -}}
+{{- end -}}
+
+{{/* What the model's volume is: claim and folder in it; nothing when it is in the image. */}}
+{{- define "tandem.model" -}}
+{{- if eq .Values.model.source "pvc" -}}
+claim: {{ required "model.pvc.claim: must be given with model.source pvc" .Values.model.pvc.claim }}
+subPath: {{ .Values.model.pvc.subPath | quote }}
+marker: ""
+{{- else if eq .Values.model.source "download" -}}
+{{- $repo := required "model.download.repo: must be given with model.source download, as org/name" .Values.model.download.repo -}}
+{{- $what := printf "%s@%s" $repo .Values.model.download.revision -}}
+claim: {{ printf "%s-model" (include "tandem.fullname" .) }}
+subPath: {{ $what | sha256sum | trunc 16 | quote }}
+marker: {{ $what | quote }}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.modelName" -}}
+{{- $name := .Values.model.name -}}
+{{- if and (not $name) (eq .Values.model.source "download") -}}{{- $name = .Values.model.download.repo | base -}}{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{- define "tandem.operatorPeer" -}}
+- namespaceSelector: {}
+  podSelector:
+    matchLabels:
+      {{- toYaml .Values.networkPolicy.operatorPodLabels | nindent 6 }}
+{{- end -}}
+
+{{- define "tandem.gatewaySelector" -}}
+{{ include "tandem.selector" . }}
+ray.io/node-type: worker
+ray.io/group: gateway
+{{- with .Values.gateway.service.rayCluster }}
+ray.io/cluster: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.monitorLabels" -}}
+{{ include "tandem.labels" . }}
+{{- with .Values.monitoring.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.relabelings" -}}
+- sourceLabels: [__meta_kubernetes_pod_label_ray_io_group]
+  targetLabel: ray_group
+- sourceLabels: [__meta_kubernetes_pod_label_ray_io_cluster]
+  targetLabel: ray_cluster
+{{- end -}}

@@ -1,0 +1,213 @@
+{{/*
+The template of a Ray pod. Call with a dict:
+  root, part (head, gateway, pool), pool (name), pod (values of the group), limits (of the Ray container),
+  ports, grace, drain (seconds), readiness (probe or ""), volumes, mounts, capabilities, host (hostNetwork,
+  hostIPC, hostname).
+*/}}
+{{- define "tandem.rayPod" -}}
+{{- $root := .root -}}
+{{- $pod := .pod -}}
+{{- $model := include "tandem.model" $root | fromYaml -}}
+{{- $redis := include "tandem.redis" $root | fromYaml -}}
+{{- $context := deepCopy $root.Values.containerSecurityContext -}}
+{{- with .capabilities -}}
+{{- $_ := set $context "capabilities" (mergeOverwrite (default dict $context.capabilities) (dict "add" .)) -}}
+{{- end -}}
+metadata:
+  labels:
+    {{- include "tandem.selector" $root | nindent 4 }}
+    app.kubernetes.io/instance: {{ $root.Release.Name }}
+    tandem.io/part: {{ .part }}
+    {{- with .pool }}
+    tandem.io/pool: {{ . }}
+    {{- end }}
+    {{- with $root.Values.commonLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with $pod.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $pod.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "tandem.serviceAccount" (list $root (ternary "head" "worker" (eq .part "head"))) }}
+  automountServiceAccountToken: {{ and (eq .part "head") $root.Values.autoscaler.enabled }}
+  enableServiceLinks: false
+  {{- with .grace }}
+  terminationGracePeriodSeconds: {{ . }}
+  {{- end }}
+  securityContext:
+    {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .host }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" }}
+  {{- with get $pod $field }}
+  {{ $field }}:
+    {{- if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- end }}
+  {{- end }}
+  {{- if $model.marker }}
+  initContainers:
+    - name: wait-model
+      image: {{ include "tandem.image" $root }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command:
+        - bash
+        - -c
+        - until grep -qxsF "$MODEL" "$MODEL_PATH/.complete"; do echo "waiting for $MODEL"; sleep 5; done
+      env:
+        - name: MODEL
+          value: {{ $model.marker | quote }}
+        - name: MODEL_PATH
+          value: {{ $root.Values.model.path }}
+      resources:
+        limits: {cpu: 100m, memory: 64Mi}
+        requests: {cpu: 100m, memory: 64Mi}
+      securityContext:
+        {{- toYaml $root.Values.containerSecurityContext | nindent 8 }}
+      volumeMounts:
+        - name: model
+          mountPath: {{ $root.Values.model.path }}
+          subPath: {{ $model.subPath }}
+          readOnly: true
+  {{- end }}
+  containers:
+    - name: {{ ternary "ray-head" "ray-worker" (eq .part "head") }}
+      image: {{ include "tandem.image" $root }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      env:
+        {{- include "tandem.environment" $root | nindent 8 }}
+        {{- with $pod.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        {{- range $name, $port := .ports }}
+        - name: {{ $name }}
+          containerPort: {{ $port }}
+        {{- end }}
+      resources:
+        limits:
+          {{- toYaml .limits | nindent 10 }}
+        requests:
+          {{- toYaml .limits | nindent 10 }}
+      securityContext:
+        {{- toYaml $context | nindent 8 }}
+      {{- with .readiness }}
+      readinessProbe:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- if ne .part "head" }}
+      lifecycle:
+        preStop:
+          exec:
+            command:
+              - bash
+              - -c
+              {{- include "tandem.leave" .drain | nindent 14 }}
+      {{- end }}
+      volumeMounts:
+        - name: tmp
+          mountPath: /tmp
+        - name: shared-memory
+          mountPath: /dev/shm
+        - name: cluster-secret
+          mountPath: /tandem/secrets/cluster
+          readOnly: true
+        - name: redis-secret
+          mountPath: /tandem/secrets/redis
+          readOnly: true
+        {{- if $model.claim }}
+        - name: model
+          mountPath: {{ $root.Values.model.path }}
+          {{- with $model.subPath }}
+          subPath: {{ . }}
+          {{- end }}
+          readOnly: true
+        {{- end }}
+        {{- with .mounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+        {{- with $pod.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    - name: shared-memory
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ default "1Gi" $pod.sharedMemory }}
+    - name: cluster-secret
+      secret:
+        secretName: {{ include "tandem.clusterSecretName" $root }}
+        defaultMode: 0440
+        items:
+          - key: {{ $root.Values.clusterSecret.key }}
+            path: secret
+    - name: redis-secret
+      secret:
+        secretName: {{ $redis.secret }}
+        defaultMode: 0440
+        items:
+          - key: {{ $redis.urlKey }}
+            path: url
+    {{- with $model.claim }}
+    - name: model
+      persistentVolumeClaim:
+        claimName: {{ . }}
+    {{- end }}
+    {{- with .volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with $pod.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* As `tandem serve` sets it for the processes below it. */}}
+{{- define "tandem.environment" -}}
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+  value: "0"
+- name: RAY_worker_niceness
+  value: "0"
+- name: RAY_DEDUP_LOGS_SKIP_REGEX
+  value: A worker died or was killed|worker processes have been started
+- name: OMP_NUM_THREADS
+  value: "1"
+- name: TOKENIZERS_PARALLELISM
+  value: "false"
+- name: GRPC_VERBOSITY
+  value: ERROR
+- name: HOME
+  value: /tmp
+{{- if ne .Values.rayAuth.mode "token" }}
+- name: RAY_AUTH_MODE
+  value: disabled
+{{- end }}
+{{- end -}}
+
+{{/* Before a worker's pod ends: Serve starts its replicas elsewhere and lets those here drain. */}}
+{{- define "tandem.leave" -}}
+- |
+  ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the pod ends" \
+    --deadline-remaining-seconds {{ . }} || exit 0
+  for ((second = 0; second < {{ . }}; second++)); do
+    grep -aqs "^ray::ServeReplica" /proc/[0-9]*/cmdline || exit 0
+    sleep 1
+  done
+{{- end -}}
+
+{{- define "tandem.limits" -}}
+{{- $limits := dict "cpu" (toString .cpu) "memory" .memory -}}
+{{- range $name, $amount := .extra -}}{{- $_ := set $limits $name $amount -}}{{- end -}}
+{{- $limits | toYaml -}}
+{{- end -}}

@@ -1,0 +1,283 @@
+"""The console's JSON over HTTP, against what the gateway says over gRPC, and orders against a dashboard."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from console_house import TOKEN, ConsoleHouse, FakeDashboard, Page
+from gateway_house import GatewayHouse, until
+from gateway_model import PROMPT, encode
+from google.protobuf.json_format import ParseDict
+from rich.console import Console as Terminal
+
+from cluster.client import Client, GenerateOptions
+from cluster.commands import calls
+from cluster.config import ClusterConfig, GatewayConfig, parse_config
+from cluster.errors import CallError, ConfigError, DashboardAwayError, RosterAwayError, StartError
+from cluster.proto import tandem_pb2 as pb
+from cluster.serve import check_hosts
+from cluster.web.orders import Operations
+from kvtransfer.clock import SystemClock
+from workers.messages import PathMeasure
+
+
+@pytest.fixture
+def page(front: ConsoleHouse) -> Page:
+    return front.page
+
+
+@pytest.fixture
+def client(front: ConsoleHouse) -> Client:
+    return front.house.client(front.address)
+
+
+# ------------------------------------------------------------------------------------------- what it shows
+
+
+async def test_the_status_is_that_of_the_command_line(
+    front: ConsoleHouse, page: Page, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = PathMeasure(front.house.replicas["d0"].identity, 0, 0, "shm", 5.5, 3.0, "memory", "")
+    front.house.replicas["p0"].report([path])
+    await until(lambda: any(view.paths for view in front.gateway.links.views()), "the path is known")
+    await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
+    await calls.status(front.address, Terminal(), as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    shown = await page.get("/console/api/status")
+    assert [replica["paths"][0]["gb_s"] for replica in shown["replicas"] if replica["paths"]] == [5.5]
+    assert shown["num_finished_requests"] == 1
+    assert _without_ages(shown) == _without_ages(told)
+
+
+async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
+    front: ConsoleHouse, page: Page, client: Client
+) -> None:
+    front.house.replicas["d0"].script.stop_after = 4
+    options = GenerateOptions(seed=1, max_tokens=9, request_id="slow-one", tenant="them")
+    stream = aiter(client.generate(PROMPT, options))
+    events = [await anext(stream) for _ in range(5)]
+    assert sum(len(event.token_ids) for event in events if isinstance(event, pb.Delta)) == 4
+    await until(lambda: front.gateway.desk.recent(1)[0].num_output_tokens == 5, "its fifth token")
+    (shown,) = (await page.get("/console/api/requests"))["requests"]
+    assert (shown["request_id"], shown["state"], shown["tenant"]) == ("slow-one", "running", "them")
+    assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (len(encode(PROMPT)), 5)
+    assert (shown["prefill"], shown["decode"], shown["attempts"]) == ("p0", "d0", 1)
+    assert shown["e2e_ms"] is None
+    assert 0 < shown["ttft_ms"] <= 1e3 * shown["age_s"]
+
+    front.house.replicas["d0"].script.resume.set()
+    finished = [event async for event in stream][-1]
+    assert isinstance(finished, pb.Finished)
+    (ended,) = (await page.get("/console/api/requests"))["requests"]
+    assert (ended["state"], ended["num_output_tokens"]) == ("finished", 9)
+    assert ended["ttft_ms"] == pytest.approx(finished.timing.ttft_ms)
+    assert ended["e2e_ms"] == pytest.approx(finished.timing.e2e_ms, abs=50)
+
+
+async def test_the_latest_requests_come_first(front: ConsoleHouse, page: Page, client: Client) -> None:
+    for name in ("one", "two", "three"):
+        await client.complete(PROMPT, GenerateOptions(max_tokens=1, request_id=name))
+    shown = [request["request_id"] for request in (await page.get("/console/api/requests"))["requests"]]
+    assert shown == ["three", "two", "one"]
+    assert [record.request_id for record in front.gateway.desk.recent(2)] == ["three", "two"]
+
+
+async def test_a_failed_request_says_why(front: ConsoleHouse, page: Page, client: Client) -> None:
+    front.house.replicas["d0"].script.stop_after = 2
+    stream = client.generate(PROMPT, GenerateOptions(max_tokens=200, request_id="gone"))
+
+    async def cancel_at_once() -> None:
+        async for _ in stream:
+            stream.cancel()
+
+    with pytest.raises(CallError):
+        await cancel_at_once()
+    await until(lambda: front.gateway.desk.num_running == 0, "the request is over")
+    (shown,) = (await page.get("/console/api/requests"))["requests"]
+    assert shown["state"] == "cancelled"
+    assert "cancelled the call" in shown["reason"]
+
+
+async def test_the_explanation_is_that_of_the_api(page: Page, client: Client) -> None:
+    await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3, request_id="a:b.c-d_e"))
+    shown = await page.get("/console/api/explain?id=a%3Ab.c-d_e")
+    assert ParseDict(shown, pb.ExplainResponse()) == await client.explain("a:b.c-d_e")
+    assert shown["decisions"][0]["candidates"]
+
+
+async def test_a_request_that_nobody_knows_is_not_explained(page: Page) -> None:
+    status, fields = await page.ask("GET", "/console/api/explain?id=nobody")
+    assert (status, "nobody" in fields["error"]) == (404, True)
+    status, fields = await page.ask("GET", "/console/api/explain")
+    assert (status, fields["error"].startswith("id: ")) == (400, True)
+
+
+async def test_the_curves_are_of_what_clients_see(front: ConsoleHouse, page: Page, client: Client) -> None:
+    front.house.replicas["d0"].script.token_s = token_s = 0.02
+    assert (await page.get("/console/api/curves"))["ttft"] == []
+    done = await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=20))
+    curves = await page.get("/console/api/curves")
+    wall = SystemClock().wall()
+    assert curves["at"] == pytest.approx(wall, abs=5)
+    ((at, median, high),) = curves["ttft"]
+    assert at == pytest.approx(wall, abs=5)
+    assert 0 < median == high <= 1.01 * done.finished.timing.ttft_ms / 1e3
+    assert curves["itl"]
+    assert all(0.99 * token_s <= median <= high for _, median, high in curves["itl"])
+    assert curves["minute"]["num_arrived"] == 1
+    assert curves["minute"]["num_output_tokens"] == 20
+
+
+async def test_the_page_is_told_where_it_is(front: ConsoleHouse, page: Page) -> None:
+    about = await page.get("/console/api/about")
+    assert (about["gateway_id"], about["app"], about["dashboard"]) == ("g0", "tandem", front.dashboard.url)
+    assert (about["ttft_slo_s"], about["itl_slo_s"]) == (1.0, 0.1)
+
+
+# --------------------------------------------------------------------------------------------------- orders
+
+
+async def test_an_order_reaches_the_dashboard_with_the_operators_token(
+    front: ConsoleHouse, page: Page, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    status, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
+    assert (status, fields) == (200, {"message": "pool decode shall have 3 replicas"})
+    assert front.dashboard.orders == [("Pool-decode", 3)]
+    status, fields = await page.order("release", {"pool": "decode"})
+    assert (status, fields) == (200, {"message": "pool decode is released"})
+    assert front.dashboard.released == ["decode"]
+    assert TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("what", "order"), [("scale", {"pool": "decode", "replicas": 3}), ("release", {"pool": "decode"})]
+)
+async def test_without_the_token_nothing_changes(
+    front: ConsoleHouse, page: Page, what: str, order: dict[str, Any]
+) -> None:
+    assert (await page.order(what, order, token=""))[0] == 401
+    assert (await page.order(what, order, token="another"))[0] == 403
+    cookie = {"Content-Type": "application/json", "Cookie": f"ray-authentication-token={TOKEN}"}
+    status, _ = await page.ask("POST", f"/console/api/{what}", cookie, json.dumps(order).encode())
+    assert status == 401
+    assert (front.dashboard.orders, front.dashboard.released) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        ((404, "Application or Deployment not found"), 404),
+        ((412, "external_scaler_enabled=false"), 412),
+        ((503, "Serve controller is not available"), 503),
+        ((418, "I am a teapot"), 502),
+    ],
+)
+async def test_the_dashboards_refusals_are_passed_on(
+    front: ConsoleHouse, page: Page, refusal: tuple[int, str], status: int
+) -> None:
+    front.dashboard.refusal = refusal
+    answered, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
+    assert answered == status
+    assert refusal[1] in fields["error"] or status == 404
+    assert front.dashboard.orders == []
+
+
+async def test_orders_that_reach_no_dashboard_say_so(front: ConsoleHouse, page: Page) -> None:
+    order = {"pool": "decode", "replicas": 3}
+    await front.dashboard.stop()
+    status, fields = await page.order("scale", order)
+    assert (status, front.dashboard.url in fields["error"]) == (503, True)
+    front.dashboard.url = ""
+    status, fields = await page.order("scale", order)
+    assert (status, "no dashboard" in fields["error"]) == (503, True)
+    assert (await page.get("/console/api/about"))["dashboard"] == ""
+
+
+async def test_what_cannot_be_reached_is_named(house: GatewayHouse) -> None:
+    async def unreachable() -> str:
+        raise DashboardAwayError("the GCS is away")
+
+    async def away(pool: str) -> None:
+        raise RosterAwayError("the roster is away")
+
+    async def known() -> str:
+        return dashboard.url
+
+    dashboard = FakeDashboard()
+    await dashboard.start()
+    told = []
+    for operations in (None, Operations(unreachable, away), Operations(known, away)):
+        gateway, _ = await house.add_gateway(house.config(console_port=0), operations)
+        async with aiohttp.ClientSession() as session:
+            page = Page(f"http://127.0.0.1:{gateway.console_port}", session)
+            status, fields = await page.order("release", {"pool": "decode"})
+            assert status == 503
+            told.append(fields["error"])
+            assert (await page.get("/console/api/about"))["app"] == "tandem"
+    await dashboard.stop()
+    assert "without Ray" in told[0]
+    assert told[1:] == ["the GCS is away", "the roster is away"]
+
+
+# ------------------------------------------------------------------------------------------------ listening
+
+
+async def test_a_taken_port_is_an_error_that_names_the_field(house: GatewayHouse) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gateway = house.gateway("g0", house.config(console_port=taken.getsockname()[1]))
+        with pytest.raises(StartError, match=r"gateway\.console_port: .*127\.0\.0\.1"):
+            await gateway.start()
+        await gateway.stop()
+
+
+async def test_there_need_not_be_a_console(house: GatewayHouse) -> None:
+    gateway, _ = await house.add_gateway(house.config(console_port=None))
+    assert gateway.console_port == 0
+
+
+async def test_the_console_ends_with_its_gateway(front: ConsoleHouse) -> None:
+    port = front.gateway.console_port
+    await front.page.get("/console/api/about")
+    await front.gateway.stop()
+    with socket.create_server(("127.0.0.1", port)) as again:
+        assert again.getsockname()[1] == port
+
+
+def test_another_gateway_beside_the_default_one_has_another_console() -> None:
+    def console_port(**fields: Any) -> int | None:
+        return GatewayConfig.model_validate(fields).console_port
+
+    assert console_port() == 8781
+    assert console_port(port=8780) == 8781
+    assert console_port(port=0) == console_port(port=9000) == 0
+    assert console_port(port=9000, console_port=9001) == 9001
+    assert console_port(port=9000, console_port=None) is None
+    assert GatewayConfig().at_port(9000).console_port == 0
+    assert GatewayConfig(console_port=9001).at_port(9000).console_port == 9001
+    assert GatewayConfig(max_requests=7).at_port(9000).max_requests == 7
+
+
+def test_several_consoles_on_one_host_need_free_ports(gateway_model: Path) -> None:
+    def config(**gateway: Any) -> ClusterConfig:
+        pools = [{"name": "both", "role": "both"}]
+        fields = {"model": str(gateway_model), "pools": pools, "transfer": {"data_host": "auto"}}
+        return parse_config({**fields, "gateway": gateway}, "test")
+
+    with pytest.raises(ConfigError, match=r"gateway\.console_port: 2 gateways on 1 Ray nodes"):
+        check_hosts(config(port=0, console_port=8781, replicas=2), 1)
+    check_hosts(config(port=0, replicas=2), 1)
+    check_hosts(config(port=8780, console_port=8781, replicas=2), 2)
+
+
+def _without_ages(status: dict[str, Any]) -> dict[str, Any]:
+    """What two answers a moment apart have in common."""
+    for replica in status["replicas"]:
+        replica["load"]["age_s"] = 0.0
+    status["recent"]["window_s"] = 0.0
+    return {**status, "uptime_s": 0.0, "wall_time_s": 0.0}

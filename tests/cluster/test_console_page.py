@@ -1,0 +1,197 @@
+"""The console's page in headless Chromium, over scripted replicas: orders, tokens, a gateway that goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser import Browser
+from console_house import TOKEN, ConsoleHouse
+from gateway_house import until
+from gateway_model import PROMPT
+from selenium.webdriver.common.keys import Keys
+
+from cluster.client import GenerateOptions
+from cluster.messages import GatewayRecord
+from workers.messages import PathMeasure
+
+pytestmark = pytest.mark.slow
+NUM_UPDATES = (
+    "return performance.getEntriesByType('resource').filter((it) => it.name.endsWith('/api/curves')).length"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+async def look(work: Any, *arguments: Any) -> Any:
+    """The browser blocks, and the gateway that it asks runs in this loop."""
+    return await asyncio.to_thread(work, *arguments)
+
+
+async def test_the_page_shows_the_cluster_and_breaks_none_of_its_rules(
+    front: ConsoleHouse, browser: Browser
+) -> None:
+    d0 = front.house.replicas["d0"].identity
+    path = PathMeasure(d0, 0, 0, "tcp", 2.5, 30.0, "lo", "shm: another user")
+    front.house.replicas["p0"].report([path])
+    record = GatewayRecord("g0", 1, front.address, 7, f"127.0.0.1:{front.gateway.console_port}")
+    await front.house.roster.register_gateway(record)
+    client = front.house.client(front.address)
+    await client.complete(PROMPT, GenerateOptions(max_tokens=20, request_id="first", tenant="them"))
+
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait_text("#paths td", "2.50 GB/s")
+        assert browser.text("#ready") == "ready"
+        assert browser.texts(".pool h3") == ["prefill", "decode"]
+        assert browser.texts(".pool tbody th span") == ["p0", "d0"]
+        assert browser.texts(".pool tbody .badge") == ["ready", "ready"]
+        assert browser.texts("#requests .badge") == ["finished"]
+        assert browser.text("#notes li") == "p0 writes to d0 over tcp: shm: another user"
+        assert "g0 (this one)" in browser.text("#gateways")
+        assert browser.find("#ttft svg path.p50")
+        assert "median" in browser.run("return document.querySelector('#itl svg').ariaLabel")
+        assert browser.errors() == []
+
+    await look(check)
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+async def test_the_page_can_be_read(front: ConsoleHouse, browser: Browser, width: int) -> None:
+    client = front.house.client(front.address)
+    await client.complete(PROMPT, GenerateOptions(max_tokens=3, request_id="x" * 120))
+
+    def check() -> None:
+        browser.resize(width, 900)
+        browser.open(f"{front.page.url}/console")
+        browser.wait(lambda: browser.find("#requests button"), "a request")
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert browser.low_contrasts() == []
+        assert browser.unnamed() == []
+        browser.resize(1280, 900)
+
+    await look(check)
+
+
+async def test_the_focus_stays_while_the_page_updates(front: ConsoleHouse, browser: Browser) -> None:
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        more = '.pool:nth-child(2) [data-act="more"]'
+        browser.wait(lambda: browser.find(more), "the button")
+        browser.run("document.querySelector(arguments[0]).focus()", more)
+        before = browser.run(NUM_UPDATES)
+        browser.wait(lambda: browser.run(NUM_UPDATES) >= before + 2, "two updates")
+        assert browser.run("return document.activeElement.ariaLabel") == "One decode replica more"
+
+    await look(check)
+
+
+async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHouse, browser: Browser) -> None:
+    more = '.pool:nth-child(2) [data-act="more"]'
+
+    def order() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.click(more)
+        browser.wait_text("#token-why", "wants your token")
+        assert browser.text(".pool:nth-child(2) .desired") == "1"
+        browser.type("#token-input", "wrong")
+        browser.wait_text("#token-why", "did not accept this token")
+        assert front.dashboard.orders == []
+        browser.type("#token-input", TOKEN)
+        browser.wait_text("#told", "pool decode shall have 2 replicas")
+        assert browser.text(".pool:nth-child(2) .desired").startswith("2")
+
+    await look(order)
+    assert front.dashboard.orders == [("Pool-decode", 2)]
+    errors = [each for each in await look(browser.errors) if "401" not in each and "403" not in each]
+    assert errors == []
+
+    def order_again() -> None:
+        browser.open(f"{front.page.url}/console")  # the same tab: it still has the token
+        browser.click(more)
+        browser.wait_text("#told", "pool decode shall have 2 replicas")
+        browser.click("#token-button")
+        browser.click("#token-forget")
+        browser.open(f"{front.page.url}/console")
+        browser.click(more)
+        browser.wait_text("#token-why", "wants your token")
+        browser.press(Keys.ESCAPE)
+        browser.wait_text("#told", "Nothing was changed")
+
+    await look(order_again)
+    assert front.dashboard.orders == [("Pool-decode", 2)] * 2
+
+
+async def test_the_token_comes_by_the_address_and_does_not_stay_there(
+    front: ConsoleHouse, browser: Browser
+) -> None:
+    def order() -> None:
+        browser.open(f"{front.page.url}/console#token={TOKEN}")
+        browser.click('.pool:nth-child(1) [data-act="more"]')
+        browser.wait_text("#told", "pool prefill shall have 2 replicas")
+        assert browser.url == f"{front.page.url}/console"
+        browser.run("sessionStorage.clear()")
+
+    await look(order)
+    assert front.dashboard.orders == [("Pool-prefill", 2)]
+
+
+async def test_a_refused_order_says_why(front: ConsoleHouse, browser: Browser) -> None:
+    front.dashboard.refusal = (412, "external_scaler_enabled=false")
+
+    def order() -> None:
+        browser.open(f"{front.page.url}/console#token={TOKEN}")
+        browser.click('.pool:nth-child(2) [data-act="more"]')
+        browser.wait_text("#told", "external_scaler_enabled=false")
+        assert browser.text(".pool:nth-child(2) .desired") == "1"
+        browser.run("sessionStorage.clear()")
+        browser.errors()
+
+    await look(order)
+    assert front.dashboard.orders == []
+
+
+async def test_a_request_is_explained_by_keyboard(front: ConsoleHouse, browser: Browser) -> None:
+    client = front.house.client(front.address)
+    await client.complete(PROMPT, GenerateOptions(max_tokens=3, request_id="why:me"))
+    explained = await client.explain("why:me")
+
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait(lambda: browser.find("#requests button"), "a request")
+        browser.run("document.querySelector('#requests button').focus()")
+        browser.press(Keys.ENTER)
+        browser.wait_text("#explain-body", "Timeline")
+        assert browser.text("#explain-title") == "Request why:me"
+        rows = browser.texts(".decision tbody tr")
+        (decision,) = explained.decisions
+        assert len(rows) == len(decision.candidates)
+        assert sorted(row.split()[1] for row in rows if row.startswith("✓")) == ["d0", "p0"]
+        names = browser.texts("#explain-body > .scroll tbody td:nth-child(2)")
+        assert names == [event.name for event in explained.timeline]
+        browser.press(Keys.ESCAPE)
+        browser.wait(lambda: not browser.find("#explain"), "the dialog is closed")
+
+    await look(check)
+
+
+async def test_a_gateway_that_is_away_is_told_and_waited_for(front: ConsoleHouse, browser: Browser) -> None:
+    await look(browser.open, f"{front.page.url}/console")
+    await look(browser.wait_text, "#ready", "ready")
+    await front.gateway.stop()
+    told = await look(browser.wait_text, "#away", "The gateway does not answer")
+    assert "last update" in told
+    assert "s ago" in told
+    await look(browser.wait_text, "#freshness", "last update 4 s ago")
+    config = front.house.config(console_port=front.gateway.console_port)
+    again, _ = await front.house.add_gateway(config)
+    await until(lambda: front.house.is_connected(again), "the replicas are connected")
+    await look(lambda: browser.wait(lambda: not browser.find("#away"), "the page goes on"))
+    assert await look(browser.text, "#ready") == "ready"
+    await look(browser.errors)

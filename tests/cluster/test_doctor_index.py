@@ -1,0 +1,115 @@
+"""The check of the index server, against real ones: slow, old, full, and with another password."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from doctor_house import case_of, config_of, only, said
+from index_house import RawRedis
+
+from cluster.doctor import index
+from cluster.doctor.case import Case
+from cluster.doctor.findings import Severity, Verdict
+from cluster.doctor.machine import Machine
+from kvtransfer.errors import StoreError
+
+OK, NOTE, WARNING, ERROR = Severity
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RawRedis]:
+    with closing(RawRedis(tmp_path, maxmemory="64mb", maxmemory_policy="allkeys-lru")) as running:
+        running.client().ping()
+        yield running
+
+
+def given(url: str, **store: object) -> Case:
+    return case_of(Machine(), config_of(store={"redis_url": url, **store}))
+
+
+def look(case: Case) -> list[Verdict]:
+    return list(index.server(case))
+
+
+def test_a_good_server_is_well(server: RawRedis) -> None:
+    verdicts = look(given(server.url, lookup_budget_ms=100))
+    assert [verdict.severity for verdict in verdicts] == [OK, OK, OK]
+    version, lookups, memory = verdicts
+    known = server.client().info("server")
+    assert str(known.get("valkey_version") or known["redis_version"]) in version.seen
+    assert 0 < float(lookups.figures["median_ms"]) <= float(lookups.figures["p90_ms"]) < 100
+    assert "allkeys-lru" in memory.seen
+    assert server.client().dbsize() == 0
+
+
+def test_look_ups_beyond_the_budget_are_told(server: RawRedis) -> None:
+    slow = next(
+        verdict for verdict in look(given(server.url, lookup_budget_ms=0.001)) if "look-up" in verdict.seen
+    )
+    assert slow.severity is WARNING
+    assert "lookup_budget_ms" in slow.remedy
+
+
+def test_what_it_forgets_is_told(server: RawRedis) -> None:
+    client = server.client()
+    client.config_set("maxmemory-policy", "noeviction")
+    assert look(given(server.url, lookup_budget_ms=100))[-1].severity is WARNING
+    client.config_set("maxmemory", 0)
+    assert look(given(server.url, lookup_budget_ms=100))[-1].severity is NOTE
+
+
+def test_a_wrong_password_is_named_and_not_shown(tmp_path: Path) -> None:
+    with closing(RawRedis(tmp_path, requirepass="right-password")) as server:
+        server.client(password="right-password").ping()
+        for url in (server.url, server.url.replace("//", "//:wrong-password@")):
+            verdict = only(index.server, given(url))
+            assert verdict.severity is ERROR
+            assert "give the right user and password in store.redis_url" in verdict.seen
+            assert "wrong-password" not in verdict.seen + verdict.why + verdict.remedy
+        right = server.url.replace("//", "//:right-password@")
+        assert Severity.ERROR not in [verdict.severity for verdict in look(given(right))]
+
+
+def test_a_server_that_is_away_or_speaks_no_tls_is_an_error(server: RawRedis) -> None:
+    with_tls = only(index.server, given(server.url.replace("redis://", "rediss://")))
+    assert with_tls.severity is ERROR
+    assert "TLS" in with_tls.seen
+    server.kill()
+    away = only(index.server, given(server.url))
+    assert away.severity is ERROR
+    assert "start it, or correct store.redis_url" in away.seen
+    assert only(index.server, given("http://127.0.0.1:1/")).severity is ERROR
+
+
+def test_versions_before_6_2_are_refused() -> None:
+    def severities(**info: str) -> list[Severity]:
+        return [verdict.severity for verdict in index.version("redis://h", info)]
+
+    assert severities(redis_version="6.0.16") == [ERROR]
+    assert severities(redis_version="6.2.0") == [OK]
+    assert severities(redis_version="10.1") == [OK]
+    assert severities(server_name="valkey", valkey_version="9.0.0", redis_version="7.2.4") == [OK]
+    assert severities() == [NOTE]
+
+
+def test_the_servers_clock_is_compared() -> None:
+    assert not list(index.lead("redis://h", 0.4))
+    (ahead,) = index.lead("redis://h", 90.0)
+    (behind,) = index.lead("redis://h", -90.0)
+    assert "90.0 s ahead of" in ahead.seen
+    assert "90.0 s behind" in behind.seen
+
+
+def test_without_a_url_a_server_of_ours_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(index.server, case_of(Machine())).severity is OK
+
+    def none() -> str:
+        raise StoreError("no redis-server was found")
+
+    monkeypatch.setattr(index, "find_binary", none)
+    assert only(index.server, case_of(Machine())).severity is WARNING
+    assert not said(index.server, case_of(Machine(), config_of(store={"index": False})))
+    assert not said(index.server, case_of(Machine(), config_of(store={"dram_gb": 0})))

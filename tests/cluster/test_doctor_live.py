@@ -1,0 +1,281 @@
+"""Symptoms of a running cluster: each check says well of a good one, and what ails a bad one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from doctor_house import only, said
+from doctor_live import live, replica
+
+from cluster.doctor import reuse, serving, transfer
+from cluster.doctor.examination import LIVE_CHECKS, examine_cluster
+from cluster.doctor.findings import Severity, Verdict
+from cluster.doctor.live import GatewayReply
+from cluster.proto import tandem_pb2 as pb
+
+OK, NOTE, WARNING, ERROR = Severity
+
+
+def test_a_good_cluster_has_no_symptom() -> None:
+    found = examine_cluster(live())
+    assert {finding.severity for finding in found} == {OK}
+    assert {"route", "ttft", "decode-pace", "paths", "stores", "store-index", "replicas"} <= {
+        finding.check for finding in found
+    }
+
+
+def test_no_route_is_an_error_that_tells_the_states() -> None:
+    def broken(status: pb.StatusResponse) -> None:
+        status.ready = False
+        status.replicas[1].state = "connecting"
+
+    verdict = only(serving.route, live(broken))
+    assert verdict.severity is ERROR
+    assert "d0 connecting" in verdict.seen
+
+
+# --------------------------------------------------------------------------------- time to first token
+
+
+def slow(**parts: float) -> Callable[[pb.StatusResponse], None]:
+    """The slowest took 4 s to the first token."""
+
+    def change(status: pb.StatusResponse) -> None:
+        figures = {
+            "ttft_p90_ms": 3000,
+            "slow_ttft_ms": 4000,
+            "slow_queue_ms": 0,
+            "slow_prefill_ms": 0,
+            **parts,
+        }
+        for name, value in figures.items():
+            setattr(status.recent, name, value)
+
+    return change
+
+
+def ttft_verdict(*changes: Callable[[pb.StatusResponse], object]) -> Verdict:
+    def change(status: pb.StatusResponse) -> None:
+        for each in changes:
+            each(status)
+
+    def silent(status: pb.StatusResponse) -> None:
+        status.recent.CopyFrom(pb.RecentRequests())
+
+    verdicts = list(serving.ttft(live(change, other=silent)))
+    assert verdicts[1].severity is NOTE  # the other gateway has seen too few requests
+    return verdicts[0]
+
+
+def test_a_queue_at_prefill_is_told_from_a_lack_of_room_at_decode() -> None:
+    def backlog(status: pb.StatusResponse) -> None:
+        status.replicas[0].load.num_waiting = 7
+        status.replicas[0].load.num_backlog_tokens = 9000
+
+    def full(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_free_blocks = 80
+        status.replicas[1].load.num_waiting_landings = 3
+
+    queueing = ttft_verdict(slow(slow_queue_ms=3500), backlog)
+    assert queueing.figures["cause"] == "prompts queue at prefill"
+    assert "7 requests wait there, with 9000 tokens" in queueing.why
+    landing = ttft_verdict(slow(slow_queue_ms=3500), backlog, full)
+    assert landing.figures["cause"] == "prompts wait for room at the decode replicas"
+    assert "d0 has 8% free, 3 landings wait" in landing.why
+    assert "decode=N" in landing.remedy
+
+
+def test_slow_transfers_that_hold_landings_open_are_the_cause() -> None:
+    def waiting(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_waiting_landings = 1
+
+    verdict = ttft_verdict(slow(slow_queue_ms=3500, transfer_p90_ms=2500), waiting)
+    assert "slow transfers" in str(verdict.figures["cause"])
+    assert "2500 ms" in verdict.why
+
+
+def test_computing_retries_and_the_gateway_are_told_apart() -> None:
+    assert "computing" in str(ttft_verdict(slow(slow_prefill_ms=3000)).figures["cause"])
+    assert "600 of 1000 tokens" in ttft_verdict(slow(slow_prefill_ms=3000)).why
+    assert "attempts" in str(ttft_verdict(slow(num_retried=60)).figures["cause"])
+    assert "outside" in str(ttft_verdict(slow(num_retried=3)).figures["cause"])
+
+
+def test_the_target_is_the_configurations() -> None:
+    assert {severity for severity, _ in said(serving.ttft, live(ttft_slo_s=0.1))} == {WARNING}
+    assert {severity for severity, _ in said(serving.decode_pace, live(itl_slo_s=0.01))} == {WARNING}
+
+
+# ----------------------------------------------------------------------------------------------- decode
+
+
+def test_slow_decoding_is_put_down_to_offloading_first() -> None:
+    def offloading(status: pb.StatusResponse) -> None:
+        status.recent.tpot_p90_ms = 500
+        status.replicas[1].load.num_offloaded_blocks = 40
+
+    verdict = next(iter(serving.decode_pace(live(offloading))))
+    assert verdict.severity is WARNING
+    assert verdict.figures["cause"] == "offloading is active"
+    assert "40 blocks of d0" in verdict.why
+    assert only(serving.offloading, live(offloading)).severity is NOTE
+    assert not said(serving.offloading, live())
+
+
+def test_other_causes_of_slow_decoding() -> None:
+    def pace(change: Callable[[pb.StatusResponse], object], before: bool = True) -> Verdict:
+        def now(status: pb.StatusResponse) -> None:
+            status.recent.tpot_p90_ms = 500
+            change(status)
+
+        seen = live(now, before=None if before else lambda status: None)
+        return next(iter(serving.decode_pace(seen)))
+
+    def preempted(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_preemptions = 5
+
+    def mixed(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_backlog_tokens = 500
+
+    def batch(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_running = 64
+
+    def away(status: pb.StatusResponse) -> None:
+        status.replicas[1].state = "connecting"
+
+    assert pace(preempted, before=False).figures["cause"] == "sequences are preempted"
+    assert pace(preempted).figures["cause"] == "steps take that long"  # none of them just now
+    assert pace(mixed).figures["cause"] == "decode replicas compute prompts beside"
+    assert "with 64 sequences" in pace(batch).why
+    assert pace(away).figures["cause"] == "no decode replica is ready"
+
+
+def test_what_grows_now_is_told_from_what_grew_once() -> None:
+    def preempted(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_preemptions = 5
+
+    def failed(status: pb.StatusResponse) -> None:
+        status.num_failed_requests = 4
+
+    def bad_sums(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_checksum_failures = 2
+
+    clean: Callable[[pb.StatusResponse], object] = lambda status: None  # noqa: E731
+    assert only(serving.preemptions, live(preempted, before=clean)).severity is WARNING
+    assert not said(serving.preemptions, live(preempted))
+    assert only(serving.failures, live(failed, before=clean)).severity is ERROR
+    assert only(serving.failures, live(failed)).severity is NOTE
+    assert only(transfer.checksums, live(bad_sums, before=clean)).severity is ERROR
+    assert only(transfer.checksums, live(bad_sums)).severity is WARNING
+
+
+def test_a_counter_of_a_replica_that_is_new_has_not_grown() -> None:
+    def replaced(status: pb.StatusResponse) -> None:
+        status.replicas[1].epoch += 1
+        status.replicas[1].load.num_preemptions = 5
+
+    assert not said(serving.preemptions, live(replaced, before=lambda status: None))
+
+
+# ------------------------------------------------------------------------------------------------ reuse
+
+
+def reused(**figures: int) -> Callable[[pb.StatusResponse], None]:
+    """A hundred prompts of 1000 tokens each."""
+    whole = {
+        "num_prompts": 100,
+        "num_prompt_tokens": 100_000,
+        "num_finished_tokens": 100_000,
+        "diverge_at": 128,
+        "num_diverging": 90,
+        "num_tokens_behind": 78_000,
+    }
+
+    def change(status: pb.StatusResponse) -> None:
+        status.prefixes.add(tenant="acme", **{**whole, **figures})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("figures", "cause"),
+    [
+        (
+            {"num_finished_known_tokens": 12_800, "num_cached_tokens": 12_000, "num_repeated_behind": 70_000},
+            "diverging",
+        ),
+        ({"num_finished_known_tokens": 90_000, "num_cached_tokens": 10_000}, "evicted"),
+        ({"num_finished_known_tokens": 12_800, "num_cached_tokens": 12_800}, "little in common"),
+    ],
+)
+def test_a_low_hit_rate_has_one_of_three_causes(figures: dict[str, int], cause: str) -> None:
+    verdict = next(iter(reuse.hit_rate(live(reused(**figures)))))
+    assert verdict.figures["cause"] == cause
+    assert verdict.severity is (NOTE if cause == "little in common" else WARNING)
+    assert "acme" in verdict.seen
+
+
+def test_prompts_that_diverge_name_the_token_and_what_is_lost() -> None:
+    change = reused(num_finished_known_tokens=12_800, num_cached_tokens=12_000, num_repeated_behind=70_200)
+    verdict = next(iter(reuse.hit_rate(live(change))))
+    assert "90 of 100 prompts diverge" in verdict.seen
+    assert "at token 128; about 90% of the 867 tokens behind" in verdict.seen
+    assert "near token 128" in verdict.remedy
+
+
+def test_a_good_hit_rate_and_few_prompts_need_no_look() -> None:
+    good = reused(num_finished_known_tokens=90_000, num_cached_tokens=85_000)
+    assert {severity for severity, _ in said(reuse.hit_rate, live(good))} == {OK}
+    assert not said(reuse.hit_rate, live(reused(num_prompts=5)))
+
+
+# --------------------------------------------------------------------------------------------- transfer
+
+
+def test_paths_are_there_fast_enough_and_preferred() -> None:
+    def path(**fields: object) -> Callable[[pb.StatusResponse], None]:
+        def change(status: pb.StatusResponse) -> None:
+            for name, value in fields.items():
+                setattr(status.replicas[0].paths[0], name, value)
+
+        return change
+
+    none = only(
+        transfer.paths, live(path(transport="", gb_s=0.0, instead_of="shm: other host; tcp: refused"))
+    )
+    assert none.severity is ERROR
+    assert "tcp: refused" in none.why
+    slow_path = only(transfer.paths, live(min_gb_s=8.0))
+    assert slow_path.severity is WARNING
+    assert "5.00 GB/s" in slow_path.seen
+    assert only(transfer.paths, live(path(transport="tcp", instead_of="shm: 0.1 GB/s"))).severity is WARNING
+    assert only(transfer.paths, live(min_gb_s=4.0)).severity is OK
+
+
+def test_blocks_in_quarantine_or_leaked_are_told_when_they_stay() -> None:
+    def held(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_quarantined_blocks = 4
+        status.replicas[1].load.num_leaked_blocks = 2
+
+    assert [severity for severity, _ in said(transfer.blocks, live(held))] == [WARNING, WARNING]
+    assert not said(transfer.blocks, live(held, before=lambda status: None))
+
+
+def test_landings_that_wait_are_noted() -> None:
+    def waiting(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_waiting_landings = 2
+
+    assert only(transfer.landings, live(waiting)).severity is NOTE
+    assert not said(transfer.landings, live())
+
+
+def test_an_older_gateway_that_tells_less_breaks_nothing() -> None:
+    """Without the fields that came later, and before anything happened."""
+
+    def bare(status: pb.StatusResponse) -> None:
+        status.CopyFrom(pb.StatusResponse(ready=True, replicas=[replica("b0", "both")]))
+
+    seen = live(bare, replies=(GatewayReply("h:1", pb.StatusResponse(ready=True)),))
+    for check in LIVE_CHECKS:
+        assert all(severity in (OK, NOTE) for severity, _ in said(check.look, seen)), check.name

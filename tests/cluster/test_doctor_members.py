@@ -1,0 +1,194 @@
+"""Symptoms of the stores and of the members of a cluster, both ways."""
+
+from __future__ import annotations
+
+import pytest
+from doctor_house import only, said
+from doctor_live import NOW, live
+
+from cluster.doctor import members, tiers
+from cluster.doctor.findings import Severity
+from cluster.doctor.live import GatewayReply
+from cluster.proto import tandem_pb2 as pb
+
+OK, NOTE, WARNING, ERROR = Severity
+
+
+def test_a_store_that_does_not_answer_is_an_error() -> None:
+    def away(node: pb.StoreNodeStat) -> None:
+        node.error = "not reached, nothing was done: refused"
+
+    verdict = only(tiers.stores, live(store=away))
+    assert verdict.severity is ERROR
+    assert "node-a (process 77)" in verdict.seen
+    assert not said(tiers.index, live(store=away))
+
+
+@pytest.mark.parametrize(("state", "severity"), [("slow", WARNING), ("down", WARNING), ("up", OK)])
+def test_the_state_of_the_index_is_told(state: str, severity: Severity) -> None:
+    def change(node: pb.StoreNodeStat) -> None:
+        node.index.state = state
+        node.index.note = "start it, or correct store.redis_url" if state == "down" else ""
+
+    assert only(tiers.index, live(store=change)).severity is severity
+
+
+def test_no_index_is_wanted_where_it_is_off() -> None:
+    def off(node: pb.StoreNodeStat) -> None:
+        node.index.state = "off"
+
+    assert not said(tiers.index, live(store=off))
+
+
+def test_late_look_ups_count_while_we_look() -> None:
+    def late(node: pb.StoreNodeStat) -> None:
+        node.index.num_late = 9
+
+    assert only(tiers.index, live(store=late, store_before=lambda node: None)).severity is WARNING
+    assert only(tiers.index, live(store=late)).severity is OK
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "grown", "lasting"),
+    [
+        ("num_io_errors", 3, ERROR, NOTE),
+        ("num_refused", 3, WARNING, None),
+        ("num_quarantined", 3, None, WARNING),
+        ("num_checksum_failures", 3, WARNING, WARNING),
+        ("note", "the file system refuses O_DIRECT", WARNING, WARNING),
+    ],
+)
+def test_tiers_tell_what_fails(
+    field: str, value: object, grown: Severity | None, lasting: Severity | None
+) -> None:
+    def change(node: pb.StoreNodeStat) -> None:
+        setattr(node.tiers[0], field, value)
+
+    for seen, expected in (
+        (live(store=change, store_before=lambda node: None), grown),
+        (live(store=change), lasting),
+    ):
+        assert [severity for severity, _ in said(tiers.tiers, seen)] == ([expected] if expected else [])
+    assert not said(tiers.tiers, live())
+
+
+def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
+    def unstored(status: pb.StatusResponse) -> None:
+        status.replicas[1].load.num_unstored_blocks["queue"] = 12
+
+    verdict = only(tiers.unstored, live(unstored, before=lambda status: None))
+    assert verdict.severity is NOTE
+    assert verdict.seen.startswith("d0: 12 finished blocks")
+    assert "engine.write_queue" in verdict.why
+    assert not said(tiers.unstored, live(unstored))
+
+
+# ---------------------------------------------------------------------------------------------- members
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "severity"),
+    [
+        ("refused", 0.1, ERROR),
+        ("leaving", 0.1, NOTE),
+        ("connecting", 0.1, WARNING),
+        ("ready", 9.0, WARNING),
+    ],
+)
+def test_replicas_that_are_not_ready_are_told(state: str, age_s: float, severity: Severity) -> None:
+    def change(status: pb.StatusResponse) -> None:
+        status.replicas[1].state = state
+        status.replicas[1].load.age_s = age_s
+
+    assert [each for each, _ in said(members.replicas, live(change))] == [severity, OK]
+
+
+def test_replicas_that_are_replaced_again_and_again_are_told() -> None:
+    def young(status: pb.StatusResponse) -> None:
+        status.replicas[1].epoch = int((NOW - 40) * 1000)
+
+    def young_gateway(status: pb.StatusResponse) -> None:
+        young(status)
+        status.uptime_s = 50.0
+
+    def scaled(status: pb.StatusResponse) -> None:
+        young(status)
+        status.moves.add(at=NOW - 50, pool="decode", before=1, after=2, by="operator")
+
+    verdict = only(members.flapping, live(young))
+    assert verdict.severity is WARNING
+    assert "pool decode: 1 of 1 replicas began" in verdict.seen
+    assert "40 s ago" in verdict.seen
+    assert not said(members.flapping, live(young_gateway))
+    assert not said(members.flapping, live(scaled))
+    assert not said(members.flapping, live())
+
+
+def test_a_replica_that_comes_while_we_look_is_told_once() -> None:
+    def came(status: pb.StatusResponse) -> None:
+        status.replicas[1].epoch = int(NOW * 1000)
+
+    verdict = only(members.flapping, live(came, before=lambda status: None))
+    assert verdict.seen == "d0 came while we looked"
+
+
+def test_pools_below_what_is_wanted_pinned_or_lent() -> None:
+    def missing(status: pb.StatusResponse) -> None:
+        status.pools[1].desired = 3
+
+    def pinned(status: pb.StatusResponse) -> None:
+        status.pools[1].pinned = True
+        status.pools[1].max = 4
+
+    def by_hand(status: pb.StatusResponse) -> None:
+        status.pools[1].pinned = True
+
+    def lent(status: pb.StatusResponse) -> None:
+        status.pools[0].num_lent = 1
+
+    assert (WARNING, "pool decode: 1 of 3 replicas are ready") in said(members.pools, live(missing))
+    assert [severity for severity, _ in said(members.pools, live(pinned))] == [OK, OK, NOTE]
+    assert [severity for severity, _ in said(members.pools, live(by_hand))] == [OK, OK]
+    assert [severity for severity, _ in said(members.pools, live(lent))] == [OK, NOTE, OK]
+
+
+def test_gateways_must_answer_and_be_several() -> None:
+    good = live()
+    away = (*good.gateways[:1], GatewayReply("h:2", None, "UNAVAILABLE: refused"))
+    assert [severity for severity, _ in said(members.gateways, live(replies=away))] == [WARNING, OK]
+    assert only(members.gateways, live(replies=tuple(good.gateways[:1]))).severity is NOTE
+    assert only(members.gateways, good).severity is OK
+
+
+def test_clocks_of_gateways_are_compared_beyond_the_round_trip() -> None:
+    status = live().status
+
+    def skewed(skew_s: float, round_trip_s: float) -> list[Severity]:
+        reply = GatewayReply("h:1", status, "", skew_s, round_trip_s)
+        return [severity for severity, _ in said(members.clocks, live(replies=(reply,)))]
+
+    assert skewed(0.5, 0.001) == [OK]
+    assert skewed(-30.0, 0.001) == [WARNING]
+    assert skewed(1.4, 1.0) == [OK]
+
+
+def test_versions_are_compared() -> None:
+    def other(status: pb.StatusResponse) -> None:
+        status.versions["ray"] = "2.59.0"
+
+    def newer(status: pb.StatusResponse) -> None:
+        status.versions["tandem-serve"] = "0.2.0"
+
+    mixed = only(members.versions, live(other=other))
+    assert mixed.severity is WARNING
+    assert "ray: 2.59.0, 2.60.0" in mixed.seen
+    assert [severity for severity, _ in said(members.versions, live(newer))] == [NOTE, OK]
+
+
+def test_shared_traffic_is_noted() -> None:
+    def split(status: pb.StatusResponse) -> None:
+        status.traffic["tandem"] = 90
+        status.traffic["tandem-v2"] = 10
+
+    assert only(members.traffic, live(split)).seen.endswith("tandem 90, tandem-v2 10")
+    assert not said(members.traffic, live())

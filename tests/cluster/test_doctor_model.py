@@ -1,0 +1,116 @@
+"""The checks of the model's folder: whole, cut short, or not what the pools need."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from doctor_house import TINY, case_of, config_of, only, said
+
+from cluster.doctor import model
+from cluster.doctor.case import Case
+from cluster.doctor.findings import Severity
+from cluster.doctor.machine import Machine
+from cluster.doctor.needs import needs_of
+from kvtransfer.clock import SystemClock
+
+OK, NOTE, WARNING, ERROR = Severity
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled model."""
+    copied = tmp_path / "m"
+    shutil.copytree(TINY, copied)
+    return copied
+
+
+def case(folder: Path, *pools: dict[str, object]) -> Case:
+    """Of a folder that may be broken; what it needs is not of interest."""
+    config = config_of(folder, pools)
+    return Case(Machine(), config, None, {}, SystemClock())
+
+
+def test_the_bundled_model_is_well() -> None:
+    for check in model.CHECKS:
+        severities = [severity for severity, _ in said(check.look, case_of(Machine()))]
+        assert severities, check.name
+        assert set(severities) <= {OK}, check.name
+
+
+def test_a_folder_without_a_model_is_an_error(tmp_path: Path) -> None:
+    assert only(model.config_json, case(tmp_path)).severity is ERROR
+    assert only(model.weights, case(tmp_path)).severity is ERROR
+    assert only(model.tokenizer, case(tmp_path)).severity is ERROR
+    assert not said(model.split, case(tmp_path))
+
+
+def test_an_architecture_that_is_not_supported_is_named(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}))
+    verdict = only(model.config_json, case(folder))
+    assert verdict.severity is ERROR
+    assert "MambaForCausalLM" in verdict.seen
+
+
+def test_weights_that_were_cut_short_are_named(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    verdict = only(model.weights, case(folder))
+    assert verdict.severity is ERROR
+    assert file.name in verdict.seen
+    file.write_bytes(whole[:20])
+    assert only(model.weights, case(folder)).severity is ERROR
+    file.unlink()
+    assert only(model.weights, case(folder)).severity is ERROR
+
+
+def test_a_tensor_that_the_index_names_must_be_in_its_file(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    part = file.rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": part.name}}))
+    assert only(model.weights, case(folder)).severity is OK
+    index.write_text(json.dumps({"weight_map": {"model.none.weight": part.name}}))
+    verdict = only(model.weights, case(folder))
+    assert verdict.severity is ERROR
+    assert "model.none.weight" in verdict.seen
+
+
+def test_no_chat_template_is_a_note(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({}))
+    assert only(model.tokenizer, case(folder)).severity is NOTE
+    path.write_text("{")
+    assert only(model.tokenizer, case(folder)).severity is ERROR
+
+
+@pytest.mark.parametrize(
+    ("pool", "severity", "word"),
+    [
+        ({"tp": 16}, ERROR, "attention heads"),
+        ({"pp": 7}, ERROR, "layers"),
+        ({"tp": 8}, NOTE, "KV heads"),
+        ({"engine": {"kv_tokens": 1024}}, NOTE, "kv_tokens 1024"),
+        ({}, OK, "can be split"),
+    ],
+)
+def test_pools_must_suit_the_model(pool: dict[str, object], severity: Severity, word: str) -> None:
+    verdict = only(model.split, case(TINY, {"name": "d", "role": "decode", **pool}))
+    assert verdict.severity is severity
+    assert word in verdict.seen
+
+
+def test_a_dtype_that_nobody_names_is_a_warning(folder: Path) -> None:
+    path = folder / "config.json"
+    raw = {name: value for name, value in json.loads(path.read_text()).items() if "dtype" not in name}
+    path.write_text(json.dumps(raw))
+    pools: dict[str, object] = {"name": "d", "role": "decode"}
+    assert only(model.split, case(folder, pools)).severity is WARNING
+    assert needs_of(config_of(folder, [pools])).pools[0].ranks[0].weight_bytes > 0
+    named = case(folder, {**pools, "dtype": "bf16"})
+    assert only(model.split, named).severity is OK

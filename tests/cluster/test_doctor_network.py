@@ -1,0 +1,168 @@
+"""The checks of ports, addresses, clock, Ray's token and the secret, on real sockets and files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doctor_house import FakeMachine, case_of, config_of, only, said
+
+from cluster.config import ClusterConfig
+from cluster.doctor import network
+from cluster.doctor.findings import Severity
+from cluster.doctor.machine import KernelClock, Machine, read_kernel_clock
+
+OK, NOTE, WARNING, ERROR = Severity
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock
+
+
+def with_port(port: int, console: int | None = None, host: str = "127.0.0.1") -> ClusterConfig:
+    return config_of(gateway={"port": port, "console_port": console, "host": host})
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_a_free_port_is_well_and_a_taken_one_names_its_process(listening: socket.socket) -> None:
+    taken = listening.getsockname()[1]
+    assert only(network.ports, case_of(Machine(), with_port(free_port()))).severity is OK
+    verdict = only(network.ports, case_of(Machine(), with_port(taken)))
+    assert verdict.severity is ERROR
+    assert f"(process {os.getpid()})" in verdict.seen
+    assert only(network.ports, case_of(Machine(), with_port(taken), is_running=True)).severity is OK
+
+
+def test_the_port_of_the_console_is_looked_at_too(listening: socket.socket) -> None:
+    found = said(network.ports, case_of(Machine(), with_port(free_port(), listening.getsockname()[1])))
+    assert [severity for severity, _ in found] == [OK, ERROR]
+    assert found[1][1].startswith("gateway.console_port")
+
+
+def test_free_ports_of_the_systems_choice_are_not_looked_at() -> None:
+    assert not said(network.ports, case_of(Machine(), with_port(0)))
+
+
+def test_addresses_must_be_of_this_machine() -> None:
+    elsewhere = "192.0.2.7"  # of no network, by RFC 5737
+    assert only(network.ports, case_of(Machine(), with_port(8780, host=elsewhere))).severity is ERROR
+    config = config_of(gateway={"port": 0, "console_port": None}, transfer={"data_host": elsewhere})
+    verdict = only(network.ports, case_of(Machine(), config))
+    assert verdict.severity is ERROR
+    assert verdict.seen.startswith("transfer.data_host")
+
+
+def test_the_clock_is_synchronized_or_not(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    good, bad = KernelClock(True, 0.002), KernelClock(False, 16.0)
+    verdict = only(network.clock, case_of(machine.view(clock=good)))
+    assert (verdict.severity, verdict.seen) == (OK, "the clock is synchronized, within 2 ms")
+    assert only(network.clock, case_of(machine.view(clock=bad))).severity is NOTE
+    several = config_of(transfer={"data_host": "auto"})
+    assert only(network.clock, case_of(machine.view(clock=bad), several)).severity is WARNING
+    assert not said(network.clock, case_of(machine.view(clock=None)))
+
+
+def test_the_kernel_is_asked_for_its_clock() -> None:
+    clock = read_kernel_clock()
+    assert clock is None or 0 <= clock.max_error_s < 1e6
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that other users may enter, which no folder of pytest's is."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def token_file(folder: Path, text: str, mode: int) -> dict[str, str]:
+    path = folder / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    return {"RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "severities"),
+    [
+        (TOKEN, 0o600, [OK]),
+        (TOKEN, 0o644, [WARNING, OK]),
+        ("", 0o600, [ERROR]),
+        ("short\n", 0o600, [WARNING]),
+    ],
+)
+def test_the_token_is_there_and_its_owners_alone(
+    open_folder: Path, text: str, mode: int, severities: list[Severity]
+) -> None:
+    case = case_of(Machine(), environment=token_file(open_folder, text, mode))
+    assert [severity for severity, _ in said(network.ray_token, case)] == severities
+
+
+def test_a_shut_folder_keeps_a_token_too(tmp_path: Path) -> None:
+    shut = tmp_path / "shut"
+    shut.mkdir(mode=0o700)
+    case = case_of(Machine(), environment=token_file(shut, TOKEN, 0o644))
+    assert [severity for severity, _ in said(network.ray_token, case)] == [NOTE, OK]
+
+
+def test_a_token_of_the_environment_goes_first(tmp_path: Path) -> None:
+    environment = {"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
+    assert only(network.ray_token, case_of(Machine(), environment=environment)).severity is OK
+
+
+def test_no_token_matters_where_a_cluster_is_to_be_joined(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path).view()
+    assert only(network.ray_token, case_of(machine)).severity is NOTE
+    assert only(network.ray_token, case_of(machine, ray_address="head:6379")).severity is ERROR
+    named = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
+    assert only(network.ray_token, case_of(machine, environment=named)).severity is ERROR
+    home = tmp_path / "root/.ray"
+    home.mkdir(parents=True)
+    (home / "auth_token").write_text(TOKEN)
+    (home / "auth_token").chmod(0o600)
+    assert only(network.ray_token, case_of(machine, ray_address="head:6379")).severity is OK
+
+
+def test_no_authentication_is_a_warning() -> None:
+    assert (
+        only(network.ray_token, case_of(Machine(), environment={"RAY_AUTH_MODE": "disabled"})).severity
+        is WARNING
+    )
+
+
+def test_the_ray_cluster_to_join_answers_or_not(listening: socket.socket) -> None:
+    there = f"127.0.0.1:{listening.getsockname()[1]}"
+    assert only(network.ray_cluster, case_of(Machine(), ray_address=there)).severity is OK
+    away = f"127.0.0.1:{free_port()}"
+    assert only(network.ray_cluster, case_of(Machine(), ray_address=away)).severity is ERROR
+    assert only(network.ray_cluster, case_of(Machine(), ray_address="head")).severity is ERROR
+    assert not said(network.ray_cluster, case_of(Machine()))
+
+
+def test_the_secret_is_long_enough_and_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    case = case_of(Machine(), config_of(secret_file=str(path)))
+    assert only(network.secret, case).severity is ERROR
+    path.write_text("short")
+    path.chmod(0o600)
+    assert only(network.secret, case).severity is ERROR
+    path.write_text(TOKEN)
+    assert only(network.secret, case).severity is OK
+    path.chmod(0o640)
+    assert only(network.secret, case).severity is WARNING
+    assert not said(network.secret, case_of(Machine()))

@@ -1,0 +1,79 @@
+"""Messages of the API as JSON, against protobuf's own conversion."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from cluster.commands.json_text import as_dict
+from cluster.proto import tandem_pb2 as pb
+
+MESSAGES = sorted(name for name, kind in vars(pb).items() if isinstance(kind, type))
+DOUBLES = 0.0, -1.5, 1e300, 0.1, float("inf"), float("-inf")
+
+
+def fill(message: Any, rng: random.Random, depth: int = 0) -> None:
+    """With random values; about half of the fields stay as they are."""
+    for field in message.DESCRIPTOR.fields:
+        if rng.random() < 0.5 or depth > 4:
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            value = field.message_type.fields_by_name["value"]
+            for _ in range(2):
+                key = (
+                    rng.randrange(1 << 31) if field.message_type.fields[0].type != field.TYPE_STRING else "ü"
+                )
+                getattr(message, field.name)[key] = scalar(value, rng)
+        elif field.message_type is not None:
+            part = getattr(message, field.name)
+            for item in [part.add(), part.add()] if field.is_repeated else [part]:
+                item.SetInParent()
+                fill(item, rng, depth + 1)
+        elif field.is_repeated:
+            getattr(message, field.name).extend(scalar(field, rng) for _ in range(2))
+        else:
+            setattr(message, field.name, scalar(field, rng))
+
+
+def scalar(field: Any, rng: random.Random) -> Any:
+    if field.type == field.TYPE_STRING:
+        return rng.choice(["", "a", "é\n<"])
+    if field.type == field.TYPE_BOOL:
+        return rng.random() < 0.5
+    if field.type == field.TYPE_DOUBLE:
+        return rng.choice(DOUBLES)
+    return rng.choice([0, 1, (1 << 31) - 1, *([(1 << 64) - 1] if field.type == field.TYPE_UINT64 else [])])
+
+
+def keys(value: Any) -> Any:
+    """The shape without the values."""
+    if isinstance(value, dict):
+        return {key: keys(item) for key, item in value.items()}
+    return [keys(item) for item in value] if isinstance(value, list) else None
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_any_message_is_what_protobuf_makes_of_it_with_numbers(name: str) -> None:
+    for seed in range(20):
+        message = getattr(pb, name)()
+        fill(message, random.Random(seed))
+        made = as_dict(message)
+        assert ParseDict(json.loads(json.dumps(made, allow_nan=False)), type(message)()) == message
+        own = MessageToDict(
+            message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        assert keys(made) == keys(own)
+
+
+def test_large_integers_are_numbers() -> None:
+    status = pb.StatusResponse(num_finished_requests=(1 << 64) - 1)
+    status.replicas.add(epoch=1 << 60).load.num_loaded_tokens["dram"] = 1 << 50
+    made = as_dict(status)
+    (replica,) = made["replicas"]
+    assert made["num_finished_requests"] == (1 << 64) - 1
+    assert (replica["epoch"], replica["load"]["num_loaded_tokens"]) == (1 << 60, {"dram": 1 << 50})
+    assert "load" not in as_dict(pb.StatusResponse(replicas=[pb.Replica()]))["replicas"][0]

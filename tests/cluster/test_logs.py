@@ -1,0 +1,174 @@
+"""Log lines as text and JSON, and the access log of a gateway over real gRPC."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+from gateway_house import GatewayHouse, Pair, until
+from gateway_model import PROMPT
+
+from cluster.client import GenerateOptions
+from cluster.errors import CallError
+from cluster.observe.config import LogConfig
+from cluster.observe.logs import ACCESS_LOGGER, about, log_to_stderr
+from workers.messages import RequestFailed
+
+_NAMES = ("tandem", "cluster", "router", "workers", "kvtransfer", ACCESS_LOGGER)
+
+
+@pytest.fixture
+def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """What a process that called `log_to_stderr` wrote there; the loggers are put back afterwards."""
+    loggers = [logging.getLogger(name) for name in _NAMES]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield lambda: capsys.readouterr().err
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of every line of the access log."""
+    return [
+        {"request_id": record.__dict__["request_id"], **record.__dict__["more_fields"]}
+        for record in caplog.records
+        if record.name == ACCESS_LOGGER
+    ]
+
+
+def test_a_json_line_says_when_who_what_and_about_which_request(stderr: Callable[[], str]) -> None:
+    log_to_stderr(LogConfig(format="json"), "decode-a1/0", "decode")
+    log = logging.getLogger("workers.inbound")
+    log.info("landing of %s ended: %s", "r~1", 'lost "peer"\nand more', extra={"request_id": "r~1"})
+    log.warning("no ids")
+    first, second = lines(stderr())
+    assert datetime.fromisoformat(first.pop("ts")).utcoffset() is not None
+    assert first == {
+        "level": "info",
+        "logger": "workers.inbound",
+        "message": 'landing of r~1 ended: lost "peer"\nand more',
+        "process": "decode-a1/0",
+        "pool": "decode",
+        "request_id": "r~1",
+    }
+    assert second["level"] == "warning"
+    assert "request_id" not in second
+
+
+def test_a_json_line_has_the_traceback_of_an_error(stderr: Callable[[], str]) -> None:
+    log_to_stderr(LogConfig(format="json"), "gateway-1")
+    try:
+        raise ValueError("of this")
+    except ValueError:
+        logging.getLogger("cluster.app").exception("it broke")
+    (line,) = lines(stderr())
+    assert "pool" not in line
+    assert line["error"].startswith("Traceback")
+    assert line["error"].endswith("ValueError: of this")
+
+
+def test_text_names_a_request_once(stderr: Callable[[], str]) -> None:
+    log_to_stderr(LogConfig(), "gateway-1")
+    log = logging.getLogger("cluster.gateway.desk")
+    log.info("request %s failed", "abc", extra={"request_id": "abc"})
+    log.info("it failed", extra=about("abc", {"tenant": "t"}))
+    log.info("nothing of a request")
+    told = [line.split(" ", 3)[3] for line in stderr().splitlines()]
+    assert told == [
+        "cluster.gateway.desk: request abc failed",
+        "cluster.gateway.desk: it failed [request abc]",
+        "cluster.gateway.desk: nothing of a request",
+    ]
+
+
+def test_the_level_is_not_that_of_the_access_log(stderr: Callable[[], str]) -> None:
+    log_to_stderr(LogConfig(format="json", level="error"), "gateway-1")
+    logging.getLogger("cluster.app").warning("not told")
+    logging.getLogger(ACCESS_LOGGER).info("told", extra=about("r", {"state": "finished"}))
+    (line,) = lines(stderr())
+    assert (line["message"], line["request_id"], line["state"]) == ("told", "r", "finished")
+
+
+async def test_each_ended_request_has_one_line_with_its_figures(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS_LOGGER)
+    options = GenerateOptions(request_id="mine", tenant="acme", max_tokens=5, seed=1)
+    done = await pair.client.complete(PROMPT, options)
+    (line,) = access_lines(caplog)
+    assert line.pop("wire_id").startswith("mine~")
+    assert line.pop("peer").startswith("ipv4:127.0.0.1:")
+    ttft_ms, e2e_ms = line.pop("ttft_ms"), line.pop("e2e_ms")
+    assert 0 < ttft_ms <= e2e_ms
+    assert ttft_ms == pytest.approx(done.finished.timing.ttft_ms, abs=0.001)
+    assert line == {
+        "request_id": "mine",
+        "state": "finished",
+        "code": "OK",
+        "reason": "",
+        "tenant": "acme",
+        "prompt_tokens": 11,
+        "cached_tokens": 10,
+        "output_tokens": 5,
+        "prefill_replica": "p0",
+        "decode_replica": "d0",
+        "attempts": 1,
+        "transport": "shm",
+        "moved_bytes": 4096,
+    }
+    (text,) = (record.getMessage() for record in caplog.records if record.name == ACCESS_LOGGER)
+    assert text.startswith("mine finished OK tenant=acme peer=ipv4:127.0.0.1:")
+    assert "prompt=11 cached=10 output=5" in text
+    assert text.endswith("attempts=1 p0 -> d0")
+
+
+async def test_refused_failed_and_cancelled_requests_have_their_line(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS_LOGGER)
+    with pytest.raises(CallError):
+        await pair.client.complete(PROMPT, GenerateOptions(request_id="bad", temperature=-1.0))
+    pair.prefill.script.failure = RequestFailed("", 0, "invalid", "no such prompt")
+    with pytest.raises(CallError):
+        await pair.client.complete(PROMPT, GenerateOptions(request_id="failed"))
+    pair.decode.script.stop_after = 2
+    stream = pair.client.generate(PROMPT, GenerateOptions(request_id="gone", max_tokens=50))
+    events = stream.events()
+    for _ in range(3):
+        await anext(events)
+    await events.aclose()
+    await until(lambda: len(access_lines(caplog)) == 3, "all have ended")
+    refused, failed, cancelled = access_lines(caplog)
+    assert (refused["request_id"], refused["state"], refused["code"]) == (
+        "bad",
+        "refused",
+        "INVALID_ARGUMENT",
+    )
+    assert (refused["prompt_tokens"], refused["ttft_ms"]) == (0, None)
+    assert "temperature" in refused["reason"]
+    assert (failed["request_id"], failed["state"], failed["code"]) == ("failed", "failed", "INVALID_ARGUMENT")
+    assert (failed["output_tokens"], failed["ttft_ms"], failed["attempts"]) == (0, None, 1)
+    assert (cancelled["request_id"], cancelled["state"], cancelled["code"]) == (
+        "gone",
+        "cancelled",
+        "CANCELLED",
+    )
+    assert cancelled["output_tokens"] >= 1
+
+
+async def test_the_access_log_can_be_off(house: GatewayHouse, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, ACCESS_LOGGER)
+    await house.add_replica("d0", "decode")
+    config = house.config().model_copy(update={"logs": LogConfig(access=False)})
+    _, address = await house.add_gateway(config)
+    await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
+    assert access_lines(caplog) == []

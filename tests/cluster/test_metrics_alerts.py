@@ -1,0 +1,30 @@
+"""The alert rules in the hands of Prometheus' own tool."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from promql import RULES
+
+PROMTOOL = shutil.which("promtool")
+pytestmark = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)"
+)
+
+
+def promtool(*arguments: str) -> str:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_rules() -> None:
+    assert "SUCCESS" in promtool("check", "rules", "--lint=all", "--lint-fatal", str(RULES))
+
+
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    assert "SUCCESS" in promtool("test", "rules", str(Path(__file__).with_name("alerts.yaml")))

@@ -1,0 +1,285 @@
+"""Every exported metric is declared, and what is declared is exported, documented and asked for correctly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from metric_docs import table
+from promql import (
+    DASHBOARDS,
+    ROOT,
+    SERIES,
+    dashboard,
+    known_labels,
+    labels_of,
+    panel_queries,
+    panels,
+    rule_queries,
+    rules,
+    series_of,
+)
+
+from cluster.observe.board import Board
+from cluster.observe.catalogue import METRICS, SECTIONS, series_names
+from cluster.observe.gateway_metrics import GatewayMetrics
+from cluster.observe.meters import GatewayMeters
+from cluster.observe.replica_metrics import ReplicaMetrics, StoreMetrics
+from cluster.proto import tandem_pb2 as pb
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
+from workers.messages import DeviceMemory, LoadReport, PathMeasure
+from workers.step_figures import BATCH_BOUNDS
+
+HERE = ReplicaIdentity("decode-a", 1)
+LOAD = LoadReport(
+    identity=HERE,
+    sequence=1,
+    num_running=2,
+    num_waiting=3,
+    num_landings=1,
+    num_backlog_tokens=7,
+    num_free_blocks=60,
+    num_cached_blocks=20,
+    num_quarantined_blocks=10,
+    num_total_blocks=100,
+    num_leaked_blocks=0,
+    prefill_tok_s=100.0,
+    decode_step_s=0.01,
+    num_steps=9,
+    num_checksum_failures=0,
+    num_preemptions=1,
+    transfer_gb_s=2.0,
+    num_moved_bytes={"hand_over": 5},
+    num_lost_landings={"stalled": 1},
+    paths=(PathMeasure(ReplicaIdentity("prefill-a", 1), 0, 0, "shm", 3.0, 20.0, "memory"),),
+    load_tok_s={"dram": 50.0},
+    num_loaded_tokens={"dram": 16},
+    num_stored_blocks=4,
+    num_unstored_blocks={"queue": 1},
+    num_unfilled_tokens=48,
+    num_steps_by_batch=tuple(range(len(BATCH_BOUNDS) + 1)),
+    num_batched_sequences=500,
+    num_hit_tokens={"device": 32},
+    num_transport_bytes={"shm": 5},
+    transport_s={"shm": 0.5},
+    memory=(DeviceMemory(10, 20),),
+)
+
+
+class Recorder:
+    """What a board told: of each series the values that were set, or the sum of increments."""
+
+    def __init__(self) -> None:
+        self.help: dict[str, str] = {}
+        self.labels: dict[str, tuple[str, ...]] = {}
+        self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self.increments: list[float] = []
+
+    def board(self, **common: str) -> Board:
+        return Board(
+            lambda name, text, labels: _Instrument(self, name, text, labels),
+            lambda name, text, labels: _Instrument(self, f"{name}_total", text, labels),
+            common,
+        )
+
+    def names(self) -> set[str]:
+        return {name.removeprefix("tandem_") for name, _ in self.values}
+
+    def value(self, name: str, **labels: str) -> float:
+        """Of the one series with these labels among others."""
+        (found,) = (
+            value
+            for (each, tags), value in self.values.items()
+            if each == f"tandem_{name}" and labels.items() <= dict(tags).items()
+        )
+        return found
+
+
+class _Instrument:
+    def __init__(self, recorder: Recorder, name: str, text: str, labels: tuple[str, ...]) -> None:
+        assert name not in recorder.help, f"{name} is made twice"
+        recorder.help[name], recorder.labels[name] = text, labels
+        self._recorder, self._name, self._labels = recorder, name, labels
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self._recorder.values[self._key(tags)] = value
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0, "Ray refuses it"
+        key = self._key(tags)
+        self._recorder.increments.append(value)
+        self._recorder.values[key] = self._recorder.values.get(key, 0.0) + value
+
+    def _key(self, tags: dict[str, str]) -> tuple[str, tuple[tuple[str, str], ...]]:
+        assert set(tags) == set(self._labels), "Ray refuses missing labels"
+        assert all(isinstance(value, str) for value in tags.values())
+        return self._name, tuple(sorted(tags.items()))
+
+
+def replica_metrics(recorder: Recorder) -> ReplicaMetrics:
+    return ReplicaMetrics(recorder.board(app="a", pool="decode", replica="decode-a", model="m"), 16)
+
+
+def gateway_status(*moves: pb.ScalingMove) -> pb.StatusResponse:
+    return pb.StatusResponse(
+        replicas=[pb.Replica(replica_id="decode-a", pool="decode", state="ready")],
+        pools=[pb.Pool(name="decode", desired=2, pinned=True, num_lent=1)],
+        moves=moves,
+    )
+
+
+def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
+    recorder = Recorder()
+    replica_metrics(recorder).update(LOAD, "decode")
+    tiers = TierStat("dram", 1, 2, 3), TierStat("nvme", 1, 2, 3)
+    StoreMetrics(recorder.board(app="a", node="n")).update(StoreStat(HERE, tiers, IndexStat("up")))
+    meters = GatewayMeters(lambda replica_id: "decode", lambda: 1)
+    meters.num_hand_overs["shm"] = meters.num_hand_over_bytes["shm"] = 1
+    meters.attempt_failed("decode-a", "refused", 0.0)
+    replica = meters.replicas["decode-a"]
+    replica.num_routed["decode"] = 1
+    for histogram in replica.histograms.values():
+        histogram.observe(0.1)
+    gateway = GatewayMetrics(recorder.board(app="a", gateway="g", model="m"), 1.0)
+    list(gateway.update(meters, gateway_status(), 0.0))
+    declared = {name for metric in METRICS.values() for name in series_names(metric)}
+    assert recorder.names() == declared
+    for name, text in recorder.help.items():
+        metric = SERIES[f"ray_{name}"]
+        assert text == metric.help
+        assert set(recorder.labels[name]) - {"le"} == set(metric.labels)
+
+
+def test_names_are_unique_and_say_their_unit() -> None:
+    assert len(METRICS) == sum(map(len, SECTIONS.values()))
+    for metric in METRICS.values():
+        assert (metric.kind == "counter") == metric.name.endswith("_total")
+        assert metric.help.endswith("."), metric.name
+        if metric.unit == "seconds" and metric.kind != "counter":
+            assert metric.name.endswith("_seconds")
+        if metric.unit in ("bytes", "bytes/s") and metric.kind == "gauge":
+            assert "bytes" in metric.name
+
+
+def test_a_board_refuses_what_is_not_declared() -> None:
+    board = Recorder().board()
+    with pytest.raises(KeyError):
+        board.set("surprises", 1.0)
+
+
+def test_a_counter_begins_at_nothing_and_follows_its_total() -> None:
+    recorder = Recorder()
+    board = recorder.board(app="a", gateway="g", model="m")
+    board.total("output_tokens_total", 0)
+    assert 0 < recorder.value("output_tokens_total") < 1e-300
+    for total in (3, 3, 2, 10):
+        board.total("output_tokens_total", total)
+    assert recorder.value("output_tokens_total") == 10.0
+    assert recorder.increments[1:] == [3.0, 7.0]
+
+
+def test_a_histogram_is_told_as_totals_by_bucket() -> None:
+    recorder = Recorder()
+    replica_metrics(recorder).update(LOAD, "decode")
+    counts = range(len(BATCH_BOUNDS) + 1)
+    assert recorder.value("batch_size_bucket", le="1") == 0
+    assert recorder.value("batch_size_bucket", le="8") == sum(range(4))
+    assert recorder.value("batch_size_bucket", le="+Inf") == sum(counts)
+    assert recorder.value("batch_size_count") == sum(counts)
+    assert recorder.value("batch_size_sum") == 500
+
+
+def test_shares_of_the_blocks() -> None:
+    recorder = Recorder()
+    replica_metrics(recorder).update(LOAD, "decode")
+    assert recorder.value("kv_usage_ratio") == pytest.approx(30 / 100)
+    assert recorder.value("kv_fragmentation_ratio") == pytest.approx(48 / (30 * 16))
+
+
+def test_a_path_and_a_role_that_are_gone_are_zero() -> None:
+    recorder = Recorder()
+    metrics = replica_metrics(recorder)
+    metrics.update(LOAD, "decode")
+    assert recorder.value("path_bytes_per_second", transport="shm") == 3e9
+    metrics.update(LoadReport(HERE, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0), "prefill")
+    assert recorder.value("path_bytes_per_second", transport="shm") == 0.0
+    assert recorder.value("replica_role", role="decode") == 0.0
+    assert recorder.value("replica_role", role="prefill") == 1.0
+
+
+def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
+    recorder = Recorder()
+    metrics = GatewayMetrics(recorder.board(app="a", gateway="g", model="m"), 0.0)
+    meters = GatewayMeters(lambda replica_id: "", lambda: 0)
+    old = pb.ScalingMove(at=10.0, pool="decode", by="operator")
+    new = pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
+    list(metrics.update(meters, gateway_status(old), 0.0))
+    assert recorder.value("scaling_moves_total", by="operator") < 1
+    for _ in range(2):
+        list(metrics.update(meters, gateway_status(old, new), 1.0))
+    assert recorder.value("scaling_moves_total", by="operator") < 1
+    assert recorder.value("scaling_moves_total", by="autoscaler") == 1
+    assert recorder.value("pool_replicas", state="ready") == 1
+    assert recorder.value("pool_desired_replicas") == 2
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_page_lists_every_metric_as_it_is(section: str) -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    expected = f"### {section}\n\n{table(SECTIONS[section])}"
+    assert expected in page, "tests/support/metric_docs.py prints the tables"
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_asks_for_what_there_is(path: Path) -> None:
+    loaded = dashboard(path)
+    ids = [panel["id"] for panel in loaded["panels"]]
+    assert len(set(ids)) == len(ids)
+    titles = [(panel["title"], panel["gridPos"]["y"]) for panel in loaded["panels"]]
+    assert len(set(titles)) == len(titles)
+    variables = {variable["name"] for variable in loaded["templating"]["list"]}
+    assert "datasource" in variables
+    for variable in loaded["templating"]["list"][1:]:
+        assert series_of(variable["definition"]) <= SERIES.keys()
+    for panel in panels(path):
+        position = panel["gridPos"]
+        assert position["x"] + position["w"] <= 24
+        assert panel["datasource"]["uid"] == "${datasource}"
+    for query in panel_queries(path):
+        names = series_of(query.text)
+        assert names, query.where
+        assert names <= SERIES.keys(), query.where
+        assert labels_of(query) <= known_labels(query), query.where
+        used = {name for name in ("app", "model", "pool", "replica") if f"${name}" in query.text}
+        assert used <= variables, query.where
+
+
+def test_the_dashboards_are_four_and_apart() -> None:
+    assert [path.stem for path in DASHBOARDS] == ["kv-tiers", "overview", "pools", "router"]
+    assert len({dashboard(path)["uid"] for path in DASHBOARDS}) == 4
+
+
+def test_every_metric_is_on_a_dashboard_or_in_a_rule() -> None:
+    queries = [query for path in DASHBOARDS for query in panel_queries(path)] + rule_queries()
+    seen = {SERIES[name].name for query in queries for name in series_of(query.text)}
+    assert METRICS.keys() - seen == set()
+
+
+def test_rules_ask_for_what_there_is_and_say_what_to_do() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    for query in rule_queries():
+        assert series_of(query.text) <= SERIES.keys(), query.where
+        names = set(query.text.split()) & {f"{name}" for name in recorded}
+        assert series_of(query.text) or names, query.where
+        if series_of(query.text):
+            assert labels_of(query) <= known_labels(query), query.where
+    alerts = [rule for rule in rules() if "alert" in rule]
+    assert len({rule["alert"] for rule in alerts}) == len(alerts)
+    page = (ROOT / "docs" / "observability.md").read_text()
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+        name = rule["alert"].removesuffix("Slow")
+        assert f"`{rule['alert']}`" in page or f"`{name}Fast`, `...Slow`" in page, rule["alert"]

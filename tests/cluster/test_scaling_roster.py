@@ -1,0 +1,238 @@
+"""What the roster remembers outlives it: nothing told to a new life is overridden, nothing else is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import RosterAwayError
+from cluster.messages import RoleLease, RosterView, ScalingMove
+from cluster.roster import LocalRoster, ScalingRoster
+from cluster.roster_wire import RemoteRoster, RosterActor
+from cluster.wishes import NUM_MOVES, Wishes
+from kvtransfer.clock import ManualClock
+from kvtransfer.messages import ReplicaIdentity
+
+P0 = ReplicaIdentity("p0", 1)
+
+
+def move(at: float, after: int = 2) -> ScalingMove:
+    return ScalingMove(at, "decode", 1, after, "operator", "wanted")
+
+
+def lease(epoch: int, replica: ReplicaIdentity = P0, role: str = "decode") -> RoleLease:
+    return RoleLease(replica, role, epoch, "idle")
+
+
+def wishes_view(wishes: Wishes, version: int) -> RosterView:
+    return wishes.fill(RosterView(version=version))
+
+
+class Wire:
+    """Calls a `RosterActor` in this process as if it were elsewhere."""
+
+    def __init__(self, actor: RosterActor) -> None:
+        self.actor: RosterActor | None = actor
+
+    async def __call__(self, method: str, *arguments: object) -> object:
+        if self.actor is None:
+            raise RosterAwayError(method)
+        result: object = await getattr(self.actor, method)(*arguments)
+        return result
+
+
+async def tell_everything(roster: ScalingRoster) -> None:
+    await roster.set_desired("decode", 3, True)
+    await roster.set_desired("prefill", 2, False)
+    await roster.set_lease(lease(5))
+    await roster.add_move(move(1.0))
+    await roster.set_traffic({"tandem": 0.9, "tandem-v2": 0.1})
+    await roster.set_observed("mark", {"decode": 3, "prefill": 1})
+
+
+def assert_everything(view: RosterView) -> None:
+    assert (view.desired, view.pinned) == ({"decode": 3, "prefill": 2}, ("decode",))
+    assert (view.leases, view.moves) == ((lease(5),), (move(1.0),))
+    assert view.traffic == {"tandem": 0.9, "tandem-v2": 0.1}
+    assert (view.deploy_mark, view.targets) == ("mark", {"decode": 3, "prefill": 1})
+
+
+async def test_local_and_remote_rosters_remember_what_they_are_told() -> None:
+    clock = ManualClock(start_s=1000.0)
+    rosters: list[ScalingRoster] = [
+        LocalRoster(clock),
+        RemoteRoster(Wire(RosterActor(clock, restarted=False)), clock),
+    ]
+    for roster in rosters:
+        await tell_everything(roster)
+        view = await roster.view(0, 0.0)
+        assert_everything(view)
+        await tell_everything(roster)
+        assert (await roster.view(0, 0.0)).version == view.version
+        await roster.release("decode")
+        await roster.forget("prefill")
+        await roster.drop_lease(P0)
+        after = await roster.view(0, 0.0)
+        assert (after.desired, after.pinned, after.leases) == ({"decode": 3}, (), ())
+        assert after.version > view.version
+
+
+async def test_a_restarted_roster_is_given_everything_before_anybody_sees_it() -> None:
+    clock = ManualClock(start_s=1000.0)
+    wire = Wire(RosterActor(clock, restarted=False))
+    watcher = RemoteRoster(wire, clock)
+    await tell_everything(watcher)
+    before = await watcher.view(0, 0.0)
+    clock.advance(1.0)
+    wire.actor = RosterActor(clock, restarted=False)
+    after = await watcher.view(0, 0.0)
+    assert after.version > before.version
+    assert after.incarnation != before.incarnation
+    assert_everything(after)
+    newcomer = RemoteRoster(wire, clock)
+    assert_everything(await newcomer.view(0, 0.0))
+
+
+async def test_a_roster_that_goes_away_again_is_not_shown_half_filled() -> None:
+    clock = ManualClock(start_s=1000.0)
+    first, second = RosterActor(clock, restarted=False), RosterActor(ManualClock(2000.0), restarted=False)
+    wire = Wire(first)
+    watcher = RemoteRoster(wire, clock)
+    await tell_everything(watcher)
+    before = await watcher.view(0, 0.0)
+
+    class BreaksBeforeItIsFilled(Wire):
+        async def __call__(self, method: str, *arguments: object) -> object:
+            if method == "restore":
+                raise RosterAwayError(method)
+            return await super().__call__(method, *arguments)
+
+    watcher._call = BreaksBeforeItIsFilled(second)
+    looking = asyncio.create_task(watcher.view(0, 0.0))
+    await asyncio.sleep(0)
+    clock.advance(1.0)
+    assert await looking == before
+    watcher._call = Wire(second)
+    assert_everything(await watcher.view(0, 0.0))
+
+
+def test_what_a_new_life_was_told_goes_before_any_memory() -> None:
+    old = Wishes(0)
+    old.set_desired("decode", 3, pinned=True)
+    old.set_desired("prefill", 2, pinned=True)
+    old.set_lease(lease(5))
+    old.set_traffic({"a": 1.0})
+    old.set_observed("old", {"decode": 3})
+    new = Wishes(100)
+    new.set_desired("decode", 1, pinned=False)
+    new.forget("prefill")
+    new.set_lease(lease(6, role="prefill"))
+    new.set_traffic({})
+    new.set_observed("new", {})
+    assert not new.restore(wishes_view(old, 50))
+    view = wishes_view(new, 101)
+    assert (view.desired, view.pinned, view.traffic) == ({"decode": 1}, (), {})
+    assert (view.leases, view.deploy_mark) == ((lease(6, role="prefill"),), "new")
+
+
+def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
+    old = Wishes(0)
+    old.set_desired("decode", 3, pinned=True)
+    old.set_desired("extra", 9, pinned=True)
+    old.add_move(move(1.0))
+    early = wishes_view(old, 10)
+    old.set_desired("decode", 4, pinned=True)
+    old.forget("extra")
+    old.set_lease(lease(5))
+    old.add_move(move(2.0))
+    late = wishes_view(old, 20)
+    for memories in ((early, late), (late, early), (late, early, late)):
+        new = Wishes(100)
+        for memory in memories:
+            new.restore(memory)
+        view = wishes_view(new, 101)
+        assert (view.desired, view.leases) == ({"decode": 4}, (lease(5),))
+        assert view.moves == (move(1.0), move(2.0))
+
+
+def test_a_roster_is_never_restored_from_its_own_life() -> None:
+    roster = Wishes(100)
+    roster.set_desired("decode", 3, pinned=True)
+    memory = wishes_view(roster, 100)
+    roster.forget("decode")
+    assert not roster.restore(memory)
+    assert wishes_view(roster, 101).desired == {}
+
+
+def test_only_the_latest_moves_are_remembered() -> None:
+    wishes = Wishes()
+    for number in range(NUM_MOVES + 5):
+        wishes.add_move(move(float(number)))
+    moves = wishes_view(wishes, 1).moves
+    assert [item.at for item in moves] == [float(number) for number in range(5, NUM_MOVES + 5)]
+
+
+def test_a_lease_gives_way_to_higher_epochs_and_newer_lives_alone() -> None:
+    wishes = Wishes()
+    assert wishes.set_lease(lease(5))
+    assert not wishes.set_lease(lease(5, role="prefill"))
+    assert not wishes.set_lease(lease(4, role="prefill"))
+    assert wishes.set_lease(lease(6, role="prefill"))
+    assert not wishes.drop_lease(ReplicaIdentity("p0", 0))
+    assert wishes.set_lease(lease(7, ReplicaIdentity("p0", 2)))
+    assert not wishes.drop_lease(P0)
+    assert wishes.drop_lease(ReplicaIdentity("p0", 2))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("set"), st.sampled_from("ab"), st.integers(0, 3), st.booleans()),
+            st.tuples(st.sampled_from(["release", "forget"]), st.sampled_from("ab")),
+            st.tuples(st.sampled_from(["restart", "watch", "restore"]), st.integers(0, 1)),
+        ),
+        max_size=40,
+    )
+)
+def test_after_a_restart_every_wish_that_a_watcher_saw_is_there_again(
+    steps: list[tuple[object, ...]],
+) -> None:
+    """Against a naive model: what was told and seen by a watcher counts, unless told otherwise since."""
+    version = 0
+    wishes = Wishes(0)
+    truth: dict[str, tuple[int, bool]] = {}
+    told: set[str] = set()
+    memories: list[tuple[RosterView, dict[str, tuple[int, bool]]]] = [(RosterView(version=-1), {})] * 2
+    for step in steps:
+        version += 1
+        match step:
+            case ("set", str(pool), int(count), bool(pinned)):
+                wishes.set_desired(pool, count, pinned=pinned)
+                truth[pool] = (count, pinned)
+                told.add(pool)
+            case ("release", str(pool)):
+                wishes.release(pool)
+                if pool in truth and truth[pool][1]:
+                    truth[pool] = (truth[pool][0], False)
+                    told.add(pool)
+            case ("forget", str(pool)):
+                wishes.forget(pool)
+                truth.pop(pool, None)
+                told.add(pool)
+            case ("watch", int(number)):
+                memories[number] = (wishes_view(wishes, version), dict(truth))
+            case ("restart", _):
+                version += 100
+                wishes, truth, told = Wishes(version), {}, set()
+                latest = max(memories, key=lambda memory: memory[0].version)
+                for view, _ in sorted(memories, key=lambda memory: memory[0].version):
+                    wishes.restore(view)
+                truth = dict(latest[1])
+            case ("restore", int(number)):
+                before = wishes_view(wishes, version)
+                wishes.restore(memories[number][0])
+                assert wishes_view(wishes, version) == before
+        view = wishes_view(wishes, version)
+        assert {pool: (num, pool in view.pinned) for pool, num in view.desired.items()} == truth

@@ -1,0 +1,281 @@
+"""Pools scaled under load in the running service, through Ray Serve's own endpoint: nobody is cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from request_load import Steady, Stream
+from serving import TINY, RunningCluster, environment, free_port, tandem
+
+from cluster.blocking_client import BlockingClient
+from cluster.client import GenerateOptions
+from cluster.proto import tandem_pb2 as pb
+from workers.model.random_checkpoint import write_random_checkpoint
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+NUM_LONG_TOKENS = 24_000
+"""At the 25 ms or more that a token takes here, that is over ten minutes: the stream ends with the test."""
+SETTLE_S = 120.0
+_DEPLOY = """
+import logging, sys
+import ray
+from ray import serve
+from cluster.app import build_application
+from cluster.deployed import recall
+ray.init(address=sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
+known = recall("tandem")
+raw = known.config.model_dump(mode="json")
+for pool in raw["pools"]:
+    pool["health_check_period_s"] = 1.5
+config = type(known.config).model_validate(raw)
+application = build_application(config, known.cpus, known.secret, life=known.life)
+target = serve.RunTarget(application, name="tandem", route_prefix=None, external_scaler_enabled=True)
+serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    folder = tmp_path_factory.mktemp("scaling")
+    write_random_checkpoint(
+        folder / "model",
+        "llama",
+        seed=5,
+        tokenizer_from=TINY,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=32_768,
+    )
+    engine = "engine: {block_tokens: 16, kv_tokens: 32768}"
+    common = f"dtype: fp32, cpus_per_rank: 0.1, drain_s: 20, {engine}"
+    file = folder / "cluster.yaml"
+    file.write_text(
+        f"model: {folder / 'model'}\n"
+        "pools:\n"
+        f"  - {{name: prefill, role: prefill, {common}}}\n"
+        f"  - {{name: decode, role: decode, {common}}}\n"
+        "scaling: {interval_s: 0.5}\n"
+        "debug: {allow_pins: true}\n"
+    )
+    running = RunningCluster("--file", str(file), "--port", str(free_port()))
+    yield running
+    assert running.stop() == 0
+
+
+class Operator:
+    """Somebody with the Ray token and curl."""
+
+    def __init__(self, cluster: RunningCluster) -> None:
+        self.dashboard = cluster.addresses["dashboard"]
+        self.token_file = cluster.addresses["Ray token"].removeprefix("in ")
+        self.token = Path(self.token_file).read_text().strip()
+
+    def ask(self, path: str, body: dict[str, int] | None = None) -> Any:
+        request = urllib.request.Request(
+            self.dashboard + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {self.token}"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return json.loads(reply.read())
+
+    def scale(self, pool: str, num_replicas: int) -> None:
+        path = f"/api/v1/applications/tandem/deployments/Pool-{pool}/scale"
+        self.ask(path, {"target_num_replicas": num_replicas})
+
+    def target(self, pool: str) -> int:
+        instance = self.ask("/api/serve/applications/")
+        found: int = instance["applications"]["tandem"]["deployments"][f"Pool-{pool}"]["target_num_replicas"]
+        return found
+
+    def process_ids(self, class_name: str) -> list[int]:
+        rows = self.ask("/api/v0/actors?detail=1&limit=1000")["data"]["result"]["result"]
+        return [
+            row["pid"] for row in rows if row["state"] == "ALIVE" and row["class_name"].startswith(class_name)
+        ]
+
+
+@pytest.fixture
+def operator(cluster: RunningCluster) -> Operator:
+    return Operator(cluster)
+
+
+def ready(pool: str, num_replicas: int) -> Callable[[pb.StatusResponse], bool]:
+    """So many replicas of the pool, all ready, and none on its way out."""
+
+    def holds(status: pb.StatusResponse) -> bool:
+        states = [replica.state for replica in status.replicas if replica.pool == pool]
+        return states == ["ready"] * num_replicas
+
+    return holds
+
+
+def pool_of(status: pb.StatusResponse, name: str) -> pb.Pool:
+    return next(pool for pool in status.pools if pool.name == name)
+
+
+def test_the_endpoint_wants_the_token(operator: Operator) -> None:
+    path = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
+    for headers, code in (({}, 401), ({"Authorization": "Bearer another"}, 403)):
+        request = urllib.request.Request(
+            operator.dashboard + path, data=b'{"target_num_replicas": 2}', headers=headers
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        assert refused.value.code == code
+        refused.value.close()
+    assert operator.target("decode") == 1
+
+
+def test_pools_grow_and_shrink_under_load_and_serves_own_processes_die(
+    cluster: RunningCluster, operator: Operator
+) -> None:
+    stream, steady = Stream(cluster.address, NUM_LONG_TOKENS), Steady(cluster.address)
+    stream.has_grown(20)
+    operator.scale("decode", 3)
+    status = cluster.wait_for(ready("decode", 3), SETTLE_S)
+    operator.scale("prefill", 2)
+    cluster.wait_for(ready("prefill", 2), SETTLE_S)
+    status = cluster.wait_for(lambda status: pool_of(status, "prefill").pinned, 10)
+    assert [(pool.desired, pool.configured, pool.pinned) for pool in status.pools] == [
+        (2, 1, True),
+        (3, 1, True),
+    ]
+    assert [(move.pool, move.before, move.after, move.by) for move in status.moves] == [
+        ("decode", 1, 3, "operator"),
+        ("prefill", 1, 2, "operator"),
+    ]
+    decodes = [replica.replica_id for replica in status.replicas if replica.pool == "decode"]
+    streams = [
+        Stream(cluster.address, NUM_LONG_TOKENS, number, decode) for number, decode in enumerate(decodes, 1)
+    ]
+    for each in (stream, *streams):
+        each.has_grown(20)
+    operator.scale("prefill", 1)
+    operator.scale("decode", 1)
+    status = cluster.wait_for(ready("decode", 1), SETTLE_S)
+    cluster.wait_for(ready("prefill", 1), SETTLE_S)
+    for each in (stream, *streams):
+        each.has_grown(20)
+    (stayed,) = [replica.replica_id for replica in status.replicas if replica.pool == "decode"]
+    for each, decode in zip(streams, decodes, strict=True):
+        assert_moved(cluster, each, has_moved=decode != stayed)
+        each.end()
+        assert_same_tokens(cluster, each)
+
+    operator.scale("decode", 3)
+    cluster.wait_for(ready("decode", 3), SETTLE_S)
+    before = {replica.replica_id for replica in cluster.status().replicas}
+    for class_name in ("ServeController", "ProxyActor"):
+        for process_id in operator.process_ids(class_name):
+            os.kill(process_id, signal.SIGKILL)
+    stream.has_grown(40)
+    pause = threading.Event()
+    for _ in range(300):
+        if operator.process_ids("ServeController"):
+            break
+        pause.wait(0.2)
+    assert operator.target("decode") == 3
+    stream.has_grown(40)
+    status = cluster.wait_for(ready("decode", 3), SETTLE_S)
+    assert {replica.replica_id for replica in status.replicas} == before
+    assert operator.target("decode") == 3
+    assert pool_of(status, "decode").desired == 3
+
+    steady.end()
+    assert steady.num_done > 20
+    stream.end()
+    assert_same_tokens(cluster, stream)
+    assert cluster.status().num_failed_requests == 0
+
+
+def assert_moved(cluster: RunningCluster, stream: Stream, *, has_moved: bool) -> None:
+    """Within one attempt: it was never cut off."""
+    with BlockingClient(cluster.address) as client:
+        explained = client.explain(stream.request_id)
+    names = [event.name for event in explained.timeline]
+    assert len(explained.decisions) == 1, names
+    assert ("moved" in names) == has_moved, names
+
+
+def assert_same_tokens(cluster: RunningCluster, stream: Stream) -> None:
+    """At several places the stream goes on as one does that begins there anew."""
+    with BlockingClient(cluster.address) as client:
+        for share in (0.1, 0.5, 0.95):
+            start = int(share * (len(stream.tokens) - 8))
+            prompt = stream.prompt + stream.tokens[:start]
+            done = client.complete(
+                prompt, GenerateOptions(max_tokens=8, ignore_eos=True, seed=3), timeout_s=120
+            )
+            assert list(done.token_ids[0]) == stream.tokens[start : start + 8]
+
+
+def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, operator: Operator) -> None:
+    """Of somebody who knows nothing of the desired counts, and has changed what resets Serve's target."""
+    operator.scale("decode", 2)
+    cluster.wait_for(lambda status: pool_of(status, "decode").desired == 2, 10)
+    deployed = subprocess.run(
+        [sys.executable, "-c", _DEPLOY, cluster.addresses["Ray"]],
+        env={**environment(), "RAY_AUTH_MODE": "token"},
+        check=False,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert deployed.returncode == 0, deployed.stderr
+    status = cluster.wait_for(lambda status: status.moves[-1].by == "deploy", 30)
+    move = status.moves[-1]
+    assert (move.pool, move.before, move.after) == ("decode", 1, 2)
+    assert operator.target("decode") == 2
+    status = cluster.wait_for(ready("decode", 2), SETTLE_S)
+    assert pool_of(status, "decode").pinned
+    assert status.moves[-1] == move
+
+
+def test_the_command_says_what_changes_and_waits_until_it_has(
+    cluster: RunningCluster, operator: Operator
+) -> None:
+    places = ["--address", cluster.address, "--dashboard", operator.dashboard]
+    places += ["--token-file", operator.token_file]
+    operator.scale("decode", 2)
+    dry = tandem("scale", "decode=1", "prefill=2", "--dry-run", "--json", *places)
+    assert dry.returncode == 0, dry.stderr
+    told = json.loads(dry.stdout)
+    assert [(pool["name"], pool["before"], pool["after"]) for pool in told["pools"]] == [
+        ("decode", 2, 1),
+        ("prefill", 1, 2),
+    ]
+    assert told["pools"][1]["needed"] == {"CPU": pytest.approx(0.15)}
+    assert 0 < told["free"]["CPU"] <= os.cpu_count()
+    assert told["shortages"] == []
+    huge = json.loads(tandem("scale", "prefill=999", "--dry-run", "--json", *places).stdout)
+    assert "CPU: 149.7 wanted" in huge["shortages"][0]
+    done = tandem("scale", "decode=1", *places)
+    assert done.returncode == 0, done.stderr
+    status = cluster.status()
+    assert ready("decode", 1)(status)
+    assert pool_of(status, "decode").desired == 1
+    shown = tandem("status", "--address", cluster.address).stdout
+    assert "operator (pinned)" in shown
+    released = tandem("scale", "--release", "decode", *places)
+    assert released.returncode == 0, released.stderr
+    cluster.wait_for(lambda status: not pool_of(status, "decode").pinned, 10)
+    assert operator.target("decode") == 1
+    wrong = tandem("scale", "decoder=2", *places)
+    assert wrong.returncode == 1
+    assert "there is no pool 'decoder', but decode, prefill" in " ".join(wrong.stderr.split())

@@ -1,0 +1,136 @@
+"""Two Ray nodes on this machine, each with a store and a replica: what one computed the other fetches."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import TINY, RunningCluster, environment, free_port
+
+from cluster.blocking_client import BlockingClient
+from cluster.client import Completion, GenerateOptions
+from cluster.proto import tandem_pb2 as pb
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+START_S = 300.0
+NUM_TOKENS = 400
+FILE = f"""
+model: {TINY}
+debug: {{allow_pins: true}}
+transfer: {{data_host: auto}}
+store: {{lookup_budget_ms: 100}}
+pools:
+  - name: decode
+    role: both
+    replicas: 2
+    dtype: fp32
+    cpus_per_rank: 1
+    engine: {{block_tokens: 16, kv_tokens: 4096}}
+"""
+"""A look-up may take longer than usual: this machine has much to do."""
+
+
+class RayNodes:
+    """Ray processes with a folder of their own, beside whatever else runs here."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` must have a short name: sockets lie below it."""
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.address = f"127.0.0.1:{free_port()}"
+
+    def start(self, *, is_head: bool) -> None:
+        """One with room for one replica, and the head for the gateway too."""
+        place = (
+            ("--head", "--port", self.address.rpartition(":")[2]) if is_head else ("--address", self.address)
+        )
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, "--block"]
+        command += ["--node-ip-address", "127.0.0.1", "--num-cpus", "2", "--object-store-memory", "100000000"]
+        command += ["--include-dashboard", "false"] if is_head else []
+        with (self._folder / f"ray-{len(self._processes)}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment(), "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(self._folder)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+
+    def close(self) -> None:
+        """Kill them: an orderly end is drained for half a minute."""
+        for process in reversed(self._processes):
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            process.wait()
+            for each in family:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            psutil.wait_procs(family, timeout=20)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(FILE)
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    nodes = RayNodes(folder)
+    try:
+        nodes.start(is_head=True)
+        nodes.start(is_head=False)
+        running = RunningCluster(
+            "--file", str(file), "--port", str(free_port()), start_s=START_S, ray_address=nodes.address
+        )
+        yield running
+        assert running.stop() == 0
+    finally:
+        nodes.close()
+        shutil.rmtree(folder)
+
+
+def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None:
+    prompt = [100 + number % 170 for number in range(NUM_TOKENS)]
+    with BlockingClient(cluster.address) as client:
+
+        def is_open(_: pb.StatusResponse) -> bool:
+            nodes = client.store_stat().nodes
+            return [node.num_sessions for node in nodes] == [1, 1] and all(
+                node.index.state == "up" and node.tiers[0].capacity_bytes for node in nodes
+            )
+
+        status = cluster.wait_for(is_open, 120)
+        assert len({store.node_id for store in status.stores}) == 2
+        first, second = (replica.replica_id for replica in status.replicas)
+
+        def run(replica: str, tenant: str) -> Completion:
+            options = GenerateOptions(
+                max_tokens=16, temperature=0.8, seed=5, ignore_eos=True, tenant=tenant, pinned_decode=replica
+            )
+            return client.complete(prompt, options, timeout_s=60)
+
+        def held(tenant: str) -> list[int]:
+            asked = pb.StoreListRequest(filter=pb.StoreFilter(tenant=tenant))
+            return sorted(node.num_matching for node in client.store_list(asked).nodes)
+
+        num_blocks = NUM_TOKENS // 16
+        for number in range(10):  # a look-up may be late: then the next
+            tenant = f"tenant-{number}"
+            computed = run(first, tenant)
+            assert computed.finished.usage.cached.remote == 0
+            cluster.wait_for(lambda _: held(tenant) >= [0, num_blocks], 30)  # noqa: B023
+            fetched = run(second, tenant)
+            assert fetched.finished.decode_replica == second
+            assert fetched.token_ids == computed.token_ids
+            if fetched.finished.usage.cached.remote:
+                break
+        assert fetched.finished.usage.cached.remote >= (num_blocks - 1) * 16
+        stat = client.store_stat()
+    hits = [tier.num_hits for node in stat.nodes for tier in node.tiers if tier.tier == "remote"]
+    assert sorted(hits) >= [0, num_blocks - 1]

@@ -1,0 +1,289 @@
+"""Config updates and a second version of the model, as an operator does them, while clients send requests."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+from serving import TINY, RunningCluster, free_port, tandem
+
+from cluster.blocking_client import BlockingClient
+from cluster.client import Completion, GenerateOptions
+from cluster.errors import CallError
+from cluster.gateway.traffic import application_of
+from cluster.proto import tandem_pb2 as pb
+from workers.model.random_checkpoint import write_random_checkpoint
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+PROMPTS = [f"def function_{number}(self, value):\n    return value + {number}\n" for number in range(5)]
+LONG = GenerateOptions(max_tokens=1200, seed=7, ignore_eos=True)
+SHORT = GenerateOptions(max_tokens=16, seed=3, ignore_eos=True)
+UPDATE_S = 180.0
+FILE = """
+app: {app}
+model: {model}
+pools:
+  - {{name: prefill, role: prefill, dtype: fp32, engine: {{block_tokens: 16}}}}
+  - {{name: decode, role: decode, replicas: {decode}, dtype: fp32, engine: {{block_tokens: 16{engine}}}}}
+{rest}
+"""
+"""fp32, in which a stream that goes on elsewhere continues with the same tokens, always."""
+
+
+class Setup:
+    """The running cluster, its file, and the commands that operators give it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "cluster.yaml"
+        self.port = str(free_port())
+        self.write()
+        self.cluster = RunningCluster("--file", str(self.file), "--port", self.port)
+
+    def write(self, engine: str = "", rest: str = "") -> None:
+        text = FILE.format(app="tandem", model=TINY, decode=2, engine=engine, rest=rest)
+        self.file.write_text(text)
+
+    def update(self, *arguments: str) -> dict[str, Any]:
+        """What `tandem update --json` says."""
+        done = self.command("update", "-f", str(self.file), "--port", self.port, "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+    def command(self, *arguments: str) -> Any:
+        return tandem(*arguments, "--ray-address", self.cluster.addresses["Ray"], timeout_s=UPDATE_S)
+
+
+class Load:
+    """Short requests one after the other, and a long stream that begins before what happens and ends after."""
+
+    def __init__(self, address: str) -> None:
+        self.answers: list[tuple[str, Completion]] = []
+        self.errors: list[CallError] = []
+        self.long: Completion | None = None
+        self._address = address
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._steadily), threading.Thread(target=self._long_stream)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def check(self) -> None:
+        """Not one failed, was cut, or had other tokens than the same request at another time."""
+        assert self.errors == []
+        assert len(self.answers) >= 10
+        assert self.long is not None
+        assert len(self.long.token_ids[0]) == LONG.max_tokens
+        seen: dict[str, tuple[int, ...]] = {}
+        for prompt, done in self.answers:
+            assert (len(done.token_ids[0]), done.finish_reasons) == (SHORT.max_tokens, ("length",))
+            assert seen.setdefault(prompt, done.token_ids[0]) == done.token_ids[0]
+
+    def _steadily(self) -> None:
+        with BlockingClient(self._address) as client:
+            while not self._stop.is_set():
+                prompt = PROMPTS[len(self.answers) % len(PROMPTS)]
+                try:
+                    self.answers.append((prompt, client.complete(prompt, SHORT, timeout_s=60)))
+                except CallError as error:
+                    self.errors.append(error)
+
+    def _long_stream(self) -> None:
+        with BlockingClient(self._address) as client:
+            try:
+                self.long = client.complete(PROMPTS[0], LONG, timeout_s=300)
+            except CallError as error:
+                self.errors.append(error)
+
+
+class Watch:
+    """How many replicas of a pool were ready, again and again."""
+
+    def __init__(self, cluster: RunningCluster, pool: str) -> None:
+        self.seen: list[frozenset[str]] = []
+        self._cluster, self._pool = cluster, pool
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.2):
+            self.seen.append(ready(self._cluster.status(), self._pool))
+
+
+def ready(status: pb.StatusResponse, pool: str) -> frozenset[str]:
+    return frozenset(it.replica_id for it in status.replicas if it.pool == pool and it.state == "ready")
+
+
+def lives(status: pb.StatusResponse, pool: str) -> set[tuple[str, int, int]]:
+    return {(it.replica_id, it.epoch, it.process_id) for it in status.replicas if it.pool == pool}
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    made = Setup(tmp_path_factory.mktemp("upgrade"))
+    yield made
+    assert made.cluster.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def reference(setup: Setup) -> tuple[int, ...]:
+    """The tokens of the long stream when nothing happens."""
+    with BlockingClient(setup.cluster.address) as client:
+        return client.complete(PROMPTS[0], LONG, timeout_s=120).token_ids[0]
+
+
+def test_a_dry_run_says_what_would_happen_and_does_nothing(setup: Setup) -> None:
+    before = setup.cluster.status()
+    setup.write(engine=", max_sequences: 8")
+    told = setup.update("--dry-run")
+    assert told["applied"] is False
+    assert told["changes"] == [{"path": "pools.decode.engine.max_sequences", "before": 64, "after": 8}]
+    assert {it["pool"]: it["action"] for it in told["deployments"]} == {
+        "prefill": "stay",
+        "decode": "roll",
+        "gateways": "stay",
+    }
+    assert lives(setup.cluster.status(), "decode") == lives(before, "decode")
+
+
+def test_what_cannot_change_is_refused_and_nothing_is_done(setup: Setup) -> None:
+    before = setup.cluster.status()
+    setup.write(engine=", max_sequences: 8", rest="store: {dram_gb: 2}")
+    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    assert done.returncode == 1
+    assert "store.dram_gb: an update does not restart stores" in done.stderr
+    setup.file.write_text(setup.file.read_text().replace("app: tandem", "app: unheard-of"))
+    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    assert done.returncode == 1
+    assert "no `tandem serve` has deployed the application 'unheard-of'" in done.stderr
+    assert lives(setup.cluster.status(), "decode") == lives(before, "decode")
+
+
+def test_a_pool_is_rolled_one_by_one_and_nothing_else(setup: Setup, reference: tuple[int, ...]) -> None:
+    before = setup.cluster.status()
+    setup.write(engine=", max_sequences: 8")
+    with Load(setup.cluster.address) as load, Watch(setup.cluster, "decode") as watch:
+        assert setup.update()["applied"] is True
+    load.check()
+    assert load.long is not None
+    assert load.long.token_ids[0] == reference
+    after = setup.cluster.status()
+    old, new = ready(before, "decode"), ready(after, "decode")
+    assert len(new) == 2
+    assert not old & new
+    assert all(2 <= len(ids) <= 3 for ids in watch.seen)
+    assert any(len(ids & old) == 1 for ids in watch.seen), "one was there while the other was replaced"
+    epochs = {it.epoch for it in before.replicas if it.pool == "decode"}
+    assert min(it.epoch for it in after.replicas if it.pool == "decode") > max(epochs)
+    assert lives(after, "prefill") == lives(before, "prefill")
+    assert [it.gateway_id for it in after.gateways] == [it.gateway_id for it in before.gateways]
+    assert setup.update() == {**setup.update("--dry-run"), "applied": False}
+
+
+def test_gateways_are_rolled_and_the_client_goes_on(setup: Setup, reference: tuple[int, ...]) -> None:
+    """One gateway with a port of its own: for a moment there is none, and the client library bridges it."""
+    before = setup.cluster.status()
+    setup.write(engine=", max_sequences: 8", rest="logs: {format: json}")
+    with Load(setup.cluster.address) as load:
+        told = setup.update()
+    assert {it["action"] for it in told["deployments"]} == {"roll"}
+    load.check()
+    assert load.long is not None
+    assert load.long.token_ids[0] == reference
+    after = setup.cluster.status()
+    assert {it.gateway_id for it in after.gateways}.isdisjoint({it.gateway_id for it in before.gateways})
+    assert not lives(after, "prefill") & lives(before, "prefill")
+
+
+def test_every_process_logs_json_and_each_request_has_its_line(setup: Setup) -> None:
+    """After the update before this one."""
+    with BlockingClient(setup.cluster.address) as client:
+        client.complete(PROMPTS[1], GenerateOptions(request_id="logged", tenant="acme", max_tokens=4))
+    lines = [json.loads(line) for line in setup.cluster.log().splitlines() if line.startswith('{"ts"')]
+    processes = {line["process"] for line in lines}
+    status = setup.cluster.status()
+    assert {it.replica_id for it in status.replicas} <= processes
+    assert {f"{it.replica_id}/0" for it in status.replicas} <= processes
+    (access,) = (line for line in lines if line.get("request_id") == "logged")
+    assert (access["logger"], access["state"], access["output_tokens"]) == ("tandem.access", "finished", 4)
+    assert access["process"] == status.gateways[0].gateway_id
+    assert (access["tenant"], access["decode_replica"] in ready(status, "decode")) == ("acme", True)
+
+
+def test_counts_change_without_any_restart(setup: Setup) -> None:
+    before = setup.cluster.status()
+    text = setup.file.read_text()
+    setup.file.write_text(text.replace("replicas: 2", "replicas: 1"))
+    told = setup.update()
+    assert {it["action"] for it in told["deployments"]} == {"stay"}
+    after = setup.cluster.wait_for(lambda status: status.pools[1].configured == 1, 20)
+    assert len(ready(after, "decode")) == 1
+    assert lives(after, "decode") < lives(before, "decode")
+    assert [it.gateway_id for it in after.gateways] == [it.gateway_id for it in before.gateways]
+
+
+def test_a_second_version_gets_its_share_and_gives_it_back(setup: Setup, tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path / "v2", "llama", seed=5, tokenizer_from=TINY)
+    file = tmp_path / "v2.yaml"
+    rest = "gateway: {port: 0, console_port: null}"
+    file.write_text(FILE.format(app="tandem-v2", model="v2", decode=1, engine="", rest=rest))
+    ids = [f"split-{number}" for number in range(24)]
+    first = RunningCluster("--file", str(file), ray_address=setup.cluster.addresses["Ray"])
+    try:
+        with BlockingClient(setup.cluster.address) as client:
+            own, other = ready(setup.cluster.status(), "decode"), ready(first.status(), "decode")
+            assert answered_by(client, ids) <= own
+            done = setup.command("traffic", "tandem=50", "tandem-v2=50")
+            assert "tandem 50 %, tandem-v2 50 %" in done.stdout, done.stderr
+            setup.cluster.wait_for(lambda status: len(status.traffic) == 2, 10)
+            shares = {"tandem": 0.5, "tandem-v2": 0.5}
+            for request_id in ids:
+                is_there = application_of(shares, "tandem", "", request_id) == "tandem-v2"
+                assert answered_by(client, [request_id]) <= (other if is_there else own), request_id
+            assert answered_by(client, ids) & own
+            assert answered_by(client, ids) & other
+            assert (
+                "tandem 50 %, tandem-v2 50 %" in tandem("status", "--address", setup.cluster.address).stdout
+            )
+            assert setup.command("traffic", "tandem=100").returncode == 0
+            setup.cluster.wait_for(lambda status: status.traffic["tandem"] == 1.0, 10)
+            assert answered_by(client, ids) <= own
+    finally:
+        assert first.stop() == 0
+    done = setup.command("traffic", "tandem=1", "tandem-v2=1")
+    assert done.returncode == 1
+    assert "no gateway of an application 'tandem-v2'" in done.stderr
+
+
+def answered_by(client: BlockingClient, ids: list[str]) -> frozenset[str]:
+    """The decode replicas that answered requests of these ids."""
+    return frozenset(
+        client.complete(
+            PROMPTS[0], GenerateOptions(request_id=it, max_tokens=2), timeout_s=60
+        ).finished.decode_replica
+        for it in ids
+    )

@@ -1,0 +1,107 @@
+"""Values that cannot be right are refused before anything is installed, with their path and the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import pytest
+from chart_house import EXAMPLES, render, with_value
+
+BY_THE_SCHEMA = {
+    "pools.decode.config.tp": (0, "minimum: got 0, want 1"),
+    "pools.decode.config.role": ("decoder", "must be one of 'prefill', 'decode', 'both'"),
+    "pools.decode.config.devise": ("cuda", "'devise' not allowed"),
+    "pools.decode.config.resources": ({"x": 1}, "'resources' not allowed"),
+    "pools.Decode": ({"config": {"role": "decode"}}, "'Decode' does not match pattern"),
+    "pools.more": ({}, "missing property 'config'"),
+    "pools.prefill.config.engine.block_tokens": ("64k", "got string, want integer"),
+    "pools.prefill.hugePages.size": ("4Ki", "must be one of '', '2Mi', '1Gi'"),
+    "pools.prefill.resources.memory": ("much", "does not match pattern"),
+    "config.transfer.transports": (["carrier-pigeon"], "must be one of"),
+    "config.store.redis_url": ("redis://elsewhere", "'redis_url' not allowed"),
+    "config.gateway.port": (1, "'port' not allowed"),
+    "config.scaling.interval_s": (0, "exclusiveMinimum"),
+    "config.pools": ([], "'pools' not allowed"),
+    "gateway.port": (80, "minimum: got 80, want 1,024"),
+    "gateway.service.type": ("ExternalName", "must be one of 'ClusterIP'"),
+    "gateway.tls.enabled": ("yes", "got string, want boolean"),
+    "model.source": ("hub", "must be one of 'image', 'pvc', 'download'"),
+    "model.path": ("models/tiny", "does not match pattern"),
+    "rayVersion": ("latest", "does not match pattern"),
+    "rayAuth.mode": ("none", "must be one of 'token', 'disabled'"),
+    "redis.mode": ("none", "must be one of 'bundled', 'external'"),
+    "replicas": (3, "'replicas' not allowed"),
+}
+"""Path: (value, part of the message)."""
+
+BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
+    ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName: must be given"),
+    ({"model": {"source": "pvc"}}, "model.pvc.claim: must be given"),
+    ({"model": {"source": "download"}}, "model.download.repo: must be given"),
+    ({"redis": {"mode": "external"}}, "redis.external.secretName: must be given"),
+    (
+        {"redis": {"mode": "external", "external": {"secretName": "r"}}},
+        "redis.external.address: must be given",
+    ),
+    ({"pools": {"decode": {"hugePages": {"size": "2Mi"}}}}, "pools.decode.hugePages.amount: must be given"),
+    (
+        {"pools": {"decode": {"config": {"drain_s": 300}, "terminationGracePeriodSeconds": 60}}},
+        "pools.decode.terminationGracePeriodSeconds: 60 must be more than drain_s 300",
+    ),
+    (
+        {"pools": {"decode": {"config": {"pp": 4}, "stagesPerPod": 3}}},
+        "pools.decode.stagesPerPod: 3 does not divide pp 4",
+    ),
+    (
+        {"pools": {"decode": {"config": {"pp": 2}, "stagesPerPod": 1, "replicasPerPod": 2}}},
+        "pools.decode: with stagesPerPod below pp, replicasPerPod must be 1",
+    ),
+    (
+        {"pools": {"decode": {"pods": 3, "maxPods": 2}}},
+        "pools.decode: minPods 2, pods 3 and maxPods 2 must not fall",
+    ),
+    (
+        {"poolDefaults": {"config": {"cpus_per_rank": None}}},
+        "pools.decode.config.cpus_per_rank: must be given",
+    ),
+    (
+        {"gateway": {"terminationGracePeriodSeconds": 5}},
+        "gateway.terminationGracePeriodSeconds: 5 is too short",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", BY_THE_SCHEMA)
+def test_the_schema_refuses_a_broken_value_by_its_path(path: str) -> None:
+    value, reason = BY_THE_SCHEMA[path]
+    with pytest.raises(helm_python.HelmError) as caught:
+        render(with_value({}, path, value))
+    message = str(caught.value)
+    assert reason in message
+    parent = "/" + path.rpartition(".")[0].replace(".", "/")
+    # Of a name, the validator tells the name alone.
+    assert f"at '{parent}" in message or parent == "/" or "propertyName" in message, message
+
+
+@pytest.mark.parametrize(("values", "reason"), BY_THE_TEMPLATES)
+def test_what_the_schema_cannot_see_is_refused_too(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(helm_python.HelmError) as caught:
+        render(values)
+    assert reason in str(caught.value)
+
+
+def test_a_default_pool_can_be_removed_but_not_all() -> None:
+    both = {"config": {"role": "both"}}
+    texts = render({"pools": {"prefill": None, "decode": None, "all": both}})
+    assert "groupName: pool-all" in texts["tandem/templates/rayservice.yaml"]
+    assert "pool-decode" not in texts["tandem/templates/rayservice.yaml"]
+    with pytest.raises(helm_python.HelmError, match="pools"):
+        render({"pools": {"prefill": None, "decode": None}})
+
+
+def test_a_long_release_name_still_gives_names_that_kubernetes_takes() -> None:
+    text = render(EXAMPLES["cpu"], name="a-name-that-is-rather-long-for-a-release-of-a-chart")
+    names = [line.split()[-1] for part in text.values() for line in part.splitlines() if "  name: a-" in line]
+    assert names
+    assert max(map(len, names)) <= 63

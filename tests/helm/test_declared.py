@@ -1,0 +1,143 @@
+"""The application as a Serve configuration declares it: what must be said, and what is built of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart_house import with_value
+from ray import serve
+from ray.serve._private.build_app import build_app
+from serving import TINY
+
+from cluster.config import parse_config
+from cluster.declared import build, declared_config, declared_life
+from cluster.errors import ConfigError
+from workers.errors import WorkerError
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> dict[str, Any]:
+    """Complete, for the bundled model."""
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    (tmp_path / "url").write_text("redis://:pass@redis:6379/0\n")
+    pool = {"cpus_per_rank": 0.5, "engine": {"block_tokens": 16}}
+    return {
+        "secret_file": str(tmp_path / "secret"),
+        "redis_url_file": str(tmp_path / "url"),
+        "config": {
+            "model": str(TINY),
+            "pools": [
+                {"name": "prefill", "role": "prefill", "tp": 2, **pool},
+                {"name": "decode", "role": "decode", "resources": {"tandem_pool_decode": 0.001}, **pool},
+            ],
+            "gateway": {"resources": {"tandem_gateway": 1}},
+        },
+    }
+
+
+def test_it_builds_one_deployment_a_pool_and_the_gateway(args: dict[str, Any]) -> None:
+    application = build(args)
+    assert isinstance(application, serve.Application)
+    built = build_app(application, name="tandem")
+    deployments = {deployment.name: deployment for deployment in built.deployments}
+    assert deployments.keys() == {"Gateway", "Pool-prefill", "Pool-decode"}
+    assert built.ingress_deployment_name == "Gateway"
+    gateway = deployments["Gateway"].ray_actor_options
+    assert gateway["resources"] == {"tandem_gateway": 1}
+    bundles = {name: deployments[f"Pool-{name}"]._replica_config for name in ("prefill", "decode")}
+    assert bundles["prefill"].placement_group_bundles == [{"CPU": 0.05}, {"CPU": 1.0}]
+    assert bundles["decode"].placement_group_bundles == [
+        {"CPU": 0.05, "tandem_pool_decode": 0.001},
+        {"CPU": 0.5, "tandem_pool_decode": 0.001},
+    ]
+
+
+def test_what_the_files_hold_is_used(args: dict[str, Any]) -> None:
+    assert declared_config(args).store.redis_url == "redis://:pass@redis:6379/0"
+    again = {**args, "config": {**args["config"], "secret_file": args.pop("secret_file")}}
+    assert declared_config(again).secret_file == Path(again["config"]["secret_file"])
+
+
+def test_its_life_is_the_same_each_time_and_another_for_another_secret() -> None:
+    first = declared_life("tandem", SECRET.encode())
+    assert first == declared_life("tandem", SECRET.encode())
+    others = {declared_life("tandem-v2", SECRET.encode()), declared_life("tandem", b"f" * 32)}
+    assert first not in others
+    assert len(others) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("configuration", {}, r"args\.configuration: unknown; the keys are config, secret_file"),
+        ("config", None, r"args\.config: expected a mapping"),
+        ("config.model", "models/tiny", r"args\.config: model: models/tiny must be an absolute path"),
+        ("config.pools", [], r"args\.config: pools: "),
+        (
+            "config.store",
+            {"nvme_path": "nvme", "nvme_gb": 9},
+            r"args\.config: store\.nvme_path: nvme must be an absolute",
+        ),
+        (
+            "config.gateway",
+            {"tls_cert_file": "c", "tls_key_file": "/k"},
+            r"args\.config: gateway\.tls_cert_file: c must be an",
+        ),
+        ("config.router", {"polcy": "cost"}, r"args\.config: router\.polcy: Extra inputs"),
+        ("secret_file", "/nowhere/secret", r"secret_file: .*/nowhere/secret"),
+        ("secret_file", 7, r"args\.secret_file: expected the path of a file"),
+        ("redis_url_file", "/nowhere/url", r"redis_url_file: .*/nowhere/url"),
+    ],
+)
+def test_what_is_wrong_is_named(args: dict[str, Any], path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(with_value(args, path, value))
+
+
+def test_what_tandem_serve_would_settle_must_be_said(args: dict[str, Any], tmp_path: Path) -> None:
+    del args["secret_file"], args["redis_url_file"]
+    del args["config"]["pools"][1]["cpus_per_rank"]
+    with pytest.raises(ConfigError) as caught:
+        build(args)
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "secret_file",
+        "pools[1].cpus_per_rank",
+        "store.redis_url",
+    ]
+    assert all(line.startswith("args.config: ") for line in lines)
+    args["config"]["pools"][1]["cpus_per_rank"] = 1
+    without_index = with_value(args, "config.store", {"index": False})
+    assert not declared_config({**without_index, "secret_file": str(tmp_path / "secret")}).store.index
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("secret", b"short\n", "secret_file: needs at least 16 bytes, has 5"),
+        ("url", b"\n", "redis_url_file: .* is empty"),
+        ("url", b"\xff\xfe", "redis_url_file: .* holds no text"),
+        ("url", b"http://redis", "store.redis_url .*must begin with one of redis://"),
+    ],
+)
+def test_files_that_cannot_be_right_are_named(
+    args: dict[str, Any], tmp_path: Path, file: str, content: bytes, message: str
+) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        build(args)
+
+
+def test_the_model_is_looked_at(args: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tp is more than the model's"):
+        build(with_value(args, "config.pools", [{**args["config"]["pools"][1], "tp": 64}]))
+    with pytest.raises((ConfigError, WorkerError), match="no-model"):
+        build(with_value(args, "config.model", str(tmp_path / "no-model")))
+
+
+def test_a_file_of_tandem_serve_is_a_declared_one_with_three_things_said(args: dict[str, Any]) -> None:
+    assert declared_config(args).pools == parse_config(args["config"], "file").pools

@@ -1,0 +1,127 @@
+"""A gateway with its console over scripted replicas, and what stands in for Ray's dashboard."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from gateway_house import GatewayHouse
+
+from cluster.gateway.server import Gateway
+from cluster.web.orders import Operations
+
+TOKEN = "the-operators-token"
+
+
+@dataclass
+class FakeDashboard:
+    """The two routes that the lever uses, for the application `tandem` and the pools of the house."""
+
+    orders: list[tuple[str, int]] = field(default_factory=list)
+    """Deployment and count, as they were obeyed."""
+    released: list[str] = field(default_factory=list)
+    """Pools: what the roster of a real gateway is told."""
+    refusal: tuple[int, str] | None = None
+    """In place of an answer to whoever has the token."""
+    url: str = ""
+    _runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/api/v1/applications/tandem/deployments/{name}/scale", self._scale)
+        app.router.add_get("/api/serve/applications/", self._applications)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def operations(self) -> Operations:
+        async def dashboard_url() -> str:
+            return self.url
+
+        async def release(pool: str) -> None:
+            self.released.append(pool)
+
+        return Operations(dashboard_url, release)
+
+    def _refused(self, request: web.Request) -> web.Response | None:
+        """As Ray 2.60 does: 401 without a token, 403 with another one."""
+        authorization = request.headers.get("Authorization", "")
+        if not authorization:
+            return web.Response(status=401, text="Unauthorized: Missing authentication token")
+        if authorization != f"Bearer {TOKEN}":
+            return web.Response(status=403, text="Forbidden: Invalid authentication token")
+        if self.refusal is not None:
+            return web.json_response({"error": self.refusal[1]}, status=self.refusal[0])
+        return None
+
+    async def _scale(self, request: web.Request) -> web.Response:
+        if refused := self._refused(request):
+            return refused
+        body = await request.json()
+        assert list(body) == ["target_num_replicas"]
+        self.orders.append((request.match_info["name"], body["target_num_replicas"]))
+        return web.json_response({"message": "Scaling request received."})
+
+    async def _applications(self, request: web.Request) -> web.Response:
+        return self._refused(request) or web.json_response({"applications": {}})
+
+
+@dataclass
+class Page:
+    """What a browser would do, without one."""
+
+    url: str
+    session: aiohttp.ClientSession
+
+    async def get(self, path: str) -> Any:
+        """The JSON of a 200."""
+        async with self.session.get(self.url + path) as reply:
+            body = await reply.text()
+            assert reply.status == 200, body
+            return json.loads(body)
+
+    async def ask(
+        self, method: str, path: str, headers: dict[str, str] | None = None, data: bytes | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and JSON."""
+        async with self.session.request(method, self.url + path, data=data, headers=headers) as reply:
+            return reply.status, await reply.json()
+
+    async def order(self, what: str, order: dict[str, Any], token: str = TOKEN) -> tuple[int, dict[str, Any]]:
+        """As the page gives it; `token` "": without one."""
+        headers = {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        return await self.ask("POST", f"/console/api/{what}", headers, json.dumps(order).encode())
+
+
+class ConsoleHouse:
+    """p0 (prefill), d0 (decode), a gateway with a console, a dashboard, and a page."""
+
+    def __init__(self, house: GatewayHouse) -> None:
+        self.house = house
+        self.dashboard = FakeDashboard()
+        self.gateway: Gateway
+        self.address = ""
+        self.page: Page
+
+    async def start(self) -> None:
+        await self.dashboard.start()
+        await self.house.add_replica("p0", "prefill")
+        await self.house.add_replica("d0", "decode")
+        config = self.house.config(console_port=0, console_hosts=["console.example"])
+        self.gateway, self.address = await self.house.add_gateway(config, self.dashboard.operations())
+        self.page = Page(f"http://127.0.0.1:{self.gateway.console_port}", aiohttp.ClientSession())
+
+    async def stop(self) -> None:
+        """The house itself is its fixture's."""
+        await self.page.session.close()
+        await self.dashboard.stop()

@@ -1,0 +1,215 @@
+"""Ranks of the tests, as forks of one process that has imported everything: a start costs no import of torch.
+
+test process --specs--> nursery (one thread, computes nothing) --fork--> ranks; births and ends are told back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from typing import IO, NamedTuple
+
+import msgspec
+
+from workers.messages import RANK_SPEC_CODEC, RankSpec
+from workers.ranks import RankHandle
+
+_LENGTH = struct.Struct("<I")
+Loop = asyncio.AbstractEventLoop
+
+
+class NurseryLauncher:
+    """A `RankLauncher` whose ranks are forks of the nursery, of which this process has one."""
+
+    async def launch(self, spec: RankSpec) -> RankHandle:
+        loop = asyncio.get_running_loop()
+        birth = _Birth(loop, loop.create_future(), loop.create_future())
+        _nursery().order(birth, RANK_SPEC_CODEC.encode(spec))
+        return _Rank(await birth.born, birth.ended, spec.rank)
+
+
+class _Rank:
+    def __init__(self, process_id: int, ended: asyncio.Future[int], rank: int) -> None:
+        self._process_id = process_id
+        self._ended = ended
+        self._rank = rank
+
+    async def wait(self) -> str:
+        status = await asyncio.shield(self._ended)
+        return f"rank {self._rank}, process {self._process_id}, ended with status {status}"
+
+    def kill(self) -> None:
+        if not self._ended.done():  # after its end the number may be another process's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process_id, signal.SIGKILL)
+
+
+class _Birth(NamedTuple):
+    loop: Loop
+    born: asyncio.Future[int]
+    ended: asyncio.Future[int]
+
+
+class _Born(msgspec.Struct, tag=True):
+    process_id: int
+
+
+class _Ended(msgspec.Struct, tag=True):
+    process_id: int
+    status: int
+
+
+_NEWS = msgspec.msgpack.Decoder(_Born | _Ended)
+
+
+class _Nursery:
+    """The test process's end; the nursery ends with it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._births: list[_Birth] = []
+        self._alive: dict[int, _Birth] = {}
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        atexit.register(self._close)
+
+    def order(self, birth: _Birth, frame: bytes) -> None:
+        assert self._process.stdin is not None
+        with self._lock:
+            self._births.append(birth)
+            self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
+
+    def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        while (frame := _receive(self._process.stdout)) is not None:
+            match _NEWS.decode(frame):
+                case _Born(process_id):
+                    with self._lock:
+                        birth = self._births.pop(0)
+                        self._alive[process_id] = birth
+                    _resolve(birth.loop, birth.born, process_id)
+                case _Ended(process_id, status):
+                    birth = self._alive.pop(process_id)
+                    _resolve(birth.loop, birth.ended, status)
+
+
+@functools.cache
+def _nursery() -> _Nursery:
+    return _Nursery()
+
+
+def _resolve(loop: Loop, future: asyncio.Future[int], value: int) -> None:
+    def resolve() -> None:
+        if not future.done():
+            future.set_result(value)
+
+    with contextlib.suppress(RuntimeError):  # the loop of a test that has ended
+        loop.call_soon_threadsafe(resolve)
+
+
+def _receive(stream: IO[bytes]) -> bytes | None:
+    """The next frame of an unbuffered pipe; None at its end."""
+    head = _exactly(stream, _LENGTH.size)
+    return None if head is None else _exactly(stream, _LENGTH.unpack(head)[0])
+
+
+def _exactly(stream: IO[bytes], num_bytes: int) -> bytes | None:
+    data = b""
+    while len(data) < num_bytes:
+        part = stream.read(num_bytes - len(data))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+# --------------------------------------------------------------------------- the nursery's own process
+
+
+def _tell(news: _Born | _Ended) -> None:
+    frame = msgspec.msgpack.encode(news)
+    os.write(1, _LENGTH.pack(len(frame)) + frame)
+
+
+def _live(spec: RankSpec) -> None:
+    """As `workers.engine.rank.main`, in the fork; its standard output is ours no more."""
+    from workers.engine.rank import run_rank
+
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(2, 1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
+        run_rank(spec)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    """Fork a rank for every spec, until standard input ends."""
+    import workers.engine.rank  # noqa: F401  # what the forks shall have
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    stdin = os.fdopen(0, "rb", buffering=0, closefd=False)
+    selector = selectors.DefaultSelector()
+    selector.register(stdin, selectors.EVENT_READ)
+    selector.register(wake_read, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == wake_read:
+                os.read(wake_read, 4096)
+                _reap()
+                continue
+            frame = _receive(stdin)
+            if frame is None:
+                return
+            spec = RANK_SPEC_CODEC.decode(frame)
+            assert isinstance(spec, RankSpec)
+            process_id = os.fork()
+            if process_id == 0:
+                _live(spec)
+            _tell(_Born(process_id))
+
+
+def _reap() -> None:
+    while True:
+        try:
+            process_id, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if process_id == 0:
+            return
+        _tell(_Ended(process_id, os.waitstatus_to_exitcode(status)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Streams that move between two replicas while they run: the same tokens, each told once, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moving_pair import MovingPair, Side, Stream
+
+from kvtransfer.messages import LandingRefusal, LandingRequest
+from workers.messages import HandOver
+from workers.moving import MAX_TRIES
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+def decoding(pair: MovingPair, num_tokens: int = 3, max_tokens: int = 20) -> Stream:
+    """A stream that has some tokens and runs at `a`."""
+    stream = pair.submit(PROMPT, max_tokens, pair.a)
+    while len(stream.tokens) < num_tokens:
+        step(pair.a)
+        pair.listen()
+    return stream
+
+
+def step(side: Side) -> None:
+    side.plan()
+    side.settle()
+
+
+async def test_a_stream_moves_with_the_blocks_that_it_has() -> None:
+    pair = MovingPair()
+    stream = decoding(pair)
+    pair.move(stream)
+    pair.run()
+    assert stream.at is pair.b
+    assert stream.finish == "length"
+    assert (pair.a.rooms.moving.num_moved, pair.a.rooms.moving.num_failed) == (1, 0)
+    pair.check_over()
+
+
+async def test_it_decodes_while_its_blocks_are_copied() -> None:
+    pair = MovingPair()
+    stream = decoding(pair)
+    pair.move(stream)
+    assert pair.a.send(True)
+    assert pair.b.send(False)
+    num_tokens = len(stream.tokens)
+    for _ in range(4):
+        step(pair.a)
+        pair.listen()
+    assert len(stream.tokens) >= num_tokens + 3, "the push is not done, and it does not wait for it"
+    pair.run()
+    assert stream.at is pair.b
+    pair.check_over()
+
+
+async def test_what_the_target_holds_is_not_sent() -> None:
+    pair = MovingPair()
+    before = pair.submit(PROMPT, 6, pair.b)
+    pair.run()
+    assert before.finish
+    stream = decoding(pair)
+    pair.move(stream)
+    pair.run()
+    assert stream.at is pair.b
+    num_blocks = (len(PROMPT) + len(stream.tokens)) // 4
+    assert 0 < pair.a.rooms.outbound.book.counters.num_bytes.total() // 8 < num_blocks
+    pair.check_over()
+
+
+async def test_a_refused_landing_leaves_it_where_it_is() -> None:
+    pair = MovingPair()
+    stream = decoding(pair)
+    pair.b.rooms.inbound.leave("it leaves too")
+    pair.move(stream)
+    assert pair.a.send(True)
+    assert isinstance(pair.b.rooms.peers.to_writer[0], LandingRefusal)
+    pair.run()
+    assert stream.at is pair.a
+    assert stream.finish
+    assert pair.a.rooms.moving.num_failed == 1
+    pair.check_over()
+
+
+async def test_a_bad_piece_is_computed_again_at_the_target() -> None:
+    pair = MovingPair()
+    stream = decoding(pair, num_tokens=6)
+    pair.b.num_flips = 1
+    pair.move(stream)
+    pair.run()
+    assert stream.at is pair.b
+    assert pair.b.rooms.inbound.num_checksum_failures == 1
+    pair.check_over()
+
+
+async def test_a_push_that_breaks_leaves_it_where_it_is() -> None:
+    pair = MovingPair()
+    stream = decoding(pair, num_tokens=6)
+    pair.a.num_broken_pushes = 1
+    pair.move(stream)
+    pair.run()
+    assert stream.at is pair.a
+    assert stream.finish
+    pair.check_over()
+
+
+async def test_there_and_back() -> None:
+    pair = MovingPair()
+    stream = decoding(pair, max_tokens=30)
+    pair.move(stream)
+    while stream.at is pair.a:
+        for side in pair.sides:
+            step(side)
+            while side.transfer() | side.send(True) | side.send(False):
+                pass
+        pair.listen()
+    pair.move(stream)
+    pair.run()
+    assert stream.at is pair.a
+    assert pair.b.rooms.moving.num_moved == 1
+    pair.check_over()
+
+
+async def test_only_so_many_move_at_a_time() -> None:
+    pair = MovingPair((40, 40))
+    streams = [pair.submit([*PROMPT, 12 + i], 24, pair.a) for i in range(4)]
+    while any(len(stream.tokens) < 2 for stream in streams):
+        step(pair.a)
+        pair.listen()
+    for stream in streams:
+        pair.move(stream)
+    asked = [it for it in pair.a.rooms.peers.to_reader if isinstance(it, LandingRequest)]
+    assert [it.request_id for it in asked] == ["r0", "r1"]
+    pair.run()
+    assert all(stream.at is pair.b for stream in streams)
+    pair.check_over()
+
+
+async def test_one_that_ends_before_it_has_moved_gives_its_landing_back() -> None:
+    pair = MovingPair()
+    stream = decoding(pair, max_tokens=9)
+    pair.move(stream)
+    while not stream.is_over:
+        step(pair.a)
+        pair.listen()
+    pair.run()
+    assert stream.at is pair.a
+    assert pair.a.rooms.moving.num_moved == 0
+    pair.check_over()
+
+
+async def test_samples_of_one_request_stay_together() -> None:
+    pair = MovingPair()
+    stream = pair.submit(PROMPT, 12, pair.a, num_samples=2)
+    while len(stream.tokens) < 3:
+        step(pair.a)
+        pair.listen()
+    pair.move(stream)
+    assert pair.a.rooms.peers.to_reader == []
+    pair.run()
+    assert stream.at is pair.a
+
+
+async def test_a_target_without_room_in_time_is_asked_a_few_times_and_left() -> None:
+    pair = MovingPair((16, 40))
+    blocker = pair.b.rooms.pool.allocate(39)
+    stream = decoding(pair, max_tokens=33)
+    pair.move(stream)
+    num_asked = 0
+    while not (pair.a.rooms.moving.num_failed or stream.is_over):
+        step(pair.a)
+        while pair.a.rooms.peers.to_reader:
+            num_asked += isinstance(pair.a.rooms.peers.to_reader[0], LandingRequest)
+            pair.a.send(True)
+        pair.listen()
+    assert num_asked == MAX_TRIES
+    assert not stream.is_over
+    pair.b.rooms.pool.release(blocker)
+    pair.run()
+    assert stream.at is pair.a
+    pair.check_over()
+
+
+async def test_a_link_lost_with_the_state_on_it_ends_the_attempt_at_both_ends() -> None:
+    """The state may have arrived: the stream must not go on at two places, so its gateway resumes it."""
+    pair = MovingPair()
+    stream = decoding(pair)
+    pair.move(stream)
+    while not any(isinstance(it, HandOver) for it in pair.a.rooms.peers.to_reader):
+        for side in pair.sides:
+            step(side)
+        pair.a.transfer()
+        if not any(isinstance(it, HandOver) for it in pair.a.rooms.peers.to_reader):
+            pair.a.send(True)
+        pair.b.send(False)
+        pair.b.transfer()
+        pair.listen()
+    pair.a.lose_link()
+    pair.run()
+    assert stream.failure is not None
+    assert stream.failure.code == "leaving"
+    pair.check_over()
+
+
+async def test_a_link_lost_before_leaves_it_where_it_is() -> None:
+    pair = MovingPair()
+    stream = decoding(pair)
+    pair.move(stream)
+    pair.a.send(True)
+    pair.b.send(False)
+    pair.a.lose_link()
+    pair.run()
+    assert (stream.at, stream.finish) == (pair.a, "length")
+    pair.check_over()
+
+
+async def test_a_leaving_replica_hands_back_what_has_not_begun() -> None:
+    pair = MovingPair()
+    first = decoding(pair)
+    second = pair.submit([1, 2, 3], 8, pair.a)
+    pair.a.rooms.requests.leave("it leaves")
+    late = pair.submit([3, 2, 1], 8, pair.a)
+    pair.listen()
+    for stream in (second, late):
+        assert stream.failure is not None
+        assert stream.failure.code == "leaving"
+    pair.move(first)
+    pair.run()
+    assert first.at is pair.b
+    pair.check_over()
+
+
+async def test_at_the_end_of_the_drain_the_rest_is_handed_back() -> None:
+    pair = MovingPair()
+    stream = decoding(pair)
+    pair.a.rooms.requests.leave("it leaves")
+    pair.move(stream)
+    pair.a.rooms.requests.hand_back_all()
+    pair.run()
+    assert stream.failure is not None
+    assert stream.failure.code == "leaving"
+    pair.check_over()
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data(), num_blocks=st.tuples(st.integers(7, 20), st.integers(7, 20)))
+def test_whatever_happens_every_stream_gets_its_tokens(
+    data: st.DataObject, num_blocks: tuple[int, int]
+) -> None:
+    """Few blocks, so that sequences are preempted; events of both sides in any order; links that break."""
+    asyncio.run(play(data, num_blocks))
+
+
+async def play(data: st.DataObject, num_blocks: tuple[int, int]) -> None:
+    pair = MovingPair(num_blocks)
+    for _ in range(data.draw(st.integers(20, 120))):
+        side = data.draw(st.sampled_from(pair.sides))
+        match data.draw(st.integers(0, 17)):
+            case 0 if len(pair.streams) < 6:
+                prompt = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))
+                pair.submit(prompt, data.draw(st.integers(1, 17)), side)
+            case 1 | 2 if pair.streams:
+                stream = data.draw(st.sampled_from(list(pair.streams.values())))
+                if stream.target is None and not stream.is_over:
+                    pair.move(stream)
+            case 3 if pair.streams and data.draw(st.booleans()):
+                stream = data.draw(st.sampled_from(list(pair.streams.values())))
+                if not stream.is_over:
+                    pair.cancel(stream)
+            case 4 if data.draw(st.booleans()):
+                side.lose_link()
+            case 5:
+                side.num_flips += data.draw(st.integers(0, 1))
+                side.num_broken_pushes += data.draw(st.integers(0, 1))
+            case 6:
+                side.rooms.clock.advance(1.0)
+                side.rooms.inbound.tick()
+                side.rooms.outbound.tick()
+            case 7 | 8 | 9:
+                side.plan()
+            case 10 | 11 | 12:
+                side.settle()
+            case 13:
+                side.send(False)
+            case 14:
+                side.send(True)
+            case _:
+                side.transfer()
+        side.check()
+        pair.listen()
+    pair.run()
+    pair.check_over()

@@ -1,0 +1,156 @@
+"""What steps came to: batches, tokens, hits, arithmetic and bytes, against sums made one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.clock import ManualClock, SystemClock
+from workers.engine.batch import PromptDone, StepOutcome
+from workers.engine.limits import MeasureSizes, device_memory, measure_limits
+from workers.messages import BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
+from workers.model.config import ModelConfig, read_model_config
+from workers.model.work import ModelWork
+from workers.step_figures import BATCH_BOUNDS, Capability, StepFigures
+
+TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
+CONFIG = read_model_config(TINY)
+
+
+def with_windows(*windows: int) -> ModelConfig:
+    return dataclasses.replace(CONFIG, num_layers=len(windows), sliding_windows=windows)
+
+
+def attended(start: int, num_tokens: int, window: int) -> list[range]:
+    """By token of the span: the positions that it sees."""
+    return [
+        range(max(0, position + 1 - window) if window else 0, position + 1)
+        for position in range(start, start + num_tokens)
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=3),
+    st.lists(st.sampled_from([0, 1, 2, 7, 30]), min_size=1, max_size=3),
+    st.integers(0, 3),
+)
+def test_work_is_counted_pair_by_pair(
+    spans: list[tuple[int, int]], windows: list[int], num_sampled: int
+) -> None:
+    config = with_windows(*windows)
+    item_bytes = 2
+    hidden, head_dim = config.hidden_size, config.head_dim
+    layer_weights = hidden * head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    layer_weights += 3 * hidden * config.intermediate_size
+    num_tokens = sum(num for _, num in spans)
+    flops = 2 * num_tokens * layer_weights * len(windows) + 2 * num_sampled * hidden * config.vocab_size
+    read = (layer_weights * len(windows) + hidden * config.vocab_size) * item_bytes
+    for start, num in spans:
+        for window in windows:
+            seen = attended(start, num, window)
+            flops += sum(map(len, seen)) * 4 * config.num_heads * head_dim
+            num_read = len(set().union(*seen))
+            read += num_read * 2 * config.num_kv_heads * head_dim * item_bytes
+    work = ModelWork(config, item_bytes).of(spans, num_sampled)
+    assert work.flops == pytest.approx(flops)
+    assert work.read_bytes == pytest.approx(read)
+
+
+def entry(start: int, num_tokens: int, num_sampled: int = 1) -> BatchEntry:
+    return BatchEntry(0, start, num_tokens, b"", (), tuple(range(num_sampled)))
+
+
+def plan(*entries: BatchEntry) -> StepPlan:
+    return StepPlan(1, (), (), (), entries)
+
+
+def test_shares_of_the_limits_are_of_the_time_that_steps_took() -> None:
+    work = ModelWork(CONFIG, 4)
+    figures = StepFigures(Capability(work, flop_s=1e12, byte_s=1e10))
+    assert (figures.mfu, figures.mbu) == (0.0, 0.0)
+    step = plan(entry(0, 64, 0), entry(10, 1))
+    for _ in range(3):
+        figures.add(step, [0.25])
+    expected = work.of([(0, 64), (10, 1)], 1)
+    assert figures.num_flops == pytest.approx(3 * expected.flops)
+    assert figures.num_read_bytes == pytest.approx(3 * expected.read_bytes)
+    assert figures.busy_s == pytest.approx(0.75)
+    assert figures.mfu == pytest.approx(expected.flops / 0.25 / 1e12)
+    assert figures.mbu == pytest.approx(expected.read_bytes / 0.25 / 1e10)
+
+
+def test_stages_that_work_side_by_side_are_busy_their_mean() -> None:
+    figures = StepFigures()
+    figures.add(plan(entry(0, 1)), [0.5, 0.25])
+    assert figures.busy_s == pytest.approx(0.375)
+    assert (figures.num_flops, figures.peak_flop_s, figures.mfu) == (0.0, 0.0, 0.0)
+
+
+def test_steps_are_counted_by_their_sequences() -> None:
+    figures = StepFigures()
+    sizes = [1, 2, 3, 4, 5, 512, 513, 1000]
+    for size in sizes:
+        figures.add(plan(*(entry(0, 1) for _ in range(size))), [0.1])
+    up_to = [sum(size <= bound for size in sizes) for bound in BATCH_BOUNDS]
+    counts = figures.num_steps_by_batch
+    assert [sum(counts[: index + 1]) for index in range(len(BATCH_BOUNDS))] == up_to
+    assert sum(counts) == len(sizes)
+    assert figures.num_batched_sequences == figures.num_computed_tokens == sum(sizes)
+
+
+def test_hits_are_told_by_where_the_kv_was() -> None:
+    figures = StepFigures()
+    outcome = StepOutcome()
+    submission = Submission("r", 1, "", 0, b"", (), (), None, None, None)  # type: ignore[arg-type]
+    for num_cached, loaded in ((0, {}), (48, {}), (64, {"dram": 16, "nvme": 32})):
+        outcome.prompts.append(
+            PromptDone(
+                "r",
+                1,
+                submission=submission,
+                num_computed_tokens=100,
+                num_cached_tokens=num_cached,
+                times=StageTimes(),
+                outbound=False,
+                all_finished=False,
+                samples=(),
+                block_ids=(),
+                num_loaded_tokens=loaded,
+            )
+        )
+    outcome.tokens.append(TokenDelta("r", 1, 0, 0, bytes(4), (), ""))
+    figures.settled(outcome)
+    assert figures.num_queried_tokens == 300
+    assert figures.num_hit_tokens == {"device": 48 + 16, "dram": 16, "nvme": 32}
+    assert figures.num_sampled_tokens == 1
+
+
+def test_limits_are_of_the_best_run() -> None:
+    class Jumping(ManualClock):
+        """Each look at it is later than the last by the next of these."""
+
+        steps = [9.0, 2.0, 0.5, 1.0, 9.0, 4.0, 2.0, 8.0]
+        looks = 0
+
+        def now(self) -> float:
+            self.looks += 1
+            if self.looks % 2 == 0:
+                self.advance(self.steps[self.looks // 2 - 1])
+            return super().now()
+
+    limits = measure_limits(torch.device("cpu"), torch.float32, Jumping(0.0), MeasureSizes(4, 1024, 3))
+    assert limits.flop_s == pytest.approx(2 * 4**3 / 0.5)
+    assert limits.byte_s == pytest.approx(1024 / 2.0)
+
+
+def test_a_device_has_limits_and_memory() -> None:
+    limits = measure_limits(torch.device("cpu"), torch.bfloat16, SystemClock(), MeasureSizes(64, 1 << 20, 2))
+    assert limits.flop_s > 0
+    assert limits.byte_s > 0
+    memory = device_memory(torch.device("cpu"))
+    assert 0 < memory.used_bytes < memory.total_bytes

@@ -1,0 +1,60 @@
+"""What a step of a model costs in arithmetic and in bytes read, counted from its shapes. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from workers.model.config import ModelConfig
+
+
+class Work(NamedTuple):
+    """Floating point operations, and bytes read from device memory."""
+
+    flops: float
+    read_bytes: float
+
+
+class ModelWork:
+    """The least work that a model's step can be done with, all ranks together.
+
+    Every product of a token with a weight is two operations, and so is every product of attention. All
+    weights are read once a step, and so is the KV that each sequence attends to; what is written, and
+    activations, which stay in caches, are not counted.
+    """
+
+    def __init__(self, config: ModelConfig, item_bytes: int) -> None:
+        """`item_bytes` of one weight, and of one KV value."""
+        projections = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+        layer = config.hidden_size * (projections + 3 * config.intermediate_size)
+        self._layer_weights = config.num_layers * layer
+        self._head_weights = config.vocab_size * config.hidden_size
+        self._attention_flops = 4 * config.num_heads * config.head_dim
+        self._kv_bytes = 2 * config.num_kv_heads * config.head_dim * item_bytes
+        self._window_to_num_layers = Counter(config.sliding_windows)
+        self.weight_bytes = (self._layer_weights + self._head_weights) * item_bytes
+
+    def of(self, spans: Iterable[tuple[float, int]], num_sampled: int) -> Work:
+        """A step over `spans` (tokens before, tokens computed) of sequences, `num_sampled` rows of which go
+        through the head."""
+        flops = 2.0 * self._head_weights * num_sampled
+        read_bytes = float(self.weight_bytes)
+        for start, num_tokens in spans:
+            flops += 2.0 * self._layer_weights * num_tokens
+            for window, num_layers in self._window_to_num_layers.items():
+                flops += self._attention_flops * num_layers * _num_attended(start, num_tokens, window)
+                num_read = start + num_tokens if window == 0 else min(start, window - 1) + num_tokens
+                read_bytes += self._kv_bytes * num_layers * num_read
+        return Work(flops, read_bytes)
+
+
+def _num_attended(start: float, num_tokens: int, window: int) -> float:
+    """Pairs of a token of the span and one that it sees: itself and those before it, `window` of them at most
+    (0: all)."""
+    end = start + num_tokens
+    num_pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
+    if window == 0 or end <= window:
+        return num_pairs
+    first, last = max(start + 1 - window, 1), end - window
+    return num_pairs - (first + last) * (last - first + 1) / 2
