@@ -70,6 +70,7 @@ def build_application(
     after the other (`cluster.rolling`).
     """
     config_json, life = config.model_dump_json(), life or draw_life()
+    mark = f"{round(SystemClock().wall() * 1000):015d}"
     pools = [
         serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(ReplicaActor)
         .options(
@@ -96,17 +97,17 @@ def build_application(
             ray_actor_options=only(gateway_bundle(config.gateway)) | {"resources": config.gateway.resources},
             health_check_period_s=2.0,
             health_check_timeout_s=5.0,
-            graceful_shutdown_timeout_s=_GRACE_S,
+            graceful_shutdown_timeout_s=config.gateway.drain_s + _GRACE_S,
             max_constructor_retry_count=2,
             # A gateway with a port of its own cannot start beside the one that has it.
             max_surge_percent=0 if config.gateway.port else _ONE_MORE,
             user_config={
-                MARK_KEY: f"{round(SystemClock().wall() * 1000):015d}",
+                MARK_KEY: mark,
                 _REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
             },
         )
         .options(version=gateway_version(config), _internal=True)
-        .bind(config_json, secret, *pools)
+        .bind(config_json, secret, mark, *pools)
     )
 
 
@@ -236,12 +237,12 @@ class GatewayActor:
     """One gateway: the gRPC server in the Serve replica's own event loop, and its registration."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, secret: bytes, *_pools: object
+        self, config_json: str, secret: bytes, mark: str, *_pools: object
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
-        self._config = config
+        self._config, self._mark = config, mark
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         self._host = node_host(config.gateway.host)
@@ -268,13 +269,13 @@ class GatewayActor:
 
     async def reconfigure(self, settings: dict[str, Any]) -> None:
         """Serve calls this after the constructor, and when the `user_config` of a later deploy differs: so
-        gateways need no restart for other counts."""
+        gateways need no restart for other counts. A declared one has the counts alone."""
         self._config = with_replicas(self._config, settings[_REPLICAS_KEY])
         self._gateway.configure(self._config)
         if self._reporting is not None:
             self._reporting.cancel()
         name = f"{self._gateway_id}/{self._epoch}"
-        reports = ScalerReports(self._config, settings[MARK_KEY], name)
+        reports = ScalerReports(self._config, settings.get(MARK_KEY, self._mark), name)
         self._reporting = asyncio.create_task(self._report(reports))
 
     async def _export_metrics(self) -> None:

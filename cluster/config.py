@@ -140,6 +140,9 @@ class GatewayConfig(_Settings):
     """Host names under which browsers may reach the console; addresses and localhost always may."""
     replicas: int = Field(default=1, ge=1)
     """Gateways; several on one host need port 0."""
+    drain_s: float = Field(default=0.0, ge=0)
+    """How long a leaving gateway lets its streams finish, while it takes no more; what still runs then ends
+    with UNAVAILABLE. With one gateway at a fixed port nobody takes requests meanwhile."""
     resources: CustomResources = {}
     """Custom Ray resources that each gateway asks: ties gateways to the nodes that have them."""
     tls_cert_file: Path | None = None

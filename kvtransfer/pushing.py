@@ -209,6 +209,11 @@ class PushBook:
         push.asked_by_peer = True
         return self._stop(push, abort.reason, now)
 
+    def request_of(self, landing_id: bytes) -> str:
+        """Whose KV is pushed there; "" when no push to it is going on."""
+        push = self._pushes.get(landing_id)
+        return push.request.request_id if push else ""
+
     def joined(self, peer: ReplicaIdentity, result: LandingResult, now: float) -> list[PushAction]:
         """The decode side has taken the sequence over."""
         push = self._of(peer, result.landing_id)

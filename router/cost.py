@@ -49,7 +49,8 @@ NO_ROOM_TOKENS = 1e6
 STALE_TOKENS = 1e9
 """Added for each side whose load is unknown or stale: such a replica is the last choice."""
 NEVER_FITS_TOKENS = 1e12
-"""Added when the request would not fit the replica even if it were empty."""
+"""Added when the prompt would not fit the device even if it were empty, for a prefill replica and for the
+decode side of a pair. One that serves alone may keep the rest in host memory, as much as it has told."""
 
 
 class Ask(NamedTuple):
@@ -140,18 +141,24 @@ def room_penalty_tokens(ask: Ask, option: Option) -> float:
         return 0.0
     needed_tokens = ask.num_tokens - option.matched_tokens + ask.num_growth_tokens
     missing = -(-needed_tokens // ask.block_tokens) - state.num_free_blocks
-    if missing <= 0:
-        return 0.0
-    penalty = NO_ROOM_TOKENS + missing * ask.block_tokens
-    never_fits = ask.num_tokens >= state.num_total_blocks * ask.block_tokens
-    return penalty + NEVER_FITS_TOKENS if never_fits else penalty
+    return 0.0 if missing <= 0 else NO_ROOM_TOKENS + missing * ask.block_tokens
+
+
+def never_fits(ask: Ask, state: LoadState) -> bool:
+    """Whether the prompt is longer than all of the replica's device memory, as far as that is known."""
+    return 0 < state.num_total_blocks * ask.block_tokens <= ask.num_tokens
 
 
 def prefill_candidate(ask: Ask, option: Option) -> Candidate:
     state, is_stale, matched, uncached, dram, nvme, loading = option
     pressure = WORK_PART * uncached + disturbance_tokens(state, uncached)
+    notes = []
+    if never_fits(ask, state):
+        pressure += NEVER_FITS_TOKENS
+        notes.append("never fits")
     if is_stale:
         pressure += STALE_TOKENS
+        notes.append("stale load")
     return Candidate(
         replica_id=state.replica_id,
         side="prefill",
@@ -161,7 +168,7 @@ def prefill_candidate(ask: Ask, option: Option) -> Candidate:
         transfer_tokens=ask.num_tokens * transfer_ratio(state),
         pressure_tokens=pressure,
         cost=uncached + loading + state.backlog_tokens + pressure,
-        note="stale load" if is_stale else "",
+        note=", ".join(notes),
         dram_tokens=dram,
         nvme_tokens=nvme,
         loading_tokens=loading,
@@ -171,6 +178,9 @@ def prefill_candidate(ask: Ask, option: Option) -> Candidate:
 def decode_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candidate:
     state = option.state
     pressure, note = _decode_pressure(ask, option, decode_pressure)
+    if never_fits(ask, state):
+        pressure += NEVER_FITS_TOKENS
+        note = f"never fits, {note}" if note else "never fits"
     return Candidate(
         replica_id=state.replica_id,
         side="decode",
@@ -189,6 +199,9 @@ def local_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candida
     pressure, note = _decode_pressure(ask, option, decode_pressure)
     disturbance = disturbance_tokens(state, uncached)
     pressure += WORK_PART * uncached + disturbance
+    if 0 < state.max_local_tokens <= ask.num_tokens:
+        pressure += NEVER_FITS_TOKENS
+        note = f"never fits, {note}" if note else "never fits"
     if is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides
         pressure += STALE_TOKENS
     if disturbance:
@@ -263,9 +276,7 @@ def _decode_pressure(ask: Ask, option: Option, decode_pressure: float) -> tuple[
     room_penalty = room_penalty_tokens(ask, option)
     if not room_penalty and not option.is_stale:
         return pressure, ""
-    notes = []
-    if room_penalty:
-        notes.append("never fits" if room_penalty >= NEVER_FITS_TOKENS else "no room now")
+    notes = ["no room now"] if room_penalty else []
     if option.is_stale:
         notes.append("stale load")
     return pressure + room_penalty + (STALE_TOKENS if option.is_stale else 0.0), ", ".join(notes)

@@ -39,6 +39,8 @@ class LoadState(NamedTuple):
     transfer_tok_s: float
     reported_at: float
     load_tok_s: Mapping[str, float] = _NO_RATES
+    max_local_tokens: int = 0
+    """The longest context that it can serve alone, host memory included; 0: not known."""
     """By tier of the node's store; a tier without measure is absent or 0."""
 
 
@@ -242,4 +244,5 @@ def _state_of(page: _Page) -> LoadState:
         transfer_tok_s=report.transfer_tok_s,
         reported_at=report.received_at,
         load_tok_s=report.load_tok_s,
+        max_local_tokens=report.max_local_tokens,
     )

@@ -25,6 +25,8 @@ class ReplicaLoad(Part, frozen=True):
     transfer_tok_s: float
     load_tok_s: dict[str, float] = {}
     """By tier ("dram", "nvme"): how fast blocks come from the node's store; absent while not measured."""
+    max_local_tokens: int = 0
+    """The longest context that it can serve alone, output included; 0: not known."""
 
 
 class RouteRequest(Part, frozen=True):

@@ -150,7 +150,8 @@ class Inbound:
                 case Lost(landing_id, request_id, attempt, reason, cause):
                     self.num_lost[cause] += 1
                     self._hand_overs.pop(landing_id, None)
-                    _log.info("landing of %s attempt %d ended: %s", request_id, attempt, reason)
+                    about = {"request_id": request_id}
+                    _log.info("landing of %s attempt %d ended: %s", request_id, attempt, reason, extra=about)
 
     def _take_over(self, writer: ReplicaIdentity, hand_over: HandOver, now: float) -> None:
         submission, landing_id = hand_over.submission, hand_over.landing_id

@@ -245,6 +245,8 @@ class LoadReport(Part, frozen=True):
     """Records read whose bytes had another sum: their blocks were computed."""
     num_offloaded_blocks: int = 0
     """Blocks of running sequences that lie in host memory now."""
+    num_waiting_landings: int = 0
+    """Of `num_landings`: those that wait for room."""
     num_moved_streams: int = 0
     """Streams that were moved from here to other replicas while they ran."""
     num_failed_moves: int = 0

@@ -198,10 +198,11 @@ class Outbound:
                 self._do(self.book.refused(peer, message))
             case LandingAbort():
                 self._do(self.book.aborted(peer, message, self._clock.now()))
-            case LandingResult(_, num_tokens, num_bad_pieces):
+            case LandingResult(landing_id, num_tokens, num_bad_pieces):
                 if num_bad_pieces:
-                    name = peer.replica_id
-                    _log.error("%s: %d pieces were bad, %d tokens good", name, num_bad_pieces, num_tokens)
+                    name, about = peer.replica_id, {"request_id": self.book.request_of(landing_id)}
+                    what = "%s: %d pieces were bad, %d tokens good"
+                    _log.error(what, name, num_bad_pieces, num_tokens, extra=about)
                 self._do(self.book.joined(peer, message, self._clock.now()))
             case _:
                 _log.warning("%s sent %s to its writer", peer.replica_id, type(message).__name__)

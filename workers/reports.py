@@ -87,6 +87,7 @@ class Reports:
             num_lost_landings={str(cause): count for cause, count in self._inbound.num_lost.items()},
             paths=self._peers.paths(),
             num_offloaded_blocks=scheduler.num_offloaded_blocks,
+            num_waiting_landings=landings.num_waiting,
             num_moved_streams=self._outbound.moving.num_moved,
             num_failed_moves=self._outbound.moving.num_failed,
             num_unfilled_tokens=scheduler.num_unfilled_tokens,

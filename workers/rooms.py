@@ -49,13 +49,10 @@ class Rooms:
     ) -> None:
         """`wake` asks the brain to plan again; after `on_error` nothing here may be trusted."""
         first = ready[0]
-        tp, pp = shape.parallel.tp, shape.parallel.pp
         has_store = reaches_store(store, ready)
         self.pool = BlockPool(first.num_blocks, engine.block_tokens)
         self.scheduler = _scheduler(engine, shape, self.pool, first, has_store)
-        self.steps = StepLoop(
-            self.scheduler, group.send, clock, tp, pp, StepFigures(_capability(shape, ready))
-        )
+        self.steps = _step_loop(self.scheduler, shape, group, ready, clock)
         self._build_sides(engine, transfer, clock, faults, group, len(ready), kill_ranks)
         self.requests = Requests(
             identity=identity,
@@ -159,12 +156,16 @@ class Rooms:
         )
 
 
-def _capability(shape: Shape, ready: Sequence[RankReady]) -> Capability:
-    return Capability(
+def _step_loop(
+    scheduler: Scheduler, shape: Shape, group: RankGroup, ready: Sequence[RankReady], clock: Clock
+) -> StepLoop:
+    capability = Capability(
         work=shape.work,
         flop_s=sum(each.flop_s for each in ready),
         byte_s=sum(each.byte_s for each in ready),
     )
+    parallel = shape.parallel
+    return StepLoop(scheduler, group.send, clock, parallel.tp, parallel.pp, StepFigures(capability))
 
 
 def _scheduler(

@@ -18,8 +18,8 @@ from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.history import PoolView
 from cluster.scaling.policy import decide
 from cluster.scaling.rates import DECODE, PREFILL, StepCost
-from cluster.scaling.replay import Arrival, Replayed, TargetQueue, keep_counts, read_arrivals, replay
-from cluster.scaling.simulated import ServiceModel
+from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arrivals, replay
+from cluster.scaling.simulated import Arrival, ServiceModel
 
 _PREFILL_TARGET = 2.0
 """Requests a prefill replica that the plain scheme aims at: Ray Serve's own default."""

@@ -85,7 +85,7 @@ def plan_view(plan: ScalePlan) -> Group:
     """For people."""
     parts: list[RenderableType] = []
     if plan.changes:
-        table = made_table("replicas", "pool", numbers=("running", "target", "wanted", "requests\nthere"))
+        table = made_table("replicas", "pool", numbers=("running", "target", "wanted", "affected\nrequests"))
         for it in plan.changes:
             table.add_row(it.pool, str(it.num_running), str(it.before), str(it.after), _moving(it))
         parts.append(table)

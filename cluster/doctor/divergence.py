@@ -6,7 +6,7 @@ Fed by one gateway with every prompt; keeps hashes and counts only. Sans-I/O, bo
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -161,20 +161,14 @@ def _remember(known: OrderedDict[K, float], items: Iterable[K], at: float, limit
 
 
 def _reuse(tenant: str, prompts: deque[_Prompt]) -> Reuse:
-    repeated: Counter[int] = Counter()
+    places: dict[int, tuple[int, int, int]] = {}  # prompts that diverge there, tokens behind, repeated ones
+    num_tokens = num_known = 0
     for prompt in prompts:
-        repeated[prompt.num_known] += prompt.num_repeated
+        num_tokens += prompt.num_tokens
+        num_known += prompt.num_known
+        count, behind, repeated = places.get(prompt.num_known, (0, 0, 0))
+        behind += prompt.num_tokens - prompt.num_known
+        places[prompt.num_known] = count + 1, behind, repeated + prompt.num_repeated
     # Most repeated text behind; where nothing repeats, where most prompts part.
-    parted = Counter(prompt.num_known for prompt in prompts)
-    place = max(parted, key=lambda at: (repeated[at], parted[at]))
-    there = [prompt for prompt in prompts if prompt.num_known == place]
-    return Reuse(
-        tenant=tenant,
-        num_prompts=len(prompts),
-        num_prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
-        num_known_tokens=sum(prompt.num_known for prompt in prompts),
-        diverge_at=place,
-        num_diverging=len(there),
-        num_tokens_behind=sum(prompt.num_tokens - prompt.num_known for prompt in there),
-        num_repeated_behind=sum(prompt.num_repeated for prompt in there),
-    )
+    place, (count, behind, repeated) = max(places.items(), key=lambda item: (item[1][2], item[1][0]))
+    return Reuse(tenant, len(prompts), num_tokens, num_known, place, count, behind, repeated)

@@ -46,7 +46,8 @@ def _port(case: Case, field: str, host: str, port: int) -> Iterator[Verdict]:
         yield error(
             f"{field}: {host}:{port} is taken by {user}",
             "nothing of ours can listen there; a gateway then does not start",
-            f"end that process, or choose another {field} (0: a free one)",
+            f"end that process, or choose another {field} (0: a free one); if it is this very cluster, "
+            "give its --address",
             port=port,
         )
     else:

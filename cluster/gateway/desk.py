@@ -116,7 +116,7 @@ class Desk:
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._num_arriving = 0
-        self._is_closed = False
+        self._is_leaving = False
         self.counters = Counters()
 
     @property
@@ -166,7 +166,9 @@ class Desk:
         finally:
             self._num_arriving -= 1
         compatibility = self._links.compatibility
-        if self._is_closed or compatibility is None:
+        if self._is_leaving:
+            raise UnavailableError("this gateway is stopping", 0.0)
+        if compatibility is None:
             raise UnavailableError("no replica has connected to this gateway yet")
         planned = self._intake.plan(
             request,
@@ -199,9 +201,13 @@ class Desk:
         ended = (it for it in reversed(self._records.values()) if it.request_id not in self._latest)
         return sorted([*running, *islice(ended, limit)], key=lambda it: it.started_at, reverse=True)
 
+    def leave(self) -> None:
+        """Accept no more requests; those that run go on."""
+        self._is_leaving = True
+
     def close(self) -> None:
         """End every request with UNAVAILABLE, so that clients resume at another gateway; accept none."""
-        self._is_closed = True
+        self.leave()
         for walk in list(self._walks.values()):
             walk.abandon(UnavailableError("this gateway is stopping", 0.0))
 
@@ -231,7 +237,9 @@ class Desk:
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
         """Every request that runs there must know."""
-        self.meters.lost(source.replica_id)
+        view = self._links.find(source.replica_id)
+        if view is not None and not view.record.leaving:
+            self.meters.lost(view.record.pool)
         for walk in list(self._walks.values()):
             walk.on_lost(source, reason)
 

@@ -148,7 +148,7 @@ class ReplicaLinks:
         self.compatibility: CompatibilityRecord | None = None
         """What the connected replicas agree on; that of the first one."""
         self.max_context_tokens = 0
-        """The least of the replicas connected so far; 0 before the first."""
+        """The least of the replicas connected so far that can serve alone; 0 before the first."""
 
     def start(self, events: LinkEvents) -> None:
         """Follow the roster from now on; must be called on the event loop."""
@@ -169,15 +169,9 @@ class ReplicaLinks:
         """All replicas of the roster, and those still connected, by id."""
         return [self._views[replica_id] for replica_id in sorted(self._views)]
 
-    def pool_of(self, replica_id: str) -> str:
-        """Of a listed or connected replica; otherwise ""."""
-        view = self._views.get(replica_id)
-        return view.record.pool if view else ""
-
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token over all layers and heads; 0 before the first replica has connected."""
-        return self.compatibility.token_bytes if self.compatibility else 0
+    def find(self, replica_id: str) -> ReplicaView | None:
+        """The listed or connected replica of this id."""
+        return self._views.get(replica_id)
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         """Identity and address of the connected replica of this id; None when there is none."""
@@ -286,8 +280,10 @@ class ReplicaLinks:
             return False
         if self.compatibility is None or not self._has_members():
             self.compatibility = hello.compatibility
-            self.max_context_tokens = hello.max_context_tokens
-        self.max_context_tokens = min(self.max_context_tokens, hello.max_context_tokens)
+            self.max_context_tokens = 0
+        if hello.role != "prefill":  # a prompt too long for a prefill replica is routed around it
+            known = self.max_context_tokens or hello.max_context_tokens
+            self.max_context_tokens = min(known, hello.max_context_tokens)
         view.hello, view.stream, view.note = hello, stream, ""
         view.state = ReplicaState.READY
         self._router.add_replica(hello.identity, hello.role)
@@ -367,6 +363,7 @@ class ReplicaLinks:
             _send(view.stream, KvSnapshotRequest("gap"))
 
     def _on_load(self, view: ReplicaView, load: LoadReport) -> None:
+        token_bytes = self.compatibility.token_bytes if self.compatibility else 1
         view.load, view.load_at = load, self._clock.now()
         view.paths = load.paths
         self._router.on_load(
@@ -381,8 +378,9 @@ class ReplicaLinks:
                 num_total_blocks=load.num_total_blocks,
                 prefill_tok_s=load.prefill_tok_s,
                 decode_step_s=load.decode_step_s,
-                transfer_tok_s=load.transfer_gb_s * 1e9 / max(1, self.token_bytes),
+                transfer_tok_s=load.transfer_gb_s * 1e9 / token_bytes,
                 load_tok_s=load.load_tok_s,
+                max_local_tokens=view.hello.max_context_tokens if view.hello else 0,
             )
         )
 

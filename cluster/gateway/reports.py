@@ -249,6 +249,7 @@ def _load(load: LoadReport, age_s: float) -> pb.Load:
         load_tok_s=load.load_tok_s,
         num_store_checksum_failures=load.num_store_checksum_failures,
         num_offloaded_blocks=load.num_offloaded_blocks,
+        num_waiting_landings=load.num_waiting_landings,
     )
 
 

@@ -36,6 +36,7 @@ from kvtransfer.faults import Faults
 from kvtransfer.secret import draw_id
 from router.service import RouterService
 
+_DRAIN_LOOK_S = 0.05
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -70,6 +71,7 @@ class Gateway:
         open_roster: Callable[[str], RosterClient] | None = None,
     ) -> None:
         self._config = config
+        self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
         self._intake = Intake(config, clock, seeds)
@@ -100,8 +102,8 @@ class Gateway:
             on_members=self._on_members,
             observers=observers,
             meters=GatewayMeters(
-                self._links.pool_of,
-                lambda: self._links.token_bytes,
+                self._pool_of,
+                self._token_bytes,
                 ttft_slo_s=config.scaling.ttft_slo_s,
                 itl_slo_s=config.scaling.itl_slo_s,
             ),
@@ -164,13 +166,19 @@ class Gateway:
         return bound
 
     async def stop(self) -> None:
-        """End every request with UNAVAILABLE (clients resume at another gateway), then close."""
+        """Take no more requests, let those that run finish for `drain_s`, end the others with UNAVAILABLE
+        (clients resume at another gateway), then close."""
+        self.desk.leave()
+        self._traffic.leave()
+        if self._health is not None:
+            await self._health.enter_graceful_shutdown()
+        end_at = self._clock.now() + self._config.gateway.drain_s
+        while self.desk.num_running + self._traffic.num_running and self._clock.now() < end_at:
+            await self._clock.sleep(_DRAIN_LOOK_S)
         self.desk.close()
         self._traffic.close()
         if self._console is not None:
             await self._console.stop()
-        if self._health is not None:
-            await self._health.enter_graceful_shutdown()
         if self._server is not None:
             await self._server.stop(grace=1.0)
         if self._health_server is not None:
@@ -180,6 +188,14 @@ class Gateway:
         await self._intake.close()
         if self._tracer is not None:
             await self._tracer.stop()
+
+    def _token_bytes(self) -> int:
+        """0 before the first replica has connected."""
+        return self._links.compatibility.token_bytes if self._links.compatibility else 0
+
+    def _pool_of(self, replica_id: str) -> str:
+        view = self._links.find(replica_id)
+        return view.record.pool if view else ""
 
     def _on_members(self) -> None:
         if self._links.has_route() != self._is_serving:

@@ -150,14 +150,19 @@ class TrafficRelay:
         self._calls: set[Any] = set()
         self._addresses: OrderedDict[str, str] = OrderedDict()
         """Of passed-on requests, by id."""
-        self._is_closed = False
+        self._is_leaving = self._is_closed = False
+
+    @property
+    def num_running(self) -> int:
+        """Calls that are being answered elsewhere."""
+        return len(self._calls)
 
     async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
         """True when the call was answered elsewhere, to its end; False: answer it here. The request gets an
         id if it has none. Ends by `context.abort` where the other application's answer is an error."""
         shares = self._links.roster_view.traffic
         metadata = dict(context.invocation_metadata() or ())
-        if not shares or RELAYED_KEY in metadata or self._open_roster is None:
+        if not shares or RELAYED_KEY in metadata or self._open_roster is None or self._is_leaving:
             return False
         request.request_id = request.request_id or draw_id().hex()
         began_at = metadata.get(APPLICATION_KEY, "") if request.resume else ""
@@ -178,6 +183,10 @@ class TrafficRelay:
         except grpc.aio.AioRpcError:
             return None
         return reply
+
+    def leave(self) -> None:
+        """Pass on no more calls; those that run go on."""
+        self._is_leaving = True
 
     def close(self) -> None:
         """End every call with UNAVAILABLE, so that clients resume at another gateway."""

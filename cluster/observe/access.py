@@ -71,6 +71,7 @@ def access_fields(ended: EndedRequest) -> dict[str, object]:
         "prefill_replica": summary.prefill_replica if summary else "",
         "decode_replica": summary.decode_replica if summary else "",
         "attempts": summary.num_attempts if summary else 0,
+        "moves": summary.num_moves if summary else 0,
         "transport": moved.transport if moved else "",
         "moved_bytes": moved.num_moved_bytes if moved else 0,
     }

@@ -164,7 +164,7 @@ POOLS = (
         "counter",
         (*_GATEWAY, "pool"),
         "replicas",
-        "Links to replicas that ended: the replica died, hung, left, or the network broke.",
+        "Links that ended to replicas that were not leaving: they died, hung, or the network broke.",
     ),
     Metric("path_floor_bytes_per_second", "gauge", _GATEWAY, "bytes/s", "`transfer.min_gb_s`; 0: none."),
 )

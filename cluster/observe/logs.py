@@ -16,7 +16,7 @@ from cluster.observe.config import LogConfig
 ACCESS_LOGGER = "tandem.access"
 """Of the access log (`cluster.observe.access`)."""
 
-_ROOTS = ("tandem", "cluster", "router", "workers", "kvtransfer")
+_ROOTS = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry")
 _MORE = "more_fields"
 
 

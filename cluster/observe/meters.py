@@ -131,7 +131,7 @@ class GatewayMeters:
         self.num_retried = 0
         """Finished requests that took more than one attempt."""
         self.num_losses: Counter[str] = Counter()
-        """Links to replicas that ended, by pool."""
+        """Links that ended to replicas that were not leaving, by pool."""
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens: Counter[str] = Counter()
@@ -203,9 +203,9 @@ class GatewayMeters:
             self.demand.gaps(num_tokens, gap_s > self._itl_slo_s)
             self._observe(replica_id, "itl_seconds", gap_s, now, num_tokens)
 
-    def lost(self, replica_id: str) -> None:
-        """The Link to a replica ended."""
-        self.num_losses[self._pool_of(replica_id) or "unknown"] += 1
+    def lost(self, pool: str) -> None:
+        """The Link to a replica of this pool ended, and it had not said that it leaves."""
+        self.num_losses[pool] += 1
 
     def attempt_failed(self, replica_id: str, code: str, now: float) -> None:
         """A replica gave an attempt up; `code` as in `RequestFailed`."""

@@ -176,6 +176,7 @@ def _request_attributes(ended: EndedRequest) -> dict[str, str | int | float]:
         attributes |= {
             "tandem.wire_id": ended.wire_id,
             "tandem.attempts": summary.num_attempts,
+            "tandem.moves": summary.num_moves,
             "tandem.prefill_replica": summary.prefill_replica,
             "tandem.decode_replica": summary.decode_replica,
             "tandem.cached_tokens": summary.prefill.num_cached_tokens if summary.prefill else 0,

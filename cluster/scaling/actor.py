@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import ray_constants
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 from ray.actor import ActorHandle
@@ -29,6 +30,7 @@ from kvtransfer.clock import SystemClock
 
 _CALL_S = 5.0
 _BEARER = "Bearer "
+_A_PLACE_THERE = 0.001
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +110,7 @@ class ScalerReports:
             async with asyncio.timeout(_CALL_S):
                 actor: ActorHandle[RayScaler] = self._actor or await asyncio.to_thread(self._find)
                 self._actor = actor
-                mark = await actor.report.remote(self._gateway, status.SerializeToString())
+                mark = await actor.report.remote(self._gateway, _slim(status).SerializeToString())
                 if mark < self._mark:
                     await actor.configure.remote(self._config_json, self._mark)
         except (RayError, TimeoutError, ValueError) as error:
@@ -125,11 +127,21 @@ class ScalerReports:
                 get_if_exists=True,
                 max_restarts=-1,
                 num_cpus=0,
+                # Ray's dashboard listens on the head node, by default for that node alone.
+                resources={HEAD_NODE_RESOURCE_NAME: _A_PLACE_THERE},
             )
             .remote
         )
         actor: ActorHandle[RayScaler] = make(self._config_json, self._mark)
         return actor
+
+
+def _slim(status: pb.StatusResponse) -> pb.StatusResponse:
+    """What the scaler looks at: small enough to travel inside of Ray's call."""
+    slim = pb.StatusResponse(replicas=status.replicas, demand=status.demand)
+    for replica in slim.replicas:
+        replica.ClearField("paths")
+    return slim
 
 
 def stop_scaler(app: str) -> None:

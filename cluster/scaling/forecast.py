@@ -19,7 +19,7 @@ TAIL = 0.1
 NORMAL_TAIL = 1.2816
 """How many standard deviations above its mean a normal value lies in that share of cases."""
 _MIN_POINTS = 10
-_TREND_ERRORS = 4.0
+_TREND_ERRORS = 3.0
 """A trend counts when it is this many standard errors from none: noise of a steady load is no trend."""
 _MIN_BLOCKS = 5
 _MAX_DISPERSION = 25.0
@@ -32,7 +32,7 @@ class Spell(NamedTuple):
 
     at: float
     length_s: float
-    count: float
+    num: float
 
 
 class Forecast(NamedTuple):
@@ -68,7 +68,7 @@ def forecast(
     """The rate to expect `horizon_s` after `now`: a line through the rates of blocks of `block_s`, weighted
     by length and by exp(-age / `fade_s`), where it rises or falls beyond doubt; else their weighted mean.
 
-    Two blocks of ten that stand out, however far, are no trend yet: bursts are for the fast loop.
+    One block of ten that stands out, however far, is no trend: bursts are for the fast loop.
     """
     kept = [spell for spell in spells if spell.length_s > 0]
     if not kept:
@@ -78,9 +78,9 @@ def forecast(
     weights = lengths * np.exp(-ages / fade_s)
     mean = float(np.average(rates, weights=weights))
     dispersion = _dispersion(kept)
-    slope, error = _slope(-ages, rates, weights)
-    # The last term is for rounding, where all blocks are alike.
-    if len(rates) < _MIN_BLOCKS or abs(slope) <= _TREND_ERRORS * error + 1e-12 * mean:
+    # A few blocks may lie on a line by chance: their noise is at least that of independent arrivals.
+    slope, error = _slope(-ages, rates, weights, dispersion * mean / float(lengths.max()))
+    if len(rates) < _MIN_BLOCKS or abs(slope) <= _TREND_ERRORS * error:
         return Forecast(mean, mean, 0.0, dispersion)
     middle = float(np.average(-ages, weights=weights))
     level = min(mean - slope * middle, float(rates.max()))
@@ -95,7 +95,7 @@ def _blocks(spells: Sequence[Spell], now: float, block_s: float) -> tuple[_Float
         block = sums.setdefault(int(age_s // block_s), [0.0, 0.0, 0.0])
         block[0] += age_s * spell.length_s
         block[1] += spell.length_s
-        block[2] += spell.count
+        block[2] += spell.num
     ages, lengths, counts = np.array([sums[number] for number in sorted(sums)]).T
     return ages / lengths, lengths, counts
 
@@ -103,27 +103,26 @@ def _blocks(spells: Sequence[Spell], now: float, block_s: float) -> tuple[_Float
 def mean_rate(spells: Sequence[Spell]) -> float:
     """Per second, all of them counting alike."""
     total_s = sum(spell.length_s for spell in spells)
-    return sum(spell.count for spell in spells) / total_s if total_s > 0 else 0.0
+    return sum(spell.num for spell in spells) / total_s if total_s > 0 else 0.0
 
 
-def _slope(times: _Floats, rates: _Floats, weights: _Floats) -> tuple[float, float]:
-    """Of the weighted line, with its standard error (independent errors of equal variance per weight)."""
+def _slope(times: _Floats, rates: _Floats, weights: _Floats, least_variance: float) -> tuple[float, float]:
+    """Of the weighted line, with its standard error (independent errors of equal variance)."""
     shares = weights / weights.sum()
-    centred = times - float(np.average(times, weights=weights))
+    centred = times - float(np.sum(shares * times))
     spread = float(np.sum(shares * centred**2))
     if spread <= 0 or len(times) < 3:
         return 0.0, math.inf
     slope = float(np.sum(shares * centred * rates)) / spread
-    middle = float(np.average(rates, weights=weights))
-    residuals = rates - middle - slope * centred
+    residuals = rates - float(np.sum(shares * rates)) - slope * centred
     variance = float(np.sum(shares * residuals**2)) * len(times) / (len(times) - 2)
-    error = math.sqrt(variance * float(np.sum((shares * centred) ** 2))) / spread
+    error = math.sqrt(max(variance, least_variance) * float(np.sum((shares * centred) ** 2))) / spread
     return slope, error
 
 
 def _dispersion(spells: Sequence[Spell]) -> float:
     """From differences of neighbours, so that a trend does not count as spread; at least 1."""
-    counts = np.array([spell.count for spell in spells], dtype=np.float64)
+    counts = np.array([spell.num for spell in spells], dtype=np.float64)
     lengths = np.array([spell.length_s for spell in spells])
     if len(counts) < _MIN_POINTS or counts.sum() <= 0:
         return 1.0

@@ -77,13 +77,13 @@ class Demand(NamedTuple):
     num_late_gaps: int = 0
 
     def plus(self, other: Demand) -> Demand:
-        return Demand(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return Demand._make(mine + its for mine, its in zip(self, other, strict=True))
 
     def since(self, before: Demand) -> Demand:
         """The difference; where a counter went back the gateway began anew, and its values are all new."""
         pairs = list(zip(self, before, strict=True))
         has_restarted = any(now < then for now, then in pairs)
-        return self if has_restarted else Demand(*(now - then for now, then in pairs))
+        return self if has_restarted else Demand._make(now - then for now, then in pairs)
 
 
 class DemandMeter:

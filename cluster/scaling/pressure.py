@@ -100,15 +100,18 @@ class FastLoop:
         rates: Rates,
         sizes: Sizes,
         max_sequences: int,
+        start_s: float,
         *,
         has_prefill: bool,
     ) -> None:
-        """`recent` are the samples of the last half minute or so, oldest first."""
+        """`recent` are the samples of the last half minute or so, oldest first; `start_s` is how long a new
+        replica takes."""
         self._recent = recent
         self._config = config
         self._rates = rates
         self._sizes = sizes
         self._max_sequences = max_sequences
+        self._start_s = start_s
         self._has_prefill = has_prefill
 
     def sides(self, kind: str) -> list[Side]:
@@ -164,8 +167,8 @@ class FastLoop:
         return Pressure(wanted, reason)
 
     def _to_clear(self, side: Side) -> int:
-        """Replicas that keep up with what arrives and clear what waits before the pool may grow again; no
-        more than there are requests, and at least one more than there are."""
+        """Replicas that keep up with what arrives, and that clear what will wait when they are ready before
+        the pool may grow again. No more than there are requests, at least one more than there are."""
         lately = self._recent[-NUM_SAMPLES - 1 :]
         span_s = lately[-1].at - lately[0].at
         arrived = sum(sample.demand.num_arrived for sample in lately[1:])
@@ -173,7 +176,9 @@ class FastLoop:
         arriving_tok_s = arrived * prompt.mean / span_s if prompt and span_s > 0 else 0.0
         clear_s = max(self._config.up_cool_down_s, self._config.ttft_slo_s)
         each_tok_s = side.prefill_tok_s / side.num_replicas
-        needed = math.ceil((arriving_tok_s + side.num_backlog_tokens / clear_s) / each_tok_s)
+        growing_tok_s = max(0.0, arriving_tok_s - side.prefill_tok_s)
+        backlog = side.num_backlog_tokens + growing_tok_s * self._start_s
+        needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
         return max(side.num_replicas + 1, min(needed, side.num_running + side.num_waiting))
 
     # ----------------------------------------------------------------------------------- room for decoding
@@ -208,12 +213,21 @@ class FastLoop:
 
     def _to_hold(self, side: Side) -> int:
         """Replicas that hold what is there, and the prompts that the prefill side has yet to hand over."""
-        coming = side_of(self._recent[-1], PREFILL, has_prefill=self._has_prefill)
-        sequences = side.num_sequences + coming.num_running + coming.num_waiting
-        blocks = side.num_used_blocks
+        sequences = side.num_sequences + self._num_coming()
+        blocks = float(side.num_used_blocks)
         blocks += (sequences - side.num_running) * self._rates.blocks_per_sequence
         room = side.num_total_blocks / side.num_replicas * (1 - KV_NEAR_FULL)
         return math.ceil(max(blocks / room, sequences / self._rates.batch))
+
+    def _num_coming(self) -> float:
+        """Sequences that the prefill side hands over before those that decode now have ended."""
+        side = side_of(self._recent[-1], PREFILL, has_prefill=self._has_prefill)
+        num_prompts = side.num_running + side.num_waiting
+        prompt, output, step = self._sizes.prompt, self._sizes.output, self._rates.step
+        if not (prompt and output and step and prompt.mean > 0 and side.prefill_tok_s > 0):
+            return num_prompts
+        stay_s = output.mean * step.step_s(self._rates.batch)
+        return min(num_prompts, stay_s * side.prefill_tok_s / prompt.mean)
 
     def _steps(self, kind: str) -> Pressure | None:
         sides = self.sides(kind)

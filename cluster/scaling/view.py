@@ -63,8 +63,8 @@ class View:
         self.max_sequences = min((pool.max_sequences for pool in pools if pool.role != PREFILL), default=1)
         self.rates: Rates = measured_rates(history, config, self.max_sequences, now, self.has_prefill)
         self.sizes: Sizes = measured_sizes(history, now, config.forecast_s / 2)
-        horizon_s = max((history.start_s(pool.name) for pool in pools), default=0.0)
-        self.work: Work = measured_work(history, config, min(horizon_s, config.forecast_s / 2), now)
+        self.start_s = max((history.start_s(pool.name) for pool in pools), default=0.0)
+        self.work: Work = measured_work(history, config, min(self.start_s, config.forecast_s / 2), now)
         self.pressures = self.pressures_at(0)
 
     def pressures_at(self, num_ago: int) -> dict[str, Pressure]:
@@ -90,6 +90,7 @@ class View:
             self.rates,
             self.sizes,
             self.max_sequences,
+            self.start_s,
             has_prefill=self.has_prefill,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cluster_operator import pool_of
 from request_load import Steady
 from serving import TINY, RunningCluster, free_port
 
@@ -27,10 +28,6 @@ def start(folder: Path, scaling: str, num_prefill: int) -> RunningCluster:
         f"scaling: {{interval_s: 0.5, forecast_s: 20, {scaling}}}\n"
     )
     return RunningCluster("--file", str(file), "--port", str(free_port()))
-
-
-def pool_of(status: pb.StatusResponse, name: str) -> pb.Pool:
-    return next(pool for pool in status.pools if pool.name == name)
 
 
 def roles(status: pb.StatusResponse, pool: str) -> list[str]:

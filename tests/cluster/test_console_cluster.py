@@ -188,7 +188,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
         browser.wait_text("#moves", "operator")
         browser.find(".pinned")
         if picture := request.config.getoption("--screenshot"):
-            cluster.wait_for(lambda status: status.num_finished_requests >= 60, 120)
+            cluster.wait_for(lambda status: status.num_finished_requests >= 300, 240)
             browser.screenshot(Path(picture))
             browser.resize(1280, 900)
         victim = next(it for it in cluster.status().replicas if it.pool == "decode")

@@ -18,7 +18,7 @@ from cluster.observe.config import LogConfig
 from cluster.observe.logs import ACCESS_LOGGER, about, log_to_stderr
 from workers.messages import RequestFailed
 
-_NAMES = ("tandem", "cluster", "router", "workers", "kvtransfer", ACCESS_LOGGER)
+_NAMES = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry", ACCESS_LOGGER)
 
 
 @pytest.fixture
@@ -122,6 +122,7 @@ async def test_each_ended_request_has_one_line_with_its_figures(
         "prefill_replica": "p0",
         "decode_replica": "d0",
         "attempts": 1,
+        "moves": 0,
         "transport": "shm",
         "moved_bytes": 4096,
     }

@@ -159,7 +159,7 @@ def test_what_fails_is_counted_by_state_and_code_and_not_timed() -> None:
     front.refuse("INVALID_ARGUMENT", 12.0)
     front.refuse("RESOURCE_EXHAUSTED", 12.0)
     front.meters.attempt_failed("decode-a", "refused", 12.0)
-    front.meters.lost("decode-b")
+    front.meters.lost("decode")
     assert front.meters.num_requests == {
         ("failed", "unavailable"): 1,
         ("cancelled", "cancelled"): 1,

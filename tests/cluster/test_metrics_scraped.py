@@ -31,10 +31,11 @@ pytestmark = [
 FILE = f"""
 model: {TINY}
 pools:
-  - {{name: prefill, role: prefill, engine: {{block_tokens: 16}}}}
-  - {{name: decode, role: decode, engine: {{block_tokens: 16}}}}
+  - {{name: prefill, role: prefill, engine: {{block_tokens: 16, kv_tokens: 640}}}}
+  - {{name: decode, role: decode, engine: {{block_tokens: 16, kv_tokens: 640}}}}
 scaling: {{ttft_slo_s: 0.001}}
 """
+"""With room for three prompts on a device, so that the store is asked for the others."""
 PROMPT = "".join(
     f"def function_{number}(self, value):\n    return value + {number}\n\n" for number in range(12)
 )
@@ -43,7 +44,7 @@ NOT_IN_THE_DEMO = {
     "a prompt must be in the store and no longer on the device",
     "the store must be full or away",
 }
-"""Of all reasons in the catalogue: the others do not count here, with hand-overs and both tiers of a store."""
+"""Of all reasons in the catalogue: here are hand-overs, and a store with both tiers."""
 PATIENCE_S = 180.0
 """A rate needs two scrapes of what Ray hands on every 10 s."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from scaling_house import config, decoding, demand, history_of, pool, prefilling
@@ -145,7 +146,7 @@ def test_a_rate_that_was_not_measured_is_said() -> None:
 # ------------------------------------------------------------------------------------- the fast loop
 
 
-def queueing(backlog: int, **load: object) -> ReplicaSample:
+def queueing(backlog: int, **load: Any) -> ReplicaSample:
     return prefilling(num_running=1, num_waiting=8, num_backlog_tokens=backlog, **load)
 
 
@@ -388,18 +389,17 @@ def test_whom_the_demand_at_home_needs_is_not_lent() -> None:
 
 
 def test_one_is_lent_at_a_time() -> None:
-    replicas = (prefilling(0, role="decode"), prefilling(1), prefilling(2), decoding(0, **FULL))
+    replicas = (prefilling(0, role="decode", **FULL), prefilling(1), prefilling(2), decoding(0, **FULL))
     for ago_s, lends in ((19.0, 0), (20.0, 1)):
         views = (pool("prefill", 3, lent=(("prefill-0", NOW - ago_s),)), pool("decode"))
-        busy = tuple(each._replace(**FULL) if each.role == "decode" else each for each in replicas)
-        plan = decided(busy, views, settings=LENDING)
+        plan = decided(replicas, views, settings=LENDING)
         assert [type(each) for each in plan.lends] == [Lend] * lends
 
 
 LENT = (pool("prefill", 2, lent=(("prefill-0", 100.0),)), pool("decode"))
 
 
-def recalled(replicas: Sequence[ReplicaSample], views: Sequence[PoolView] = LENT, **settings: object) -> str:
+def recalled(replicas: Sequence[ReplicaSample], views: Sequence[PoolView] = LENT, **settings: Any) -> str:
     """Why prefill-0 is called back; "": it is not."""
     plan = decided(replicas, views, settings=LENDING.model_copy(update=settings))
     assert all(isinstance(each, Recall) for each in plan.lends)

@@ -18,8 +18,8 @@ from cluster.__main__ import cli
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.rates import StepCost
-from cluster.scaling.replay import Arrival, Replayed, TargetQueue, keep_counts, read_arrivals, replay
-from cluster.scaling.simulated import ServiceModel, SimulatedCluster
+from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arrivals, replay
+from cluster.scaling.simulated import Arrival, ServiceModel, SimulatedCluster
 
 MODEL = ServiceModel(
     prefill_tok_s=8000.0,
@@ -82,10 +82,13 @@ def test_a_burst_grows_both_pools_and_they_come_back_one_by_one() -> None:
     before = counts_at(run, 299.0)
     assert before == by_demand(3.0, 1500, 200) == {"prefill": 1, "decode": 1}
     first = next(change for change in run.changes if change.at >= 300)
-    assert first.at <= 315.0
     assert first.pool == "prefill"
-    assert first.reason.startswith("now: ")
-    assert "prompt tokens wait" in first.reason
+    assert first.at <= 315.0
+    by_queue = [
+        each for each in run.changes if "prompt tokens wait" in each.reason and each.reason[:5] == "now: "
+    ]
+    assert by_queue
+    assert by_queue[0].at <= 330.0
     peak = {name: max(counts[name] for _, counts in run.counts) for name in before}
     assert peak["prefill"] >= by_demand(15.0, 1500, 200)["prefill"]
     downward = [change for change in run.changes if change.after < change.before]
@@ -118,38 +121,38 @@ def test_prefill_stays_while_its_prompts_wait_for_decode() -> None:
     assert any("decode stays at 1, its limit" in note for _, note in run.notes)
     # With leave to grow, decode does, and the same demand is served.
     free = replay(arrivals, PAIR, model, config(forecast_s=600.0))
-    first = free.changes[0]
-    assert (first.pool, first.reason[:5]) == ("decode", "now: ")
-    assert "wait for KV room" in first.reason
+    assert {change.pool for change in free.changes[:2]} == {"decode"}
+    assert "wait for KV room" in free.changes[1].reason
     assert free.ttft_share > run.ttft_share + 0.3
     # A target for each queue by itself grows prefill, to no end.
     plain = replay(arrivals, short, model, config(forecast_s=600.0), TargetQueue(2.0, 48.0))
     assert any(change.pool == "prefill" for change in plain.changes)
-    assert plain.ttft_share == pytest.approx(run.ttft_share, abs=0.02)
+    assert plain.ttft_share < 0.1
     assert plain.total_replica_s > 1.3 * run.total_replica_s
 
 
 # ---------------------------------------------------------------------------------------- heavy tails
 
 
-def test_heavy_tails_have_more_prefill_than_even_prompts_of_the_same_mean() -> None:
+def test_heavy_tails_keep_more_prefill_than_even_prompts_of_the_same_mean() -> None:
     def heavy(generator: np.random.Generator, at: float) -> tuple[int, int]:
         return (20_500 if generator.random() < 0.05 else 550, 50)
 
-    limits = config(forecast_s=600.0)
-    uneven = replay(poisson(lambda at: 3.4, 900.0, heavy, seed=3), PAIR, MODEL, limits)
-    even = replay(poisson(lambda at: 3.4, 900.0, fixed_sizes(1548, 50), seed=3), PAIR, MODEL, limits)
-    assert counts_at(even, 890.0)["prefill"] == 1
-    assert counts_at(uneven, 890.0)["prefill"] >= 2
-    assert any("sizes vary" in change.reason for change in uneven.changes)
-    one = replay(poisson(lambda at: 3.4, 900.0, heavy, seed=3), PAIR, MODEL, limits, keep_counts)
-    assert uneven.ttft_share > 0.9 > one.ttft_share
+    three = (pool("prefill", 3), pool("decode"))
+    calm = config(down_cool_down_s=60.0)
+    few_huge = poisson(lambda at: 3.0, 600.0, heavy, seed=3)
+    uneven = replay(few_huge, three, MODEL, calm)
+    even = replay(poisson(lambda at: 3.0, 600.0, fixed_sizes(1548, 50), seed=3), three, MODEL, calm)
+    assert counts_at(even, 590.0)["prefill"] == by_demand(3.0, 1548, 50)["prefill"] == 1
+    assert counts_at(uneven, 590.0)["prefill"] >= 2
+    alone = replay(few_huge, PAIR, MODEL, calm, keep_counts)
+    assert uneven.ttft_share > 0.9 > alone.ttft_share
 
 
 # ---------------------------------------------------------------------------------------- steadiness
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     per_s=st.floats(1.0, 12.0),
     prompt=st.integers(200, 4000),
@@ -216,8 +219,9 @@ def test_one_pool_that_does_both_follows_the_demand_too() -> None:
 def test_a_prompt_alone_takes_its_tokens_over_the_rate() -> None:
     run = replay([Arrival(0.0, 4000, 101)], PAIR, MODEL, config(), keep_counts)
     (job,) = run.jobs
-    assert job.first_at == pytest.approx(4000 / 8000)
+    assert job.first_at is not None
     assert job.end_at is not None
+    assert job.first_at == pytest.approx(4000 / 8000)
     assert job.end_at - job.first_at == pytest.approx(100 * (0.012 + 0.0004), abs=0.3)
     assert run.num_gaps == pytest.approx(100, abs=10)
 

@@ -180,7 +180,8 @@ def test_the_deployed_application_carries_the_versions() -> None:
     config = make(decode={"surge": False})
     application = build_application(config, CPUS, b"s" * 16, life="l", counts={"decode": 3})
     gateway = application._bound_deployment
-    pools = [pool._bound_deployment for pool in gateway.init_args[2:]]
+    bound = [it for it in gateway.init_args if not isinstance(it, str | bytes)]
+    pools = [pool._bound_deployment for pool in bound]
     assert [gateway._version, *(pool._version for pool in pools)] == [
         gateway_version(config),
         pool_version(config, "prefill"),

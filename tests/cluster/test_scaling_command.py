@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from gateway_house import GatewayHouse
 from rich.console import Console
 from serve_house import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
+from typer.testing import CliRunner
 
 from cluster.commands.pools_display import move_line, pool_parts
-from cluster.commands.scale import Door, ScaleWork, dashboard_url, read_token
+from cluster.commands.scale import dashboard_url, read_token, scale
 from cluster.commands.scale_plan import parse_orders, plan_json, plan_scale, plan_view
+from cluster.commands.scale_work import Door, ScaleWork
 from cluster.errors import ConfigError, ReleaseError, ScaleTimeoutError, UnknownPoolError
 from cluster.proto import tandem_pb2 as pb
 from cluster.scaling.lever import AppTargets, PoolTarget
@@ -233,10 +236,15 @@ async def test_releasing_without_a_console_says_what_to_set(house: GatewayHouse)
             await work.scale((), ("decode",), dry_run=False, wait_s=None)
 
 
-def test_the_command_refuses_nothing_and_tells_an_unreachable_dashboard_in_one_line() -> None:
-    empty = tandem("scale")
-    assert empty.returncode == 2
-    assert "decode=3" in empty.stderr
+def test_the_command_wants_an_order() -> None:
+    command = typer.Typer()
+    command.command()(scale)
+    empty = CliRunner().invoke(command, [])
+    assert empty.exit_code == 2
+    assert "decode=3" in empty.output
+
+
+def test_the_command_tells_an_unreachable_dashboard_in_one_line() -> None:
     port = free_port()
     away = tandem("scale", "decode=3", "--dashboard", f"http://127.0.0.1:{port}")
     assert away.returncode == 1

@@ -385,5 +385,5 @@ class KeeperMachine(RuleBasedStateMachine):
             assert self.house.targets == wanted
 
 
-KeeperMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+KeeperMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
 TestKeeper = KeeperMachine.TestCase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.messages import ReplicaRecord, RoleLease, RosterView
@@ -108,6 +108,7 @@ def test_a_replica_follows_only_newer_leases_of_its_own_life() -> None:
     assert role_of(me, RosterView(version=2), 92) is None
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["lend", "recall", "lose"]), st.integers(0, 2), st.booleans())))
 def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
     steps: list[tuple[str, int, bool]],

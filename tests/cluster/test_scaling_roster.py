@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
@@ -186,6 +186,7 @@ def test_a_lease_gives_way_to_higher_epochs_and_newer_lives_alone() -> None:
     assert wishes.drop_lease(ReplicaIdentity("p0", 2))
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.one_of(

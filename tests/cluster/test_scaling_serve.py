@@ -10,17 +10,15 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from cluster_operator import Operator, pool_of, ready
 from request_load import Steady, Stream
 from serving import TINY, RunningCluster, environment, free_port, tandem
 
 from cluster.blocking_client import BlockingClient
 from cluster.client import GenerateOptions
-from cluster.proto import tandem_pb2 as pb
 from workers.model.random_checkpoint import write_random_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -77,56 +75,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     assert running.stop() == 0
 
 
-class Operator:
-    """Somebody with the Ray token and curl."""
-
-    def __init__(self, cluster: RunningCluster) -> None:
-        self.dashboard = cluster.addresses["dashboard"]
-        self.token_file = cluster.addresses["Ray token"].removeprefix("in ")
-        self.token = Path(self.token_file).read_text().strip()
-
-    def ask(self, path: str, body: dict[str, int] | None = None) -> Any:
-        request = urllib.request.Request(
-            self.dashboard + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {self.token}"},
-        )
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            return json.loads(reply.read())
-
-    def scale(self, pool: str, num_replicas: int) -> None:
-        path = f"/api/v1/applications/tandem/deployments/Pool-{pool}/scale"
-        self.ask(path, {"target_num_replicas": num_replicas})
-
-    def target(self, pool: str) -> int:
-        instance = self.ask("/api/serve/applications/")
-        found: int = instance["applications"]["tandem"]["deployments"][f"Pool-{pool}"]["target_num_replicas"]
-        return found
-
-    def process_ids(self, class_name: str) -> list[int]:
-        rows = self.ask("/api/v0/actors?detail=1&limit=1000")["data"]["result"]["result"]
-        return [
-            row["pid"] for row in rows if row["state"] == "ALIVE" and row["class_name"].startswith(class_name)
-        ]
-
-
 @pytest.fixture
 def operator(cluster: RunningCluster) -> Operator:
     return Operator(cluster)
-
-
-def ready(pool: str, num_replicas: int) -> Callable[[pb.StatusResponse], bool]:
-    """So many replicas of the pool, all ready, and none on its way out."""
-
-    def holds(status: pb.StatusResponse) -> bool:
-        states = [replica.state for replica in status.replicas if replica.pool == pool]
-        return states == ["ready"] * num_replicas
-
-    return holds
-
-
-def pool_of(status: pb.StatusResponse, name: str) -> pb.Pool:
-    return next(pool for pool in status.pools if pool.name == name)
 
 
 def test_the_endpoint_wants_the_token(operator: Operator) -> None:
@@ -226,9 +177,14 @@ def assert_same_tokens(cluster: RunningCluster, stream: Stream) -> None:
 
 
 def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, operator: Operator) -> None:
-    """Of somebody who knows nothing of the desired counts, and has changed what resets Serve's target."""
+    """Of somebody who knows nothing of the desired counts, and has changed what resets Serve's target. Those
+    who keep the count have just died."""
     operator.scale("decode", 2)
     cluster.wait_for(lambda status: pool_of(status, "decode").desired == 2, 10)
+    keepers = [*operator.process_ids("RayScaler"), *operator.process_ids("RayRosterActor")]
+    assert len(keepers) == 2
+    for process_id in keepers:
+        os.kill(process_id, signal.SIGKILL)
     deployed = subprocess.run(
         [sys.executable, "-c", _DEPLOY, cluster.addresses["Ray"]],
         env={**environment(), "RAY_AUTH_MODE": "token"},

@@ -36,7 +36,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.exports: list[trace_service_pb2.ExportTraceServiceRequest] = []
         self._server = grpc.server(ThreadPoolExecutor(1))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        register(self, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
@@ -77,7 +78,7 @@ async def a_pair(house: GatewayHouse, config: ClusterConfig) -> str:
 
 
 def attributes(span: trace_pb2.Span) -> dict[str, Any]:
-    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+    return {item.key: getattr(item.value, item.value.WhichOneof("value") or "") for item in span.attributes}
 
 
 def children(spans: list[trace_pb2.Span], parent: trace_pb2.Span) -> dict[str, trace_pb2.Span]:

@@ -195,7 +195,7 @@ async def test_the_trace_context_goes_with_the_request(
     await apps.split(tandem=0.0, tandem_v2=1.0)
     seen: list[Any] = []
     desk = apps.behind.gateways[0].desk
-    desk._observers = [*desk._observers, seen.append]
+    desk._observers = (*desk._observers, seen.append)
     async with grpc.aio.insecure_channel(apps.address) as channel:
         stub: Any = tandem_pb2_grpc.InferenceStub(channel)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=encode(PROMPT)), max_tokens=2, request_id="r")
@@ -236,7 +236,7 @@ async def test_a_stream_goes_on_where_it_began_when_its_gateway_goes_and_the_sha
     replica.script.stop_after = 3
     stream = client.generate(PROMPT, GenerateOptions(max_tokens=8))
     events = stream.events()
-    tokens = []
+    tokens: list[int] = []
     while len(tokens) < 3:
         event = await anext(events)
         tokens += list(event.token_ids) if isinstance(event, pb.Delta) else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 from serving import TINY, RunningCluster, free_port, tandem
 
 from cluster.blocking_client import BlockingClient
-from cluster.client import Completion, GenerateOptions
+from cluster.client import Client, Collector, Completion, GenerateOptions
 from cluster.errors import CallError
 from cluster.gateway.traffic import application_of
 from cluster.proto import tandem_pb2 as pb
@@ -60,15 +62,18 @@ class Setup:
 
 
 class Load:
-    """Short requests one after the other, and a long stream that begins before what happens and ends after."""
+    """Short requests one after the other, and beside them long streams, two at a time."""
 
     def __init__(self, address: str) -> None:
         self.answers: list[tuple[str, Completion]] = []
         self.errors: list[CallError] = []
-        self.long: Completion | None = None
+        self.long: list[Completion] = []
+        self.disturbed: list[bool] = []
+        """Of long streams: whether they ended at another replica or gateway than they began at."""
         self._address = address
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._steadily), threading.Thread(target=self._long_stream)]
+        works = (self._steadily, self._long_streams, self._long_streams)
+        self._threads = [threading.Thread(target=work) for work in works]
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -82,12 +87,13 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def check(self) -> None:
-        """Not one failed, was cut, or had other tokens than the same request at another time."""
+    def check(self, reference: tuple[int, ...]) -> None:
+        """Not one failed, was cut, or had other tokens than the same request at another time; some long
+        streams did change their replica or gateway meanwhile."""
         assert self.errors == []
         assert len(self.answers) >= 10
-        assert self.long is not None
-        assert len(self.long.token_ids[0]) == LONG.max_tokens
+        assert [done.token_ids[0] == reference for done in self.long] == [True] * len(self.long)
+        assert any(self.disturbed)
         seen: dict[str, tuple[int, ...]] = {}
         for prompt, done in self.answers:
             assert (len(done.token_ids[0]), done.finish_reasons) == (SHORT.max_tokens, ("length",))
@@ -102,12 +108,26 @@ class Load:
                 except CallError as error:
                     self.errors.append(error)
 
-    def _long_stream(self) -> None:
-        with BlockingClient(self._address) as client:
-            try:
-                self.long = client.complete(PROMPTS[0], LONG, timeout_s=300)
-            except CallError as error:
-                self.errors.append(error)
+    def _long_streams(self) -> None:
+        asyncio.run(self._stream_long())
+
+    async def _stream_long(self) -> None:
+        async with Client(self._address) as client:
+            while not self._stop.is_set():
+                stream, collector = client.generate(PROMPTS[0], LONG, timeout_s=300), Collector()
+                try:
+                    async for event in stream:
+                        collector.add(event)
+                except CallError as error:
+                    self.errors.append(error)
+                    continue
+                done = collector.completion()
+                self.long.append(done)
+                names: set[str] = set()
+                with contextlib.suppress(CallError):  # its gateway may be gone
+                    names = {event.name for event in (await client.explain(done.request_id)).timeline}
+                has_moved = "moved" in names or done.finished.timing.attempts > 1
+                self.disturbed.append(has_moved or stream.num_resumes > 0)
 
 
 class Watch:
@@ -180,6 +200,10 @@ def test_what_cannot_change_is_refused_and_nothing_is_done(setup: Setup) -> None
     done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
     assert done.returncode == 1
     assert "no `tandem serve` has deployed the application 'unheard-of'" in done.stderr
+    setup.write(engine="}, cpus_per_rank: 1000, resources: {")
+    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    assert done.returncode == 1
+    assert "lacks room for the new replicas beside the old ones: CPU: 1000" in done.stderr
     assert lives(setup.cluster.status(), "decode") == lives(before, "decode")
 
 
@@ -188,9 +212,7 @@ def test_a_pool_is_rolled_one_by_one_and_nothing_else(setup: Setup, reference: t
     setup.write(engine=", max_sequences: 8")
     with Load(setup.cluster.address) as load, Watch(setup.cluster, "decode") as watch:
         assert setup.update()["applied"] is True
-    load.check()
-    assert load.long is not None
-    assert load.long.token_ids[0] == reference
+    load.check(reference)
     after = setup.cluster.status()
     old, new = ready(before, "decode"), ready(after, "decode")
     assert len(new) == 2
@@ -211,9 +233,7 @@ def test_gateways_are_rolled_and_the_client_goes_on(setup: Setup, reference: tup
     with Load(setup.cluster.address) as load:
         told = setup.update()
     assert {it["action"] for it in told["deployments"]} == {"roll"}
-    load.check()
-    assert load.long is not None
-    assert load.long.token_ids[0] == reference
+    load.check(reference)
     after = setup.cluster.status()
     assert {it.gateway_id for it in after.gateways}.isdisjoint({it.gateway_id for it in before.gateways})
     assert not lives(after, "prefill") & lives(before, "prefill")
@@ -232,6 +252,20 @@ def test_every_process_logs_json_and_each_request_has_its_line(setup: Setup) -> 
     assert (access["logger"], access["state"], access["output_tokens"]) == ("tandem.access", "finished", 4)
     assert access["process"] == status.gateways[0].gateway_id
     assert (access["tenant"], access["decode_replica"] in ready(status, "decode")) == ("acme", True)
+
+
+def test_a_configuration_that_does_not_work_leaves_the_old_replicas(setup: Setup) -> None:
+    before = setup.cluster.status()
+    text = setup.file.read_text()
+    setup.file.write_text(f"{text}\ntransfer: {{data_host: 203.0.113.7}}\n")  # not an address of this host
+    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    assert done.returncode == 1
+    assert "Pool-decode: " in done.stderr
+    assert "Replicas that were not replaced go on" in done.stderr
+    assert lives(before, "decode") <= lives(setup.cluster.status(), "decode")
+    setup.file.write_text(text)
+    assert setup.update()["applied"] is True
+    assert lives(setup.cluster.status(), "decode") == lives(before, "decode")
 
 
 def test_counts_change_without_any_restart(setup: Setup) -> None:

@@ -10,13 +10,25 @@ import pytest
 from cluster.errors import DeadlineError, RequestError, SlowClientError, UnavailableError
 from cluster.gateway.actions import Emit, JourneyPlan, SampleStart, Summary
 from cluster.gateway.journey import Journey
+from cluster.gateway.stream_moves import NOWHERE_PAUSE_S
 from cluster.gateway.text import SampleText
 from cluster.gateway.walk import MAX_UNREAD, Outbox, Walk
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
-from workers.messages import Cancel, HandOverTarget, SamplingParams, Submission, TokenDelta, TokenLogprob
+from workers.messages import (
+    Cancel,
+    HandOverTarget,
+    Move,
+    MoveEnded,
+    PrefillReport,
+    SamplingParams,
+    StageTimes,
+    Submission,
+    TokenDelta,
+    TokenLogprob,
+)
 
 D0, D1 = ReplicaIdentity("d0", 1), ReplicaIdentity("d1", 1)
 
@@ -37,13 +49,13 @@ class Field:
     def __init__(self) -> None:
         self.known = [D0, D1]
         self.gone: set[ReplicaIdentity] = set()
-        self.sent: list[tuple[ReplicaIdentity, Submission | Cancel]] = []
+        self.sent: list[tuple[ReplicaIdentity, Submission | Cancel | Move]] = []
         self.finished: list[str] = []
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         return next((HandOverTarget(it, "a") for it in self.known if it.replica_id == replica_id), None)
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
         if replica in self.gone:
             return False
         self.sent.append((replica, message))
@@ -54,6 +66,9 @@ class Field:
         if not usable:
             raise NoReplicaError("nobody", 3.0)
         return Decision("r", "cost", "", usable[0].replica_id, 0, 0, (), "")
+
+    def route_move(self, request: RouteRequest) -> str:
+        return self.route(request).decode
 
     def on_prefilled(self, request_id: str) -> None:
         pass
@@ -160,6 +175,36 @@ async def test_a_routed_replica_that_vanished_is_asked_for_again() -> None:
     clock.advance(1.0)
     await settle()
     assert [replica for replica, _ in field.sent] == [D0]
+    walk.abandon()
+
+
+async def test_a_stream_that_has_nowhere_to_move_asks_again_after_a_pause() -> None:
+    field, clock = Field(), ManualClock()
+    walk, _ = make_walk(field, clock)
+    walk.begin()
+    walk.on_prefilled(PrefillReport("r", 1, 1, 0, StageTimes()))
+    walk.on_delta(D0, delta(0, 1))
+    field.known = [D0]
+    walk.on_streams(D0, may_stay=False)
+    assert [type(message) for _, message in field.sent] == [Submission]
+    field.known = [D0, D1]
+    await settle()
+    clock.advance(NOWHERE_PAUSE_S)
+    await settle()
+    assert field.sent[1:] == [(D0, Move("r", 1, HandOverTarget(D1, "a")))]
+    walk.on_move_ended(D0, MoveEnded("r", 1, D1))
+    walk.abandon()
+    assert field.sent[2:] == [(D1, Cancel("r", 1))]
+
+
+async def test_a_target_that_vanished_is_taken_back_at_the_router() -> None:
+    field, clock = Field(), ManualClock()
+    walk, _ = make_walk(field, clock)
+    walk.begin()
+    walk.on_prefilled(PrefillReport("r", 1, 1, 0, StageTimes()))
+    field.target = lambda replica_id: None  # type: ignore[method-assign]
+    walk.on_streams(D0, may_stay=False)
+    assert field.finished == ["r"]
     walk.abandon()
 
 

@@ -130,6 +130,8 @@ def test_another_count_is_no_other_configuration() -> None:
         (app,) = serve_config(ray_service(changed))["applications"]
         counts = {deployment["name"]: deployment["num_replicas"] for deployment in app["deployments"]}
         assert counts == {"Gateway": replicas, "Pool-decode": replicas, "Pool-prefill": 1}
+        (told,) = [each["user_config"] for each in app["deployments"] if "user_config" in each]
+        assert told == {"replicas": {"decode": replicas, "prefill": 1}}
         found: Object = app["args"]
         return found
 

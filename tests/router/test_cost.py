@@ -118,7 +118,37 @@ def test_what_never_fits_is_the_very_last_choice() -> None:
     huge = ASK._replace(num_tokens=6400)
     candidate = decode_candidate(huge, Option(state(), False, 0, 6400), 64.0)
     assert candidate.cost > NEVER_FITS_TOKENS
-    assert candidate.note == "never fits"
+    assert candidate.note == "never fits, no room now"
+
+
+def test_one_that_cannot_serve_it_alone_is_the_last_choice() -> None:
+    short, enough = (
+        local_candidate(ASK, option(state()._replace(max_local_tokens=num), 0), 64.0) for num in (1000, 1001)
+    )
+    assert short.cost == enough.cost + NEVER_FITS_TOKENS
+    assert "never fits" in short.note
+    assert "never fits" not in enough.note
+
+
+@pytest.mark.parametrize("too_small", ["prefill", "decode"])
+def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(too_small: str) -> None:
+    huge = ASK._replace(num_tokens=6400)
+    sizes = {"prefill": 200, "decode": 200, too_small: 100}
+    prefill = state("prefill")._replace(replica_id="p", num_total_blocks=sizes["prefill"])
+    busy = state(sequences=50)._replace(num_total_blocks=sizes["decode"], num_free_blocks=sizes["decode"])
+    candidates = [
+        prefill_candidate(huge, option_of(huge, prefill, False, 0, 0, 0)),
+        decode_candidate(huge, Option(busy, False, 0, 6400), 64.0),
+        local_candidate(huge, Option(busy, False, 0, 6400), 64.0),
+    ]
+    assert ["never fits" in item.note for item in candidates] == [
+        too_small == "prefill",
+        too_small == "decode",
+        False,
+    ]
+    choice = choose(candidates)
+    assert choice is not None
+    assert choice.prefill == ""
 
 
 def test_local_terms_add_up() -> None:

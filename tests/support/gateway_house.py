@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gateway_model import BLOCK_TOKENS, FINGERPRINT, MAX_CONTEXT, raw, truth
+from gateway_script import Script
 
 from cluster.client import Client
 from cluster.config import ClusterConfig, parse_config
@@ -37,6 +37,8 @@ from workers.messages import (
     Leaving,
     LinkUp,
     LoadReport,
+    Move,
+    MoveEnded,
     PathMeasure,
     PrefillReport,
     ReplicaHello,
@@ -61,27 +63,6 @@ async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S
         await clock.sleep(0.005)
 
 
-@dataclass
-class Script:
-    """How a replica misbehaves. Counts are of what is still to come."""
-
-    num_refusals: int = 0
-    failure: RequestFailed | None = None
-    """Sent once in place of an answer; its ids are filled in."""
-    stop_after: int | None = None
-    """Send no token beyond this output index until `resume` is set."""
-    resume: asyncio.Event = field(default_factory=asyncio.Event)
-    token_s: float = 0.0
-    tokens: list[int] | None = None
-    """In place of the truth."""
-    eos_at: int | None = None
-    """End with the end token at this output index."""
-    hand_over_first: bool = False
-    """As a prefill replica: hand over before the first token is sent."""
-    loaded: dict[str, int] = field(default_factory=dict)
-    """Of the prompt's cached tokens: those that the store's tiers gave."""
-
-
 class ScriptedReplica:
     """Answers Submissions as a brain would, with `truth`."""
 
@@ -92,11 +73,14 @@ class ScriptedReplica:
         self.script = Script()
         self.submissions: list[Submission] = []
         self.cancels: list[Cancel] = []
+        self.moves: list[Move] = []
         self.snapshot_requests: list[str] = []
         self.address = ""
         self._server = LinkServer(house.secret, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = {}
+        self.decoding: dict[tuple[str, int], tuple[Submission, dict[int, int]]] = {}
+        """With the output index that comes next, of each sample."""
         self._sequence = 0
         self._load_sequence = 1
 
@@ -167,6 +151,9 @@ class ScriptedReplica:
                 self.cancels.append(message)
                 for task in self._running.pop((message.request_id, message.attempt), []):
                     task.cancel()
+            elif isinstance(message, Move):
+                self.moves.append(message)
+                self._move(message, hello.gateway_id)
             elif isinstance(message, KvSnapshotRequest):
                 self.snapshot_requests.append(message.reason)
                 stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
@@ -247,8 +234,22 @@ class ScriptedReplica:
         if not self.script.hand_over_first and goes_on:
             decode._run(submission, gateway_id, decode.join(submission, gateway_id))
 
-    async def join(self, submission: Submission, gateway_id: str) -> None:
-        """As the decode side of a hand-over."""
+    def _move(self, order: Move, gateway_id: str) -> None:
+        """Let the target go on where this one is, or tell why not."""
+        key = order.request_id, order.attempt
+        error = self.script.moves_fail
+        if not error:
+            target = self.house.replicas[order.target.identity.replica_id]
+            for task in self._running.pop(key):
+                task.cancel()
+            submission, next_index = self.decoding.pop(key)
+            target._run(submission, gateway_id, target.join(submission, gateway_id, next_index))
+        self._send(gateway_id, StepFrame(moves=(MoveEnded(*key, order.target.identity, error),)))
+
+    async def join(
+        self, submission: Submission, gateway_id: str, next_index: dict[int, int] | None = None
+    ) -> None:
+        """As the decode side of a hand-over, or of a move."""
         report = HandOverReport(
             request_id=submission.request_id,
             attempt=submission.attempt,
@@ -258,13 +259,18 @@ class ScriptedReplica:
             transport="shm",
             transfer_gb_s=2.5,
             times=StageTimes(transfer_start=5.0, transfer_end=5.5, joined=5.5),
+            first_index=min(next_index.values()) if next_index else 1,
         )
         self._send(gateway_id, StepFrame(hand_overs=(report,)))
-        await self._decode(submission, gateway_id)
+        await self._decode(submission, gateway_id, next_index)
 
-    async def _decode(self, submission: Submission, gateway_id: str) -> None:
-        """All tokens after the first, one frame a step."""
-        next_index = {state.index: len(state.output) // 4 + 1 for state in submission.samples}
+    async def _decode(
+        self, submission: Submission, gateway_id: str, next_index: dict[int, int] | None = None
+    ) -> None:
+        """All tokens from `next_index` on (all after the first), one frame a step."""
+        first = {state.index: len(state.output) // 4 + 1 for state in submission.samples}
+        next_index = dict(next_index or first)
+        self.decoding[submission.request_id, submission.attempt] = submission, next_index
         running = [state for state in submission.samples if not self._finish(submission, state, -1)]
         while running:
             if self.script.stop_after is not None and max(next_index.values()) > self.script.stop_after:

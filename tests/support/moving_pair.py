@@ -58,9 +58,11 @@ class Stream:
 class Side:
     """One replica: its rooms, its one rank, and what is on its way to the other."""
 
-    def __init__(self, identity: ReplicaIdentity, peer: ReplicaIdentity, num_blocks: int) -> None:
+    def __init__(
+        self, identity: ReplicaIdentity, peer: ReplicaIdentity, num_blocks: int, num_offload_blocks: int
+    ) -> None:
         self.identity = identity
-        self.rooms = Rooms(num_blocks, identity=identity, peer=peer)
+        self.rooms = Rooms(num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks)
         self.other: Side
         self.plans: deque[StepPlan] = deque()
         self.num_flips = 0
@@ -176,8 +178,10 @@ class Side:
 class MovingPair:
     """Both sides, and the gateway's view of the streams."""
 
-    def __init__(self, num_blocks: tuple[int, int] = (16, 16)) -> None:
-        self.a, self.b = Side(A, B, num_blocks[0]), Side(B, A, num_blocks[1])
+    def __init__(self, num_blocks: tuple[int, int] = (16, 16), num_offload_blocks: int = 0) -> None:
+        """`num_offload_blocks` are in host memory, at each side."""
+        self.a = Side(A, B, num_blocks[0], num_offload_blocks)
+        self.b = Side(B, A, num_blocks[1], num_offload_blocks)
         self.a.other, self.b.other = self.b, self.a
         self.sides = (self.a, self.b)
         self.streams: dict[tuple[str, int], Stream] = {}

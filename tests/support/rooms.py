@@ -79,6 +79,7 @@ class Rooms:
         identity: ReplicaIdentity = HERE,
         peer: ReplicaIdentity = PEER,
         max_moves: int = 2,
+        num_offload_blocks: int = 0,
     ) -> None:
         """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here."""
         self.clock = ManualClock(100.0)
@@ -89,6 +90,7 @@ class Rooms:
             eos_token_ids=(END,),
             max_context_tokens=MAX_CONTEXT,
             fingerprint=FINGERPRINT,
+            num_offload_blocks=num_offload_blocks,
         )
         self.rank = HashRank()
         self.orders: list[TransferOrder] = []

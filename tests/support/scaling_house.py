@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,10 @@ STEP_S = 0.02
 TOTAL_BLOCKS = 1000
 
 
-def config(most: int = 16, **settings: object) -> ScalingConfig:
+def config(most: int = 16, **settings: Any) -> ScalingConfig:
     """Both pools from 1 to `most`, looked at every 2 s."""
     limits = {"min": 1, "max": most}
-    defaults: dict[str, object] = {
+    defaults: dict[str, Any] = {
         "autoscale": True,
         "pools": {"prefill": limits, "decode": limits, "both": limits},
         "ttft_slo_s": 2.0,
@@ -28,13 +29,13 @@ def config(most: int = 16, **settings: object) -> ScalingConfig:
     return ScalingConfig.model_validate(defaults | settings)
 
 
-def pool(role: str, desired: int = 1, **fields: object) -> PoolView:
+def pool(role: str, desired: int = 1, **fields: Any) -> PoolView:
     """Named like its role, with limits 1 to 16."""
     view = PoolView(role, role, desired, max_sequences=64, block_tokens=64, limits=PoolLimits(min=1, max=16))
     return view._replace(**fields)
 
 
-def prefilling(number: int = 0, **load: object) -> ReplicaSample:
+def prefilling(number: int = 0, **load: Any) -> ReplicaSample:
     """A prefill replica at rest, whose rate is known."""
     replica = ReplicaSample(
         f"prefill-{number}",
@@ -47,7 +48,7 @@ def prefilling(number: int = 0, **load: object) -> ReplicaSample:
     return replica._replace(**load)
 
 
-def decoding(number: int = 0, **load: object) -> ReplicaSample:
+def decoding(number: int = 0, **load: Any) -> ReplicaSample:
     """A decode replica at rest, whose step time is known."""
     replica = ReplicaSample(
         f"decode-{number}",

@@ -199,13 +199,13 @@ async def test_a_brain_ends_mid_stream(stage: Stage, role: str) -> None:
 
 
 async def test_a_replica_leaves_mid_stream(stage: Stage) -> None:
-    """What does not finish within the drain moves; the client notices nothing."""
+    """What has neither finished nor moved within the drain is resumed; the client notices nothing."""
     victim = await stage.victim("decode")
     async with stage.front(stage.p0, victim) as front:
         calls = both_streams(front, 500, 120)
         await until(decoding(calls), "both streams run")
         await front.register(stage.d0)
-        await victim.brain.drain(0.1)
+        await victim.brain.drain(0.0)
         await until(lambda: len(victim.brain.requests) == 0, "nothing is left at the leaving replica")
         await all_right(stage, calls, 500, 120, attempts=2)
         after = await front.complete(prompt(502), max_tokens=4)

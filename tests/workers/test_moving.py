@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving_pair import MovingPair, Side, Stream
 
-from kvtransfer.messages import LandingRefusal, LandingRequest
+from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
 from workers.messages import HandOver
 from workers.moving import MAX_TRIES
 
@@ -183,6 +184,50 @@ async def test_a_target_without_room_in_time_is_asked_a_few_times_and_left() -> 
     pair.check_over()
 
 
+async def test_a_stream_with_blocks_in_host_memory_waits_until_they_are_back() -> None:
+    """It runs beside another one that needs the room; when that is over it moves, with all its blocks."""
+    pair = MovingPair((8, 16), num_offload_blocks=8)
+    other = pair.submit([1, 2, 3], 17, pair.a)
+    stream = pair.submit(PROMPT, 30, pair.a)
+    while not pair.a.rooms.scheduler.num_offloaded_blocks:
+        step(pair.a)
+        pair.listen()
+    assert not other.is_over
+    pair.move(stream)
+    pair.run()
+    assert stream.at is pair.b
+    pair.check_over()
+
+
+@pytest.mark.parametrize("num_offload_blocks", [0, 8])
+async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> None:
+    """What waits to be pushed is preempted, or moved to host memory: what is pushed then is not its KV."""
+    pair = MovingPair((8, 16), num_offload_blocks)
+    if not num_offload_blocks:
+        pair.submit([1, 2, 3, 4], 24, pair.a)
+    stream = pair.submit(PROMPT, 30 if num_offload_blocks else 24, pair.a)
+    rooms = pair.a.rooms
+    while rooms.pool.num_free > 1:
+        step(pair.a)
+        pair.listen()
+    pair.move(stream)
+    pair.a.send(True)
+    pair.b.send(False)
+    num_waiting = len(rooms.orders)
+    assert num_waiting > 0, "its blocks wait to be pushed"
+    while rooms.scheduler.moves.is_on_its_way(stream.key) and not stream.is_over:
+        step(pair.a)
+        pair.listen()
+    assert rooms.scheduler.num_preemptions or rooms.scheduler.num_offloaded_blocks
+    assert any(isinstance(order, StopPush) for order in rooms.orders[num_waiting:])
+    for _ in range(6):
+        step(pair.a)
+        pair.listen()
+    pair.run()
+    assert all(stream.finish == "length" for stream in pair.streams.values())
+    pair.check_over()
+
+
 async def test_a_link_lost_with_the_state_on_it_ends_the_attempt_at_both_ends() -> None:
     """The state may have arrived: the stream must not go on at two places, so its gateway resumes it."""
     pair = MovingPair()
@@ -244,33 +289,52 @@ async def test_at_the_end_of_the_drain_the_rest_is_handed_back() -> None:
     pair.check_over()
 
 
-@settings(max_examples=250, deadline=None)
-@given(data=st.data(), num_blocks=st.tuples(st.integers(7, 20), st.integers(7, 20)))
+NUM_BLOCKS = st.tuples(st.integers(7, 20), st.integers(7, 20))
+NUM_OFFLOAD_BLOCKS = st.sampled_from([0, 0, 3, 8])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), num_blocks=NUM_BLOCKS, num_offload_blocks=NUM_OFFLOAD_BLOCKS)
 def test_whatever_happens_every_stream_gets_its_tokens(
-    data: st.DataObject, num_blocks: tuple[int, int]
+    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int
 ) -> None:
     """Few blocks, so that sequences are preempted; events of both sides in any order; links that break."""
-    asyncio.run(play(data, num_blocks))
+    asyncio.run(play(data, num_blocks, num_offload_blocks))
 
 
-async def play(data: st.DataObject, num_blocks: tuple[int, int]) -> None:
-    pair = MovingPair(num_blocks)
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(data=st.data(), num_blocks=NUM_BLOCKS, num_offload_blocks=NUM_OFFLOAD_BLOCKS)
+def test_whatever_happens_for_long(
+    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int
+) -> None:
+    asyncio.run(play(data, num_blocks, num_offload_blocks))
+
+
+async def play(data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int) -> None:
+    pair = MovingPair(num_blocks, num_offload_blocks)
+    for number in range(data.draw(st.integers(1, 4))):
+        pair.submit([number + 1] * data.draw(st.integers(1, 6)), data.draw(st.integers(6, 20)), pair.a)
+    for _ in range(data.draw(st.integers(0, 8))):
+        step(pair.a)
     for _ in range(data.draw(st.integers(20, 120))):
+        pair.listen()
         side = data.draw(st.sampled_from(pair.sides))
         match data.draw(st.integers(0, 17)):
-            case 0 if len(pair.streams) < 6:
+            case 0 if len(pair.streams) < 7:
                 prompt = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))
                 pair.submit(prompt, data.draw(st.integers(1, 17)), side)
             case 1 | 2 if pair.streams:
                 stream = data.draw(st.sampled_from(list(pair.streams.values())))
                 if stream.target is None and not stream.is_over:
                     pair.move(stream)
-            case 3 if pair.streams and data.draw(st.booleans()):
+            case 3 if pair.streams:
                 stream = data.draw(st.sampled_from(list(pair.streams.values())))
-                if not stream.is_over:
+                if not stream.is_over and data.draw(st.integers(0, 2)) == 0:
                     pair.cancel(stream)
-            case 4 if data.draw(st.booleans()):
-                side.lose_link()
+            case 4:
+                if data.draw(st.integers(0, 2)) == 0:
+                    side.lose_link()
             case 5:
                 side.num_flips += data.draw(st.integers(0, 1))
                 side.num_broken_pushes += data.draw(st.integers(0, 1))
@@ -289,6 +353,5 @@ async def play(data: st.DataObject, num_blocks: tuple[int, int]) -> None:
             case _:
                 side.transfer()
         side.check()
-        pair.listen()
     pair.run()
     pair.check_over()

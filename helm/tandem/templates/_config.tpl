@@ -19,6 +19,12 @@ applications:
     deployments:
       - name: Gateway
         num_replicas: {{ .Values.gateway.replicas }}
+        # What `tandem status` shows as configured; gateways take it without a restart.
+        user_config:
+          replicas:
+            {{- range $name, $pool := include "tandem.pools" . | fromYaml }}
+            {{ $name }}: {{ $pool.sized.replicas }}
+            {{- end }}
       {{- range $name, $pool := include "tandem.pools" . | fromYaml }}
       - name: Pool-{{ $name }}
         num_replicas: {{ $pool.sized.replicas }}

@@ -1,0 +1,153 @@
+"""The rendered application of the CPU example, deployed through Serve's own endpoint on Ray nodes that are
+started as KubeRay would start the rendered groups."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from chart_house import EXAMPLES, Object, merged, ray_service, serve_config, with_value
+from ray_groups import RayGroups, places_of
+from serving import TINY, free_port
+
+from cluster.blocking_client import BlockingClient
+from cluster.client import GenerateOptions
+from cluster.index_server import IndexServer
+from kvtransfer.clock import SystemClock
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+SECRET = b"0123456789abcdef0123456789abcdef"
+START_S = 240.0
+SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
+
+
+@pytest.fixture(scope="module")
+def service() -> Object:
+    ports = {"port": free_port(), "consolePort": free_port()}
+    return ray_service(merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports}))
+
+
+@pytest.fixture(scope="module")
+def config(service: Object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
+    """What KubeRay would send, with this machine's places in the place of the pods'."""
+    folder = tmp_path_factory.mktemp("mounted")
+    index = IndexServer("127.0.0.1", SECRET, SystemClock())
+    (folder / "secret").write_bytes(SECRET)
+    (folder / "url").write_text(index.url)
+    rendered = serve_config(service)
+    (application,) = rendered["applications"]
+    application["args"] |= {"secret_file": str(folder / "secret"), "redis_url_file": str(folder / "url")}
+    application["args"]["config"]["gateway"]["host"] = "127.0.0.1"
+    application["args"]["config"]["transfer"]["data_host"] = "127.0.0.1"
+    # All nodes are on this host, which can have one proxy.
+    rendered |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": free_port()}}
+    yield rendered
+    index.close()
+
+
+@pytest.fixture(scope="module")
+def nodes(service: Object) -> Iterator[RayGroups]:
+    started = RayGroups(service)
+    try:
+        started.start("headgroup")
+        started.wait_for_dashboard(START_S)
+        for group in ("gateway", "pool-prefill", "pool-decode"):
+            started.start(group)
+        yield started
+    finally:
+        started.close()
+
+
+def test_a_wrong_field_is_told_where_kuberay_looks(nodes: RayGroups, config: Object) -> None:
+    wrong = with_value(config, "applications", [with_value(config["applications"][0], "name", "wrong")])
+    wrong["applications"][0]["args"]["config"]["router"]["polcy"] = "cost"
+    nodes.deploy(wrong)
+    failed = nodes.application("wrong", "DEPLOY_FAILED", START_S)
+    assert "args.config: router.polcy: Extra inputs are not permitted" in failed["message"]
+
+
+def test_the_rendered_application_serves(nodes: RayGroups, config: Object, tmp_path: Path) -> None:
+    nodes.deploy(config)
+    running = nodes.application("tandem", "RUNNING", START_S)
+    places = {name: places_of(deployment) for name, deployment in running["deployments"].items()}
+    (head,) = nodes.ask("/api/serve/applications/")["proxies"]
+    assert all(len(place) == 1 for place in places.values()), places
+    assert len({head, *(place[0] for place in places.values())}) == 4, "each group has its own"
+    gateway = config["applications"][0]["args"]["config"]["gateway"]
+    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+        done = client.complete(
+            "def f(x):", GenerateOptions(max_tokens=24, ignore_eos=True, seed=3), timeout_s=60
+        )
+        assert len(done.token_ids[0]) == 24
+        assert done.finished.prefill_replica.startswith("prefill-")
+        assert done.finished.decode_replica.startswith("decode-")
+    port = config["http_options"]["port"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/healthz", timeout=10) as reply:
+        assert b"success" in reply.read(), "what KubeRay asks of the head"
+
+
+def test_operators_scale_a_pool_into_a_new_pod(nodes: RayGroups, config: Object) -> None:
+    assert nodes.ask(SCALE, {"target_num_replicas": 2}, "POST") is not None
+    nodes.start("pool-decode")
+    places = nodes.replicas("tandem", "Pool-decode", lambda places: len(places) == 2, START_S)
+    assert len(set(places)) == 2
+
+
+def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: Object) -> None:
+    before = replica_ids(nodes)
+    other = json.loads(json.dumps(config))
+    for deployment in other["applications"][0]["deployments"]:
+        if deployment["name"] == "Gateway":
+            deployment["user_config"]["replicas"]["decode"] = 2
+        if deployment["name"] == "Pool-decode":
+            deployment["num_replicas"] = 2
+    nodes.deploy(other)
+    gateway = config["applications"][0]["args"]["config"]["gateway"]
+    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+        nodes.until(
+            lambda: (
+                {pool.name: pool.configured for pool in client.status().pools} == {"prefill": 1, "decode": 2}
+            ),
+            START_S,
+            "the gateway knows the count",
+        )
+    assert replica_ids(nodes) == before
+
+
+def replica_ids(nodes: RayGroups) -> set[str]:
+    deployments = nodes.ask("/api/serve/applications/")["applications"]["tandem"]["deployments"]
+    return {replica["replica_id"] for each in deployments.values() for replica in each["replicas"]}
+
+
+def test_a_pod_that_ends_hands_over_first(nodes: RayGroups, config: Object) -> None:
+    """What the `preStop` hook asks for: the replica is started elsewhere, and no stream is cut."""
+    assert nodes.ask(SCALE, {"target_num_replicas": 1}, "POST") is not None
+    before = nodes.replicas("tandem", "Pool-decode", lambda places: len(places) == 1, START_S)
+    gateway = config["applications"][0]["args"]["config"]["gateway"]
+    stop = threading.Event()
+
+    def stream() -> list[int]:
+        lengths = []
+        with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+            while not stop.is_set():
+                options = GenerateOptions(max_tokens=256, ignore_eos=True)
+                done = client.complete("def f(x):", options, timeout_s=120)
+                lengths.append(len(done.token_ids[0]))
+        return lengths
+
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(stream) for _ in range(2)]
+        try:
+            nodes.drain(before[0], 120)
+            nodes.replicas(
+                "tandem", "Pool-decode", lambda places: len(places) == 1 and places != before, START_S
+            )
+        finally:
+            stop.set()
+        for each in streams:
+            assert set(each.result()) == {256}

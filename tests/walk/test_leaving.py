@@ -1,0 +1,258 @@
+"""Replicas that leave, or change their role, under streams of the real gateway: no stream is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
+from walk_house import House, Replica, until
+
+from kvtransfer.faults import FaultRule
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENGINE: dict[str, Any] = {"kv_tokens": 8192, "chunk_tokens": 32, "max_sequences": 32}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1}
+SAMPLINGS: tuple[dict[str, Any], ...] = ({}, SEEDED)
+
+
+class Stage:
+    """Replicas that stay (p0 prefill, d0 decode, b0 alone), and others that come for one test."""
+
+    def __init__(self, house: House, model_dir: Path) -> None:
+        self.house = house
+        self.model_dir = model_dir
+        self._num_guests = 0
+
+    @property
+    def p0(self) -> Replica:
+        return self.house.replicas["p0"]
+
+    @property
+    def d0(self) -> Replica:
+        return self.house.replicas["d0"]
+
+    async def guest(self, role: str, *faults: FaultRule, **engine: Any) -> Replica:
+        self._num_guests += 1
+        name = f"guest{self._num_guests}"
+        return await self.house.add(name, role, engine={**ENGINE, **engine}, faults=faults)
+
+    @asynccontextmanager
+    async def front(self, *replicas: Replica) -> AsyncIterator[Front]:
+        """A gateway over these replicas; guests end with it."""
+        front = Front(self.house, self.model_dir)
+        await front.open()
+        try:
+            await front.register(*replicas)
+            yield front
+        finally:
+            self.house.wake_all()
+            await front.close()
+            for name in [name for name in self.house.replicas if name.startswith("guest")]:
+                replica = self.house.replicas.pop(name)
+                await replica.close()
+                await replica.brain.stop()
+
+    def calls(self, front: Front, seed: int, count: int, num_tokens: int, **options: Any) -> list[Call]:
+        """So many streams, greedy and seeded ones by turns."""
+        return [
+            front.call(
+                prompt(seed + i, 40 + 7 * i),
+                seed=seed + i,
+                max_tokens=num_tokens,
+                **SAMPLINGS[i % 2],
+                **options,
+            )
+            for i in range(count)
+        ]
+
+    async def all_right(self, calls: list[Call], seed: int, num_tokens: int) -> None:
+        """Every stream ends well, with the tokens that one engine gives."""
+        for i, call in enumerate(calls):
+            await call.done()
+            alone = self.house.replicas["b0"]
+            asked = prompt(seed + i, 40 + 7 * i)
+            wanted = await tokens_alone(alone, self.house, asked, seed + i, num_tokens, **SAMPLINGS[i % 2])
+            assert call.sequence == wanted, f"stream {i}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    model_dir = copy_tiny(tmp_path_factory.mktemp("leaving"))
+    house = House(model_dir)
+    await asyncio.gather(
+        house.add("p0", "prefill", engine=ENGINE),
+        house.add("d0", "decode", engine=ENGINE),
+        house.add("b0", "both", engine=ENGINE),
+    )
+    yield Stage(house, model_dir)
+    house.wake_all()
+    await house.close()
+
+
+def decoding(calls: list[Call], num_tokens: int = 6) -> Callable[[], bool]:
+    return lambda: all(len(call.sequence) >= num_tokens for call in calls)
+
+
+def attempts(calls: list[Call]) -> list[int]:
+    return [call.finished.timing.attempts for call in calls if call.finished is not None]
+
+
+async def test_a_leaving_replica_moves_its_streams_and_is_gone_long_before_their_end(stage: Stage) -> None:
+    guest = await stage.guest("decode")
+    async with stage.front(stage.p0, guest) as front:
+        calls = stage.calls(front, 100, 4, 400)
+        await until(decoding(calls), "all run")
+        await front.register(stage.d0)
+        await guest.brain.drain(60.0)
+        assert not any(call.task.done() for call in calls), "the drain has not waited for their end"
+        await stage.all_right(calls, 100, 400)
+        assert attempts(calls) == [1] * 4
+        assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
+        assert guest.brain.moving.num_moved == 4
+        assert calls[0].accepted is not None
+        told = await front.client.explain(calls[0].accepted.request_id)
+        assert "moved" in [event.name for event in told.timeline]
+        await stage.house.quiet()
+
+
+@pytest.mark.slow
+async def test_many_streams_leave_a_few_at_a_time(stage: Stage) -> None:
+    guest, other = await asyncio.gather(stage.guest("decode"), stage.guest("decode"))
+    async with stage.front(stage.p0, guest) as front:
+        calls = stage.calls(front, 200, 20, 500)
+        await until(decoding(calls), "all run", 60.0)
+        await front.register(stage.d0, other)
+        drain = asyncio.create_task(guest.brain.drain(60.0))
+        most = 0
+        while not drain.done():
+            most = max(most, guest.brain.outbound.book.num_active)
+            await front.clock.sleep(0.002)
+        await drain
+        assert 0 < most <= 8
+        await stage.all_right(calls, 200, 500)
+        assert attempts(calls) == [1] * 20
+        places = [call.finished.decode_replica for call in calls if call.finished]
+        assert min(places.count("d0"), places.count(other.brain.identity.replica_id)) >= 7
+        await stage.house.quiet()
+
+
+@pytest.mark.slow
+async def test_without_another_replica_streams_run_on_and_fail_over_at_the_end(stage: Stage) -> None:
+    guest = await stage.guest("decode")
+    async with stage.front(stage.p0, guest) as front:
+        calls = stage.calls(front, 300, 2, 800)
+        await until(decoding(calls), "both run")
+        before = [len(call.sequence) for call in calls]
+        await guest.brain.drain(1.0)
+        assert all(len(call.sequence) > count for call, count in zip(calls, before, strict=True))
+        await until(lambda: len(guest.brain.requests) == 0, "nothing is left there")
+        await front.register(stage.d0)
+        await stage.all_right(calls, 300, 800)
+        assert attempts(calls) == [2, 2]
+        await stage.house.quiet()
+
+
+async def test_a_leaving_prefill_replica_finishes_what_it_has_begun_and_hands_back_the_rest(
+    stage: Stage,
+) -> None:
+    guest = await stage.guest("prefill", max_sequences=2, chunk_tokens=16, max_batch_tokens=16)
+    async with stage.front(guest, stage.d0) as front:
+        calls = stage.calls(front, 400, 8, 24)
+        await until(lambda: guest.brain.scheduler.num_waiting >= 4, "most of them wait")
+        await front.register(stage.p0)
+        await guest.brain.drain(30.0)
+        await stage.all_right(calls, 400, 24)
+        assert set(attempts(calls)) == {1, 2}
+        computed = {call.finished.prefill_replica for call in calls if call.finished}
+        assert computed == {"p0", guest.brain.identity.replica_id}
+        await stage.house.quiet()
+
+
+@pytest.mark.slow
+async def test_several_samples_stay_until_the_end_of_the_drain(stage: Stage) -> None:
+    guest = await stage.guest("decode")
+    async with stage.front(stage.p0, guest) as front:
+        call = front.call(prompt(500), seed=500, max_tokens=400, n=3, temperature=1.0)
+        await until(lambda: call.num_tokens > 30, "it runs")
+        await front.register(stage.d0)
+        await guest.brain.drain(0.5)
+        await call.done()
+        assert attempts([call]) == [2]
+        for sample in range(3):
+            alone = stage.house.replicas["b0"]
+            wanted = await tokens_alone(
+                alone, stage.house, prompt(500), 500, 400, sample=sample, temperature=1.0
+            )
+            assert call.tokens[sample] == wanted
+        await stage.house.quiet()
+
+
+@pytest.mark.slow
+async def test_a_decode_replica_becomes_a_prefill_replica_and_back(stage: Stage) -> None:
+    guest = await stage.guest("decode")
+    async with stage.front(stage.p0, guest) as front:
+        calls = stage.calls(front, 600, 3, 400)
+        await until(decoding(calls), "all run")
+        await front.register(stage.d0)
+        guest.brain.set_role("prefill", 7)
+        guest.brain.set_role("decode", 6)
+        await stage.all_right(calls, 600, 400)
+        assert attempts(calls) == [1] * 3
+        assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
+        status = await front.client.status()
+        assert {it.role for it in status.replicas if it.replica_id.startswith("guest")} == {"prefill"}
+        later = stage.calls(front, 610, 6, 8)
+        await stage.all_right(later, 610, 8)
+        ends = [call.finished for call in later if call.finished is not None]
+        assert guest.brain.identity.replica_id in {end.prefill_replica for end in ends}
+        assert {end.decode_replica for end in ends} == {"d0"}
+        guest.brain.set_role("decode", 8)
+        name = guest.brain.identity.replica_id
+        await until(lambda: front.gateway.links.views()[1].role == "decode", "it is known")
+        again = stage.calls(front, 620, 6, 8)
+        await stage.all_right(again, 620, 8)
+        assert name in {call.finished.decode_replica for call in again if call.finished}
+        await stage.house.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["push.half", "rank.step.decode"])
+async def test_a_leaving_replica_that_dies_in_the_middle_of_a_move(
+    stage: Stage, tmp_path: Path, point: str
+) -> None:
+    fault = FaultRule(point, "kill", str(tmp_path / point), 3 if point == "push.half" else 40)
+    guest = await stage.guest("decode", fault)
+    async with stage.front(stage.p0, guest) as front:
+        calls = stage.calls(front, 700, 2, 300)
+        await until(decoding(calls), "both run")
+        await front.register(stage.d0)
+        drain = asyncio.create_task(guest.brain.drain(60.0))
+        await until(lambda: Path(fault.marker).exists(), "its rank is killed")
+        await stage.all_right(calls, 700, 300)
+        await drain
+        await stage.house.quiet(stage.p0, stage.d0)
+
+
+@pytest.mark.slow
+async def test_a_stream_is_cancelled_while_it_moves(stage: Stage, tmp_path: Path) -> None:
+    fault = FaultRule("push.half", "stop", str(tmp_path / "stop"), 2)
+    guest = await stage.guest("decode", fault)
+    async with stage.front(stage.p0, guest) as front:
+        (call,) = stage.calls(front, 800, 1, 300)
+        await until(decoding([call]), "it runs")
+        await front.register(stage.d0)
+        drain = asyncio.create_task(guest.brain.drain(60.0))
+        await until(lambda: Path(fault.marker).exists(), "the writer stops")
+        call.stream.cancel()
+        await call.ended()
+        await until(lambda: stage.d0.brain.pool.num_quarantined > 0, "the landing waits for its writer")
+        stage.house.wake_all()
+        await drain
+        await stage.house.quiet()
