@@ -34,7 +34,7 @@ from workers.outbound import Outbound, RequestKey
 
 ROOM_S = 2.0
 """How long a landing may wait for room at the target; then the gateway chooses again."""
-AHEAD_S = 1.0
+AHEAD_S = 0.25
 """A landing has room for what is decoded in this time, beside the time that the copy takes."""
 MAX_TRIES = 4
 _LEAST_LEFT = 4
@@ -254,7 +254,7 @@ class Moving:
         """Room for the tokens of now and for those that are decoded until they are written."""
         gb_s = self._outbound.book.counters.gb_s or _ASSUMED_GB_S
         copy_s = position.num_tokens * self._token_bytes * self._most / gb_s / 1e9
-        wanted_s = (AHEAD_S + copy_s) * 2 ** (num_tries - 1)
+        wanted_s = (AHEAD_S + copy_s) * (1 << (num_tries - 1))
         num_ahead = math.ceil(wanted_s / (self._decode_step_s() or _ASSUMED_STEP_S))
         return min(position.num_tokens + max(num_ahead, _LEAST_LEFT), position.most_tokens)
 
@@ -268,5 +268,5 @@ class Moving:
         move = self._moves.pop(key)
         self.num_failed += 1
         self._scheduler.moves.resume(key)
-        _log.info("%s attempt %d stays here: %s", *key, reason)
+        _log.info("%s attempt %d stays here: %s", *key, reason, extra={"request_id": key[0]})
         self._gateways.post(move.gateway, MoveEnded(*key, move.target.identity, reason))

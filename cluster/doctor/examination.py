@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.doctor import (
+    certificate,
     devices,
     disk,
     index,
@@ -29,6 +30,7 @@ MACHINE_CHECKS: tuple[Check[Case], ...] = (
     *devices.CHECKS,
     *disk.CHECKS,
     *network.CHECKS,
+    *certificate.CHECKS,
     *index.CHECKS,
 )
 LIVE_CHECKS: tuple[Check[Live], ...] = (

@@ -86,12 +86,13 @@ def memory(case: Case) -> Iterator[Verdict]:
     if group is not None and group[0] - (0 if case.is_running else group[1]) < usable:
         usable = group[0] - (0 if case.is_running else group[1])
         source = f"the control group's limit of {gb(group[0])}"
-    largest = RAY_BYTES + case.needs.store_bytes + max(pool.stage_bytes for pool in case.needs.pools)
-    needed = case.needs.host_bytes
+    store_bytes = 0 if _huge_pages_suffice(case) else case.needs.store_bytes
+    largest = RAY_BYTES + store_bytes + max(pool.stage_bytes for pool in case.needs.pools)
+    needed = case.needs.host_bytes - case.needs.store_bytes + store_bytes
     seen = f"{gb(usable)} of {source}; all that is configured takes about {gb(needed)}"
     detail = _breakdown(case.needs)
     figures: Figures = {"usable_bytes": usable, "needed_bytes": needed}
-    why = f"memory is taken as it is used, so a lack shows late, by the kernel ending a process: {detail}"
+    why = f"with too little the kernel ends a process, at the start or when the store fills: {detail}"
     remedy = "lower kv_tokens, replicas, store.dram_gb or engine.offload_tokens, or use more machines"
     alone = case.config.transfer.data_host in LOOPBACK
     if usable < (needed if alone else largest):
@@ -107,14 +108,13 @@ def huge_pages(case: Case) -> Iterator[Verdict]:
     """Reserved ones for the store; transparent ones for what else is shared."""
     if not case.needs or not case.needs.store_bytes or not case.config.store.huge_pages:
         return
-    size = case.machine.memory("Hugepagesize")
-    if size is None:
+    if case.machine.memory("Hugepagesize") is None:
         return
     num_free = case.machine.memory("HugePages_Free") or 0
     needed = -(-case.needs.store_bytes // HUGE_PAGE_BYTES)
     figures: Figures = {"free_pages": num_free, "needed_pages": needed}
     advised = read(case.machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
-    if size == HUGE_PAGE_BYTES and num_free >= needed:
+    if _huge_pages_suffice(case):
         yield ok(f"{num_free} huge pages of 2 MiB are free; the store takes {needed}", **figures)
         return
     has_advice = any(f"[{mode}]" in advised for mode in ("always", "advise", "within_size", "force"))
@@ -128,6 +128,15 @@ def huge_pages(case: Case) -> Iterator[Verdict]:
         f"{remedy}; or store.huge_pages: false to leave it so",
         **figures,
     )
+
+
+def _huge_pages_suffice(case: Case) -> bool:
+    """The store's memory then is none of the free memory."""
+    if case.needs is None or not case.config.store.huge_pages:
+        return False
+    num_free = case.machine.memory("HugePages_Free") or 0
+    is_usual = case.machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
+    return is_usual and num_free * HUGE_PAGE_BYTES >= case.needs.store_bytes
 
 
 def locked_memory(case: Case) -> Iterator[Verdict]:

@@ -146,7 +146,7 @@ def clocks(live: Live) -> Iterator[Verdict]:
             )
     if told and all(abs(reply.skew_s) - reply.round_trip_s / 2 <= _MAX_SKEW_S for reply in told):
         largest = max(abs(reply.skew_s) for reply in told)
-        yield ok(f"the clocks of {len(told)} gateways agree with ours within {largest:.3f} s")
+        yield ok(f"clocks agree with ours within {1e3 * largest:.1f} ms ({len(told)} gateways)")
 
 
 def versions(live: Live) -> Iterator[Verdict]:

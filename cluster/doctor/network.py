@@ -20,9 +20,10 @@ MIN_TOKEN_CHARS = 16
 def ports(case: Case) -> Iterator[Verdict]:
     """The gateway's and the console's, and the addresses to listen on."""
     gateway = case.config.gateway
-    for field, port in (("gateway.port", gateway.port), ("gateway.console_port", gateway.console_port)):
-        if port:
-            yield from _port(case, field, "0.0.0.0" if gateway.host == "auto" else gateway.host, port)
+    for name in ("port", "console_port", "health_port"):
+        if port := getattr(gateway, name):
+            host = "0.0.0.0" if gateway.host == "auto" else gateway.host
+            yield from _port(case, f"gateway.{name}", host, port)
     host = case.config.transfer.data_host
     if host != "auto" and _bind(host, 0) == errno.EADDRNOTAVAIL:
         yield error(
@@ -191,7 +192,12 @@ def secret(case: Case) -> Iterator[Verdict]:
 
 
 CHECKS = (
-    Check("ports", GROUP, "Ports of gateway and console free, or by whom they are taken; addresses", ports),
+    Check(
+        "ports",
+        GROUP,
+        "Ports of gateway, console and health free, or by whom they are taken; addresses",
+        ports,
+    ),
     Check("clock", GROUP, "Whether the clock is synchronized", clock),
     Check("ray-token", GROUP, "Ray's token: there, not empty, readable by its owner only", ray_token),
     Check("ray-cluster", GROUP, "Whether something answers at the Ray address to join", ray_cluster),

@@ -86,9 +86,10 @@ def ttft_cause(live: Live, recent: pb.RecentRequests) -> Cause:
             )
         waiting = sum(item.load.num_waiting for item in live.of_role("prefill", "both"))
         backlog = sum(item.load.num_backlog_tokens for item in live.of_role("prefill", "both"))
+        now = f"now {waiting} requests wait there, with {backlog} tokens to compute"
         return Cause(
             "prompts queue at prefill",
-            f"{parts}; now {waiting} requests wait there, with {backlog} tokens to compute",
+            f"{parts}; {now if waiting else 'none waits there at this moment'}",
             "`tandem scale prefill=N` with more replicas, or tp; or a higher hit rate (see hit-rate)",
         )
     if prefill >= _LARGE_SHARE:
@@ -166,7 +167,9 @@ def decode_cause(live: Live) -> Cause:
     load = slowest.load
     return Cause(
         "steps take that long",
-        f"one of {slowest.replica_id} takes {load.decode_step_ms:.1f} ms with {load.num_running} sequences",
+        f"one of {slowest.replica_id} takes {load.decode_step_ms:.1f} ms with {load.num_running} sequences"
+        if load.num_running
+        else "nothing decodes at this moment: look again under load, for batches and preemptions",
         "more decode replicas make batches smaller; more tp, or a faster device, makes the step shorter",
     )
 

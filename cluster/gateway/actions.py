@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from cluster.errors import RequestError
 from kvtransfer.messages import ReplicaIdentity
@@ -19,6 +20,15 @@ from workers.messages import (
     Submission,
     TokenLogprob,
 )
+
+
+class JourneyState(Enum):
+    """See `journey.Journey`."""
+
+    NEW = auto()
+    ROUTING = auto()
+    RUNNING = auto()
+    ENDED = auto()
 
 
 @dataclass(frozen=True, slots=True)

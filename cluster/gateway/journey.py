@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 
 from cluster.errors import (
     DeadlineError,
@@ -22,6 +21,7 @@ from cluster.gateway.actions import (
     Fail,
     Finish,
     JourneyPlan,
+    JourneyState,
     NotePrefilled,
     Release,
     Route,
@@ -50,15 +50,6 @@ from workers.messages import (
 
 _MAX_HELD_DELTAS = 4096
 _MAX_TIMELINE = 200
-
-
-class JourneyState(Enum):
-    """See `Journey`."""
-
-    NEW = auto()
-    ROUTING = auto()
-    RUNNING = auto()
-    ENDED = auto()
 
 
 class Journey:
@@ -253,20 +244,26 @@ class Journey:
         """The Link to a replica ended. One that has done its part, and told all of it, is not missed."""
         if self.state is not JourneyState.RUNNING:
             return []
-        if replica == self._moves.target:
-            self._moves.target_lost = reason
+        waits = self._moves.lose_target(reason, now) if replica == self._moves.target else []
         num_tokens = min(sample.num_tokens for sample in self._unfinished())
         if replica != self._moves.decode and not self._moves.owes(replica, num_tokens):
             if replica != self._prefill:
-                return []
+                return waits
             if self._is_handed_over():
                 self._note(now, "prefill replica gone", reason)
-                return []
+                return waits
         return self._retry(f"{replica.replica_id} lost: {reason}", [replica], now, gone=replica)
 
     def on_streams(self, replica: ReplicaIdentity, may_stay: bool) -> list[Action]:
         """Streams shall leave this replica, which leaves or plays another role; or may stay after all."""
         return self._moves.stay(replica, may_stay)
+
+    def on_move_time(self, now: float) -> list[Action]:
+        """Before `move_request`: the time for a `RouteMove` has come."""
+        target = self._moves.target
+        if self.state is not JourneyState.RUNNING or target is None or not self._moves.is_overdue(now):
+            return []
+        return self._retry(f"{target.replica_id} lost in a move", [target], now, gone=target)
 
     def move_request(self) -> RouteRequest | None:
         """The place that is to be found for the stream now; None when it need not move (any more)."""

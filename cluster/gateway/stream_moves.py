@@ -12,6 +12,8 @@ MOVE_PAUSE_S = 0.5
 """After a move that did not come about, until the next target is asked for."""
 NOWHERE_PAUSE_S = 1.0
 """Until a target is asked for again when there was none."""
+OVERDUE_S = 5.0
+"""After the target was lost: what the replica that it moves from has not told by then is not waited for."""
 
 
 class StreamMoves:
@@ -37,6 +39,7 @@ class StreamMoves:
         self.target: ReplicaIdentity | None = None
         self.target_lost = ""
         """Why the target is gone: whether it has the stream is told by the replica that it moves from."""
+        self._target_lost_at = 0.0
         self.num_moves = 0
         self.is_decoding = False
         """Its prompt is done, and handed over."""
@@ -105,6 +108,16 @@ class StreamMoves:
         self.target, self.target_lost = target.identity, ""
         self._note(now, "moving", f"{self.decode.replica_id} -> {target.identity.replica_id}")
         return [MoveAt(self.decode, Move(self._request_id, self._number, target))]
+
+    def lose_target(self, reason: str, now: float) -> list[Action]:
+        """Its Link has ended."""
+        self.target_lost, self._target_lost_at = reason, now
+        return [RouteMove(OVERDUE_S)]
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether nobody tells what became of a move to a replica that is gone."""
+        is_lost = self.target is not None and bool(self.target_lost)
+        return is_lost and now >= self._target_lost_at + OVERDUE_S
 
     def failed(self, reason: str, now: float) -> list[Action]:
         """It goes on where it was."""

@@ -161,8 +161,10 @@ class TrafficRelay:
         """True when the call was answered elsewhere, to its end; False: answer it here. The request gets an
         id if it has none. Ends by `context.abort` where the other application's answer is an error."""
         shares = self._links.roster_view.traffic
+        if not shares or self._open_roster is None or self._is_leaving:
+            return False
         metadata = dict(context.invocation_metadata() or ())
-        if not shares or RELAYED_KEY in metadata or self._open_roster is None or self._is_leaving:
+        if RELAYED_KEY in metadata:
             return False
         request.request_id = request.request_id or draw_id().hex()
         began_at = metadata.get(APPLICATION_KEY, "") if request.resume else ""

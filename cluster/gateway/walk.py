@@ -231,6 +231,7 @@ class Walk:
         self._apply(self.journey.on_routed(decision, computes, decode, now))
 
     def _route_move(self) -> None:
+        self._apply(self.journey.on_move_time(self._clock.now()))
         request = self.journey.move_request()
         if request is None:
             return

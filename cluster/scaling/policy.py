@@ -73,7 +73,7 @@ def _wishes(view: View, needs: Mapping[str, Need], notes: list[str]) -> dict[str
     for name, kind in view.kinds.items():
         need, pressure = needs[name], view.pressures.get(name)
         wish = _Wish(need.num_replicas or 0, f"forecast: {need.reason}")
-        if need.num_replicas is None and view.work.expected.per_s > 0:
+        if need.num_replicas is None and need.reason:
             notes.append(f"{name}: {need.reason}")
         if pressure is not None and (wanted := pressure.num_replicas - kind.num_borrowed) > wish.num_replicas:
             wish = _Wish(wanted, f"now: {pressure.reason}")
@@ -141,34 +141,40 @@ def _may_grow(view: View, pool: PoolView) -> tuple[PoolLimits | None, str]:
 
 
 def _shrinking(view: View, kind: Kind, lasting: Need) -> list[PoolMove]:
-    """The last pool that may, by one: when the smaller kind serves more than the demand of late, and would
-    have held what was there."""
-    cool_down_s = view.config.down_cool_down_s
-    is_settled = all(view.latest.num_ready(pool.name) == pool.desired for pool in kind.pools) and all(
-        replica.is_known for replica in view.latest.replicas
-    )
-    if kind.name in view.pressures or kind.num_borrowed or not is_settled:
+    """The last pool that may, by a quarter of what is too many, one at least: when the smaller kind serves
+    more than the demand of late, and would have held what was there."""
+    for_s = view.config.down_cool_down_s
+    if not _may_kind_shrink(view, kind) or lasting.num_replicas is None:
         return []
-    if view.history.covered_s < cool_down_s:
+    surplus = kind.num_desired - lasting.num_replicas
+    pool = next((pool for pool in reversed(kind.pools) if _may_shrink(view, pool)), None)
+    if surplus < 1 or pool is None or pool.limits is None:
         return []
-    if lasting.num_replicas is None or lasting.num_replicas > kind.num_desired - 1:
-        return []
-    if not view.can_spare(kind.name, cool_down_s):
-        return []
-    for pool in reversed(kind.pools):
-        if pool.limits is not None and pool.desired > pool.limits.min and _may_shrink(view, pool):
-            reason = (
-                f"{lasting.num_replicas} would serve {HYSTERESIS:g} times the demand of the last "
-                f"{cool_down_s:g} s: {lasting.reason}"
-            )
-            return [PoolMove(pool.name, pool.desired, pool.desired - 1, reason)]
+    least = pool.limits.min
+    for step in dict.fromkeys((max(1, surplus // 4), 1)):
+        after = max(pool.desired - step, least)
+        if after < pool.desired and view.can_spare(kind.name, for_s, pool.desired - after):
+            demand = f"{HYSTERESIS:g} times the demand of the last {for_s:g} s"
+            reason = f"{lasting.num_replicas} would serve {demand}: {lasting.reason}"
+            return [PoolMove(pool.name, pool.desired, after, reason)]
     return []
 
 
+def _may_kind_shrink(view: View, kind: Kind) -> bool:
+    """Everything that was ordered is there and tells its load, nothing is short or borrowed, and it was
+    watched for long enough."""
+    is_settled = all(view.latest.num_ready(pool.name) == pool.desired for pool in kind.pools)
+    is_known = all(replica.is_known for replica in view.latest.replicas)
+    is_watched = view.history.covered_s >= view.config.down_cool_down_s
+    return (
+        is_settled and is_known and is_watched and not kind.num_borrowed and kind.name not in view.pressures
+    )
+
+
 def _may_shrink(view: View, pool: PoolView) -> bool:
-    changed_at = pool.changed_at
-    is_cool = changed_at is None or view.now >= changed_at + view.config.down_cool_down_s
-    return not pool.is_pinned and is_cool
+    if pool.limits is None or pool.is_pinned or pool.desired <= pool.limits.min:
+        return False
+    return pool.changed_at is None or view.now >= pool.changed_at + view.config.down_cool_down_s
 
 
 def _into_limits(view: View, pools: Sequence[PoolView]) -> list[PoolMove]:

@@ -167,16 +167,18 @@ class FastLoop:
         return Pressure(wanted, reason)
 
     def _to_clear(self, side: Side) -> int:
-        """Replicas that keep up with what arrives, and that clear what will wait when they are ready before
-        the pool may grow again. No more than there are requests, at least one more than there are."""
+        """Replicas that keep up with what arrives, and clear what will wait when they are ready in as long as
+        they take to start. No more than there are requests, at least one more than there are."""
         lately = self._recent[-NUM_SAMPLES - 1 :]
         span_s = lately[-1].at - lately[0].at
         arrived = sum(sample.demand.num_arrived for sample in lately[1:])
         prompt = self._sizes.prompt
-        arriving_tok_s = arrived * prompt.mean / span_s if prompt and span_s > 0 else 0.0
-        clear_s = max(self._config.up_cool_down_s, self._config.ttft_slo_s)
+        each_s = prompt.mean / span_s if prompt and span_s > 0 else 0.0
+        arriving_tok_s = arrived * each_s
+        clear_s = max(self._start_s, self._config.up_cool_down_s, self._config.ttft_slo_s)
         each_tok_s = side.prefill_tok_s / side.num_replicas
-        growing_tok_s = max(0.0, arriving_tok_s - side.prefill_tok_s)
+        # By what is more than the chance of a few arrivals: it is drawn out over the time of a start.
+        growing_tok_s = max(0.0, (arrived - math.sqrt(arrived)) * each_s - side.prefill_tok_s)
         backlog = side.num_backlog_tokens + growing_tok_s * self._start_s
         needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
         return max(side.num_replicas + 1, min(needed, side.num_running + side.num_waiting))

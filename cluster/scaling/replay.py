@@ -164,8 +164,9 @@ class _Replay:
         self._counts.append((sample.at, dict(self._cluster.desired)))
 
     def _carry_out(self, move: PoolMove, at: float) -> None:
-        for replica_id in [key for key, (pool, _) in self._lent.items() if pool == move.pool]:
-            self._switch(replica_id, move.pool, "")
+        for replica_id, (home, _) in list(self._lent.items()):  # a scale order calls all of them back
+            self._switch(replica_id, home, "")
+            self._role_changes.append((at, f"Recall {replica_id}: pool {move.pool} goes to {move.after}"))
         self._cluster.scale(move.pool, move.after)
         self._moves.append(ScalingMove(at, move.pool, move.before, move.after, "autoscaler", move.reason))
         self._changes.append(Change(at, *move))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 
 from cluster.config import ClusterConfig
@@ -30,6 +31,7 @@ from kvtransfer.clock import Clock
 
 _MISSED_REPORTS = 4
 """A gateway that missed so many is not looked at."""
+_FIGURE = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
 Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], Plan]
 
@@ -116,8 +118,9 @@ class Scaler:
         )
         pools = pool_views(self._config, view, desired, RoleBook(view, wall))
         plan = self._policy(self._history, scaling, pools, wall)
-        if plan.notes != self._notes:
-            self._notes = plan.notes
+        notes = tuple(_FIGURE.sub("", note) for note in plan.notes)
+        if notes != self._notes:  # with other figures it is still the same
+            self._notes = notes
             _log.info("the policy: %s", "; ".join(plan.notes) or "nothing stands in its way any more")
         await self._change_roles(plan, view)
         for move in plan.moves:

@@ -69,6 +69,8 @@ class Replica:
     model: ServiceModel
     is_leaving: bool = False
     prompts: deque[Job] = field(default_factory=deque)
+    queued_tokens: float = 0.0
+    """Their sum."""
     computing: Job | None = None
     granted: Job | None = None
     """The next to be computed: it has its room."""
@@ -99,7 +101,7 @@ class Replica:
     @property
     def backlog_tokens(self) -> float:
         begun = (job.remaining_prompt for job in (self.computing, self.granted) if job)
-        return sum(begun) + sum(job.remaining_prompt for job in self.prompts)
+        return sum(begun) + self.queued_tokens
 
     @property
     def is_empty(self) -> bool:
@@ -190,6 +192,7 @@ class SimulatedCluster:
     def _reroute(self, replica: Replica) -> None:
         jobs = list(replica.prompts)
         replica.prompts.clear()
+        replica.queued_tokens = 0.0
         for job in jobs:
             self._queue(job)
 
@@ -205,7 +208,9 @@ class SimulatedCluster:
     def _queue(self, job: Job) -> None:
         """At the replica with the least backlog; while none is ready, at one that will be."""
         able = self._of_kinds(PREFILL, BOTH) or self._starting() or self.replicas
-        min(able, key=lambda each: (each.backlog_tokens, each.replica_id)).prompts.append(job)
+        chosen = min(able, key=lambda each: (each.backlog_tokens, each.replica_id))
+        chosen.prompts.append(job)
+        chosen.queued_tokens += job.remaining_prompt
 
     def advance(self) -> None:
         """One tick of everything."""
@@ -215,6 +220,8 @@ class SimulatedCluster:
             if replica.ready_at <= self.now:
                 self._work(replica)
             self.outcomes.replica_s[replica.pool] += TICK_S
+        for replica in self.replicas:
+            self._admit(replica)
         self.now += TICK_S
         self.replicas = [each for each in self.replicas if not (each.is_leaving and each.is_empty)]
 
@@ -234,7 +241,6 @@ class SimulatedCluster:
                 replica.computing = None
                 self._finish_prompt(replica, job, self.now + TICK_S - left_s)
                 self._begin_prompt(replica)
-        self._admit(replica)
 
     def _begin_prompt(self, replica: Replica) -> None:
         """The next one that has room is computed; the one after it asks for room meanwhile."""
@@ -256,6 +262,7 @@ class SimulatedCluster:
             target.num_refused = max(target.num_refused, 1)
             return
         replica.granted = replica.prompts.popleft()
+        replica.queued_tokens -= job.remaining_prompt
         job.target = target
         target.held_tokens += job.kv_tokens
         target.num_landings += 1

@@ -102,9 +102,9 @@ class View:
         )
 
     def needs(self) -> dict[str, Need]:
-        """By kind: what the expected demand needs. A history that is too short for a forecast has none."""
+        """By kind: what the expected demand needs. Too short a history says nothing."""
         if self.history.covered_s < self.config.forecast_s / 10:
-            return dict.fromkeys(self.kinds, Need(None, "too little was seen for a forecast"))
+            return dict.fromkeys(self.kinds, Need(None, ""))
         return floors(self._load(self.work.expected.per_s), self.config, self._reach)
 
     def lasting_needs(self) -> dict[str, Need]:
@@ -121,10 +121,10 @@ class View:
     def side(self, kind: str, sample: Sample) -> Side:
         return side_of(sample, kind, has_prefill=self.has_prefill)
 
-    def can_spare(self, kind: str, for_s: float) -> bool:
-        """Whether one replica less than there is would have done in the samples since then."""
+    def can_spare(self, kind: str, for_s: float, num_spared: int = 1) -> bool:
+        """Whether so many replicas less than there are would have done in the samples since then."""
         samples = self.history.since(self.now - for_s)
-        num_left = self.side(kind, self.latest).num_replicas - 1
+        num_left = self.side(kind, self.latest).num_replicas - num_spared
         if num_left < 1 or not samples or self._were_late(kind, samples):
             return False
         fitting = [self._fits(kind, self.side(kind, sample), num_left) for sample in samples]

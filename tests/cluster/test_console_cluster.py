@@ -186,7 +186,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
         before = ready_decodes(cluster.status())
         assert sorted(browser.texts(f"{DECODE_ROWS} th span")) == sorted(before)
         browser.wait_text("#moves", "operator")
-        browser.find(".pinned")
+        browser.wait(lambda: browser.texts(".pinned") == ["pinned by an operator"], "the pool is pinned")
         if picture := request.config.getoption("--screenshot"):
             cluster.wait_for(lambda status: status.num_finished_requests >= 300, 240)
             browser.screenshot(Path(picture))

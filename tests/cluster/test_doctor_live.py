@@ -81,6 +81,8 @@ def test_a_queue_at_prefill_is_told_from_a_lack_of_room_at_decode() -> None:
     assert queueing.figures["cause"] == "prompts queue at prefill"
     assert "7 requests wait there, with 9000 tokens" in queueing.why
     landing = ttft_verdict(slow(slow_queue_ms=3500), backlog, full)
+    calm = ttft_verdict(slow(slow_queue_ms=3500))
+    assert calm.why.endswith("none waits there at this moment")
     assert landing.figures["cause"] == "prompts wait for room at the decode replicas"
     assert "d0 has 8% free, 3 landings wait" in landing.why
     assert "decode=N" in landing.remedy
@@ -148,6 +150,7 @@ def test_other_causes_of_slow_decoding() -> None:
     assert pace(preempted).figures["cause"] == "steps take that long"  # none of them just now
     assert pace(mixed).figures["cause"] == "decode replicas compute prompts beside"
     assert "with 64 sequences" in pace(batch).why
+    assert "look again under load" in pace(lambda status: None).why
     assert pace(away).figures["cause"] == "no decode replica is ready"
 
 

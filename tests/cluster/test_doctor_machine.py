@@ -166,6 +166,16 @@ def test_huge_pages_are_asked_for_where_the_store_uses_them(tmp_path: Path) -> N
     assert not said(limits.huge_pages, case_of(some, config_of(store={"dram_gb": 0})))
 
 
+def test_a_store_in_reserved_huge_pages_takes_none_of_the_free_memory(tmp_path: Path) -> None:
+    config = config_of(store={"dram_gb": 4})
+    left = needs_of(config).host_bytes - 4_000_000_000
+    for num_pages, severity in ((1908, OK), (1907, ERROR)):  # 4e9 bytes are 1907.35 pages
+        text = f"MemTotal: 9999999 kB\nMemAvailable: {left // 1024 + 1} kB\n"
+        text += f"HugePages_Free: {num_pages}\nHugepagesize: 2048 kB\n"
+        machine = FakeMachine(tmp_path / str(num_pages), {"proc/meminfo": text}).view()
+        assert only(limits.memory, case_of(machine, config)).severity is severity
+
+
 def test_transparent_huge_pages_are_told_apart(tmp_path: Path) -> None:
     setting = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     advise = FakeMachine(tmp_path / "a", {setting: "always within_size [advise] never deny force\n"}).view()

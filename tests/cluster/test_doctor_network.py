@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import write_certificate
 from doctor_house import FakeMachine, case_of, config_of, only, said
 
 from cluster.config import ClusterConfig
-from cluster.doctor import network
+from cluster.doctor import certificate, network
 from cluster.doctor.findings import Severity
 from cluster.doctor.machine import KernelClock, Machine, read_kernel_clock
+from kvtransfer.clock import ManualClock, SystemClock
 
 OK, NOTE, WARNING, ERROR = Severity
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -51,6 +53,13 @@ def test_the_port_of_the_console_is_looked_at_too(listening: socket.socket) -> N
     found = said(network.ports, case_of(Machine(), with_port(free_port(), listening.getsockname()[1])))
     assert [severity for severity, _ in found] == [OK, ERROR]
     assert found[1][1].startswith("gateway.console_port")
+
+
+def test_the_port_for_probes_is_looked_at_too(listening: socket.socket) -> None:
+    gateway = {"port": 0, "console_port": None, "health_port": listening.getsockname()[1]}
+    verdict = only(network.ports, case_of(Machine(), config_of(gateway=gateway)))
+    assert verdict.severity is ERROR
+    assert verdict.seen.startswith("gateway.health_port")
 
 
 def test_free_ports_of_the_systems_choice_are_not_looked_at() -> None:
@@ -166,3 +175,40 @@ def test_the_secret_is_long_enough_and_its_owners_alone(tmp_path: Path) -> None:
     path.chmod(0o640)
     assert only(network.secret, case).severity is WARNING
     assert not said(network.secret, case_of(Machine()))
+
+
+@pytest.mark.parametrize(
+    ("in_days", "severity", "word"),
+    [
+        (0, OK, "valid until"),
+        (90, WARNING, "10 days"),
+        (101, ERROR, "expired"),
+        (-3, ERROR, "not valid before"),
+    ],
+)
+def test_a_certificate_is_valid_now_and_for_some_time(
+    tmp_path: Path, in_days: int, severity: Severity, word: str
+) -> None:
+    cert_file, key_file = write_certificate(tmp_path, "g", num_days=100)
+    key_file.chmod(0o600)
+    config = config_of(gateway={"tls_cert_file": str(cert_file), "tls_key_file": str(key_file)})
+    clock = ManualClock(SystemClock().wall() + 86_400 * in_days)
+    verdict = only(certificate.tls, case_of(Machine(), config, clock=clock))
+    assert verdict.severity is severity
+    assert word in verdict.seen
+    assert "localhost, 127.0.0.1" in verdict.seen
+
+
+def test_a_certificate_and_its_key_are_a_pair_that_can_be_read(tmp_path: Path) -> None:
+    cert_file, key_file = write_certificate(tmp_path, "g", num_days=100)
+    config = config_of(gateway={"tls_cert_file": str(cert_file), "tls_key_file": str(key_file)})
+    key_file.chmod(0o644)
+    assert [severity for severity, _ in said(certificate.tls, case_of(Machine(), config))] == [WARNING, OK]
+    (tmp_path / "other").mkdir()
+    _, other_key = write_certificate(tmp_path / "other", "h")
+    key_file.write_bytes(other_key.read_bytes())
+    assert only(certificate.tls, case_of(Machine(), config)).severity is ERROR
+    key_file.unlink()
+    assert only(certificate.tls, case_of(Machine(), config)).severity is ERROR
+    assert not said(certificate.tls, case_of(Machine()))
+    assert only(certificate.tls, case_of(Machine(), config_of(gateway={"host": "auto"}))).severity is NOTE

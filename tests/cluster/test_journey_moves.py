@@ -31,6 +31,7 @@ from cluster.gateway.actions import (
     Submit,
 )
 from cluster.gateway.journey import Journey
+from cluster.gateway.stream_moves import OVERDUE_S
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
 
@@ -114,7 +115,7 @@ def test_an_old_replica_that_dies_with_tokens_that_it_owes_means_a_new_attempt()
 def test_a_target_that_dies_is_missed_only_if_it_had_the_stream() -> None:
     for has_stream in (False, True):
         journey = moving()
-        assert journey.on_lost(D1, "reset", 4.0) == []
+        assert journey.on_lost(D1, "reset", 4.0) == [RouteMove(OVERDUE_S)]
         error = "" if has_stream else "the way was lost"
         actions = journey.on_move_ended(D0, MoveEnded("r", 1, D1, error), 5.0)
         if has_stream:
@@ -124,6 +125,20 @@ def test_a_target_that_dies_is_missed_only_if_it_had_the_stream() -> None:
         else:
             assert kinds(actions) == ["Release", "RouteMove"]
             assert emitted(journey.on_delta(D0, delta(0, 2, 1, 9), 6.0)) == truth(0, 3)[2:]
+
+
+def test_a_target_that_is_lost_is_not_waited_for_without_end() -> None:
+    """Its old replica may hang in the move as well."""
+    journey = moving()
+    journey.on_lost(D1, "reset", 4.0)
+    assert journey.on_move_time(4.0 + OVERDUE_S - 0.1) == []
+    actions = journey.on_move_time(4.0 + OVERDUE_S)
+    assert kinds(actions) == ["CancelAt", "CancelAt", "Release", "Route"]
+    assert journey.on_move_time(100.0) == []
+    told = moving()
+    told.on_lost(D1, "reset", 4.0)
+    told.on_move_ended(D0, MoveEnded("r", 1, D1, "the way was lost"), 5.0)
+    assert told.on_move_time(100.0) == []
 
 
 def test_after_a_move_that_failed_another_target_is_asked_for() -> None:

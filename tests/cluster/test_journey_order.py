@@ -23,8 +23,8 @@ from journey_house import (
 )
 from msgspec.structs import replace
 
-from cluster.gateway.actions import Action, Emit, Fail, Finish, MoveAt, Route, RouteMove, Submit
-from cluster.gateway.journey import Journey, JourneyState
+from cluster.gateway.actions import Action, Emit, Fail, Finish, JourneyState, MoveAt, Route, RouteMove, Submit
+from cluster.gateway.journey import Journey
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import (
     HandOverReport,
@@ -155,6 +155,7 @@ class World:
     def route(self) -> None:
         route = self.routes.pop(0)
         if isinstance(route, RouteMove):
+            self.take(self.journey.on_move_time(self.now))
             self.route_move()
             return
         request = route.request

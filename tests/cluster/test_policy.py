@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,9 +160,18 @@ def test_a_queue_longer_than_the_objective_grows_prefill() -> None:
 
 
 def test_a_long_queue_grows_prefill_by_what_clears_it() -> None:
-    # 480,000 tokens within 15 s at 8000 tok/s: 4, and an eighth for what arrives.
-    plan = decided((queueing(480_000), decoding()), PAIR, demand(1))
+    # 960,000 tokens in the 30 s that a start takes, and 1000 tok/s that arrive: 33,000 over 8000.
+    plan = decided((queueing(960_000), decoding()), PAIR, demand(1))
     assert counts(plan) == {"prefill": (1, 5)}
+
+
+def test_a_queue_that_grows_is_counted_as_it_will_be_when_replicas_are_ready() -> None:
+    # 8 requests/s are 16,000 tok/s; 48 came in the last 6 s, of which chance may be 7. So at least 5691 tok/s
+    # more come than one replica does: in the 30 s of a start, as much again every second to clear.
+    settings = config(forecast_s=5000.0)  # too long for a forecast yet
+    replicas = (prefilling(num_running=1, num_waiting=90, num_backlog_tokens=30_000), decoding())
+    plan = decided(replicas, PAIR, demand(16), settings)
+    assert counts(plan) == {"prefill": (1, math.ceil((16_000 + 1000 + 5691) / 8000))}
 
 
 def test_prefill_does_not_grow_beyond_the_requests_that_wait() -> None:
@@ -190,7 +200,7 @@ def test_a_moment_is_no_queue() -> None:
 def test_replicas_that_start_already_are_waited_for() -> None:
     views = (pool("prefill", 2), pool("decode"))
     assert decided((queueing(20_000), decoding()), views, demand(1)).moves == ()
-    plan = decided((queueing(480_000), decoding()), views, demand(1))
+    plan = decided((queueing(960_000), decoding()), views, demand(1))
     assert counts(plan) == {"prefill": (2, 5)}
 
 
@@ -228,6 +238,28 @@ def test_decode_grows_when_its_blocks_move_to_host_memory() -> None:
     assert "400 KV blocks moved to host memory" in decided(replicas, PAIR).moves[0].reason
     still = decoding(num_running=9, num_free_blocks=300, num_offloaded_blocks=400)
     assert decided((prefilling(), still), PAIR).moves == ()
+
+
+def test_room_that_comes_and_goes_is_not_short() -> None:
+    def replicas(at: float) -> Sequence[ReplicaSample]:
+        return prefilling(), decoding(num_running=30, num_free_blocks=60 if at != NOW - 2 else 200)
+
+    assert decided(replicas, PAIR).moves == ()
+
+
+def test_decode_holds_those_that_run_wait_and_land() -> None:
+    # 134 sequences in batches of 64.
+    crowd = decoding(num_running=64, num_waiting=40, num_landings=30, num_free_blocks=700)
+    assert counts(decided((prefilling(), crowd), PAIR)) == {"decode": (1, 3)}
+
+
+def test_prompts_on_their_way_count_as_far_as_they_come_before_others_end() -> None:
+    # 500 prompts of 2000 tokens wait; 4 come a second, and their 20 tokens take under a second: with 64 that
+    # run they are 68 at a time, and not 564.
+    full = decoding(num_running=64, num_waiting=1, num_free_blocks=700)
+    crowd = prefilling(num_running=1, num_waiting=499, num_backlog_tokens=1_000_000)
+    settings = config(forecast_s=5000.0)
+    assert counts(decided((crowd, full), PAIR, demand(1, output_tokens=20), settings)) == {"decode": (1, 2)}
 
 
 def test_late_gaps_make_half_a_step_enough() -> None:
@@ -274,6 +306,14 @@ def test_what_is_not_needed_goes_one_by_one() -> None:
     plan = decided(THREE, WIDE)
     assert counts(plan) == {"decode": (3, 2)}
     assert "the last 120 s" in plan.moves[0].reason
+
+
+def test_much_more_than_needed_goes_by_quarters() -> None:
+    replicas = (prefilling(), *(decoding(number) for number in range(14)))
+    assert counts(decided(replicas, (pool("prefill"), pool("decode", 14)))) == {"decode": (14, 11)}
+    # As far as it can be spared: with half of the blocks in use, one can.
+    half = (prefilling(), *(decoding(number, num_running=1, num_free_blocks=430) for number in range(14)))
+    assert counts(decided(half, (pool("prefill"), pool("decode", 14)))) == {"decode": (14, 13)}
 
 
 def test_a_pool_that_changed_waits_before_it_shrinks() -> None:
@@ -323,6 +363,27 @@ def test_a_pool_that_held_too_much_for_one_less_does_not_shrink() -> None:
     little = {"num_running": 2, "num_free_blocks": 900}
     replicas = (prefilling(), decoding(0, **little), decoding(1, **little), decoding(2, **little))
     assert counts(decided(replicas, WIDE)) == {"decode": (3, 2)}
+
+
+def test_what_was_late_at_times_does_not_shrink() -> None:
+    """7 % of the first tokens, or of the gaps: within the objective, but with nothing to spare."""
+    light = demand(1, prompt_tokens=100, output_tokens=10)
+    replicas = (prefilling(0), prefilling(1), decoding(0, num_running=1), decoding(1))
+    views = (pool("prefill", 2), pool("decode", 2))
+
+    def every(num_samples: int, late: Demand) -> Callable[[float], Demand]:
+        return lambda at: late if at % (2 * num_samples) == 0 else light
+
+    def shrinking(asked: Callable[[float], Demand]) -> dict[str, tuple[int, int]]:
+        settings = config()
+        history = history_of(settings, lambda at: (replicas, asked(at)))
+        return counts(decide(history, settings, views, NOW))
+
+    assert shrinking(lambda at: light) == {"prefill": (2, 1), "decode": (2, 1)}
+    late_first = every(14, light._replace(num_late_first_tokens=1))
+    assert shrinking(late_first) == {"decode": (2, 1)}
+    late_gaps = every(14, light._replace(num_late_gaps=9))
+    assert shrinking(late_gaps) == {"prefill": (2, 1)}
 
 
 def test_a_released_pool_comes_back_into_its_limits() -> None:
@@ -421,8 +482,9 @@ def test_a_queue_at_home_calls_it_back() -> None:
 def test_who_is_idle_there_goes_home() -> None:
     idle = prefilling(0, role="decode")
     assert recalled((idle, prefilling(1), decoding(0, **BUSY))) == "idle for 20 s as decode"
-    just = (pool("prefill", 2, lent=(("prefill-0", NOW - 19.0),)), pool("decode"))
-    assert recalled((idle, prefilling(1), decoding(0, **BUSY)), just) == ""
+    for ago_s, reason in ((19.0, ""), (20.0, "idle for 20 s as decode")):
+        views = (pool("prefill", 2, lent=(("prefill-0", NOW - ago_s),)), pool("decode"))
+        assert recalled((idle, prefilling(1), decoding(0, **BUSY)), views) == reason
 
 
 def test_who_can_be_spared_there_goes_home() -> None:
@@ -445,3 +507,11 @@ def test_a_lent_replica_counts_where_it_works() -> None:
     plan = decided(replicas, LENT, demand(1), settings)
     assert [each.replica_id for each in plan.lends] == ["prefill-0"]
     assert plan.moves == ()
+
+
+def test_what_decode_has_borrowed_it_need_not_grow_by() -> None:
+    # 3 * 134 sequences on two replicas, one of them borrowed: batches of 64 need 5, and 4 of them at home.
+    crowd = {"num_running": 64, "num_waiting": 40, "num_landings": 30, "num_free_blocks": 700}
+    replicas = (prefilling(0, role="decode", **crowd), prefilling(1), decoding(0, **crowd))
+    plan = decided(replicas, LENT, settings=config(lend_roles=True))
+    assert counts(plan) == {"decode": (1, 4)}

@@ -258,6 +258,20 @@ def test_sizes_and_demand_are_those_of_the_samples() -> None:
     assert work.lasting_per_s == pytest.approx(3.0)
 
 
+def test_what_came_lately_counts_although_it_gets_less() -> None:
+    """Falling to nothing by the horizon; the last 120 s still had (0.6 + 0)/2 a second."""
+    history = history_of(config(), lambda at: ([], Demand(num_arrived=round(4000 - 10 * at))))
+    work = measured_work(history, config(), 150.0, 400.0)
+    assert work.expected.per_s == 0.0
+    assert work.lasting_per_s == pytest.approx(5 * 120 / 2, rel=0.03)
+
+
+def test_a_replica_that_computed_nothing_yet_says_nothing() -> None:
+    replicas = [prefilling(0), prefilling(1, prefill_tok_s=0.0)]
+    rates = measured_rates(history_of(config(), lambda at: (replicas, Demand())), config(), 64, 400.0, True)
+    assert rates.prefill_tok_s == pytest.approx(8000.0)
+
+
 def test_sizes_follow_those_of_late() -> None:
     history = history_of(config(), lambda at: ([], demand(6, output_tokens=100 if at < 250 else 400)))
     sizes = measured_sizes(history, 400.0, 150.0)

@@ -77,7 +77,7 @@ def test_a_ramp_has_the_counts_of_its_demand_and_the_forecast_leads_it() -> None
 
 def test_a_burst_grows_both_pools_and_they_come_back_one_by_one() -> None:
     """3 requests/s, for 60 s 15 a second: the queue grows the pools long before the forecast knows."""
-    arrivals = poisson(lambda at: 15.0 if 300 <= at < 360 else 3.0, 900.0, fixed_sizes(1500, 200), seed=1)
+    arrivals = poisson(lambda at: 15.0 if 300 <= at < 360 else 3.0, 1000.0, fixed_sizes(1500, 200), seed=1)
     run = replay(arrivals, PAIR, MODEL, config(down_cool_down_s=60.0, forecast_s=120.0))
     before = counts_at(run, 299.0)
     assert before == by_demand(3.0, 1500, 200) == {"prefill": 1, "decode": 1}
@@ -94,7 +94,7 @@ def test_a_burst_grows_both_pools_and_they_come_back_one_by_one() -> None:
     downward = [change for change in run.changes if change.after < change.before]
     assert all(change.before - change.after == 1 for change in downward)
     assert all("60 s" in change.reason for change in downward)
-    assert counts_at(run, 895.0) == before
+    assert counts_at(run, 995.0) == before
     assert all(job.end_at is not None for job in run.jobs)
 
 

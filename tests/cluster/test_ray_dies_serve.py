@@ -120,7 +120,7 @@ def test_requests_and_counts_outlive_rays_own_processes(head: Head, cluster: Run
     assert operator.target("decode") == 3
     steady.end()
     long.end()
-    assert long.num_done > 1
+    assert long.num_done >= 1
     assert cluster.status().num_failed_requests == 0
 
 

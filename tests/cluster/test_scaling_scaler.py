@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
+from gateway_house import until
 from serve_house import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import TINY
 
@@ -22,6 +24,16 @@ from kvtransfer.clock import ManualClock
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
 TICK_S = 2.0
+
+
+class TickClock(ManualClock):
+    """Tells how often somebody began to wait."""
+
+    num_sleeps = 0
+
+    async def sleep(self, delay_s: float) -> None:
+        self.num_sleeps += 1
+        await super().sleep(delay_s)
 
 
 class Script:
@@ -47,7 +59,7 @@ class ScalerHouse:
 
     def __init__(self, dashboard: FakeDashboard, **scaling: object) -> None:
         self.dashboard = dashboard
-        self.clock = ManualClock(start_s=1000.0)
+        self.clock = TickClock(start_s=1000.0)
         self.roster = LocalRoster(self.clock)
         self.policy = Script()
         self.scaler = Scaler(_config(**scaling), self.roster, self._open, self.clock, self.policy)
@@ -262,3 +274,25 @@ async def test_a_replica_that_leaves_is_no_sample() -> None:
         assert house.policy.history is not None
         assert house.policy.history.latest is not None
         assert house.policy.history.latest.replicas == ()
+
+
+async def test_the_loop_outlives_failures_and_tells_each_once(caplog: pytest.LogCaptureFixture) -> None:
+    app = _app()
+    async with FakeDashboard(app) as dashboard:
+        house = ScalerHouse(dashboard)
+        await house.register("d0", "decode")
+        dashboard.failing = 2
+        running = asyncio.create_task(house.scaler.run())
+        for num_looks in range(1, 6):
+            await until(lambda wanted=num_looks: house.clock.num_sleeps == wanted, "it looked")  # type: ignore[misc]
+            if num_looks == 3:
+                app.pools["decode"].target = 3
+            house.clock.advance(TICK_S)
+        assert (await house.roster.view(0, 0.0)).desired == {"decode": 3}
+        running.cancel()
+        told = [record.getMessage() for record in caplog.records if record.name.endswith("scaler")]
+        assert [line.partition(":")[0] for line in told] == [
+            "scaling waits",
+            "scaling goes on",
+            "pool decode",
+        ]

@@ -97,6 +97,7 @@ def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
     cluster: RunningCluster, client: BlockingClient
 ) -> None:
     """Ray hands the figures on some seconds later."""
+    cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas), 15)
     prefill, decode = cluster.replica("prefill"), cluster.replica("decode")
     pause = threading.Event()
     cluster.wait_for(lambda _: store_is_open(client), 20)

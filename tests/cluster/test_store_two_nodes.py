@@ -111,7 +111,13 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
 
         def run(replica: str, tenant: str) -> Completion:
             options = GenerateOptions(
-                max_tokens=16, temperature=0.8, seed=5, ignore_eos=True, tenant=tenant, pinned_decode=replica
+                max_tokens=16,
+                temperature=0.8,
+                seed=5,
+                ignore_eos=True,
+                tenant=tenant,
+                pinned_prefill=replica,
+                pinned_decode=replica,
             )
             return client.complete(prompt, options, timeout_s=60)
 

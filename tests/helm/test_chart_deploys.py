@@ -114,7 +114,7 @@ def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: O
                 {pool.name: pool.configured for pool in client.status().pools} == {"prefill": 1, "decode": 2}
             ),
             START_S,
-            "the gateway knows the count",
+            lambda: "the gateway knows the count",
         )
     assert replica_ids(nodes) == before
 

@@ -12,8 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def write_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """PEM files of the certificate and its key, in place of those before; `name` tells one from another."""
+def write_certificate(folder: Path, name: str, num_days: int = 1) -> tuple[Path, Path]:
+    """PEM files of the certificate and its key, in place of those before; `name` tells one from another.
+    It is valid from yesterday, for `num_days` from now."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -25,7 +26,7 @@ def write_certificate(folder: Path, name: str) -> tuple[Path, Path]:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=num_days))
         .add_extension(x509.SubjectAlternativeName(places), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())

@@ -11,7 +11,7 @@ from cluster.doctor.case import Case
 from cluster.doctor.findings import Severity, Verdict
 from cluster.doctor.machine import KernelClock, Machine
 from cluster.doctor.needs import Needs, needs_of
-from kvtransfer.clock import SystemClock
+from kvtransfer.clock import Clock, SystemClock
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 _LIMITS = """Limit                     Soft Limit           Hard Limit           Units
@@ -90,6 +90,7 @@ def case_of(
     environment: Mapping[str, str] = {},
     ray_address: str = "auto",
     is_running: bool = False,
+    clock: Clock | None = None,
 ) -> Case:
     config = config or config_of()
     return Case(
@@ -97,7 +98,7 @@ def case_of(
         config=config,
         needs=needs or needs_of(config),
         environment=environment,
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
         ray_address=ray_address,
         is_running=is_running,
     )

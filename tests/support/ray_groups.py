@@ -83,7 +83,7 @@ class RayGroups:
         return json.loads(text) if text.startswith(("{", "[")) else text
 
     def wait_for_dashboard(self, timeout_s: float) -> None:
-        self.until(lambda: self.ask("/api/version") is not None, timeout_s, "the dashboard answers")
+        self.until(lambda: self.ask("/api/version") is not None, timeout_s, lambda: "the dashboard answers")
 
     def deploy(self, config: Object) -> None:
         """As KubeRay does."""
@@ -97,7 +97,7 @@ class RayGroups:
             found.update((self.ask("/api/serve/applications/") or {}).get("applications", {}).get(name, {}))
             return bool(found.get("status") == status)
 
-        self.until(look, timeout_s, f"{name} is {status}: {found}")
+        self.until(look, timeout_s, lambda: f"{name} is {status}: {found}")
         return found
 
     def replicas(
@@ -113,7 +113,7 @@ class RayGroups:
             found[:] = places_of(told)
             return len(found) == len(told["replicas"]) and condition(found)
 
-        self.until(look, timeout_s, f"replicas of {deployment} are where they shall be: {found}")
+        self.until(look, timeout_s, lambda: f"replicas of {deployment} are where they shall be: {found}")
         return found
 
     def drain(self, node_id: str, deadline_s: int) -> None:
@@ -123,17 +123,18 @@ class RayGroups:
         command += ["--reason-message", "the pod ends", "--deadline-remaining-seconds", str(deadline_s)]
         subprocess.run(command, env=self._environment({}), check=True, timeout=60, capture_output=True)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
         """Return when `condition` holds; fail with `what` and the logs after `timeout_s`."""
         pause, end = Event(), self._clock.now() + timeout_s
         while not condition():
-            assert self._clock.now() < end, f"not within {timeout_s} s: {what}\n{self.logs()}"
+            assert self._clock.now() < end, f"not within {timeout_s} s: {what()}\n{self.logs()}"
             pause.wait(0.5)
 
     def logs(self) -> str:
-        """The last lines of all processes that complained."""
+        """The last lines of the nodes, and of all processes that complained."""
+        nodes = [file.read_text(errors="replace")[-500:] for file in self._folder.glob("ray-*.log")]
         texts = [file.read_text(errors="replace")[-2000:] for file in self._folder.rglob("worker-*.err")]
-        return "\n".join(text for text in texts if "Error" in text)
+        return "\n".join([*nodes, *(text for text in texts if "Error" in text)])
 
     def close(self) -> None:
         """Kill them: an orderly end is drained for half a minute."""

@@ -83,6 +83,7 @@ class Rooms:
     ) -> None:
         """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here."""
         self.clock = ManualClock(100.0)
+        self.decode_step_s = 1.0
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS)
         self.scheduler = Scheduler(
             EngineConfig(max_sequences=4),
@@ -145,7 +146,7 @@ class Rooms:
             clock=self.clock,
             most=max_moves,
             token_bytes=1,
-            decode_step_s=lambda: 1.0,
+            decode_step_s=lambda: self.decode_step_s,
             on_ended=self.requests.ended,
             on_failed=self.requests.failed,
             wake=lambda: None,

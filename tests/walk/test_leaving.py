@@ -74,12 +74,19 @@ class Stage:
 
     async def all_right(self, calls: list[Call], seed: int, num_tokens: int) -> None:
         """Every stream ends well, with the tokens that one engine gives."""
-        for i, call in enumerate(calls):
+        for call in calls:
             await call.done()
-            alone = self.house.replicas["b0"]
-            asked = prompt(seed + i, 40 + 7 * i)
-            wanted = await tokens_alone(alone, self.house, asked, seed + i, num_tokens, **SAMPLINGS[i % 2])
-            assert call.sequence == wanted, f"stream {i}"
+        alone = self.house.replicas["b0"]
+        wanted = await asyncio.gather(
+            *(
+                tokens_alone(
+                    alone, self.house, prompt(seed + i, 40 + 7 * i), seed + i, num_tokens, **SAMPLINGS[i % 2]
+                )
+                for i in range(len(calls))
+            )
+        )
+        for i, call in enumerate(calls):
+            assert call.sequence == wanted[i], f"stream {i}"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -107,15 +114,15 @@ def attempts(calls: list[Call]) -> list[int]:
 async def test_a_leaving_replica_moves_its_streams_and_is_gone_long_before_their_end(stage: Stage) -> None:
     guest = await stage.guest("decode")
     async with stage.front(stage.p0, guest) as front:
-        calls = stage.calls(front, 100, 4, 400)
+        calls = stage.calls(front, 100, 3, 300)
         await until(decoding(calls), "all run")
         await front.register(stage.d0)
         await guest.brain.drain(60.0)
         assert not any(call.task.done() for call in calls), "the drain has not waited for their end"
-        await stage.all_right(calls, 100, 400)
-        assert attempts(calls) == [1] * 4
+        await stage.all_right(calls, 100, 300)
+        assert attempts(calls) == [1] * 3
         assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
-        assert guest.brain.moving.num_moved == 4
+        assert guest.brain.moving.num_moved == 3
         assert calls[0].accepted is not None
         told = await front.client.explain(calls[0].accepted.request_id)
         assert "moved" in [event.name for event in told.timeline]
@@ -126,7 +133,7 @@ async def test_a_leaving_replica_moves_its_streams_and_is_gone_long_before_their
 async def test_many_streams_leave_a_few_at_a_time(stage: Stage) -> None:
     guest, other = await asyncio.gather(stage.guest("decode"), stage.guest("decode"))
     async with stage.front(stage.p0, guest) as front:
-        calls = stage.calls(front, 200, 20, 500)
+        calls = stage.calls(front, 200, 16, 300)
         await until(decoding(calls), "all run", 60.0)
         await front.register(stage.d0, other)
         drain = asyncio.create_task(guest.brain.drain(60.0))
@@ -136,10 +143,10 @@ async def test_many_streams_leave_a_few_at_a_time(stage: Stage) -> None:
             await front.clock.sleep(0.002)
         await drain
         assert 0 < most <= 8
-        await stage.all_right(calls, 200, 500)
-        assert attempts(calls) == [1] * 20
+        await stage.all_right(calls, 200, 300)
+        assert attempts(calls) == [1] * 16
         places = [call.finished.decode_replica for call in calls if call.finished]
-        assert min(places.count("d0"), places.count(other.brain.identity.replica_id)) >= 7
+        assert min(places.count("d0"), places.count(other.brain.identity.replica_id)) >= 5
         await stage.house.quiet()
 
 

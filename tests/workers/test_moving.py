@@ -11,7 +11,7 @@ from moving_pair import MovingPair, Side, Stream
 
 from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
 from workers.messages import HandOver
-from workers.moving import MAX_TRIES
+from workers.moving import AHEAD_S, MAX_TRIES
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -207,6 +207,7 @@ async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> No
         pair.submit([1, 2, 3, 4], 24, pair.a)
     stream = pair.submit(PROMPT, 30 if num_offload_blocks else 24, pair.a)
     rooms = pair.a.rooms
+    rooms.decode_step_s = AHEAD_S / 10  # a landing has room for ten tokens
     while rooms.pool.num_free > 1:
         step(pair.a)
         pair.listen()
@@ -215,9 +216,10 @@ async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> No
     pair.b.send(False)
     num_waiting = len(rooms.orders)
     assert num_waiting > 0, "its blocks wait to be pushed"
-    while rooms.scheduler.moves.is_on_its_way(stream.key) and not stream.is_over:
-        step(pair.a)
-        pair.listen()
+    for _ in range(30):
+        if rooms.scheduler.moves.is_on_its_way(stream.key):
+            step(pair.a)
+            pair.listen()
     assert rooms.scheduler.num_preemptions or rooms.scheduler.num_offloaded_blocks
     assert any(isinstance(order, StopPush) for order in rooms.orders[num_waiting:])
     for _ in range(6):

@@ -1,0 +1,143 @@
+"""What the policy predicts of a replica from its reports, against what it then does, as JSON lines.
+
+A cluster of one prefill and one decode replica (the bundled model, one thread a rank) is started. *prefill*:
+prompts of 512 random tokens, always 8 in flight; predicted is the rate that the policy plans with, measured
+is what was computed. *decode*: outputs of 192 tokens at 1, 2 and 4 streams teach the step time; predicted is
+the rate at 12 streams, measured is what came.
+
+    python -m benchmarks.capacity
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+
+from cluster.client import Client, GenerateOptions
+from cluster.scaling.config import ScalingConfig
+from cluster.scaling.history import Demand, History
+from cluster.scaling.observation import Reports
+from cluster.scaling.rates import Rates, measured_rates
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 500
+"""Tokens are drawn below this."""
+LOOK_S = 0.5
+PHASE_S = 12.0
+TAUGHT = (1, 2, 4)
+STREAMS = 12
+CONFIG = ScalingConfig()
+
+
+class Observer:
+    """Looks at the cluster as the scaler does."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._reports = Reports()
+        self.history = History(600.0)
+
+    async def look(self) -> Demand:
+        """One more sample; what was asked since the last."""
+        clock = self._client.clock
+        self._reports.add("gateway", await self._client.status(), clock.now())
+        desired = {"prefill": 1, "decode": 1}
+        sample = self._reports.sample(desired, now=clock.now(), wall=clock.wall(), max_age_s=10.0)
+        self.history.add(sample)
+        return sample.demand
+
+    def rates(self) -> Rates:
+        return measured_rates(self.history, CONFIG, 64, self._client.clock.wall(), has_prefill=True)
+
+
+async def load(client: Client, prompt_tokens: int, output_tokens: int, seed: int) -> None:
+    """One stream after the other, for ever."""
+    generator = np.random.default_rng(seed)
+    options = GenerateOptions(max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True)
+    while True:
+        prompt = generator.integers(10, VOCABULARY, prompt_tokens).tolist()
+        await client.complete(prompt, options)
+
+
+@contextlib.asynccontextmanager
+async def streams(client: Client, num: int, prompt_tokens: int, output_tokens: int) -> AsyncIterator[None]:
+    """So many in flight, all the time."""
+    tasks = [
+        asyncio.create_task(load(client, prompt_tokens, output_tokens, seed=1000 * num + index))
+        for index in range(num)
+    ]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def watch(observer: Observer, client: Client, seconds: float) -> tuple[Demand, float]:
+    """What came in this time, and how long it was."""
+    start, total = client.clock.now(), Demand()
+    while client.clock.now() < start + seconds:
+        await client.clock.sleep(LOOK_S)
+        total = total.plus(await observer.look())
+    return total, client.clock.now() - start
+
+
+async def measure(address: str) -> None:
+    async with Client(address) as client:
+        observer = Observer(client)
+        await observer.look()
+        async with streams(client, 8, 512, 2):
+            await watch(observer, client, 4.0)
+            demand, seconds = await watch(observer, client, PHASE_S)
+        tell("prefill", 8, observer.rates().prefill_tok_s, demand.num_computed_tokens / seconds)
+        observer = Observer(client)
+        for num in TAUGHT:
+            async with streams(client, num, 16, 192):
+                await watch(observer, client, PHASE_S / 2)
+        step = observer.rates().step
+        assert step is not None, "no decode step was reported"
+        async with streams(client, STREAMS, 16, 192):
+            await watch(observer, client, 4.0)
+            demand, seconds = await watch(observer, client, PHASE_S)
+        tell("decode", STREAMS, STREAMS / step.step_s(STREAMS), demand.num_gaps / seconds)
+
+
+def tell(what: str, num_streams: int, predicted_tok_s: float, measured_tok_s: float) -> None:
+    row = {
+        "what": what,
+        "streams": num_streams,
+        "predicted_tok_s": round(predicted_tok_s, 1),
+        "measured_tok_s": round(measured_tok_s, 1),
+        "ratio": round(measured_tok_s / predicted_tok_s, 3),
+    }
+    print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    command = [sys.executable, "-m", "cluster", "serve", "--ray-address", "local", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            address = next(
+                found[1] for line in process.stdout if (found := re.match(r"gateway\s+(\S+)", line))
+            )
+            asyncio.run(measure(address))
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+
+
+if __name__ == "__main__":
+    main()
