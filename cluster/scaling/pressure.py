@@ -21,7 +21,6 @@ RECENT_S = 30.0
 """How far back late first tokens and late gaps count, and prompts that had to wait for decode."""
 KV_NEAR_FULL = 0.1
 """Free share of the KV blocks below which landings soon wait."""
-_SLOTS_NEAR_FULL = 0.95
 _BLOCKED_SHARE = 0.3
 """Of the recent samples: when decode was full in so many, the prefill queue is decode's doing."""
 _MIN_OUTCOMES = 20
@@ -197,8 +196,8 @@ class FastLoop:
         if waiting:
             why = f"{waiting} prompts wait for KV room at the decode side"
         elif all(map(self._is_slotless, sides)):
-            slots = self._num_slots(latest)
-            why = f"{latest.num_running} sequences fill {slots} slots and {latest.num_waiting} wait"
+            sequences = latest.num_running + latest.num_waiting
+            why = f"{sequences} sequences share {self._num_slots(latest)} slots"
         elif free < KV_NEAR_FULL:
             why = f"{free:.0%} of the KV blocks are free"
         elif preempted > 0:
@@ -266,7 +265,8 @@ class FastLoop:
         return bool(side.num_waiting_landings) or not has_blocks or self._is_slotless(side)
 
     def _is_slotless(self, side: Side) -> bool:
-        return side.num_waiting > 0 and side.num_running >= _SLOTS_NEAR_FULL * self._num_slots(side)
+        """Handed-over sequences count as running from the start, also those that no step has a slot for."""
+        return side.num_running + side.num_waiting > self._num_slots(side)
 
 
 def late_share(samples: Sequence[Sample], counts: Callable[[Demand], tuple[int, int]]) -> float:

@@ -98,7 +98,9 @@ def measured_rates(
                 prefilling.append((weight, replica))
             if kind != PREFILL:
                 decoding.append((weight, replica))
-    step = step_cost((weight, each.num_running, each.decode_step_s) for weight, each in decoding)
+    step = step_cost(
+        (weight, min(each.num_running, max_sequences), each.decode_step_s) for weight, each in decoding
+    )
     return Rates(
         prefill_tok_s=_prefill_tok_s(prefilling),
         step=step,

@@ -154,10 +154,12 @@ class View:
         if kind == PREFILL:
             return True
         load, rates = self.config.target_load, self.rates
-        tok_s = side.num_running / side.mean_step_s if side.mean_step_s else 0.0
+        num_computed = min(side.num_running, side.num_replicas * self.max_sequences)
+        tok_s = num_computed / side.mean_step_s if side.mean_step_s else 0.0
         has_speed = tok_s <= load * num_left * rates.decode_tok_s or not tok_s
         has_room = side.num_used_blocks <= load * (1 - KV_NEAR_FULL) * share * side.num_total_blocks
-        return has_speed and has_room and (kind == BOTH or not side.num_waiting)
+        has_slots = side.num_running + side.num_waiting <= num_left * self.max_sequences
+        return has_speed and has_room and has_slots
 
 
 def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Kind]:

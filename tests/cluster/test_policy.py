@@ -211,8 +211,9 @@ def test_replicas_that_start_already_are_waited_for() -> None:
         ({"num_running": 30, "num_free_blocks": 60}, "6% of the KV blocks are free"),
         (
             {"num_running": 64, "num_waiting": 4, "num_free_blocks": 600},
-            "64 sequences fill 64 slots and 4 wait",
+            "68 sequences share 64 slots",
         ),
+        ({"num_running": 65, "num_free_blocks": 600}, "65 sequences share 64 slots"),
         ({"num_running": 30, "decode_step_s": 0.06, "num_free_blocks": 500}, "steps take 60 ms at 30.0"),
     ],
 )

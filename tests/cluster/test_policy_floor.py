@@ -227,6 +227,17 @@ def test_the_prefill_rate_is_that_under_load() -> None:
     assert measured_rates(idle, config(), 64, 400.0, True).prefill_tok_s == pytest.approx(1000.0)
 
 
+def test_no_batch_is_larger_than_its_slots() -> None:
+    """Sequences above them are there and not computed."""
+    replicas = [
+        decoding(0, num_running=20, decode_step_s=0.02),
+        decoding(1, num_running=90, decode_step_s=0.03),
+    ]
+    rates = measured_rates(history_of(config(), lambda at: (replicas, Demand())), config(), 40, 400.0, True)
+    assert rates.step is not None
+    assert rates.step.per_sequence_s == pytest.approx((0.03 - 0.02) / (40 - 20), rel=0.05)
+
+
 def test_what_a_sequence_holds_counts_landings_and_not_those_that_wait() -> None:
     replica = decoding(num_running=6, num_landings=6, num_waiting_landings=2, num_free_blocks=800)
     history = history_of(config(), lambda at: ([replica, decoding(1)], Demand()))

@@ -1,0 +1,101 @@
+"""The autoscaler in the running service: a burst grows decode, which comes back, and no stream is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cluster_operator import pool_of, ready
+from request_load import Stream
+from serving import TINY, RunningCluster, free_port
+
+from cluster.blocking_client import BlockingClient
+from cluster.client import GenerateOptions
+from workers.model.random_checkpoint import write_random_checkpoint
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+NUM_LONG_TOKENS = 20_000
+"""More than are made before the test ends."""
+NUM_BURST = 9
+NUM_BURST_TOKENS = 800
+SLOTS = 4
+GROW_S = 120.0
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    folder = tmp_path_factory.mktemp("autoscaling")
+    write_random_checkpoint(
+        folder / "model",
+        "llama",
+        seed=5,
+        tokenizer_from=TINY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=32_768,
+    )
+    common = "dtype: fp32, cpus_per_rank: 0.1, drain_s: 20"
+    engine = f"block_tokens: 16, kv_tokens: 32768, max_sequences: {SLOTS}"
+    file = folder / "cluster.yaml"
+    file.write_text(
+        f"model: {folder / 'model'}\n"
+        "pools:\n"
+        f"  - {{name: prefill, role: prefill, {common}, engine: {{block_tokens: 16}}}}\n"
+        f"  - {{name: decode, role: decode, {common}, engine: {{{engine}}}}}\n"
+        "scaling:\n"
+        "  autoscale: true\n"
+        "  pools: {decode: {min: 1, max: 2}}\n"
+        "  interval_s: 0.5\n"
+        "  forecast_s: 20\n"
+        "  ttft_slo_s: 30\n"  # prefill keeps its count
+        "  itl_slo_s: 2\n"
+        "  up_cool_down_s: 5\n"
+        "  down_cool_down_s: 10\n"
+    )
+    running = RunningCluster("--file", str(file), "--port", str(free_port()))
+    yield running
+    assert running.stop() == 0
+
+
+def test_a_burst_grows_decode_and_it_comes_back_with_no_stream_cut(cluster: RunningCluster) -> None:
+    steady = Stream(cluster.address, NUM_LONG_TOKENS)
+    steady.has_grown(20)
+    assert pool_of(cluster.status(), "decode").desired == 1
+    burst = [Stream(cluster.address, NUM_BURST_TOKENS, number) for number in range(1, NUM_BURST + 1)]
+    cluster.wait_for(lambda status: pool_of(status, "decode").desired == 2, GROW_S)
+    cluster.wait_for(ready("decode", 2), GROW_S)
+    late = Stream(cluster.address, NUM_LONG_TOKENS, NUM_BURST + 1)
+    late.has_grown(10)
+    cluster.wait_for(lambda status: status.num_finished_requests == NUM_BURST, GROW_S)
+    for stream in burst:
+        stream.end()
+        assert len(stream.tokens) == NUM_BURST_TOKENS
+    status = cluster.wait_for(ready("decode", 1), GROW_S)
+    for stream in (steady, late):
+        stream.has_grown(20)
+        stream.end()
+        assert_whole(cluster, stream)
+    moves = [move for move in status.moves if move.before != move.after]
+    assert [(move.pool, move.before, move.after, move.by) for move in moves] == [
+        ("decode", 1, 2, "autoscaler"),
+        ("decode", 2, 1, "autoscaler"),
+    ]
+    assert f"sequences share {SLOTS} slots" in moves[0].reason
+    assert "1 would serve 1.2 times the demand of the last 10 s" in moves[1].reason
+    assert cluster.status().num_failed_requests == 0
+
+
+def assert_whole(cluster: RunningCluster, stream: Stream) -> None:
+    """One attempt, whose tokens are those that follow on each other."""
+    with BlockingClient(cluster.address) as client:
+        assert len(client.explain(stream.request_id).decisions) == 1
+        starts = [int(share * (len(stream.tokens) - 8)) for share in (0.1, 0.5, 0.95)]
+        for start, end in ((start, start + 8) for start in starts):
+            prompt = stream.prompt + stream.tokens[:start]
+            options = GenerateOptions(max_tokens=8, ignore_eos=True, seed=3)
+            done = client.complete(prompt, options, timeout_s=120)
+            assert list(done.token_ids[0]) == stream.tokens[start:end]
