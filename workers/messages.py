@@ -108,7 +108,8 @@ class TokenLogprob(Part, frozen=True):
 
 class StageTimes(Part, frozen=True):
     """When things happened to a request in one replica, on that host's monotonic clock (seconds); 0: did
-    not happen. `transfer_end` is when the last piece was verified at the decode side."""
+    not happen. `transfer_start` is on the writer's clock; `transfer_end` is when the last piece was verified
+    at the decode side."""
 
     arrived: float = 0.0
     scheduled: float = 0.0

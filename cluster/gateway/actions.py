@@ -180,10 +180,9 @@ class Summary:
 
     @property
     def transfer_s(self) -> float:
-        """Of the KV to the decode replica, from the first piece written to the last one verified."""
-        if self.hand_over is None:
-            return 0.0
-        return _span_s(self.hand_over.times.transfer_start, self.hand_over.times.transfer_end)
+        """What writing the KV to the decode replica took, by the writer's clock."""
+        moved = self.hand_over
+        return moved.num_moved_bytes / moved.transfer_gb_s / 1e9 if moved and moved.transfer_gb_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

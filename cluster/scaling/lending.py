@@ -21,7 +21,7 @@ def role_changes(
     changes: list[Lend | Recall] = []
     for home, other in _OTHER.items():
         if home in view.kinds and other in view.kinds:
-            changes += _recalls(view, view.kinds[home], view.kinds[other], needs)
+            changes += _recalls(view, view.kinds[home], view.kinds[other], needs, lasting)
     if not view.config.lend_roles:
         return tuple(changes)
     recalled = {change.pool for change in changes}
@@ -36,7 +36,9 @@ def role_changes(
 # ------------------------------------------------------------------------------------------------ recall
 
 
-def _recalls(view: View, home: Kind, other: Kind, needs: Mapping[str, Need]) -> Iterator[Recall]:
+def _recalls(
+    view: View, home: Kind, other: Kind, needs: Mapping[str, Need], lasting: Mapping[str, Need]
+) -> Iterator[Recall]:
     """Those whom home needs now, the latest lent first; else one that the other role can do without."""
     num_missing = _num_missing(view, home, needs)
     why_home = _why_home(view, home, needs)
@@ -53,7 +55,7 @@ def _recalls(view: View, home: Kind, other: Kind, needs: Mapping[str, Need]) -> 
         elif num_missing > 0:
             reason = why_home
             num_missing -= 1
-        elif not has_returned and (reason := _why_spare(view, other, replica_id, since)):
+        elif not has_returned and (reason := _why_spare(view, other, lasting, replica_id, since)):
             has_returned = True
         if reason:
             yield Recall(replica_id, pool.name, reason)
@@ -70,14 +72,15 @@ def _why_home(view: View, home: Kind, needs: Mapping[str, Need]) -> str:
     return f"{home.name} needs it: {pressure.reason if pressure else needs[home.name].reason}"
 
 
-def _why_spare(view: View, other: Kind, replica_id: str, since: float) -> str:
+def _why_spare(view: View, other: Kind, lasting: Mapping[str, Need], replica_id: str, since: float) -> str:
     """Why the other role can do without it; "": it cannot, or has had it for too short to tell."""
     for_s = view.config.lend_after_s
     if since > view.now - for_s or other.name in view.pressures:
         return ""
     if _is_idle(view, replica_id, other.name):
         return f"idle for {for_s:g} s as {other.name}"
-    if view.can_spare(other.name, for_s):
+    is_enough = (lasting[other.name].num_replicas or 1) < other.num_effective
+    if is_enough and view.can_spare(other.name, for_s):
         return f"{other.name} had room for one replica less for {for_s:g} s"
     return ""
 

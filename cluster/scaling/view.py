@@ -153,13 +153,12 @@ class View:
             return False
         if kind == PREFILL:
             return True
-        load, rates = self.config.target_load, self.rates
-        num_computed = min(side.num_running, side.num_replicas * self.max_sequences)
-        tok_s = num_computed / side.mean_step_s if side.mean_step_s else 0.0
-        has_speed = tok_s <= load * num_left * rates.decode_tok_s or not tok_s
-        has_room = side.num_used_blocks <= load * (1 - KV_NEAR_FULL) * share * side.num_total_blocks
-        has_slots = side.num_running + side.num_waiting <= num_left * self.max_sequences
-        return has_speed and has_room and has_slots
+        # Streams that go on for long get slower with fewer replicas, but stay: what counts is whether batches
+        # and blocks have room for them. What arrives anew is the floor's part.
+        load = self.config.target_load
+        sequences = max(1.0, load * num_left * self.rates.batch)
+        has_batch = side.num_running + side.num_waiting <= sequences
+        return has_batch and side.num_used_blocks <= load * (1 - KV_NEAR_FULL) * share * side.num_total_blocks
 
 
 def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Kind]:

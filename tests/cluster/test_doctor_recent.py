@@ -199,7 +199,7 @@ def ended(
         prefill_replica="p",
         decode_replica="d",
         prefill=PrefillReport("r", 1, len(tokens), cached, times),
-        hand_over=HandOverReport("r", 1, 0, 1, 0, "shm", 1.0, moved),
+        hand_over=HandOverReport("r", 1, 0, 4096, 0, "shm", 4096 / 0.04 / 1e9, moved),
     )
     return EndedRequest("r", "r", "t", Caller(), state, "OK", "", start, clock.now(), summary, plan=plan)
 

@@ -106,7 +106,7 @@ async def test_a_replica_that_becomes_a_prefill_replica_loses_its_streams_and_ge
 
 
 async def test_what_is_handed_back_is_done_elsewhere_at_once(house: GatewayHouse) -> None:
-    _, address, first = await pair(house)
+    _, address, _ = await pair(house)
     await house.add_replica("p1", "prefill")
     await until(lambda: house.is_connected(house.gateways[0]), "p1 is connected")
     for name in ("p0", "p1"):

@@ -74,7 +74,7 @@ def came_to(started_at: float, first_at: float, ended_at: float, num_attempts: i
         prefill_replica="prefill-a",
         decode_replica="decode-a",
         prefill=PrefillReport("r", 1, 10, 0, StageTimes(arrived=5.0, scheduled=5.5, prefilled=5.75)),
-        hand_over=HandOverReport("r", 1, 0, 4096, 0, "shm", 1.0, moved_at),
+        hand_over=HandOverReport("r", 1, 0, 125_000_000, 0, "shm", 1.0, moved_at),
     )
 
 
@@ -147,7 +147,7 @@ def test_a_finished_request_is_in_every_figure() -> None:
     assert meters.num_cached_tokens == {"device": 4}
     assert meters.num_expected_cached_tokens == 4
     assert meters.num_hand_overs == {"shm": 1}
-    assert meters.num_hand_over_bytes == {"shm": 4096}
+    assert meters.num_hand_over_bytes == {"shm": 125_000_000}
     assert (prefill.num_routed, decode.num_routed) == ({"prefill": 1}, {"decode": 1})
 
 

@@ -244,6 +244,22 @@ def test_what_a_sequence_holds_counts_landings_and_not_those_that_wait() -> None
     assert measured_rates(history, config(), 64, 400.0, True).blocks_per_sequence == pytest.approx(20.0)
 
 
+def test_rates_of_late_count_more() -> None:
+    history = history_of(
+        config(),
+        lambda at: (
+            [prefilling(prefill_tok_s=4000.0 if at < 250 else 8000.0, num_backlog_tokens=9)],
+            Demand(),
+        ),
+    )
+    # Of the last 300 s, 150 at each rate, weighted by exp(-age / 150 s).
+    old, late = math.exp(-1) - math.exp(-2), 1 - math.exp(-1)
+    expected = (4000 * old + 8000 * late) / (old + late)
+    assert measured_rates(history, config(), 64, 400.0, True).prefill_tok_s == pytest.approx(
+        expected, rel=0.01
+    )
+
+
 def test_old_figures_of_a_replica_are_none() -> None:
     history = history_of(config(), lambda at: ([prefilling(age_s=60.0)], Demand()))
     assert measured_rates(history, config(), 64, 400.0, True).prefill_tok_s == 0.0

@@ -23,6 +23,8 @@ from kvtransfer.clock import SystemClock
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 SECRET = b"0123456789abcdef0123456789abcdef"
 START_S = 240.0
+PROMPT = "".join(f"def function_{number}(x):\n    return x + {number}\n" for number in range(12))
+"""Too long to skip the prefill pool."""
 SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 
 
@@ -80,15 +82,14 @@ def test_the_rendered_application_serves(nodes: RayGroups, config: Object, tmp_p
     assert len({head, *(place[0] for place in places.values())}) == 4, "each group has its own"
     gateway = config["applications"][0]["args"]["config"]["gateway"]
     with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
-        done = client.complete(
-            "def f(x):", GenerateOptions(max_tokens=24, ignore_eos=True, seed=3), timeout_s=60
-        )
+        done = client.complete(PROMPT, GenerateOptions(max_tokens=24, ignore_eos=True, seed=3), timeout_s=60)
         assert len(done.token_ids[0]) == 24
         assert done.finished.prefill_replica.startswith("prefill-")
         assert done.finished.decode_replica.startswith("decode-")
-    port = config["http_options"]["port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/healthz", timeout=10) as reply:
-        assert b"success" in reply.read(), "what KubeRay asks of the head"
+    url = f"http://127.0.0.1:{config['http_options']['port']}/-/healthz"
+    nodes.until(
+        lambda: "success" in text_of(url), 60, lambda: f"KubeRay finds the head ready: {text_of(url)}"
+    )
 
 
 def test_operators_scale_a_pool_into_a_new_pod(nodes: RayGroups, config: Object) -> None:
@@ -119,6 +120,14 @@ def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: O
     assert replica_ids(nodes) == before
 
 
+def text_of(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return str(reply.read().decode())
+    except OSError as error:
+        return str(error)
+
+
 def replica_ids(nodes: RayGroups) -> set[str]:
     deployments = nodes.ask("/api/serve/applications/")["applications"]["tandem"]["deployments"]
     return {replica["replica_id"] for each in deployments.values() for replica in each["replicas"]}
@@ -136,7 +145,7 @@ def test_a_pod_that_ends_hands_over_first(nodes: RayGroups, config: Object) -> N
         with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
             while not stop.is_set():
                 options = GenerateOptions(max_tokens=256, ignore_eos=True)
-                done = client.complete("def f(x):", options, timeout_s=120)
+                done = client.complete(PROMPT, options, timeout_s=120)
                 lengths.append(len(done.token_ids[0]))
         return lengths
 

@@ -257,7 +257,7 @@ class ScriptedReplica:
             num_moved_bytes=4096,
             num_bad_pieces=0,
             transport="shm",
-            transfer_gb_s=2.5,
+            transfer_gb_s=4096 / 0.5 / 1e9,
             times=StageTimes(transfer_start=5.0, transfer_end=5.5, joined=5.5),
             first_index=min(next_index.values()) if next_index else 1,
         )

@@ -23,6 +23,8 @@ from serving import environment, free_port
 from kvtransfer.clock import SystemClock
 
 TOKEN = "the-token-of-the-test-cluster"
+_IS_UP = "To terminate the Ray runtime"
+_START_S = 120.0
 
 
 class RayGroups:
@@ -37,7 +39,7 @@ class RayGroups:
         self._dashboard_port = free_port()
 
     def start(self, group: str) -> None:
-        """One node of it."""
+        """One node of it; returns when it is up, since two at once get in each other's way on one host."""
         given = self._group(group)
         parameters = {
             **given["rayStartParams"],
@@ -60,10 +62,16 @@ class RayGroups:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         command += ["--head"] if group == "headgroup" else []
         command += [f"--{name}={value}" for name, value in parameters.items()]
-        with (self._folder / f"ray-{len(self._processes)}.log").open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(command, env=self._environment(variables), stdout=log, stderr=log)
-            )
+        file = self._folder / f"ray-{len(self._processes)}.log"
+        with file.open("wb") as log:
+            process = subprocess.Popen(command, env=self._environment(variables), stdout=log, stderr=log)
+        self._processes.append(process)
+        self.until(
+            lambda: _IS_UP in file.read_text() or process.poll() is not None,
+            _START_S,
+            lambda: f"a node of {group} is up",
+        )
+        assert process.poll() is None, self.logs()
 
     def ask(self, path: str, body: Any = None, method: str = "GET") -> Any:
         """What the dashboard answers; None while it does not."""

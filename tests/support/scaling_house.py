@@ -9,7 +9,7 @@ import numpy as np
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.history import Demand, History, PoolView, ReplicaSample, Sample
-from cluster.scaling.policy import history_span_s
+from cluster.scaling.policy import Plan, decide, history_span_s
 from cluster.scaling.simulated import Arrival
 
 PREFILL_TOK_S = 8000.0
@@ -115,3 +115,42 @@ def poisson(
 def evenly(per_s: float, seconds: float, prompt_tokens: int, output_tokens: int) -> list[Arrival]:
     """Arrivals at equal distances."""
     return [Arrival(n / per_s, prompt_tokens, output_tokens) for n in range(int(per_s * seconds))]
+
+
+# ------------------------------------------------------------------------------------ single decisions
+
+NOW = 400.0
+NOTHING = Demand()
+PROMPTS = demand(40, output_tokens=1)
+"""20 requests/s of 2000 tokens, with one token of output: nothing to decode."""
+BUSY = {"num_running": 40, "num_free_blocks": 600}
+
+
+def decided(
+    replicas: Sequence[ReplicaSample] | Callable[[float], Sequence[ReplicaSample]],
+    pools: Sequence[PoolView],
+    asked: Demand = NOTHING,
+    settings: ScalingConfig | None = None,
+    now: float = NOW,
+) -> Plan:
+    """The plan after 400 s in which the replicas looked like this and so much was asked every 2 s."""
+    settings = settings or config()
+    desired = {view.name: view.desired for view in pools}
+    history = history_of(
+        settings, lambda at: (replicas(at) if callable(replicas) else replicas, asked), desired=desired
+    )
+    plan = decide(history, settings, pools, now)
+    assert decide(history, settings, pools, now) == plan  # the same again: it keeps nothing
+    return plan
+
+
+def counts(plan: Plan) -> dict[str, tuple[int, int]]:
+    return {move.pool: (move.before, move.after) for move in plan.moves}
+
+
+PAIR = (pool("prefill"), pool("decode"))
+RESTING = (prefilling(), decoding(num_running=1))
+
+
+def queueing(backlog: int, **load: Any) -> ReplicaSample:
+    return prefilling(num_running=1, num_waiting=8, num_backlog_tokens=backlog, **load)

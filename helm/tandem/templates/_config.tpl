@@ -9,7 +9,8 @@ http_options:
 applications:
   - name: {{ .Values.app }}
     import_path: cluster.declared:build
-    route_prefix: null
+    # Nothing is served there: without any route Serve's proxies call themselves unready, and KubeRay asks them.
+    route_prefix: /{{ .Values.app }}
     external_scaler_enabled: true
     args:
       secret_file: /tandem/secrets/cluster/secret

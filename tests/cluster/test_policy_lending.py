@@ -1,0 +1,152 @@
+"""Single decisions: who plays the other role, and who goes home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scaling_house import (
+    BUSY,
+    NOW,
+    PAIR,
+    config,
+    counts,
+    decided,
+    decoding,
+    demand,
+    pool,
+    prefilling,
+    queueing,
+)
+
+from cluster.scaling.history import PoolView, ReplicaSample
+from cluster.scaling.policy import Lend, Recall
+
+# -------------------------------------------------------------------------------------------- lending
+
+LENDING = config(lend_roles=True, autoscale=False)
+FULL = {"num_running": 30, "num_landings": 4, "num_waiting_landings": 4, "num_free_blocks": 20}
+IDLE_PAIR = (prefilling(0), prefilling(1), decoding(0, **FULL))
+TWO_ONE = (pool("prefill", 2), pool("decode"))
+
+
+def test_an_idle_prefill_replica_decodes_where_decode_is_short() -> None:
+    plan = decided(IDLE_PAIR, TWO_ONE, settings=LENDING)
+    (lend,) = plan.lends
+    assert isinstance(lend, Lend)
+    assert (lend.replica_id, lend.pool, lend.role) == ("prefill-0", "prefill", "decode")
+    assert "idle for 20 s, while decode is short: 4 prompts wait for KV room" in lend.reason
+    assert plan.moves == ()
+
+
+def test_an_idle_decode_replica_computes_prompts_where_prefill_is_short() -> None:
+    replicas = (queueing(100_000), decoding(0), decoding(1))
+    (lend,) = decided(replicas, (pool("prefill"), pool("decode", 2)), settings=LENDING).lends
+    assert isinstance(lend, Lend)
+    assert (lend.replica_id, lend.role) == ("decode-0", "prefill")
+
+
+def test_the_last_replica_of_a_role_is_not_lent() -> None:
+    assert decided((prefilling(0), decoding(0, **FULL)), PAIR, settings=LENDING).lends == ()
+
+
+def test_nobody_is_lent_without_leave() -> None:
+    assert decided(IDLE_PAIR, TWO_ONE, settings=config(autoscale=False)).lends == ()
+    pinned = (pool("prefill", 2, is_pinned=True), pool("decode"))
+    assert decided(IDLE_PAIR, pinned, settings=LENDING).lends == ()
+
+
+def test_who_worked_lately_is_not_lent() -> None:
+    def replicas(at: float) -> Sequence[ReplicaSample]:
+        busy = {"num_running": int(at == NOW - 18)}
+        return prefilling(0, **busy), prefilling(1, **busy), decoding(0, **FULL)
+
+    assert decided(replicas, TWO_ONE, settings=LENDING).lends == ()
+
+
+def test_a_moment_of_shortage_lends_nobody() -> None:
+    def replicas(at: float) -> Sequence[ReplicaSample]:
+        return prefilling(0), prefilling(1), decoding(0, **(FULL if at >= NOW - 16 else {}))
+
+    assert decided(replicas, TWO_ONE, settings=LENDING).lends == ()
+
+
+def test_whom_the_demand_at_home_needs_is_not_lent() -> None:
+    # 5 requests/s of 2000 tokens keep two busy over 60 %, even if they were idle at each look.
+    assert decided(IDLE_PAIR, TWO_ONE, demand(10, output_tokens=1), LENDING).lends == ()
+
+
+def test_one_is_lent_at_a_time() -> None:
+    replicas = (prefilling(0, role="decode", **FULL), prefilling(1), prefilling(2), decoding(0, **FULL))
+    for ago_s, lends in ((19.0, 0), (20.0, 1)):
+        views = (pool("prefill", 3, lent=(("prefill-0", NOW - ago_s),)), pool("decode"))
+        plan = decided(replicas, views, settings=LENDING)
+        assert [type(each) for each in plan.lends] == [Lend] * lends
+
+
+LENT = (pool("prefill", 2, lent=(("prefill-0", 100.0),)), pool("decode"))
+
+
+def recalled(replicas: Sequence[ReplicaSample], views: Sequence[PoolView] = LENT, **settings: Any) -> str:
+    """Why prefill-0 is called back; "": it is not."""
+    plan = decided(replicas, views, settings=LENDING.model_copy(update=settings))
+    assert all(isinstance(each, Recall) for each in plan.lends)
+    assert {each.replica_id for each in plan.lends} <= {"prefill-0"}
+    return plan.lends[0].reason if plan.lends else ""
+
+
+BORROWED = prefilling(0, role="decode", **BUSY)
+
+
+def test_who_is_lent_stays_while_it_is_needed_there() -> None:
+    assert recalled((BORROWED, prefilling(1), decoding(0, **BUSY))) == ""
+
+
+def test_a_queue_at_home_calls_it_back() -> None:
+    assert recalled((BORROWED, queueing(100_000), decoding(0, **BUSY))).startswith("prefill needs it: 100000")
+
+
+def test_who_is_idle_there_goes_home() -> None:
+    idle = prefilling(0, role="decode")
+    assert recalled((idle, prefilling(1), decoding(0, **BUSY))) == "idle for 20 s as decode"
+    for ago_s, reason in ((19.0, ""), (20.0, "idle for 20 s as decode")):
+        views = (pool("prefill", 2, lent=(("prefill-0", NOW - ago_s),)), pool("decode"))
+        assert recalled((idle, prefilling(1), decoding(0, **BUSY)), views) == reason
+
+
+def test_who_can_be_spared_there_goes_home() -> None:
+    light = {"num_running": 1, "num_free_blocks": 950}
+    replicas = (prefilling(0, role="decode", **light), prefilling(1), decoding(0, **light))
+    assert "room for one replica less" in recalled(replicas)
+
+
+def test_whom_the_demand_there_needs_stays() -> None:
+    # 2 requests/s of 200 tokens are more than the 140 tok/s of one, however few are seen at a moment.
+    light = {"num_running": 1, "num_free_blocks": 950}
+    replicas = (prefilling(0, role="decode", **light), prefilling(1), decoding(0, **light))
+    plan = decided(replicas, LENT, demand(4, prompt_tokens=1), LENDING)
+    assert plan.lends == ()
+
+
+def test_operators_and_settings_call_it_back() -> None:
+    there = (BORROWED, prefilling(1), decoding(0, **BUSY))
+    assert recalled(there, lend_roles=False) == "lending is switched off"
+    pinned = (LENT[0]._replace(is_pinned=True), LENT[1])
+    assert recalled(there, pinned) == "an operator chose the pool's count"
+
+
+def test_a_lent_replica_counts_where_it_works() -> None:
+    """Decode has the borrowed one, so it needs no other; prefill grows only beyond those it can call back."""
+    settings = config(lend_roles=True)
+    replicas = (BORROWED, queueing(100_000), decoding(0, **BUSY))
+    plan = decided(replicas, LENT, demand(1), settings)
+    assert [each.replica_id for each in plan.lends] == ["prefill-0"]
+    assert plan.moves == ()
+
+
+def test_what_decode_has_borrowed_it_need_not_grow_by() -> None:
+    # 3 * 134 sequences on two replicas, one of them borrowed: batches of 64 need 5, and 4 of them at home.
+    crowd = {"num_running": 64, "num_waiting": 40, "num_landings": 30, "num_free_blocks": 700}
+    replicas = (prefilling(0, role="decode", **crowd), prefilling(1), decoding(0, **crowd))
+    plan = decided(replicas, LENT, settings=config(lend_roles=True))
+    assert counts(plan) == {"decode": (1, 4)}
