@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled when first imported: doing it for all of torch at once takes longer than its download.
+# Modules are compiled when first imported, and kept: all of torch at once takes longer than its download.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
 .PHONY: help setup demo serve test test-all lint bench proto chart

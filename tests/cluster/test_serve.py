@@ -78,7 +78,7 @@ def test_both_pools_serve_and_their_path_is_measured(cluster: RunningCluster) ->
 
 
 def test_it_says_where_everything_is(cluster: RunningCluster) -> None:
-    assert set(cluster.addresses) == {"gateway", "Ray", "dashboard", "Ray token", "logs"}
+    assert set(cluster.addresses) == {"gateway", "console", "Ray", "dashboard", "Ray token", "logs"}
     assert cluster.addresses["dashboard"].startswith("http://")
 
 
