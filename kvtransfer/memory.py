@@ -50,7 +50,7 @@ class KvMemory:
     def populate(self) -> None:
         """Take all pages of the pool now: a first write to a page costs many times its copy."""
         assert self._mapping is not None
-        _populate(self._mapping, _POPULATE_WRITE, 0, self.num_bytes)
+        populate_write(self._mapping, 0, self.num_bytes)
 
     def close(self) -> None:
         """Let the memory go. It is unmapped when the last view or tensor over it is dropped: a tensor holds
@@ -78,6 +78,11 @@ def map_shared(fd: int, total_bytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def populate_write(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
+    """Take the pages of this range now; what they hold stays."""
+    _populate(mapping, _POPULATE_WRITE, offset, num_bytes)
 
 
 def populate_read(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:

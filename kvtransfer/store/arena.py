@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import StoreError
-from kvtransfer.memory import SCRATCH_BYTES, map_shared, mapping_bytes
+from kvtransfer.memory import SCRATCH_BYTES, map_shared, mapping_bytes, populate_write
 from kvtransfer.store.extents import Extents
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import (
@@ -36,6 +36,10 @@ ID_BYTES = 16
 HUGE_PAGE_BYTES = 2 << 20
 MIN_GRANULE_BYTES = 4 << 10
 MAX_GRANULE_BYTES = 1 << 20
+AHEAD_BYTES = 256 << 20
+"""So much memory is taken before records need it, at most a quarter of the arena: the first write to a page
+takes many times as long as its bytes."""
+_STEP_BYTES = 2 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAGIC = b"tandem\x9dA"
@@ -64,6 +68,10 @@ class Arena:
         self.granule_bytes = granule_bytes
         self.num_bytes = len(mapping) - SCRATCH_BYTES  # behind it other owners' agents measure their path
         self.view = memoryview(mapping)[: self.num_bytes]
+        self._mapping: mmap.mmap | None = mapping
+        self._num_used_bytes = self._num_taken_bytes = (
+            0  # from the start: ends of all records, of pages taken
+        )
         self.is_adopted = False
         self._counts: dict[int, int] = {}  # offset of each record -> its granules
         self._extents = Extents(self.num_bytes // granule_bytes)
@@ -72,7 +80,8 @@ class Arena:
     @classmethod
     def create(cls, num_bytes: int, granule_bytes: int, huge_pages: bool) -> Arena:
         """A new, empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are asked
-        for and there are enough. Its memory is taken as it is first written. `OSError`: the host refuses."""
+        for and there are enough. Its memory is taken when first written, or by `take_pages`. `OSError`: the
+        host refuses."""
         _check_granule(granule_bytes)
         num_bytes = arena_bytes(num_bytes)
         fd, mapping = _map_new(mapping_bytes(num_bytes), huge_pages)
@@ -120,12 +129,24 @@ class Arena:
             return None
         offset = start * self.granule_bytes
         self._counts[offset] = count
+        self._num_used_bytes = max(self._num_used_bytes, offset + count * self.granule_bytes)
         return offset
 
     def free(self, offset: int) -> None:
         """Give a record's room back. Its header is gone at once, so that no scan finds it again."""
         self._erase(offset)
         self._extents.give(offset // self.granule_bytes, self._counts.pop(offset))
+
+    def take_pages(self) -> bool:
+        """Take some memory ahead of the records to come, for a millisecond or so; False when it is enough."""
+        ahead = min(AHEAD_BYTES, self.num_bytes // 4)
+        start, end = self._num_taken_bytes, min(self._num_used_bytes + ahead, self.num_bytes)
+        if self._mapping is None or end < min(start + _STEP_BYTES, self.num_bytes) or start == self.num_bytes:
+            return False
+        num_bytes = min(_STEP_BYTES, self.num_bytes - start)
+        populate_write(self._mapping, start, num_bytes)
+        self._num_taken_bytes += num_bytes
+        return True
 
     def record_bytes(self, num_payload: int) -> int:
         """What a record of that payload takes of the arena: whole granules."""
@@ -179,6 +200,7 @@ class Arena:
             self.fd = -1
         self._found = []
         self.view = memoryview(bytearray())
+        self._mapping = None
 
     def check(self) -> None:
         """Assert that records and free ranges divide the arena."""
@@ -218,6 +240,7 @@ class Arena:
                 self._counts[position * granule] = count
                 self._found.append((position * granule, header))
                 position = free_from = position + count
+                self._num_used_bytes = self._num_taken_bytes = position * granule
         if total > free_from:
             self._extents.give(free_from, total - free_from)
 

@@ -56,6 +56,7 @@ class Node:
         self._announced: dict[RecordId, RecordInfo] = {}
         self._judged: list[tuple[RecordInfo, bool]] = []
         self._has_news = asyncio.Event()
+        self._is_taking_pages = False
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -77,6 +78,7 @@ class Node:
         pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
         self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
         self.loads.others = self.exchange
+        self._has_news.set()
 
     async def run(self) -> None:
         """Take in what changes, for as long as the node lives."""
@@ -85,11 +87,20 @@ class Node:
             self._has_news.clear()
             self._settle()
             self.make_room()
+            if not self._is_taking_pages:
+                self._is_taking_pages = True
+                self._spawn(self._take_pages(), "store-pages")
 
     def make_room(self) -> None:
         """Compact NVMe, if it is time."""
         if self.disk.needs_compaction:
             self._spawn(self.disk.compact(), "store-compact")
+
+    async def _take_pages(self) -> None:
+        """Memory for the records to come, a little at a time."""
+        while self.catalog.arena is not None and self.catalog.arena.take_pages():
+            await self._clock.sleep(0.0)
+        self._is_taking_pages = False
 
     def gb_s(self) -> dict[str, float]:
         """The measured rates at which records come into the host tier, by tier."""
