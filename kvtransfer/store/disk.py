@@ -57,6 +57,8 @@ class Disk:
         """What it holds is known. Never, where there is no such tier."""
         self._note = ""
         self._is_compacting = False
+        self.was_tried = asyncio.Event()
+        """It is known whether the folder can be used."""
         self._hit: set[RecordId] = set()
         """Records on NVMe that were of use since they were written there."""
 
@@ -71,11 +73,13 @@ class Disk:
                 if self._note != str(error):
                     _log.error("the NVMe tier cannot be used: %s", error)
                 self._note = str(error)
+                self.was_tried.set()
                 await self._clock.sleep(_RETRY_OPEN_S)
                 continue
             self.is_open, self._note = True, ""
             for info, ref in found:
                 self._added(info, ref)
+        self.was_tried.set()
 
     async def close(self) -> None:
         """Make everything durable. Nothing is read or written any more."""

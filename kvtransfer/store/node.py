@@ -111,6 +111,8 @@ class Node:
         self._settle()
         try:
             async with asyncio.timeout(flush_s):
+                await self.disk.was_tried.wait()  # what came before it was open is judged only then
+                self._settle()
                 await self.writes.flush()
         except TimeoutError:
             _log.warning("%d records were not written to NVMe in time", self.writes.num_waiting)

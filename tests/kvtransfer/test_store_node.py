@@ -116,3 +116,19 @@ async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -
         await session.serve()
     assert not session._fetches
     await node.release()
+
+
+async def test_what_came_before_nvme_was_open_is_written_before_the_end(tmp_path: Path) -> None:
+    disk = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 8 << 20, "segment_bytes": 1 << 20}
+    node = Node(StoreHouse(tmp_path, **disk).settings, ManualClock(), Faults(), spawn)
+    node.catalog.attach(Arena.create(2 << 20, 4096, False))
+    node.catalog.session_opened(SESSION)
+    put(node)
+    closing = spawn(node.close(60.0), "close")
+    await asyncio.sleep(0)
+    await node.open("127.0.0.1:1")
+    await closing
+    held = node.catalog.find(RecordId(SPACE, KEY, SHARD))
+    assert held is not None
+    assert held.nvme is not None
+    await node.release()
