@@ -97,8 +97,9 @@ class Node:
             self._spawn(self.disk.compact(), "store-compact")
 
     async def _take_pages(self) -> None:
-        """Memory for the records to come, a little at a time."""
-        while self.catalog.arena is not None and self.catalog.arena.take_pages():
+        """Memory for the records to come, a little at a time and while nobody waits for one."""
+        arena = self.catalog.arena
+        while arena is not None and not self.loads.num_waiting and arena.take_pages():
             await self._clock.sleep(0.0)
         self._is_taking_pages = False
 
