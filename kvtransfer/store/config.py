@@ -51,7 +51,7 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dram_gb: float = Field(default=1.0, ge=0)
-    """Host memory for KV, in 1e9 bytes, taken as it is used; 0: no store."""
+    """Host memory for KV, in 1e9 bytes, taken as it is used and a little ahead; 0: no store."""
     huge_pages: bool = True
     """Use huge pages for it where the host has any reserved."""
     nvme_path: Path | None = None
