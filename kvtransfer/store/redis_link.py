@@ -72,7 +72,7 @@ class RedisLink:
                 await cluster.initialize()
         except (*_FAILURES, ValueError, TypeError) as error:  # the last two: a URL that cannot be used
             if client is not None:
-                await client.aclose()
+                await _leave(client)
             raise IndexAwayError(str(self._away(error))) from None
         self._client = client
         self.is_cluster = isinstance(client, RedisCluster)
@@ -80,7 +80,7 @@ class RedisLink:
     async def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            await client.aclose()
+            await _leave(client)
 
     async def mget(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The values of keys of one slot. `IndexAwayError`."""
@@ -202,6 +202,14 @@ class RedisLink:
             error, redis.AuthenticationError
         )
         return IndexAwayError(note, is_late, is_refusal)
+
+
+async def _leave(client: Redis | RedisCluster) -> None:
+    """Close every connection: a cluster's client that has met an error counts itself as new, and closes none."""
+    await client.aclose()
+    if isinstance(client, RedisCluster):
+        await client.nodes_manager.aclose()
+        await client.nodes_manager.aclose("startup_nodes")
 
 
 def redacted(url: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +36,7 @@ from kvtransfer.clock import SystemClock
 from kvtransfer.errors import StoreError
 from kvtransfer.store import redis_server
 from kvtransfer.store.index import Index
-from kvtransfer.store.redis_link import redacted
+from kvtransfer.store.redis_link import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.redis_server import RedisServer, find_binary, server_password
 
 SECRET = b"a cluster's secret"
@@ -317,6 +319,26 @@ async def test_tls_that_fails_says_what_to_do(tls: int, certificates: Path, tmp_
     url = f"rediss://127.0.0.1:{plain.port}?ssl_ca_certs={certificates / 'ca.crt'}"
     await until_down(make_index(url), "does that port speak TLS?")
     plain.close()
+
+
+async def test_a_cluster_that_failed_us_is_left_with_no_connection_open(tmp_path: Path) -> None:
+    server = RawRedis(tmp_path, cluster_enabled="yes", cluster_node_timeout=2000)
+    with server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        await until(lambda: "cluster_state:ok" in str(client.execute_command("CLUSTER", "INFO"), "utf-8"))
+        link = RedisLink(server.url, timeout_s=0.3)
+        await link.connect()
+        assert link.is_cluster
+        client.execute_command("CLIENT", "PAUSE", 1000, "ALL")
+        with pytest.raises(IndexAwayError):
+            await link.mget([b"a"])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            await link.close()
+            del link
+            gc.collect()
+    assert [str(warning.message) for warning in caught if "nclosed" in str(warning.message)] == []
+    server.close()
 
 
 async def test_a_redis_cluster_is_used_as_one(tmp_path: Path) -> None:
