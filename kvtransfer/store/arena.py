@@ -36,10 +36,6 @@ ID_BYTES = 16
 HUGE_PAGE_BYTES = 2 << 20
 MIN_GRANULE_BYTES = 4 << 10
 MAX_GRANULE_BYTES = 1 << 20
-AHEAD_BYTES = 256 << 20
-"""So much memory is taken before records need it, at most a quarter of the arena: the first write to a page
-takes many times as long as its bytes."""
-_STEP_BYTES = 2 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAGIC = b"tandem\x9dA"
@@ -69,9 +65,8 @@ class Arena:
         self.num_bytes = len(mapping) - SCRATCH_BYTES  # behind it other owners' agents measure their path
         self.view = memoryview(mapping)[: self.num_bytes]
         self._mapping: mmap.mmap | None = mapping
-        self._num_used_bytes = self._num_taken_bytes = (
-            0  # from the start: ends of all records, of pages taken
-        )
+        self.num_used_bytes = 0
+        """Where the last record that there ever was ends."""
         self.is_adopted = False
         self._counts: dict[int, int] = {}  # offset of each record -> its granules
         self._extents = Extents(self.num_bytes // granule_bytes)
@@ -80,7 +75,7 @@ class Arena:
     @classmethod
     def create(cls, num_bytes: int, granule_bytes: int, huge_pages: bool) -> Arena:
         """A new, empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are asked
-        for and there are enough. Its memory is taken when first written, or by `take_pages`. `OSError`: the
+        for and there are enough. Its memory is taken when first written, or ahead (`ahead`). `OSError`: the
         host refuses."""
         _check_granule(granule_bytes)
         num_bytes = arena_bytes(num_bytes)
@@ -129,7 +124,7 @@ class Arena:
             return None
         offset = start * self.granule_bytes
         self._counts[offset] = count
-        self._num_used_bytes = max(self._num_used_bytes, offset + count * self.granule_bytes)
+        self.num_used_bytes = max(self.num_used_bytes, offset + count * self.granule_bytes)
         return offset
 
     def free(self, offset: int) -> None:
@@ -137,16 +132,10 @@ class Arena:
         self._erase(offset)
         self._extents.give(offset // self.granule_bytes, self._counts.pop(offset))
 
-    def take_pages(self) -> bool:
-        """Take some memory ahead of the records to come, for a millisecond or so; False when it is enough."""
-        ahead = min(AHEAD_BYTES, self.num_bytes // 4)
-        start, end = self._num_taken_bytes, min(self._num_used_bytes + ahead, self.num_bytes)
-        if self._mapping is None or end < min(start + _STEP_BYTES, self.num_bytes) or start == self.num_bytes:
-            return False
-        num_bytes = min(_STEP_BYTES, self.num_bytes - start)
-        populate_write(self._mapping, start, num_bytes)
-        self._num_taken_bytes += num_bytes
-        return True
+    def map_pages(self, start: int, num_bytes: int) -> None:
+        """Let this process reach memory that is taken already without a fault for each page."""
+        if self._mapping is not None:
+            populate_write(self._mapping, start, num_bytes)
 
     def record_bytes(self, num_payload: int) -> int:
         """What a record of that payload takes of the arena: whole granules."""
@@ -240,7 +229,7 @@ class Arena:
                 self._counts[position * granule] = count
                 self._found.append((position * granule, header))
                 position = free_from = position + count
-                self._num_used_bytes = self._num_taken_bytes = position * granule
+                self.num_used_bytes = position * granule
         if total > free_from:
             self._extents.give(free_from, total - free_from)
 

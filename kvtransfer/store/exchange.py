@@ -35,10 +35,11 @@ from kvtransfer.pool import HostPool
 from kvtransfer.service import TransferAgent
 from kvtransfer.store.asking import Landing, Link, Wanted, open_link
 from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.doors import Spawn
 from kvtransfer.store.messages import OwnerHello, RecordId
 from kvtransfer.store.meter import RateMeter
 from kvtransfer.store.record import image_bytes
-from kvtransfer.store.sending import Lender, Lent, Sender, Spawn, granule_layout
+from kvtransfer.store.sending import Lender, Lent, Sender, granule_layout
 from kvtransfer.store.streams import FrameStream
 
 __all__ = ["Exchange", "ExchangeRoom", "ExchangeStat", "Lent", "Wanted", "arena_pool"]

@@ -29,8 +29,9 @@ from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
 
 OFFER_WAIT_S = 1.0
 """A rank without an arena waits for so long after the owner's start: another one may offer what it has."""
-LONELY_WAIT_S = 10.0
-"""An owner to whom no rank comes makes an arena then, to serve other nodes and administrators."""
+LONELY_WAIT_S = 2.0
+"""An owner to whom no rank comes makes an arena then: for other nodes, for administrators, and to have memory
+for the first request. A rank that has one comes sooner (`client`)."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -47,14 +48,15 @@ class MappedRank:
 
 
 class Hall:
-    """The arena's life. `on_arena(arena)` is called once, `on_left(rank)` when a rank's connection ended."""
+    """The arena's life. `on_arena(arena, is_awaited)` is called once, with whether a rank waits for it or has
+    it; `on_left(rank)` when a rank's connection ended."""
 
     def __init__(
         self,
         settings: StoreSettings,
         clock: Clock,
         offer_wait_s: float,
-        on_arena: Callable[[Arena], None],
+        on_arena: Callable[[Arena, bool], None],
         on_left: Callable[[MappedRank], None],
     ) -> None:
         self._settings = settings
@@ -81,7 +83,7 @@ class Hall:
         await self._clock.sleep(LONELY_WAIT_S)
         if self.arena is None:
             try:
-                self._create()
+                self._create(is_awaited=False)
             except StoreError as error:
                 _log.error("the node has no host tier: %s", error)
 
@@ -124,26 +126,26 @@ class Hall:
             arena.close()
             return
         _log.info("the arena of before is taken over from rank %d", hello.rank)
-        self._take(arena)
+        self._take(arena, is_awaited=True)
 
     async def _decided(self) -> Arena:
         waiting_s = self._started_at + self._offer_wait_s - self._clock.now()
         if waiting_s > 0:
             await self._clock.sleep(waiting_s)
-        return self.arena or self._create()
+        return self.arena or self._create(is_awaited=True)
 
-    def _create(self) -> Arena:
+    def _create(self, is_awaited: bool) -> Arena:
         settings = self._settings
         try:
             arena = Arena.create(settings.dram_bytes, settings.granule_bytes, settings.huge_pages)
         except OSError as error:
             raise StoreError(f"{settings.dram_bytes} bytes of shared memory are refused: {error}") from error
-        self._take(arena)
+        self._take(arena, is_awaited)
         return arena
 
-    def _take(self, arena: Arena) -> None:
+    def _take(self, arena: Arena, is_awaited: bool) -> None:
         self.arena = arena
-        self._on_arena(arena)
+        self._on_arena(arena, is_awaited)
 
 
 def _process_of(sock: socket.socket) -> int:

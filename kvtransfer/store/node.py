@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from kvtransfer.clock import Clock
 from kvtransfer.faults import Faults
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.store.ahead import PagesAhead
 from kvtransfer.store.arena import Arena
 from kvtransfer.store.books import Purged
 from kvtransfer.store.catalog import Catalog
@@ -56,7 +57,7 @@ class Node:
         self._announced: dict[RecordId, RecordInfo] = {}
         self._judged: list[tuple[RecordInfo, bool]] = []
         self._has_news = asyncio.Event()
-        self._is_taking_pages = False
+        self._ahead: PagesAhead | None = None
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -72,9 +73,12 @@ class Node:
         self._judged = [(info, True) for info in reversed(kept)]
         self._has_news.set()
 
-    def attach(self, arena: Arena) -> None:
-        """The host tier is this from now on; other nodes' records can come into it."""
+    def attach(self, arena: Arena, is_awaited: bool) -> None:
+        """The host tier is this from now on; other nodes' records can come into it. While no rank waits for
+        it, nobody computes whom it would slow down to take memory at once."""
         self.catalog.attach(arena)
+        self._ahead = PagesAhead(arena, self._spawn, self._clock)
+        self._ahead.top_up(at_once=not is_awaited)
         pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
         self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
         self.loads.others = self.exchange
@@ -87,21 +91,13 @@ class Node:
             self._has_news.clear()
             self._settle()
             self.make_room()
-            if not self._is_taking_pages:
-                self._is_taking_pages = True
-                self._spawn(self._take_pages(), "store-pages")
+            if self._ahead is not None:
+                self._ahead.top_up()
 
     def make_room(self) -> None:
         """Compact NVMe, if it is time."""
         if self.disk.needs_compaction:
             self._spawn(self.disk.compact(), "store-compact")
-
-    async def _take_pages(self) -> None:
-        """Memory for the records to come, a little at a time and while nobody waits for one."""
-        arena = self.catalog.arena
-        while arena is not None and not self.loads.num_waiting and arena.take_pages():
-            await self._clock.sleep(0.0)
-        self._is_taking_pages = False
 
     def gb_s(self) -> dict[str, float]:
         """The measured rates at which records come into the host tier, by tier."""

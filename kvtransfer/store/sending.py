@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.secret import draw_id
 from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.doors import Spawn
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -59,8 +60,6 @@ _CHUNKS_AHEAD = 2
 """Chunks that are lent at most: one moves while the next is read from NVMe."""
 
 _log = logging.getLogger("tandem.store")
-
-Spawn = Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"]
 
 
 class Lent(NamedTuple):

@@ -349,28 +349,3 @@ def test_a_closed_arena_gives_its_descriptor_back() -> None:
     arena.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-
-
-def test_memory_is_taken_a_quarter_of_the_arena_ahead_of_the_records() -> None:
-    arena = Arena.create(64 << 20, 1 << 20, huge_pages=False)
-    kept = put(arena, 7)
-
-    def taken_mib() -> float:
-        while arena.take_pages():
-            pass
-        return os.fstat(arena.fd).st_blocks * 512 / (1 << 20)
-
-    assert 14 <= taken_mib() <= 18
-    for number in range(8, 38):
-        put(arena, number, 900_000)
-    before = os.fstat(arena.fd).st_blocks
-    assert 46 <= taken_mib() <= 50
-    assert os.fstat(arena.fd).st_blocks > before
-    assert arena.payload(kept, 5000) == bytes([7]) * 5000
-    again = adopted(arena)
-    assert len(list(again.scan())) == 31
-    while again.take_pages():
-        pass
-    assert 46 <= os.fstat(again.fd).st_blocks * 512 / (1 << 20) <= 50
-    again.close()
-    arena.close()
