@@ -205,7 +205,7 @@ class RedisLink:
 
 
 async def _leave(client: Redis | RedisCluster) -> None:
-    """Close every connection: a cluster's client that has met an error counts itself as new, and closes none."""
+    """Close every connection: a cluster's client that has met an error counts itself as new."""
     await client.aclose()
     if isinstance(client, RedisCluster):
         await client.nodes_manager.aclose()
