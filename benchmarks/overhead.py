@@ -34,10 +34,10 @@ import torch
 from cluster.client import Client, GenerateOptions
 from cluster.config import parse_config
 from cluster.gateway.server import Gateway
-from cluster.messages import ReplicaRecord, RosterView
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster import LocalRoster
-from cluster.roster_wire import VIEW_CODEC
+from cluster.roster.messages import ReplicaRecord, RosterView
+from cluster.roster.roster import LocalRoster
+from cluster.roster.wire import VIEW_CODEC
 from kvtransfer.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.keys import block_keys

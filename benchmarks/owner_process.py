@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtransfer.store.config import StoreSettings
-from kvtransfer.store.owner import SPEC_CODEC, OwnerSpec
+from kvtransfer.store.node.owner import SPEC_CODEC, OwnerSpec
 
 
 def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
@@ -31,7 +31,7 @@ def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
 def running_owner(settings: StoreSettings) -> Iterator[str]:
     """The owner's address, while it runs; at the end it flushes and leaves."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvtransfer.store.owner"],
+        [sys.executable, "-m", "kvtransfer.store.node.owner"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

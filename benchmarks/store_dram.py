@@ -35,8 +35,7 @@ from kvtransfer.messages import Shard, TransferSettings
 from kvtransfer.pool import HostPool
 from kvtransfer.runs import Place, copy_runs
 from kvtransfer.secret import draw_id, draw_secret
-from kvtransfer.store.arena import Arena
-from kvtransfer.store.hands import StoreHands
+from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HEADER_BYTES,
@@ -51,6 +50,7 @@ from kvtransfer.store.messages import (
     StoreRead,
     StoreReport,
 )
+from kvtransfer.store.ranks.hands import StoreHands
 from kvtransfer.traffic import TrafficGovernor
 
 BLOCK_BYTES = (256 << 10, 1 << 20, 7 << 20)

@@ -27,10 +27,10 @@ from kvtransfer.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.secret import draw_secret
 from kvtransfer.store.config import StoreSettings
-from kvtransfer.store.index import Index
-from kvtransfer.store.index_values import key_prefix
+from kvtransfer.store.index.index import Index
+from kvtransfer.store.index.redis_server import RedisServer
+from kvtransfer.store.index.values import key_prefix
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.redis_server import RedisServer
 
 SPACE = b"bench---"
 SHARDS = (Shard(0, 16, 0, 8), Shard(16, 28, 0, 8))

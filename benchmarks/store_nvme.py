@@ -32,7 +32,7 @@ from kvtransfer.faults import Faults
 from kvtransfer.messages import Shard
 from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.nvme import NvmeRef, NvmeTier
+from kvtransfer.store.nvme.log import NvmeRef, NvmeTier
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 RECORD_BYTES = (64 << 10, 1 << 20, 4 << 20)

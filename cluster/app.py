@@ -21,20 +21,20 @@ from ray import serve
 from cluster.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.config import ClusterConfig
 from cluster.gateway.server import Gateway
-from cluster.messages import GatewayRecord, ReplicaRecord
 from cluster.observe.export import ray_board
 from cluster.observe.gateway_metrics import GatewayMetrics
 from cluster.observe.logs import log_to_stderr
 from cluster.observe.replica_metrics import ReplicaMetrics
 from cluster.rank_actors import RayRankLauncher, node_host, only
-from cluster.rolling import gateway_version, pool_version, with_replicas
-from cluster.roster import keep_registered
-from cluster.roster_actor import find_roster, open_roster
+from cluster.rollout.rolling import gateway_version, pool_version, with_replicas
+from cluster.roster.actor import find_roster, open_roster
+from cluster.roster.messages import GatewayRecord, ReplicaRecord
+from cluster.roster.roster import keep_registered
 from cluster.scaling.actor import ScalerReports, dashboard_url
 from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, deployment_name
 from cluster.scaling.roles import role_of
-from cluster.store_actors import keep_store, own_store_name
-from cluster.stores import draw_life, resolve_dtype
+from cluster.stores.actors import keep_store, own_store_name
+from cluster.stores.settings import draw_life, resolve_dtype
 from cluster.web.orders import Operations
 from kvtransfer.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
@@ -67,7 +67,7 @@ def build_application(
     `life` is that of the application where it is not a new one; `counts` go before the file's replicas.
 
     Deployed over a running one, Serve replaces the replicas of those deployments whose version differs, one
-    after the other (`cluster.rolling`).
+    after the other (`cluster.rollout.rolling`).
     """
     config_json, life = config.model_dump_json(), life or draw_life()
     mark = f"{round(SystemClock().wall() * 1000):015d}"

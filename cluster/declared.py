@@ -18,7 +18,7 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
 from cluster.gateway.text import ModelText
 from cluster.secret_files import read_cluster_secret, read_redis_url
-from cluster.stores import NODE_ID_CHARS, check_redis_url
+from cluster.stores.settings import NODE_ID_CHARS, check_redis_url
 from workers.model.config import read_model_config
 
 _KEYS = ("config", "secret_file", "redis_url_file")

@@ -25,18 +25,18 @@ from ray.serve.schema import ApplicationStatusOverview
 from cluster.app import build_application
 from cluster.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
 from cluster.config import ClusterConfig
-from cluster.deployed import Deployed, forget, remember
 from cluster.errors import ConfigError, StartError
 from cluster.gateway.text import ModelText
-from cluster.index_server import IndexServer
 from cluster.observe.tracing import check_tracing
 from cluster.rank_actors import node_host
-from cluster.roster_actor import read_roster, start_roster, stop_roster
+from cluster.rollout.deployed import Deployed, forget, remember
+from cluster.roster.actor import read_roster, start_roster, stop_roster
 from cluster.scaling.actor import stop_scaler
 from cluster.scaling.lever import deployment_name
 from cluster.secret_files import read_cluster_secret
-from cluster.store_actors import stop_stores
-from cluster.stores import check_redis_url, check_store, draw_life
+from cluster.stores.actors import stop_stores
+from cluster.stores.index_server import IndexServer
+from cluster.stores.settings import check_redis_url, check_store, draw_life
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.secret import draw_secret

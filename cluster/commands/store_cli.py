@@ -9,7 +9,7 @@ import typer
 from cluster.commands import store_commands
 from cluster.commands.store_commands import Selection
 from cluster.commands.terminal import DEFAULT_ADDRESS, Address, AsJson, Timeout, out, run
-from cluster.store_admin import DEFAULT_LIMIT, MAX_LIMIT
+from cluster.stores.admin import DEFAULT_LIMIT, MAX_LIMIT
 
 cli = typer.Typer(no_args_is_help=True, help="The tiered store of every node: list, measure, verify, purge.")
 

@@ -23,8 +23,8 @@ def traffic(
 
     Without shares, show those that hold. `tandem traffic tandem=100` takes all back.
     """
-    from cluster.shares import parse_shares, read_shares, set_shares  # here: they need Ray
-    from cluster.update import connect
+    from cluster.rollout.shares import parse_shares, read_shares, set_shares  # here: they need Ray
+    from cluster.rollout.update import connect
 
     try:
         wanted = parse_shares(shares) if shares else {}

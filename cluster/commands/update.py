@@ -18,8 +18,8 @@ from cluster.config import load_config
 from kvtransfer.clock import SystemClock
 
 if TYPE_CHECKING:
-    from cluster.rolling import Roll
-    from cluster.update import UpdatePlan
+    from cluster.rollout.rolling import Roll
+    from cluster.rollout.update import UpdatePlan
 
 _GATEWAYS = "gateways"
 
@@ -33,7 +33,7 @@ def update(
     as_json: AsJson = False,
 ) -> None:
     """Give a running application the settings of FILE; replicas that they concern are replaced one by one."""
-    from cluster.update import Update, connect  # here: it needs Ray
+    from cluster.rollout.update import Update, connect  # here: it needs Ray
 
     config = load_config(file)
     if model is not None:

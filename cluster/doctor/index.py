@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from cluster.doctor.case import Case, Check
 from cluster.doctor.findings import Figures, Verdict, error, note, ok, warning
 from cluster.errors import ConfigError
-from cluster.stores import check_redis_url
+from cluster.stores.settings import check_redis_url
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
-from kvtransfer.store.redis_link import IndexAwayError, RedisLink, redacted
-from kvtransfer.store.redis_server import find_binary
+from kvtransfer.store.index.redis_link import IndexAwayError, RedisLink, redacted
+from kvtransfer.store.index.redis_server import find_binary
 
 GROUP = "Redis"
 _TIMEOUT_S = 5.0

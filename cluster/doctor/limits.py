@@ -9,7 +9,7 @@ from cluster.doctor.findings import Figures, Verdict, error, gb, note, ok, warni
 from cluster.doctor.machine import read
 from cluster.doctor.needs import RAY_BYTES, Needs, PoolNeed
 from cluster.doctor.network import LOOPBACK
-from kvtransfer.store.arena import HUGE_PAGE_BYTES
+from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 
 GROUP = "limits and memory"
 _RAY_RAISES_TO = 65536

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.stores import resolve_dtype
+from cluster.stores.settings import resolve_dtype
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import mapping_bytes
 from kvtransfer.messages import Shard
-from kvtransfer.store.segments import MAX_IDLE_FILES
+from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.config import ModelConfig, read_header, read_model_config, weight_files
 from workers.model.split import kv_heads, part
 

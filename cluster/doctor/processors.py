@@ -10,7 +10,7 @@ from cluster.config import PoolConfig
 from cluster.doctor.case import Case, Check
 from cluster.doctor.findings import Figures, Verdict, note, ok, warning
 from cluster.doctor.machine import Machine, read
-from cluster.stores import resolve_dtype
+from cluster.stores.settings import resolve_dtype
 
 GROUP = "processors"
 _ARM_FLAGS = "asimd"

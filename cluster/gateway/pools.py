@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.gateway.replicas import ReplicaLinks, ReplicaView
-from cluster.messages import RosterView
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import RosterView
 
 
 def pools_of(config: ClusterConfig, links: ReplicaLinks) -> list[pb.Pool]:

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from cluster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
-from cluster.roster import RosterClient
+from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
+from cluster.roster.roster import RosterClient
 from kvtransfer.clock import Clock
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import (

@@ -17,7 +17,7 @@ from cluster.gateway.pools import moves_of, pools_of
 from cluster.gateway.replicas import ReplicaLinks, ReplicaView
 from cluster.observe.meters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
-from cluster.store_admin import StoreAdmin
+from cluster.stores.admin import StoreAdmin
 from kvtransfer.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision

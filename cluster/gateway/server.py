@@ -27,8 +27,8 @@ from cluster.observe.meters import GatewayMeters
 from cluster.observe.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
-from cluster.roster import RosterClient
-from cluster.store_admin import StoreAdmin
+from cluster.roster.roster import RosterClient
+from cluster.stores.admin import StoreAdmin
 from cluster.web.orders import Operations
 from cluster.web.server import open_console
 from kvtransfer.clock import Clock

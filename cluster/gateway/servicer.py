@@ -15,7 +15,7 @@ from cluster.gateway.traffic import TrafficRelay
 from cluster.gateway.validation import check_detokenize, check_tokenize
 from cluster.observe.ended import Caller
 from cluster.proto import tandem_pb2 as pb
-from cluster.store_admin import StoreAdmin
+from cluster.stores.admin import StoreAdmin
 from kvtransfer.faults import Faults
 
 Context = Any

@@ -18,12 +18,12 @@ import grpc.aio
 
 from cluster.errors import UnavailableError, to_grpc_status
 from cluster.gateway.replicas import ReplicaLinks
-from cluster.messages import GatewayRecord
 from cluster.observe.ended import RelayedRequest
 from cluster.options import APPLICATION_KEY
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
-from cluster.roster import RosterClient
+from cluster.roster.messages import GatewayRecord
+from cluster.roster.roster import RosterClient
 from kvtransfer.clock import Clock
 from kvtransfer.secret import draw_id
 

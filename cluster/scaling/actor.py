@@ -23,7 +23,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
 from cluster.observe.logs import log_to_stderr
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster_actor import NAMESPACE, open_roster
+from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.scaling.lever import Lever
 from cluster.scaling.scaler import Scaler
 from kvtransfer.clock import SystemClock

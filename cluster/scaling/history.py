@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cluster.messages import ScalingMove
+from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import PoolLimits
 
 _DEFAULT_START_S = 30.0

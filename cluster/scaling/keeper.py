@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.messages import RosterView, ScalingMove
+from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.lever import AppTargets, PoolTarget
 
 SETTLE_S = 5.0

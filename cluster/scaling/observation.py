@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig
-from cluster.messages import RosterView
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import RosterView
 from cluster.scaling.history import Demand, DemandMeter, PoolView, ReplicaSample, Sample, last_changes
 from cluster.scaling.roles import RoleBook
 

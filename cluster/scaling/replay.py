@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from cluster.errors import BenchError
-from cluster.messages import ScalingMove
+from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.history import History, PoolView, Sample, last_changes
 from cluster.scaling.plan import Lend, Plan, PoolMove

@@ -11,7 +11,7 @@ whoever grants, and tell since when a lease holds.
 
 from __future__ import annotations
 
-from cluster.messages import ReplicaRecord, RoleLease, RosterView
+from cluster.roster.messages import ReplicaRecord, RoleLease, RosterView
 from kvtransfer.messages import ReplicaIdentity
 
 _MS = 1000

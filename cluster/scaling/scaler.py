@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardError, RosterAwayError
-from cluster.messages import RoleLease, RosterView, ScalingMove
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster import ScalingRoster
+from cluster.roster.messages import RoleLease, RosterView, ScalingMove
+from cluster.roster.roster import ScalingRoster
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.history import History, PoolView
 from cluster.scaling.keeper import (

@@ -16,7 +16,7 @@ from cluster.gateway.desk import Desk, RequestRecord
 from cluster.gateway.reports import Reporter
 from cluster.observe.meters import CURVE_S
 from cluster.proto import tandem_pb2 as pb
-from cluster.store_admin import STAT_S, StoreAdmin
+from cluster.stores.admin import STAT_S, StoreAdmin
 from cluster.web.orders import Operations
 from kvtransfer.clock import Clock
 

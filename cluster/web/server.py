@@ -14,7 +14,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.desk import Desk
 from cluster.gateway.reports import Reporter
-from cluster.store_admin import StoreAdmin
+from cluster.stores.admin import StoreAdmin
 from cluster.web.api import ConsoleApi
 from cluster.web.guard import HEADERS, MAX_BODY_BYTES, bearer_token, refused_host, refused_order
 from cluster.web.orders import Answer, Operations, Order, Orders, ReleaseOrder, ScaleOrder

@@ -18,7 +18,7 @@ import msgspec
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
 from kvtransfer.store.admission import Admission
-from kvtransfer.store.chain import ChainKey, ChainLru
+from kvtransfer.store.dram.chain import ChainKey, ChainLru
 from kvtransfer.store.messages import RecordId, RecordInfo
 
 TRACE_BLOCK_TOKENS = 512

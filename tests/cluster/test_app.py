@@ -13,7 +13,7 @@ from cluster.config import PoolConfig, default_config
 from cluster.errors import ConfigError, StartError
 from cluster.scaling.lever import deployment_name
 from cluster.serve import check_hosts, check_reachable
-from cluster.stores import resolve_dtype
+from cluster.stores.settings import resolve_dtype
 from workers.model.random_checkpoint import write_random_checkpoint
 
 

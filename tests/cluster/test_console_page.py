@@ -14,7 +14,7 @@ from gateway_model import PROMPT
 from selenium.webdriver.common.keys import Keys
 
 from cluster.client import GenerateOptions
-from cluster.messages import GatewayRecord
+from cluster.roster.messages import GatewayRecord
 from workers.messages import PathMeasure
 
 pytestmark = pytest.mark.slow

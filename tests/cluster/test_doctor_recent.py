@@ -17,9 +17,9 @@ from cluster.doctor.findings import Severity
 from cluster.doctor.live import Expected, look
 from cluster.doctor.recent import MAX_AGE_S, Lately, percentile
 from cluster.gateway.actions import JourneyPlan, SampleResult, SampleStart, Summary
-from cluster.messages import GatewayRecord
 from cluster.observe.ended import Caller, EndedRequest
 from cluster.options import GenerateOptions
+from cluster.roster.messages import GatewayRecord
 from kvtransfer.clock import ManualClock, SystemClock
 from kvtransfer.keys import block_keys
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes

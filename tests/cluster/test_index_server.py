@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from cluster.index_server import IndexServer
+from cluster.stores.index_server import IndexServer
 from kvtransfer.clock import SystemClock
 from kvtransfer.secret import draw_secret
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scaling_house import config, decoding, demand, history_of, prefilling
 
-from cluster.messages import ScalingMove
+from cluster.roster.messages import ScalingMove
 from cluster.scaling.floor import Load, both_need, decode_need, floors, prefill_need
 from cluster.scaling.forecast import Moments
 from cluster.scaling.history import Demand, DemandMeter, History, ReplicaSample, Sample, last_changes

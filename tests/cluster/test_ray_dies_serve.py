@@ -19,7 +19,7 @@ from request_load import Steady
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
 from kvtransfer.clock import SystemClock
-from kvtransfer.store.redis_server import RedisServer
+from kvtransfer.store.index.redis_server import RedisServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 SETTLE_S = 120.0

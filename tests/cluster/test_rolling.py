@@ -11,9 +11,9 @@ from serving import TINY
 from cluster.app import build_application
 from cluster.commands.update import plan_json, plan_view
 from cluster.config import ClusterConfig, parse_config
-from cluster.deployed import Deployed
 from cluster.errors import ConfigError
-from cluster.rolling import (
+from cluster.rollout.deployed import Deployed
+from cluster.rollout.rolling import (
     Change,
     carried_over,
     changes,
@@ -23,7 +23,7 @@ from cluster.rolling import (
     pool_version,
     with_replicas,
 )
-from cluster.update import UpdatePlan
+from cluster.rollout.update import UpdatePlan
 from workers.model.random_checkpoint import write_random_checkpoint
 
 CPUS = {"prefill": 0.1, "decode": 0.1, "extra": 0.1}

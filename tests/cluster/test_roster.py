@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
-from cluster.messages import GatewayRecord, ReplicaRecord, StoreRecord
-from cluster.roster import (
+from cluster.roster.messages import GatewayRecord, ReplicaRecord, StoreRecord
+from cluster.roster.roster import (
     EXPIRE_S,
     REBUILD_S,
     LocalRoster,
@@ -18,7 +18,7 @@ from cluster.roster import (
     RosterClient,
     keep_registered,
 )
-from cluster.roster_wire import RemoteRoster, RosterActor
+from cluster.roster.wire import RemoteRoster, RosterActor
 from kvtransfer.clock import ManualClock, SystemClock
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
@@ -79,7 +79,7 @@ def test_a_restarted_store_takes_the_place_of_its_older_life() -> None:
 
 
 def test_only_so_many_removed_members_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.roster.NUM_REMOVED", 3)
+    monkeypatch.setattr("cluster.roster.roster.NUM_REMOVED", 3)
     roster = Roster()
     for number in range(5):
         roster.remove(f"decode-{number}", 1)

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.messages import RosterView, ScalingMove
+from cluster.roster.messages import RosterView, ScalingMove
+from cluster.roster.wishes import Wishes
 from cluster.scaling.keeper import (
     SETTLE_S,
     Action,
@@ -19,7 +20,6 @@ from cluster.scaling.keeper import (
     Tell,
 )
 from cluster.scaling.lever import AppTargets, PoolTarget
-from cluster.wishes import Wishes
 
 NOBODY: frozenset[str] = frozenset()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import ReplicaRecord, RoleLease, RosterView
+from cluster.roster.messages import ReplicaRecord, RoleLease, RosterView
+from cluster.roster.wishes import Wishes
 from cluster.scaling.roles import RoleBook, role_of
-from cluster.wishes import Wishes
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
 WALL = 1000.0

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
-from cluster.messages import RoleLease, RosterView, ScalingMove
-from cluster.roster import LocalRoster, ScalingRoster
-from cluster.roster_wire import RemoteRoster, RosterActor
-from cluster.wishes import NUM_MOVES, Wishes
+from cluster.roster.messages import RoleLease, RosterView, ScalingMove
+from cluster.roster.roster import LocalRoster, ScalingRoster
+from cluster.roster.wire import RemoteRoster, RosterActor
+from cluster.roster.wishes import NUM_MOVES, Wishes
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 

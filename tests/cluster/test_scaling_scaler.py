@@ -12,9 +12,9 @@ from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import DashboardError
-from cluster.messages import ReplicaRecord, RosterView
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster import LocalRoster
+from cluster.roster.messages import ReplicaRecord, RosterView
+from cluster.roster.roster import LocalRoster
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.history import Demand, History, PoolView
 from cluster.scaling.lever import Lever

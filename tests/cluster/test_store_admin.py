@@ -26,8 +26,8 @@ from cluster.commands.store_cli import cli
 from cluster.commands.store_commands import Selection
 from cluster.errors import CallError, StoreAwayError
 from cluster.gateway.server import Gateway
-from cluster.messages import StoreRecord
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import StoreRecord
 from kvtransfer.store.messages import (
     AdminFailed,
     FromOwner,

@@ -11,7 +11,7 @@ from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
-from cluster.stores import (
+from cluster.stores.settings import (
     Node,
     NvmeFolder,
     check_redis_url,
@@ -27,7 +27,7 @@ from kvtransfer.clock import SystemClock
 from kvtransfer.faults import Faults
 from kvtransfer.store.config import StoreConfig
 from kvtransfer.store.messages import HEADER_BYTES
-from kvtransfer.store.nvme import NvmeTier
+from kvtransfer.store.nvme.log import NvmeTier
 from workers.model.config import read_model_config
 
 NODE = Node("0123456789abcdef" * 3, "127.0.0.1")

@@ -20,13 +20,13 @@ from cluster.commands.display import traffic_line
 from cluster.errors import CallError
 from cluster.gateway.server import Gateway
 from cluster.gateway.traffic import RELAYED_KEY, application_of
-from cluster.messages import GatewayRecord
 from cluster.observe.logs import ACCESS_LOGGER
 from cluster.options import APPLICATION_KEY
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
-from cluster.roster import LocalRoster, RosterClient
-from cluster.shares import parse_shares
+from cluster.rollout.shares import parse_shares
+from cluster.roster.messages import GatewayRecord
+from cluster.roster.roster import LocalRoster, RosterClient
 
 OWN, OTHER = "tandem", "tandem-v2"
 IDS = [f"request-{number}" for number in range(2000)]

@@ -17,7 +17,7 @@ from serving import TINY, free_port
 
 from cluster.blocking_client import BlockingClient
 from cluster.client import GenerateOptions
-from cluster.index_server import IndexServer
+from cluster.stores.index_server import IndexServer
 from kvtransfer.clock import SystemClock
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]

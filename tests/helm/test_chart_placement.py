@@ -165,6 +165,14 @@ def test_pods_stay_for_as_long_as_replicas_drain(case: str, files: tuple[Path, P
         assert pool.drain_s + 10 < waits < spec["terminationGracePeriodSeconds"]
 
 
+@pytest.mark.parametrize(("drain_s", "grace_s"), [(0, 60), (20, 60), (90.5, 131)])
+def test_gateways_stay_for_as_long_as_their_streams_drain(drain_s: float, grace_s: int) -> None:
+    service = ray_service({"config": {"gateway": {"drain_s": drain_s}}})
+    spec = groups(service)["gateway"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == grace_s
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] >= grace_s
+
+
 def test_pods_have_the_environment_that_tandem_serve_gives() -> None:
     # The token's mode is the operator's to set.
     wanted = {name: value for name, value in _ENVIRONMENT.items() if name != "RAY_AUTH_MODE"}

@@ -67,7 +67,11 @@ BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"gateway": {"terminationGracePeriodSeconds": 5}},
-        "gateway.terminationGracePeriodSeconds: 5 is too short",
+        "gateway.terminationGracePeriodSeconds: 5 must be at least config.gateway.drain_s 0 and 20 s",
+    ),
+    (
+        {"config": {"gateway": {"drain_s": 90}}, "gateway": {"terminationGracePeriodSeconds": 100}},
+        "must be at least config.gateway.drain_s 90 and 20 s for streams to move; leave it out for 130",
     ),
 ]
 

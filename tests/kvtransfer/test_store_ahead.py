@@ -14,9 +14,9 @@ import pytest
 from store_house import StoreHouse, eventually
 
 from kvtransfer.clock import SystemClock
-from kvtransfer.store import page_taker
-from kvtransfer.store.ahead import PagesAhead
-from kvtransfer.store.arena import Arena
+from kvtransfer.store.dram import page_taker
+from kvtransfer.store.dram.ahead import PagesAhead
+from kvtransfer.store.dram.arena import Arena
 
 MIB = 1 << 20
 

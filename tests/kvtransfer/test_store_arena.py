@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtransfer.errors import StoreError
 from kvtransfer.memory import mapping_bytes
 from kvtransfer.messages import Shard
-from kvtransfer.store.arena import SEALS, Arena
-from kvtransfer.store.extents import Extents
+from kvtransfer.store.dram.arena import SEALS, Arena
+from kvtransfer.store.dram.extents import Extents
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, Place, Writer, encode_header
 
@@ -184,7 +184,7 @@ def test_untouched_memory_is_not_taken_and_a_scan_takes_none() -> None:
 
 
 def test_huge_pages_are_used_or_the_log_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "kvtransfer.store.arena"):
+    with caplog.at_level(logging.INFO, "kvtransfer.store.dram.arena"):
         arena = Arena.create(NUM_BYTES, GRANULE_BYTES, huge_pages=True)
     is_huge = os.fstat(arena.fd).st_blksize == 2 << 20
     assert is_huge == ("no reserved huge pages" not in caplog.text)

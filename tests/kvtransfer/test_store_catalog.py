@@ -32,11 +32,11 @@ from catalog_house import (
 from msgspec.structs import replace
 
 from kvtransfer.checksum import checksum
-from kvtransfer.store.arena import Arena
-from kvtransfer.store.books import is_meant
+from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.books import is_meant
 from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, RecordInfo
+from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import MAX_TENANT_BYTES, Writer, image_bytes
-from kvtransfer.store.segments import NvmeRef
 
 REF, NEWER = NvmeRef(1, 4096, 65536), NvmeRef(2, 8192, 65536)
 

@@ -26,8 +26,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtransfer.checksum import checksum
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import HELD, REFUSED, RecordInfo
+from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer
-from kvtransfer.store.segments import NvmeRef
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from nvme_house import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvm
 
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
-from kvtransfer.store.nvme import Compacted, Moved, NvmeRef
+from kvtransfer.store.nvme.log import Compacted, Moved, NvmeRef
+from kvtransfer.store.nvme.segments import Segment
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
-from kvtransfer.store.segments import Segment
 
 RECORD = 20_000
 """Five of them fill a segment."""

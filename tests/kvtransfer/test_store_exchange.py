@@ -14,10 +14,10 @@ from service_house import Hooks
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.faults import FaultRule
-from kvtransfer.store.exchange import Wanted
 from kvtransfer.store.messages import (
     RecordId,
 )
+from kvtransfer.store.remote.exchange import Wanted
 
 TRANSPORTS = ("shm", "tcp")
 SIZES = (1, 4096, GRANULE_BYTES - 4096, GRANULE_BYTES - 4095, 100_000)

@@ -10,7 +10,6 @@ from exchange_house import GRANULE_BYTES, WAIT_S, Node, eventually, record_id, s
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.secret import draw_id
-from kvtransfer.store.exchange import Wanted
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -21,6 +20,7 @@ from kvtransfer.store.messages import (
     SendRecords,
     ToOwner,
 )
+from kvtransfer.store.remote.exchange import Wanted
 from kvtransfer.store.streams import FrameStream, open_tcp
 
 pytestmark = pytest.mark.slow

@@ -25,9 +25,9 @@ from index_house import (
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import Shard
-from kvtransfer.store.holders import NODES_S
-from kvtransfer.store.index import Holder
-from kvtransfer.store.index_values import key_prefix, node_key, node_number
+from kvtransfer.store.index.holders import NODES_S
+from kvtransfer.store.index.index import Holder
+from kvtransfer.store.index.values import key_prefix, node_key, node_number
 from kvtransfer.store.messages import IndexStat
 
 

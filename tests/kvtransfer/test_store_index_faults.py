@@ -24,9 +24,9 @@ from index_house import (
     until_found,
 )
 
-from kvtransfer.store.breaker import FAILURE_BUDGET
-from kvtransfer.store.holders import CHUNK
-from kvtransfer.store.index_values import node_key, node_number
+from kvtransfer.store.index.breaker import FAILURE_BUDGET
+from kvtransfer.store.index.holders import CHUNK
+from kvtransfer.store.index.values import node_key, node_number
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from index_house import RawRedis
 
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
-from kvtransfer.store.index_values import (
+from kvtransfer.store.index.values import (
     STALE_STAMPS,
     UPDATE_SCRIPT,
     Entry,

@@ -16,8 +16,7 @@ from kvtransfer.clock import ManualClock
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.faults import Faults
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.store.arena import Arena
-from kvtransfer.store.hall import Hall
+from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
@@ -27,9 +26,10 @@ from kvtransfer.store.messages import (
     PutCommit,
     RecordId,
 )
-from kvtransfer.store.node import Node
+from kvtransfer.store.node.hall import Hall
+from kvtransfer.store.node.node import Node
+from kvtransfer.store.node.sessions import BrainSession
 from kvtransfer.store.record import Writer
-from kvtransfer.store.sessions import BrainSession
 from kvtransfer.store.streams import FrameStream
 
 SPACE, KEY, SHARD, SESSION = b"thespace", bytes(16), Shard(0, 2, 0, 2), b"s" * 16

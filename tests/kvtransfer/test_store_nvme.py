@@ -27,9 +27,9 @@ from kvtransfer.checksum import checksum
 from kvtransfer.clock import ManualClock
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.faults import Faults
-from kvtransfer.store import segments
 from kvtransfer.store.messages import RecordInfo
-from kvtransfer.store.nvme import NvmeTier
+from kvtransfer.store.nvme import segments
+from kvtransfer.store.nvme.log import NvmeTier
 from kvtransfer.store.record import HEADER_BYTES
 
 
@@ -263,7 +263,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_a_segment_of_another_version_is_reclaimed(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = "kvtransfer.store.segments" if what == "trailer" else "kvtransfer.store.record"
+    module = "kvtransfer.store.nvme.segments" if what == "trailer" else "kvtransfer.store.record"
     with monkeypatch.context() as context:
         context.setattr(f"{module}.VERSION", 7)
         with nvme_house(tmp_path / "a") as house:

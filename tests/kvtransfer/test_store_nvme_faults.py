@@ -18,7 +18,7 @@ from nvme_house import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvm
 
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.store import segments
+from kvtransfer.store.nvme import segments
 from kvtransfer.store.record import HEADER_BYTES
 
 pytestmark = pytest.mark.slow

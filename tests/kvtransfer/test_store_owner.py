@@ -32,7 +32,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreStat,
 )
-from kvtransfer.store.owner import StoreOwner
+from kvtransfer.store.node.owner import StoreOwner
 from kvtransfer.store.streams import open_tcp, open_unix
 
 

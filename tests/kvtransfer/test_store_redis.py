@@ -34,10 +34,10 @@ from redis.retry import Retry
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.errors import StoreError
-from kvtransfer.store import redis_server
-from kvtransfer.store.index import Index
-from kvtransfer.store.redis_link import IndexAwayError, RedisLink, redacted
-from kvtransfer.store.redis_server import RedisServer, find_binary, server_password
+from kvtransfer.store.index import redis_server
+from kvtransfer.store.index.index import Index
+from kvtransfer.store.index.redis_link import IndexAwayError, RedisLink, redacted
+from kvtransfer.store.index.redis_server import RedisServer, find_binary, server_password
 
 SECRET = b"a cluster's secret"
 PASSWORD = "p@ss:w/rd-37"
@@ -128,7 +128,7 @@ async def test_neither_outlives_the_other(victim: int) -> None:
 _STARTER = """
 import asyncio, sys, threading
 from kvtransfer.clock import SystemClock
-from kvtransfer.store.redis_server import RedisServer
+from kvtransfer.store.index.redis_server import RedisServer
 
 servers = []
 def start():  # in a thread that ends: the server stays as long as the process

@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from kvtransfer.messages import Shard
-from kvtransfer.store.books import Held
+from kvtransfer.store.dram.books import Held
 from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents
-from kvtransfer.store.meter import RateMeter
-from kvtransfer.store.segments import NvmeRef
-from kvtransfer.store.tier_view import TierView, tier_of
+from kvtransfer.store.node.meter import RateMeter
+from kvtransfer.store.node.tier_view import TierView, tier_of
+from kvtransfer.store.nvme.segments import NvmeRef
 
 WHOLE, LEFT, RIGHT = Shard(0, 2, 0, 4), Shard(0, 2, 0, 2), Shard(0, 2, 2, 4)
 KEYS = [bytes([number]) * 16 for number in range(6)]

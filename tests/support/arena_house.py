@@ -25,7 +25,6 @@ from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import KvMemory
 from kvtransfer.messages import Shard, TransferSettings
 from kvtransfer.pool import HostPool, KvPool
-from kvtransfer.store.hands import StoreHands
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HEADER_BYTES,
@@ -44,6 +43,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreReport,
 )
+from kvtransfer.store.ranks.hands import StoreHands
 from kvtransfer.traffic import TrafficGovernor
 from kvtransfer.wire import Codec, Message
 

@@ -9,8 +9,8 @@ from kvtransfer.checksum import checksum
 from kvtransfer.clock import ManualClock
 from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.messages import Shard
-from kvtransfer.store.arena import Arena
-from kvtransfer.store.catalog import Catalog
+from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import NewRecord, RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, Writer
 

@@ -21,11 +21,11 @@ from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.framing import prove_as_async_server
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.store.arena import Arena
 from kvtransfer.store.config import StoreSettings
-from kvtransfer.store.exchange import Exchange, Lent, Wanted, arena_pool
+from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
+from kvtransfer.store.remote.exchange import Exchange, Lent, Wanted, arena_pool
 from kvtransfer.store.streams import FrameStream
 from kvtransfer.wire import Codec, Message
 

@@ -13,8 +13,8 @@ from gateway_script import Script
 from cluster.client import Client
 from cluster.config import ClusterConfig, parse_config
 from cluster.gateway.server import Gateway
-from cluster.messages import ReplicaRecord
-from cluster.roster import LocalRoster
+from cluster.roster.messages import ReplicaRecord
+from cluster.roster.roster import LocalRoster
 from cluster.web.orders import Operations
 from kvtransfer.clock import SystemClock
 from kvtransfer.keys import block_keys

@@ -20,12 +20,12 @@ from redis.retry import Retry
 
 from kvtransfer.clock import Clock, SystemClock
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.store import redis_keeper
-from kvtransfer.store.announcing import AnnounceLimits
 from kvtransfer.store.config import StoreSettings
-from kvtransfer.store.index import Index
+from kvtransfer.store.index import redis_keeper
+from kvtransfer.store.index.announcing import AnnounceLimits
+from kvtransfer.store.index.index import Index
+from kvtransfer.store.index.redis_server import find_binary
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.redis_server import find_binary
 
 SPACE = b"space-01"
 CHAIN = b"chain-of-16bytes"

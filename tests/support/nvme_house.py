@@ -17,7 +17,7 @@ from kvtransfer.faults import Faults
 from kvtransfer.messages import Shard
 from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.nvme import Compacted, NvmeRef, NvmeTier
+from kvtransfer.store.nvme.log import Compacted, NvmeRef, NvmeTier
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 SHARD = Shard(0, 4, 0, 2)

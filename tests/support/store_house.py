@@ -29,7 +29,7 @@ from kvtransfer.store.messages import (
     Tier,
     TierStat,
 )
-from kvtransfer.store.owner import SPEC_CODEC, OwnerSpec
+from kvtransfer.store.node.owner import SPEC_CODEC, OwnerSpec
 from kvtransfer.store.streams import open_tcp, open_unix
 
 R = TypeVar("R")
@@ -78,7 +78,7 @@ class StoreHouse:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "kvtransfer.store.owner",
+            "kvtransfer.store.node.owner",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,

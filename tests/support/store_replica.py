@@ -20,7 +20,6 @@ from kvtransfer.memory import KvMemory
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard, TransferSettings
 from kvtransfer.pool import HostPool
 from kvtransfer.store.client import StoreClient
-from kvtransfer.store.hands import StoreHands
 from kvtransfer.store.messages import (
     REFUSED,
     STORE_PROTOCOL,
@@ -48,6 +47,7 @@ from kvtransfer.store.messages import (
     Tier,
     TierEvents,
 )
+from kvtransfer.store.ranks.hands import StoreHands
 from kvtransfer.traffic import TrafficGovernor
 
 Bytes = npt.NDArray[np.uint8]

@@ -20,9 +20,9 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
 from cluster.gateway.samples import sample_seed
 from cluster.gateway.server import Gateway
-from cluster.messages import ReplicaRecord
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster import LocalRoster
+from cluster.roster.messages import ReplicaRecord
+from cluster.roster.roster import LocalRoster
 from kvtransfer.clock import SystemClock
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget

@@ -33,8 +33,8 @@ from kvtransfer.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.host import host_id
 from kvtransfer.messages import RankEndpoints
 from kvtransfer.service import TRANSFER_THREADS, TransferAgent
-from kvtransfer.store.hands import StoreHands
 from kvtransfer.store.messages import StoreOrder
+from kvtransfer.store.ranks.hands import StoreHands
 from workers.engine.executor import Executor, read_dtype
 from workers.engine.groups import RankGroups
 from workers.engine.joining import find_store, join

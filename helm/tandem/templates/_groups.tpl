@@ -1,10 +1,20 @@
+{{/* For how many seconds a gateway's pod may end. */}}
+{{- define "tandem.gatewayGrace" -}}
+{{- $gateway := .Values.gateway -}}
+{{- $settings := default dict .Values.config.gateway -}}
+{{- $drain := default 0 $settings.drain_s -}}
+{{- $least := max 60 (int (addf (ceil $drain) 40)) -}}
+{{- $grace := int (default $least $gateway.terminationGracePeriodSeconds) -}}
+{{- if lt $grace (int (addf (ceil $drain) 20)) -}}
+{{- fail (printf "gateway.terminationGracePeriodSeconds: %d must be at least config.gateway.drain_s %v and 20 s for streams to move; leave it out for %d" $grace $drain $least) -}}
+{{- end -}}
+{{- $grace -}}
+{{- end -}}
+
 {{/* The pods of the gateways. */}}
 {{- define "tandem.gatewayPod" -}}
 {{- $gateway := .Values.gateway -}}
-{{- $grace := int (default 60 $gateway.terminationGracePeriodSeconds) -}}
-{{- if lt $grace 20 -}}
-{{- fail (printf "gateway.terminationGracePeriodSeconds: %d is too short: streams need 10 s to move; leave it out for 60" $grace) -}}
-{{- end -}}
+{{- $grace := include "tandem.gatewayGrace" . | int -}}
 {{- $ports := dict "grpc" $gateway.port "metrics" 8080 "serve" 8000 -}}
 {{- if $gateway.console -}}{{- $_ := set $ports "console" $gateway.consolePort -}}{{- end -}}
 {{- $probed := $gateway.port -}}

@@ -1,0 +1,1 @@
+"""What changes a running application: a new configuration, a share of the traffic."""

@@ -1,0 +1,192 @@
+"""What each deployment takes from the configuration: an update rolls those whose part has changed, no others.
+
+Pure functions over configurations; `cluster.rollout.update` carries them out in Ray Serve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from cluster.capacity import bundles, placement_strategy
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.errors import ConfigError
+from cluster.stores.settings import resolve_dtype
+
+_BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
+_ANEW = "stop the application and start it anew"
+
+
+_TOLD_TO_SERVE = {
+    "replicas",
+    "surge",
+    "cpus_per_rank",
+    "resources",
+    "health_check_period_s",
+    "health_check_timeout_s",
+}
+"""What a replica does not use itself: it changes without a restart, or Serve restarts it by its own rules."""
+
+
+class Change(NamedTuple):
+    """One setting that differs, by its path in the file; None: absent on that side."""
+
+    path: str
+    before: Any
+    after: Any
+
+
+class Roll(NamedTuple):
+    """What an update does to one pool, or to the gateways (`pool` "")."""
+
+    pool: str
+    action: str
+    """"stay", "roll", "start" (it is new) or "stop" (it is no longer named)."""
+    num_replicas: int
+    surges: bool
+    """A replacement starts before the one that it replaces leaves."""
+    kept: str = ""
+    """Why `num_replicas` is not what the file says; "" when it is."""
+
+
+def pool_version(config: ClusterConfig, name: str) -> str:
+    """Of the replicas of one pool: Ray Serve restarts them when it changes. Whatever they use of the
+    configuration must be in it, because they go on when the rest changes."""
+    pool = next(pool for pool in config.pools if pool.name == name)
+    return _digest(
+        app=config.app,
+        model=str(config.model),
+        model_name=config.model_name,
+        pool=pool.model_dump(mode="json", exclude=_TOLD_TO_SERVE),
+        transfer=config.transfer.model_dump(mode="json"),
+        store=config.store.model_dump(mode="json"),
+        logs=config.logs.model_dump(mode="json"),
+        faults=[fault.model_dump(mode="json") for fault in config.debug.faults],
+    )
+
+
+def gateway_version(config: ClusterConfig) -> str:
+    """Of the gateways, as `pool_version`. Of the pools they use what is named here, and their counts, which
+    they are told without a restart (`with_replicas`)."""
+    pools = [(pool.name, pool.role, pool.engine.block_tokens) for pool in config.pools]
+    return _digest(
+        app=config.app,
+        model=str(config.model),
+        pools=pools,
+        router=config.router.model_dump(mode="json"),
+        gateway=config.gateway.model_dump(mode="json", exclude={"replicas", "resources"}),
+        scaling=config.scaling.model_dump(mode="json"),
+        logs=config.logs.model_dump(mode="json"),
+        tracing=config.tracing.model_dump(mode="json"),
+        debug=config.debug.model_dump(mode="json"),
+    )
+
+
+def with_replicas(config: ClusterConfig, replicas: Mapping[str, int]) -> ClusterConfig:
+    """The same with these counts, by pool."""
+    pools = [
+        pool.model_copy(update={"replicas": replicas.get(pool.name, pool.replicas)}) for pool in config.pools
+    ]
+    return config.model_copy(update={"pools": tuple(pools)})
+
+
+def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
+    """`ConfigError` with each field that cannot change while the application runs, and what to do instead."""
+    problems = []
+    if old.model != new.model:
+        problems.append(f"model: {old.model} serves now, the file says {new.model}; {_BESIDE}")
+    for field in ("block_tokens", "dtype"):
+        before, after = _kv_form(old, field), _kv_form(new, field)
+        if before != after:
+            problems.append(
+                f"pools: {field} is {before} now, the file says {after}: old and new replicas could not "
+                f"exchange KV; {_BESIDE}"
+            )
+    for change in changes(old, new):
+        if change.path.startswith("store."):
+            problems.append(
+                f"{change.path}: an update does not restart stores; leave it at {change.before}, or {_ANEW}"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
+    """`new` with what `tandem serve` settled at its start: the server of the store's index."""
+    if new.store.redis_url not in ("", old.store.redis_url):
+        raise ConfigError(f"store.redis_url: another server cannot be taken while stores run; {_ANEW}")
+    store = new.store.model_copy(update={"redis_url": old.store.redis_url})
+    return new.model_copy(update={"store": store})
+
+
+def changes(old: ClusterConfig, new: ClusterConfig) -> list[Change]:
+    """Every setting that differs, sorted by path; pools are told apart by name."""
+    before, after = dict(_flat("", _by_name(old))), dict(_flat("", _by_name(new)))
+    return [
+        Change(path, before.get(path), after.get(path))
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    ]
+
+
+def plan_rolls(
+    old: ClusterConfig,
+    new: ClusterConfig,
+    cpus: tuple[Mapping[str, float], Mapping[str, float]],
+    desired: Mapping[str, int],
+    pinned: frozenset[str] = frozenset(),
+) -> list[Roll]:
+    """What becomes of each pool and of the gateways. `cpus` are the shares per rank, by pool, before and
+    after; `desired` the counts that somebody asked for since, which outlive the update."""
+    rolls = []
+    before = {pool.name: pool for pool in old.pools}
+    for pool in new.pools:
+        known = before.get(pool.name)
+        if known is None:
+            action = "start"
+        else:
+            same = pool_version(old, pool.name) == pool_version(new, pool.name)
+            placed = [_placement(it, cpus[number][it.name]) for number, it in enumerate((known, pool))]
+            action = "stay" if same and placed[0] == placed[1] else "roll"
+        num = desired.get(pool.name, pool.replicas)
+        kept = ""
+        if num != pool.replicas:
+            who = "an operator" if pool.name in pinned else "the autoscaler"
+            kept = f"{num}, as {who} chose; the file says {pool.replicas}"
+        rolls.append(Roll(pool.name, action, num, pool.surge, kept))
+    named = {pool.name for pool in new.pools}
+    rolls += [Roll(name, "stop", 0, False) for name in before if name not in named]
+    same = gateway_version(old) == gateway_version(new) and old.gateway.resources == new.gateway.resources
+    rolls.append(Roll("", "stay" if same else "roll", new.gateway.replicas, new.gateway.port == 0))
+    return rolls
+
+
+def _digest(**parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _placement(pool: PoolConfig, cpus: float) -> tuple[object, ...]:
+    """Where Ray puts a replica: Serve restarts it when that changes."""
+    return bundles(pool, cpus), placement_strategy(pool)
+
+
+def _kv_form(config: ClusterConfig, field: str) -> int | str:
+    """Equal in all pools."""
+    pool = config.pools[0]
+    return pool.engine.block_tokens if field == "block_tokens" else resolve_dtype(pool, config.model)
+
+
+def _by_name(config: ClusterConfig) -> dict[str, Any]:
+    settings = config.model_dump(mode="json")
+    settings["pools"] = {pool["name"]: pool for pool in settings["pools"]}
+    return settings
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{path}.{key}" if path else key, inner)
+    else:
+        yield path, value

@@ -1,0 +1,207 @@
+"""A changed configuration for an application that runs: Ray Serve replaces the replicas that it concerns, one
+after the other, while the others go on.
+
+    connecting -> planning -> rolling -> done
+
+What `tandem serve` drew and settled (secret, life, CPU shares, index server) stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ray
+from ray import serve
+from ray._private.state import available_resources_per_node
+from ray.serve.schema import ApplicationStatusOverview
+
+from cluster.app import build_application
+from cluster.capacity import ReplicaDemand, bundles, demands, plan_cpus, shortages
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.errors import ConfigError, StartError
+from cluster.gateway.text import ModelText
+from cluster.observe.tracing import check_tracing
+from cluster.rollout.deployed import Deployed, recall, remember
+from cluster.rollout.rolling import Change, Roll, carried_over, changes, check_update, plan_rolls
+from cluster.roster.actor import read_roster
+from cluster.scaling.lever import MARK_DEPLOYMENT, deployment_name
+from cluster.secret_files import read_cluster_secret
+from cluster.serve import SCHEDULE_S, Progress, check_hosts, check_reachable, failure, unplaced
+from kvtransfer.clock import Clock
+from workers.model.config import read_model_config
+
+_POLL_S = 0.25
+_ILL_S = 60.0
+"""How long an application may be unhealthy in a roll before that counts as its failure."""
+
+
+class UpdatePlan(NamedTuple):
+    """What an update changes, and what that means for each deployment."""
+
+    changes: tuple[Change, ...]
+    rolls: tuple[Roll, ...]
+
+    @property
+    def does_nothing(self) -> bool:
+        return not self.changes
+
+
+def connect(ray_address: str) -> None:
+    """Join the Ray cluster at host:port, or ("auto") the one of this host; `StartError` when none answers."""
+    if ray_address != "auto":
+        check_reachable(ray_address)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.init(address=ray_address, logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError as error:
+        where = "on this host" if ray_address == "auto" else f"at {ray_address}"
+        raise StartError(f"no Ray cluster answers {where}; name it with --ray-address: {error}") from error
+
+
+class Update:
+    """One update of one application, in the Ray cluster that this process has joined."""
+
+    def __init__(self, config: ClusterConfig, clock: Clock) -> None:
+        """`ConfigError` where the configuration cannot be used, or not without stopping the application;
+        `StartError` where there is no such application."""
+        deployed = recall(config.app)
+        if deployed is None:
+            raise StartError(
+                f"no `tandem serve` has deployed the application {config.app!r} to this Ray cluster; one "
+                "that a Serve configuration declares is updated there (docs/upgrades.md)"
+            )
+        self._before = deployed
+        self._old = deployed.config
+        self._clock = clock
+        _check(config, deployed)
+        self._config = carried_over(self._old, config)
+        check_update(self._old, self._config)
+        self._view = read_roster(config.app)
+        self._cpus = self._plan_cpus()
+        self.plan = UpdatePlan(
+            tuple(changes(self._old, self._config)),
+            tuple(
+                plan_rolls(
+                    self._old,
+                    self._config,
+                    (deployed.cpus, self._cpus),
+                    self._view.desired,
+                    frozenset(self._view.pinned),
+                )
+            ),
+        )
+
+    def check_room(self) -> None:
+        """`StartError` where a replacement would wait for room that there is not; nothing is changed then."""
+        wanted = [
+            ReplicaDemand(pool.name, tuple(bundles(pool, self._cpus[pool.name])), may_spread=pool.pp > 1)
+            for roll, pool in self._rolled()
+            if roll.action == "roll" and roll.surges
+        ]
+        new = [pool for roll, pool in self._rolled() if roll.action == "start"]
+        wanted += demands(new, self._cpus)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if missing := shortages(wanted, list(available_resources_per_node().values()), nodes):
+            raise StartError(
+                "the Ray cluster lacks room for the new replicas beside the old ones: "
+                + "; ".join(missing)
+                + "; surge: false of a pool has an old one leave first"
+            )
+
+    def apply(self, report: Callable[[Progress], None], interrupted: threading.Event) -> None:
+        """Deploy, and return when every replica that is to be replaced has been; `StartError` tells what
+        went wrong, and which replicas go on. Interrupted, it returns, and Ray Serve goes on rolling."""
+        before = {record.identity.replica_id for record in self._view.replicas}
+        remember(
+            self._config.app,
+            Deployed(self._config.model_dump_json(), self._cpus, self._before.secret, self._before.life),
+        )
+        counts = {roll.pool: roll.num_replicas for roll, _ in self._rolled()}
+        target = serve.RunTarget(
+            build_application(
+                self._config, self._cpus, self._before.secret, life=self._before.life, counts=counts
+            ),
+            name=self._config.app,
+            route_prefix=None,
+            external_scaler_enabled=True,
+        )
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        )
+        self._wait(report, interrupted, before)
+
+    def _wait(
+        self, report: Callable[[Progress], None], interrupted: threading.Event, before: set[str]
+    ) -> None:
+        ill_since: float | None = None
+        unplaced_since: float | None = None
+        while not interrupted.wait(_POLL_S):
+            status = serve.status().applications.get(self._config.app)
+            report(Progress("rolling", self._replaced(before)))
+            now = self._clock.now()
+            if status is None or self._has_settled(status):
+                return
+            is_ill = status.status in ("DEPLOY_FAILED", "UNHEALTHY")
+            ill_since = (ill_since or now) if is_ill else None
+            if status.status == "DEPLOY_FAILED" or (ill_since is not None and now > ill_since + _ILL_S):
+                raise StartError(
+                    f"{failure(status)}\nReplicas that were not replaced go on; "
+                    "`tandem update` with the file as it was takes the others back"
+                )
+            waiting = unplaced()
+            unplaced_since = (unplaced_since or now) if waiting else None
+            if unplaced_since is not None and now > unplaced_since + SCHEDULE_S:
+                raise StartError(
+                    "Ray cannot place a new replica yet: " + "; ".join(waiting) + "; the old ones go on"
+                )
+
+    def _has_settled(self, status: ApplicationStatusOverview) -> bool:
+        names = {deployment_name(roll.pool): roll.num_replicas for roll, _ in self._rolled()}
+        names[MARK_DEPLOYMENT] = self._config.gateway.replicas
+        return (
+            status.status == "RUNNING"
+            and set(status.deployments) == set(names)
+            and all(
+                deployment.status == "HEALTHY" and set(deployment.replica_states) <= {"RUNNING"}
+                for deployment in status.deployments.values()
+            )
+        )
+
+    def _replaced(self, before: set[str]) -> dict[str, tuple[int, int]]:
+        """By pool that rolls: how many new replicas serve, and how many shall."""
+        view = read_roster(self._config.app)
+        new = [record.pool for record in view.replicas if record.identity.replica_id not in before]
+        return {
+            roll.pool: (new.count(roll.pool), roll.num_replicas)
+            for roll, _ in self._rolled()
+            if roll.action != "stay"
+        }
+
+    def _rolled(self) -> list[tuple[Roll, PoolConfig]]:
+        """The pools that there shall be."""
+        pools = {pool.name: pool for pool in self._config.pools}
+        return [(roll, pools[roll.pool]) for roll in self.plan.rolls if roll.pool in pools]
+
+    def _plan_cpus(self) -> dict[str, float]:
+        """Pools that there were keep their share, where the file does not say another."""
+        new = [pool for pool in self._config.pools if pool.name not in self._before.cpus]
+        planned = plan_cpus(new, 0, list(available_resources_per_node().values())) if new else {}
+        shares = {**planned, **self._before.cpus}
+        return {pool.name: pool.cpus_per_rank or shares[pool.name] for pool in self._config.pools}
+
+
+def _check(config: ClusterConfig, deployed: Deployed) -> None:
+    """What `tandem serve` checks at its start, and that the secret is the one in use."""
+    model = read_model_config(config.model)
+    for pool in config.pools:
+        pool.check_model(model)
+    ModelText.load(config.model)
+    check_tracing(config.tracing)
+    check_hosts(config, len([node for node in ray.nodes() if node["Alive"]]))
+    if config.secret_file is not None and read_cluster_secret(config.secret_file) != deployed.secret:
+        raise ConfigError(
+            "secret_file: it holds another secret than the application uses; stop it and start it anew"
+        )

@@ -1,0 +1,1 @@
+"""Who serves, and what an operator wishes: kept by one actor, watched by all."""

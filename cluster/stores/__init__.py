@@ -1,0 +1,1 @@
+"""The stores of the nodes as the service runs and asks them."""

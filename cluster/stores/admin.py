@@ -1,0 +1,241 @@
+"""The gateway's side of `tandem store`: asks the store of every node, and names each that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from cluster.errors import FieldViolation, InvalidRequestError
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import StoreRecord
+from kvtransfer.errors import PeerGoneError, TransferError
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    AdminDown,
+    AdminFailed,
+    AdminHello,
+    AdminUp,
+    IndexStat,
+    ListedRecord,
+    ListRequest,
+    PurgeRequest,
+    PurgeResult,
+    StatRequest,
+    StoreListing,
+    StoreRefusal,
+    StoreStat,
+    TierStat,
+    VerifyRequest,
+    VerifyResult,
+)
+from kvtransfer.store.streams import FrameStream, open_tcp
+
+STAT_S = 3.0
+"""No store needs longer to say how it is: one that does hangs."""
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 10_000
+_CONNECT_S = 3.0
+_MARGIN_S = 0.5
+"""Of the caller's deadline, kept to tell it which stores did not answer in time."""
+
+T = TypeVar("T", StoreStat, StoreListing, VerifyResult, PurgeResult)
+
+
+class Filter(NamedTuple):
+    """Which records: of this tenant, of models whose fingerprint begins so; None: of all."""
+
+    tenant: str | None
+    model: str | None
+
+
+class StoreAdmin:
+    """Every call asks all registered stores at once, over connections of its own."""
+
+    def __init__(self, members: Callable[[], Sequence[StoreRecord]], secret: bytes, name: str) -> None:
+        self._members = members
+        self._secret = secret
+        self._name = name
+
+    def members(self) -> list[pb.StoreMember]:
+        return [_member(record) for record in self._members()]
+
+    async def stat(self, remaining_s: float | None) -> pb.StoreStatResponse:
+        limit_s = min(_limit(remaining_s) or STAT_S, STAT_S)
+        return pb.StoreStatResponse(
+            nodes=await self._ask_all(StatRequest(), StoreStat, _stat, pb.StoreNodeStat, limit_s)
+        )
+
+    async def records(self, request: pb.StoreListRequest, remaining_s: float | None) -> pb.StoreListResponse:
+        limit = request.limit if request.HasField("limit") else DEFAULT_LIMIT
+        if not 1 <= limit <= MAX_LIMIT:
+            raise InvalidRequestError(FieldViolation("limit", f"must be from 1 to {MAX_LIMIT}, not {limit}"))
+        wanted = ListRequest(*_filter(request.filter), limit)
+        return pb.StoreListResponse(
+            nodes=await self._ask_all(wanted, StoreListing, _listing, pb.StoreNodeList, _limit(remaining_s))
+        )
+
+    async def verify(
+        self, request: pb.StoreVerifyRequest, remaining_s: float | None
+    ) -> pb.StoreVerifyResponse:
+        wanted = VerifyRequest(*_filter(request.filter))
+        return pb.StoreVerifyResponse(
+            nodes=await self._ask_all(
+                wanted, VerifyResult, _verified, pb.StoreNodeVerified, _limit(remaining_s)
+            )
+        )
+
+    async def purge(self, request: pb.StorePurgeRequest, remaining_s: float | None) -> pb.StorePurgeResponse:
+        wanted = _filter(request.filter)
+        if wanted == Filter(None, None) and not request.all:
+            problem = "names neither a tenant nor a model; to delete everything, set `all`"
+            raise InvalidRequestError(FieldViolation("filter", problem))
+        if wanted != Filter(None, None) and request.all:
+            raise InvalidRequestError(FieldViolation("all", "contradicts `filter`; give one of them"))
+        return pb.StorePurgeResponse(
+            nodes=await self._ask_all(
+                PurgeRequest(*wanted), PurgeResult, _purged, pb.StoreNodePurged, _limit(remaining_s)
+            )
+        )
+
+    async def _ask_all(
+        self,
+        request: AdminDown,
+        expected: type[T],
+        translate: Callable[[pb.StoreMember, T], Any],
+        failed: Callable[..., Any],
+        limit_s: float | None,
+    ) -> list[Any]:
+        """One message a node, of its answer or of why there is none."""
+
+        async def ask(record: StoreRecord) -> Any:
+            member = _member(record)
+            answer = await self._ask(record.address, request, limit_s)
+            if isinstance(answer, expected):
+                return translate(member, answer)
+            return failed(member=member, error=answer if isinstance(answer, str) else f"answered {answer!r}")
+
+        return await asyncio.gather(*(ask(record) for record in self._members()))
+
+    async def _ask(self, address: str, request: AdminDown, limit_s: float | None) -> AdminUp | str:
+        """The store's answer, or in words why there is none, and whether it may have begun."""
+        try:
+            async with asyncio.timeout(_CONNECT_S if limit_s is None else min(_CONNECT_S, limit_s)):
+                stream = await open_tcp(address, self._secret, self._name)
+        except (TransferError, TimeoutError) as error:
+            return f"not reached, nothing was done: {error or f'no answer within {_CONNECT_S:g} s'}"
+        try:
+            async with asyncio.timeout(limit_s):
+                return await _exchange(stream, request)
+        except TimeoutError:
+            return f"no answer within {limit_s:g} s; it may go on with what was asked"
+        except TransferError as error:
+            return f"lost before it answered, which part was done is not known: {error}"
+        finally:
+            stream.abort()
+
+
+async def _exchange(stream: FrameStream, request: AdminDown) -> AdminUp | str:
+    stream.send(TO_OWNER_CODEC.encode(AdminHello(STORE_PROTOCOL)))
+    stream.send(TO_OWNER_CODEC.encode(request))
+    answer = FROM_OWNER_CODEC.decode(await stream.receive())
+    if isinstance(answer, AdminFailed):
+        return f"failed: {answer.reason}"
+    if isinstance(answer, StoreRefusal):
+        return f"refused, nothing was done: {answer.reason}"
+    if isinstance(answer, StoreStat | StoreListing | VerifyResult | PurgeResult):
+        return answer
+    raise PeerGoneError(f"it answered with {type(answer).__name__}")
+
+
+def _limit(remaining_s: float | None) -> float | None:
+    """For each store, of what the caller still waits."""
+    return None if remaining_s is None else max(remaining_s - _MARGIN_S, remaining_s / 2)
+
+
+def _filter(asked: pb.StoreFilter) -> Filter:
+    tenant = asked.tenant if asked.HasField("tenant") else None
+    model = asked.model if asked.HasField("model") else None
+    if model is not None and not re.fullmatch("[0-9a-f]+", model):
+        known = "a served model or the beginning of a fingerprint (lower-case hexadecimal)"
+        problem = f"must be {known}, not {model[:64]!r}"
+        raise InvalidRequestError(FieldViolation("filter.model", problem))
+    return Filter(tenant, model)
+
+
+def _member(record: StoreRecord) -> pb.StoreMember:
+    return pb.StoreMember(
+        node_id=record.node_id,
+        epoch=record.epoch,
+        address=record.address,
+        process_id=record.process_id,
+        host=record.host,
+    )
+
+
+def _stat(member: pb.StoreMember, stat: StoreStat) -> pb.StoreNodeStat:
+    return pb.StoreNodeStat(
+        member=member,
+        tiers=[_tier(tier) for tier in stat.tiers],
+        index=_index(stat.index),
+        bytes_by_tenant=stat.bytes_by_tenant,
+        num_sessions=stat.num_sessions,
+    )
+
+
+def _tier(tier: TierStat) -> pb.StoreTier:
+    same = {name: getattr(tier, name) for name in tier.__struct_fields__ if name != "latency_s"}
+    return pb.StoreTier(**same, latency_ms=1e3 * tier.latency_s)
+
+
+def _index(index: IndexStat) -> pb.StoreIndex:
+    same = {name: getattr(index, name) for name in index.__struct_fields__ if name != "latency_s"}
+    return pb.StoreIndex(**same, latency_ms=1e3 * index.latency_s)
+
+
+def _listing(member: pb.StoreMember, listing: StoreListing) -> pb.StoreNodeList:
+    return pb.StoreNodeList(
+        member=member,
+        records=[_record(item) for item in listing.records],
+        num_matching=listing.num_matching,
+    )
+
+
+def _record(listed: ListedRecord) -> pb.StoreRecord:
+    info = listed.info
+    shard = info.id.shard
+    return pb.StoreRecord(
+        key=info.id.key.hex(),
+        parent=info.parent.hex(),
+        tenant=info.tenant,
+        model=info.model.hex(),
+        layer_start=shard.layer_start,
+        layer_end=shard.layer_end,
+        head_start=shard.head_start,
+        head_end=shard.head_end,
+        num_bytes=info.num_bytes,
+        tiers=listed.tiers,
+        num_hits=listed.num_hits,
+    )
+
+
+def _verified(member: pb.StoreMember, result: VerifyResult) -> pb.StoreNodeVerified:
+    return pb.StoreNodeVerified(
+        member=member,
+        num_read=result.num_read,
+        num_bad=result.num_bad,
+        num_bytes=result.num_bytes,
+        seconds=result.seconds,
+    )
+
+
+def _purged(member: pb.StoreMember, result: PurgeResult) -> pb.StoreNodePurged:
+    return pb.StoreNodePurged(
+        member=member,
+        num_records=result.num_records,
+        num_bytes=result.num_bytes,
+        num_pending=result.num_pending,
+    )

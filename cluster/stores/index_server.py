@@ -1,0 +1,57 @@
+"""The index server of an application that names none, kept running by the process that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+from kvtransfer.clock import Clock
+from kvtransfer.errors import StoreError
+from kvtransfer.store.index.redis_server import RedisServer
+
+_WATCH_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class IndexServer:
+    """A Redis server from construction to `close`; one that dies is started again at the same address.
+
+    The stores notice its loss themselves, and tell the new one all they hold.
+    """
+
+    def __init__(self, host: str, secret: bytes, clock: Clock) -> None:
+        """`StoreError` when there is no server to start, or it does not start."""
+        self._host = host
+        self._secret = secret
+        self._clock = clock
+        self._ended = threading.Event()
+        self._server = asyncio.run(RedisServer.start(host, secret, clock))
+        self.url = self._server.url
+        """With the password: not for logs."""
+        self._watching = threading.Thread(target=self._watch, name="index-server", daemon=True)
+        self._watching.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def close(self) -> None:
+        """End the server and wait for its end."""
+        self._ended.set()
+        self._watching.join()
+        self._server.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_S):
+            if self._server.is_running:
+                continue
+            _log.warning("the index server ended; starting another at port %d", self._server.port)
+            self._server.close()
+            try:
+                self._server = asyncio.run(
+                    RedisServer.start(self._host, self._secret, self._clock, port=self._server.port)
+                )
+            except StoreError as error:
+                _log.warning("no index server: %s", error)

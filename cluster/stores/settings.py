@@ -1,0 +1,190 @@
+"""The stores of an application: with which settings each node's store process is started. No Ray."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.errors import ConfigError
+from kvtransfer.layout import BlockLayout
+from kvtransfer.messages import Shard
+from kvtransfer.secret import draw_id
+from kvtransfer.store.config import StoreConfig, StoreSettings
+from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
+from kvtransfer.store.messages import HEADER_BYTES
+from kvtransfer.transports import TRANSPORTS
+from workers.model.config import ModelConfig, read_model_config
+from workers.model.split import kv_heads
+
+NODE_ID_CHARS = 12
+MIN_GRANULE_BYTES = 4 << 10
+MAX_GRANULE_BYTES = 1 << 20
+_INFINIBAND = Path("/sys/class/infiniband")
+"""Without such devices a store does not offer `rdma`, and need not load what it takes (torch among it)."""
+_GRANULES_A_RECORD = 8
+"""At least so many granules a record takes, so that little of the last one is wasted."""
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "": "fp32"}
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
+_GB = 1e9
+
+_log = logging.getLogger("tandem.store")
+
+
+class Node(NamedTuple):
+    """The node that a store is for: its id in the cluster, and the address that others reach it at."""
+
+    node_id: str
+    host: str
+
+
+def draw_life() -> str:
+    """Names one life of an application, so that no process of an earlier one is taken for one of this."""
+    return draw_id().hex()[:NODE_ID_CHARS]
+
+
+def store_name(app: str, life: str, node_id: str) -> str:
+    """The abstract unix socket on which brains and ranks of the node find their store."""
+    return f"tandem-store-{app}-{life}-{node_id[:NODE_ID_CHARS]}"
+
+
+def store_settings(
+    config: ClusterConfig, node: Node, life: str, secret: bytes, epoch: int, nvme_path: Path | None
+) -> StoreSettings:
+    """What the node's store process is started with; `nvme_path`: its own folder (None: no such tier)."""
+    store = config.store
+    transports = [
+        name
+        for name in config.transfer.transports
+        if not TRANSPORTS[name].unsuited("cpu", True) and (name != "rdma" or _INFINIBAND.exists())
+    ]
+    return StoreSettings(
+        node_id=node.node_id[:NODE_ID_CHARS],
+        epoch=epoch,
+        name=store_name(config.app, life, node.node_id),
+        secret=secret,
+        host=node.host,
+        dram_bytes=max(int(store.dram_gb * _GB) // HUGE_PAGE_BYTES, 1) * HUGE_PAGE_BYTES,
+        granule_bytes=granule_bytes(smallest_record_bytes(config.pools, config.model)),
+        huge_pages=store.huge_pages,
+        nvme_path=str(nvme_path or ""),
+        nvme_bytes=round(store.nvme_gb * _GB) if nvme_path else 0,
+        segment_bytes=store.segment_mb << 20,
+        io_threads=store.io_threads,
+        admission=store.admission,
+        write_queue=store.write_queue,
+        flush_s=store.flush_s,
+        tenant_share=store.tenant_share,
+        prefetch_pin_s=store.prefetch_pin_s,
+        redis_url=store.redis_url if store.index else "",
+        redis_namespace=store.redis_namespace,
+        lookup_budget_s=store.lookup_budget_ms * 1e-3,
+        node_lease_s=store.node_lease_s,
+        transports=tuple(transports),
+        prefetch_gb_s=config.transfer.prefetch_gb_s,
+        remote_min_gb_s=store.remote_min_gb_s,
+    )
+
+
+def granule_bytes(record_bytes: int) -> int:
+    """The unit of arena space for records of this size: a power of two that wastes little and keeps few."""
+    wanted = max(record_bytes // _GRANULES_A_RECORD, 1)
+    return min(max(1 << (wanted.bit_length() - 1), MIN_GRANULE_BYTES), MAX_GRANULE_BYTES)
+
+
+def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path) -> int:
+    """Header, and KV that the smallest rank of any pool holds of a block."""
+    model = read_model_config(model_dir)
+    return HEADER_BYTES + min(_rank_block_bytes(pool, model, model_dir) for pool in pools)
+
+
+def resolve_dtype(pool: PoolConfig, model_dir: Path) -> str:
+    """The pool's dtype; `auto` is what the checkpoint was saved in."""
+    if pool.dtype != "auto":
+        return pool.dtype
+    return _DTYPE_NAMES[read_model_config(model_dir).checkpoint_dtype]
+
+
+def check_redis_url(store: StoreConfig) -> None:
+    """`ConfigError` where no client could use it. Its text never shows the URL, which may hold a password."""
+    if store.redis_url and urlsplit(store.redis_url).scheme not in _REDIS_SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in _REDIS_SCHEMES)
+        raise ConfigError(
+            f"store.redis_url (or REDIS_URL of the environment): must begin with one of {schemes}"
+        )
+
+
+def check_store(store: StoreConfig, *, memory_bytes: int) -> None:
+    """`ConfigError` where a host with that much memory cannot do as configured. Makes the NVMe folder."""
+    if store.dram_gb * _GB > memory_bytes:
+        raise ConfigError(
+            f"store.dram_gb: {store.dram_gb:g} is more than the memory of this host, "
+            f"{memory_bytes / _GB:.1f}; use less, or 0 for no store"
+        )
+    if store.nvme_path is None:
+        return
+    try:
+        store.nvme_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"store.nvme_path: {error}; name a folder on a local disk") from error
+    if not os.access(store.nvme_path, os.W_OK | os.X_OK):
+        raise ConfigError(f"store.nvme_path: {store.nvme_path} cannot be written to by this user")
+
+
+class NvmeFolder:
+    """A store's own folder below the configured one: the first free of `<host>-<app>-0`, `-1`, ..., so that a
+    restarted cluster, whose nodes have other ids, finds the records of the one before. It is held against
+    other stores of the host by a lock beside it, which ends with the process."""
+
+    def __init__(self, parent: Path, host: str, app: str) -> None:
+        """Where no lock can be had (the disk is gone, or read-only before the first use), it is the first."""
+        self.path = parent / f"{host}-{app}-0"
+        self._lock: int | None = None
+        try:
+            for number in itertools.count():
+                path = parent / f"{host}-{app}-{number}"
+                self._lock = _try_lock(path.with_name(f"{path.name}.lock"))
+                if self._lock is not None:
+                    self.path = path
+                    return
+        except OSError as error:
+            _log.error("no folder can be locked below store.nvme_path %s: %s", parent, error)
+
+    def close(self) -> None:
+        """Let another store have it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _try_lock(path: Path) -> int | None:
+    """The descriptor that holds the lock; None when another process does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, model_dir: Path) -> int:
+    num_layers = min(pool.layers) if pool.layers else max(model.num_layers // pool.pp, 1)
+    num_heads = min(len(kv_heads(model.num_kv_heads, rank, pool.tp)) for rank in range(pool.tp))
+    item_bytes = _ITEM_BYTES[resolve_dtype(pool, model_dir)]
+    shard = Shard(0, num_layers, 0, num_heads)
+    return BlockLayout(shard, model.head_dim, pool.engine.block_tokens, item_bytes).block_bytes

@@ -1,0 +1,1 @@
+"""The host tier: the arena, its books, and what is evicted first."""

@@ -1,0 +1,293 @@
+"""The host tier's memory: one sealed memfd that the owner divides and every rank of the node maps.
+
+The first granule holds the superblock. A record takes whole consecutive granules, its header page first.
+A header counts only where it was written (`Place`): payload bytes and copies are never taken for records.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+
+from kvtransfer.checksum import checksum
+from kvtransfer.errors import StoreError
+from kvtransfer.memory import SCRATCH_BYTES, map_shared, mapping_bytes, populate_write
+from kvtransfer.store.dram.extents import Extents
+from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.record import (
+    HEADER_BYTES,
+    MAGIC,
+    Header,
+    Place,
+    State,
+    Writer,
+    decode_header,
+    encode_header,
+    image_bytes,
+)
+
+ID_BYTES = 16
+HUGE_PAGE_BYTES = 2 << 20
+MIN_GRANULE_BYTES = 4 << 10
+MAX_GRANULE_BYTES = 1 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_MAGIC = b"tandem\x9dA"
+_VERSION = 1
+_SUPERBLOCK = struct.Struct("<8sIIQ16s")
+"""Magic, version, granule bytes, number of bytes, id; then the checksum of these."""
+_SUM = struct.Struct("<Q")
+
+_log = logging.getLogger(__name__)
+
+
+def arena_bytes(num_bytes: int) -> int:
+    """How large an arena becomes of which so much is wanted: a multiple of 2 MiB."""
+    return max(-(-num_bytes // HUGE_PAGE_BYTES), 1) * HUGE_PAGE_BYTES
+
+
+class Arena:
+    """`num_bytes` of shared memory in granules. `view` is all of it; `fd` goes to ranks. One thread only.
+
+    Made by `create` or `adopt`. An offset names a record: a multiple of `granule_bytes`, never 0.
+    """
+
+    def __init__(self, fd: int, mapping: mmap.mmap, arena_id: bytes, granule_bytes: int) -> None:
+        self.fd = fd
+        self.id = arena_id
+        self.granule_bytes = granule_bytes
+        self.num_bytes = len(mapping) - SCRATCH_BYTES  # behind it other owners' agents measure their path
+        self.view = memoryview(mapping)[: self.num_bytes]
+        self._mapping: mmap.mmap | None = mapping
+        self.num_used_bytes = 0
+        """Where the last record that there ever was ends."""
+        self.is_adopted = False
+        self._counts: dict[int, int] = {}  # offset of each record -> its granules
+        self._extents = Extents(self.num_bytes // granule_bytes)
+        self._found: list[tuple[int, Header]] = []
+
+    @classmethod
+    def create(cls, num_bytes: int, granule_bytes: int, huge_pages: bool) -> Arena:
+        """A new, empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are asked
+        for and there are enough. Its memory is taken when first written, or ahead (`ahead`). `OSError`: the
+        host refuses."""
+        _check_granule(granule_bytes)
+        num_bytes = arena_bytes(num_bytes)
+        fd, mapping = _map_new(mapping_bytes(num_bytes), huge_pages)
+        arena = cls(fd, mapping, secrets.token_bytes(ID_BYTES), granule_bytes)
+        arena.view[: _SUPERBLOCK.size + _SUM.size] = _superblock(arena.id, granule_bytes, num_bytes)
+        arena._extents.give(1, num_bytes // granule_bytes - 1)
+        return arena
+
+    @classmethod
+    def adopt(cls, fd: int, granule_bytes: int) -> Arena:
+        """The arena that an owner before made, by its descriptor, which is the arena's from now on; `scan`
+        tells its records. `StoreError`, with `fd` closed, when it is none of ours, not sealed, damaged, or of
+        another granule or version."""
+        try:
+            return cls._adopt(fd, granule_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise StoreError(f"the arena cannot be mapped: {error}") from error
+        except StoreError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def _adopt(cls, fd: int, granule_bytes: int) -> Arena:
+        _check_granule(granule_bytes)
+        num_bytes = os.fstat(fd).st_size - SCRATCH_BYTES
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise StoreError("the arena is not sealed: whoever shrinks it could end this process")
+        front = os.pread(fd, _SUPERBLOCK.size + _SUM.size, 0)
+        arena_id = front[_SUPERBLOCK.size - ID_BYTES : _SUPERBLOCK.size]
+        if num_bytes <= 0 or front != _superblock(arena_id, granule_bytes, num_bytes):
+            raise StoreError(f"no arena of {num_bytes} bytes in granules of {granule_bytes}")
+        arena = cls(fd, map_shared(fd, mapping_bytes(num_bytes)), arena_id, granule_bytes)
+        arena.is_adopted = True
+        arena._search()
+        return arena
+
+    # ------------------------------------------------------------------------------------------ space
+
+    def allocate(self, num_payload: int) -> int | None:
+        """The offset of room for a record with that payload; None when there is none in one piece."""
+        count = self._num_granules(num_payload)
+        start = self._extents.take(count)
+        if start is None:
+            return None
+        offset = start * self.granule_bytes
+        self._counts[offset] = count
+        self.num_used_bytes = max(self.num_used_bytes, offset + count * self.granule_bytes)
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a record's room back. Its header is gone at once, so that no scan finds it again."""
+        self._erase(offset)
+        self._extents.give(offset // self.granule_bytes, self._counts.pop(offset))
+
+    def map_pages(self, start: int, num_bytes: int) -> None:
+        """Let this process reach memory that is taken already without a fault for each page."""
+        if self._mapping is not None:
+            populate_write(self._mapping, start, num_bytes)
+
+    def record_bytes(self, num_payload: int) -> int:
+        """What a record of that payload takes of the arena: whole granules."""
+        return self._num_granules(num_payload) * self.granule_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What records can have: all but the superblock."""
+        return self.num_bytes - self.granule_bytes
+
+    @property
+    def num_free_bytes(self) -> int:
+        return self._extents.num_free * self.granule_bytes
+
+    @property
+    def num_largest_bytes(self) -> int:
+        """The largest record image that has room now."""
+        return self._extents.num_largest * self.granule_bytes
+
+    # ----------------------------------------------------------------------------------------- records
+
+    def write_header(
+        self, offset: int, info: RecordInfo, state: State, sequence: int, writer: Writer | None = None
+    ) -> None:
+        """Write the header of the record at `offset`. One that a crash cut in two has a wrong sum: no scan
+        finds it. `StoreError` when its fields are too long."""
+        page = encode_header(info, state, sequence, writer, Place(self.id, offset))
+        self.view[offset : offset + HEADER_BYTES] = page
+
+    def erase_header(self, offset: int) -> None:
+        """No scan finds the record any more; its room stays taken."""
+        assert offset in self._counts
+        self._erase(offset)
+
+    def payload(self, offset: int, num_bytes: int) -> memoryview:
+        """The payload of the record at `offset`."""
+        return self.view[offset + HEADER_BYTES : offset + HEADER_BYTES + num_bytes]
+
+    def image(self, offset: int, num_payload: int) -> memoryview:
+        """The whole record with that payload at `offset`, as long as on NVMe: whole, aligned pages."""
+        return self.view[offset : offset + image_bytes(num_payload)]
+
+    def scan(self) -> Iterator[tuple[int, Header]]:
+        """(offset, header) of each record that adoption found; their room is taken. Free what is unwanted."""
+        return iter(self._found)
+
+    def close(self) -> None:
+        """Let the memory go, once: it is unmapped when the last view of it is dropped."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._found = []
+        self.view = memoryview(bytearray())
+        self._mapping = None
+
+    def check(self) -> None:
+        """Assert that records and free ranges divide the arena."""
+        ranges = [(offset // self.granule_bytes, count) for offset, count in self._counts.items()]
+        position = 1
+        for start, count in sorted(ranges + self._extents.ranges()):
+            assert start == position, f"granule {position} belongs to nobody, or to two"
+            position += count
+        assert position == self._extents.num_total
+        free = [start for start, _ in self._extents.ranges()]
+        ends = {start + count for start, count in self._extents.ranges()}
+        assert not ends & set(free), "two free ranges are neighbours"
+        assert self._extents.num_free == sum(count for _, count in self._extents.ranges())
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _num_granules(self, num_payload: int) -> int:
+        return -(-image_bytes(num_payload) // self.granule_bytes)
+
+    def _erase(self, offset: int) -> None:
+        self.view[offset : offset + len(MAGIC)] = bytes(len(MAGIC))
+
+    def _search(self) -> None:
+        """Find the records of an adopted arena; what is between them is free."""
+        granule, total = self.granule_bytes, self._extents.num_total
+        position = free_from = 1
+        for first, last in _written_ranges(self.fd, self.num_bytes):
+            position = max(position, first // granule)
+            while position * granule < last:
+                header = self._header_at(position * granule)
+                if header is None:
+                    position += 1
+                    continue
+                if position > free_from:
+                    self._extents.give(free_from, position - free_from)
+                count = self._num_granules(header.info.num_bytes)
+                self._counts[position * granule] = count
+                self._found.append((position * granule, header))
+                position = free_from = position + count
+                self.num_used_bytes = position * granule
+        if total > free_from:
+            self._extents.give(free_from, total - free_from)
+
+    def _header_at(self, offset: int) -> Header | None:
+        if self.view[offset : offset + len(MAGIC)] != MAGIC:
+            return None
+        try:
+            header = decode_header(self.view[offset : offset + HEADER_BYTES])
+        except StoreError:
+            return None
+        is_here = header.place == Place(self.id, offset)
+        num_payload = header.info.num_bytes
+        fits = num_payload >= 0 and offset + self.record_bytes(num_payload) <= self.num_bytes
+        return header if is_here and fits else None
+
+
+def _check_granule(granule_bytes: int) -> None:
+    is_power = granule_bytes & (granule_bytes - 1) == 0
+    if not is_power or not MIN_GRANULE_BYTES <= granule_bytes <= MAX_GRANULE_BYTES:
+        raise StoreError(f"granules of {granule_bytes} bytes: only powers of two from 4 KiB to 1 MiB")
+
+
+def _superblock(arena_id: bytes, granule_bytes: int, num_bytes: int) -> bytes:
+    fields = _SUPERBLOCK.pack(_MAGIC, _VERSION, granule_bytes, num_bytes, arena_id)
+    return fields + _SUM.pack(checksum(fields))
+
+
+def _map_new(num_bytes: int, huge_pages: bool) -> tuple[int, mmap.mmap]:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_pages:
+        try:
+            return _map_sealed(num_bytes, flags | os.MFD_HUGETLB)
+        except OSError as error:
+            _log.info("no reserved huge pages for %d bytes of the store: %s", num_bytes, error)
+    return _map_sealed(num_bytes, flags)
+
+
+def _map_sealed(num_bytes: int, flags: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("tandem-store", flags)
+    try:
+        os.ftruncate(fd, num_bytes)
+        # A rank that shrank the file would turn the owner's own accesses into SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        return fd, map_shared(fd, num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def _written_ranges(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where the file has pages: reading a hole through the mapping would take memory for it."""
+    position = 0
+    while position < num_bytes:
+        try:
+            first = os.lseek(fd, position, os.SEEK_DATA)
+            position = os.lseek(fd, first, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing more is written
+                return
+            first, position = position, num_bytes  # huge pages do not tell
+        yield first, min(position, num_bytes)

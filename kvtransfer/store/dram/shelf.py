@@ -1,0 +1,344 @@
+"""The slots of the arena: who has each, who may still be writing into it, and what leaves for others.
+
+A slot is in exactly one state:
+
+    (free) --room--> written by a session, or read into by the owner --keep--> kept --drop--> (free), or
+                       | its session is lost                                       doomed while leased
+                       v
+                     stray: no proof yet that its writer stopped --proof--> (free)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from kvtransfer.clock import Clock
+from kvtransfer.errors import StoreError
+from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.chain import ChainKey, ChainLru, TenantShares
+from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.record import State, Writer
+
+MAX_EVICTED_RATIO = 8
+"""For one record, at most so many times its size is evicted: between slots that stay, more may not help."""
+MAX_PINNED_RATIO = 0.5
+"""Pins take at most this part of the arena: prefetches shall not shut out everything else."""
+
+SlotState = Literal["written", "read", "kept", "doomed", "stray"]
+
+
+class Slot:
+    """The room of one record."""
+
+    __slots__ = (
+        "info",
+        "is_adopted",
+        "is_wanted",
+        "key",
+        "num_bytes",
+        "num_leases",
+        "offset",
+        "pinned_until",
+        "session",
+        "state",
+        "writer",
+    )
+
+    def __init__(self, offset: int, num_bytes: int, info: RecordInfo, state: SlotState) -> None:
+        self.offset = offset
+        self.num_bytes = num_bytes
+        """Whole granules."""
+        self.info = info
+        self.key = ChainKey(info.id.space, info.id.key)
+        self.state: SlotState = state
+        self.session = b""
+        self.writer: Writer | None = None
+        self.is_wanted = True
+        """False: purged while it was being filled."""
+        self.is_adopted = False
+        """It was allocated by an owner before this one, which alone knew whose connections to watch."""
+        self.num_leases = 0
+        self.pinned_until: float | None = None
+
+
+class Shelf:
+    """All slots of one arena (none at first). `evict(key)` is called to have every kept slot of that block
+    dropped: no lease or pin holds one of them."""
+
+    def __init__(self, clock: Clock, tenant_share: float, evict: Callable[[ChainKey], None]) -> None:
+        self.arena: Arena | None = None
+        self.slots: dict[int, Slot] = {}
+        self.shares = TenantShares(tenant_share)
+        self.num_leases = 0
+        self.num_stray = 0
+        self._clock = clock
+        self._evict = evict
+        self._chain = ChainLru()
+        self._sessions: dict[bytes, set[int]] = {}
+        self._strays: dict[bytes, set[int]] = {}
+        self._pins: list[tuple[float, int]] = []
+        self._num_pinned_bytes = 0
+        self._sequence = 0
+
+    def attach(self, arena: Arena) -> list[Slot]:
+        """Use this arena. Returns what an owner before kept there, the oldest first; what it had not kept is
+        free when nobody can be writing it, else stray."""
+        assert self.arena is None
+        self.arena = arena
+        self.shares.limit(arena.capacity_bytes)
+        kept: list[Slot] = []
+        for offset, header in sorted(arena.scan(), key=lambda found: found[1].sequence):
+            self._sequence = header.sequence
+            slot = Slot(offset, arena.record_bytes(header.info.num_bytes), header.info, "read")
+            self._take(slot)
+            if header.state == "committed":
+                self._shelve(slot)
+                kept.append(slot)
+            elif header.writer is None or header.writer.session in self._sessions:
+                self.free(slot)  # the owner before read into it and is dead, or the session writes no more
+            else:
+                slot.is_adopted = True
+                slot.writer = header.writer
+                slot.session = header.writer.session
+                self._stray(slot)
+        return kept
+
+    # ------------------------------------------------------------------------------------- being filled
+
+    def room(self, info: RecordInfo, writer: Writer | None) -> Slot | None:
+        """A slot for the record, to be filled by `writer` for its session, which is open (None: by the
+        owner); evicts for it. None: no room, the tenant has its share, or the fields are too long."""
+        if self.arena is None or info.num_bytes <= 0:
+            return None
+        offset = self._room(info)
+        if offset is None:
+            return None
+        slot = Slot(offset, self.arena.record_bytes(info.num_bytes), info, "read")
+        self._take(slot)
+        if writer is not None:
+            slot.state, slot.session, slot.writer = "written", writer.session, writer
+            self._sessions[slot.session].add(offset)
+        try:
+            self._write_header(slot, "allocated")
+        except StoreError:  # the tenant's name is too long for a header
+            self.free(slot)
+            return None
+        return slot
+
+    def keep(self, slot: Slot, info: RecordInfo) -> None:
+        """The slot's bytes are all there and have the sum of `info`: from now on the record is kept."""
+        self._settle(slot)
+        self.shares.take(slot.info.tenant, -slot.num_bytes)
+        self.shares.take(info.tenant, slot.num_bytes)
+        slot.info = info
+        slot.session, slot.writer = b"", None
+        self._write_header(slot, "committed")
+        self._shelve(slot)
+
+    def free(self, slot: Slot) -> None:
+        """Nobody writes or reads the slot any more (or never did)."""
+        assert self.arena is not None
+        if slot.state in ("written", "stray"):
+            self._settle(slot)
+        assert not slot.num_leases
+        assert slot.pinned_until is None
+        self.shares.take(slot.info.tenant, -slot.num_bytes)
+        del self.slots[slot.offset]
+        self.arena.free(slot.offset)
+
+    # --------------------------------------------------------------------------------------------- kept
+
+    def touch(self, slot: Slot) -> None:
+        self._chain.touch(slot.key)
+
+    def lease(self, slot: Slot) -> None:
+        """One more reader of a kept slot."""
+        assert slot.state == "kept"
+        slot.num_leases += 1
+        self.num_leases += 1
+        self._chain.hold(slot.key)
+
+    def release(self, slot: Slot) -> None:
+        """One reader less; a doomed slot is free after the last."""
+        assert slot.num_leases, "more leases end than began"
+        slot.num_leases -= 1
+        self.num_leases -= 1
+        if slot.state == "kept":
+            self._chain.let_go(slot.key)
+        elif not slot.num_leases:
+            self.free(slot)
+
+    def pin(self, slot: Slot, until: float) -> bool:
+        """A kept slot stays until then at least (the clock's seconds). False: too much is pinned already."""
+        assert self.arena is not None
+        assert slot.state == "kept"
+        self._end_pins()
+        if slot.pinned_until is None:
+            if self._num_pinned_bytes + slot.num_bytes > self.arena.capacity_bytes * MAX_PINNED_RATIO:
+                return False
+            self._num_pinned_bytes += slot.num_bytes
+            self._chain.hold(slot.key)
+        elif until <= slot.pinned_until:
+            return True
+        slot.pinned_until = until
+        heapq.heappush(self._pins, (until, slot.offset))
+        return True
+
+    def drop(self, slot: Slot) -> bool:
+        """A kept slot is not wanted any more, whatever pins it. False: it is doomed, and free when the last
+        lease ends; no scan of the arena finds it any more."""
+        assert self.arena is not None
+        assert slot.state == "kept"
+        if slot.pinned_until is not None:
+            self._unpin(slot)
+        for _ in range(slot.num_leases):
+            self._chain.let_go(slot.key)
+        self._chain.remove(slot.key)
+        slot.state = "doomed"
+        if slot.num_leases:
+            self.arena.erase_header(slot.offset)
+            return False
+        self.free(slot)
+        return True
+
+    # ---------------------------------------------------------------------------------- whose writers
+
+    def session_opened(self, session: bytes) -> list[Slot]:
+        """The session's brain says hello, and with it that its ranks write nothing it was granted before:
+        that is free now. Returns those slots that were still being written."""
+        written = [self.slots[offset] for offset in self._sessions.get(session, ())]
+        for slot in [*written, *(self.slots[offset] for offset in self._strays.get(session, ()))]:
+            self.free(slot)
+        self._sessions[session] = set()
+        return written
+
+    def session_lost(self, session: bytes) -> list[Slot]:
+        """Its brain is gone, and its ranks may still write: returns the slots it was granted, now stray."""
+        slots = [self.slots[offset] for offset in self._sessions.pop(session, ())]
+        for slot in slots:
+            self._stray(slot)
+        return slots
+
+    def writers_gone(self, session: bytes) -> int:
+        """All ranks of the session that had the arena mapped from this owner have ended: its strays are free,
+        but for adopted ones. Returns their number."""
+        gone = [self.slots[offset] for offset in self._strays.get(session, ())]
+        return self._free_all(slot for slot in gone if not slot.is_adopted)
+
+    def free_orphans(self, is_running: Callable[[Writer], bool]) -> int:
+        """Adopted strays whose writer does not run any more are free. Returns their number."""
+        strays = [self.slots[offset] for offsets in self._strays.values() for offset in offsets]
+        return self._free_all(
+            slot for slot in strays if slot.is_adopted and slot.writer and not is_running(slot.writer)
+        )
+
+    @property
+    def sessions(self) -> frozenset[bytes]:
+        """Those that are open."""
+        return frozenset(self._sessions)
+
+    # -------------------------------------------------------------------------------------------- check
+
+    def check(self) -> None:
+        """Assert every invariant; O(n log n)."""
+        self._chain.check()
+        if self.arena is not None:
+            self.arena.check()
+            used = sum(slot.num_bytes for slot in self.slots.values())
+            assert used + self.arena.num_free_bytes == self.arena.capacity_bytes
+        by_tenant: dict[str, int] = {}
+        for offset, slot in self.slots.items():
+            assert slot.offset == offset
+            assert slot.state in ("kept", "doomed") or not (slot.num_leases or slot.pinned_until)
+            assert slot.state != "doomed" or slot.num_leases, "a doomed slot has no reader"
+            assert (slot.state == "written") == (offset in self._sessions.get(slot.session, ()))
+            assert (slot.state == "stray") == (offset in self._strays.get(slot.session, ()))
+            by_tenant[slot.info.tenant] = by_tenant.get(slot.info.tenant, 0) + slot.num_bytes
+        assert by_tenant == self.shares.num_bytes
+        kept = [slot for slot in self.slots.values() if slot.state == "kept"]
+        assert all(slot.key in self._chain for slot in kept)
+        assert len({slot.key for slot in kept}) == self._chain.num_resident
+        assert self.num_leases == sum(slot.num_leases for slot in self.slots.values())
+        pinned = [slot for slot in kept if slot.pinned_until is not None]
+        assert self._num_pinned_bytes == sum(slot.num_bytes for slot in pinned)
+        assert {(slot.pinned_until, slot.offset) for slot in pinned} <= set(self._pins)
+        assert self.num_stray == sum(map(len, self._strays.values()))
+        assert all(offset in self.slots for offsets in self._sessions.values() for offset in offsets)
+
+    # ------------------------------------------------------------------------------------------- inside
+
+    def _room(self, info: RecordInfo) -> int | None:
+        assert self.arena is not None
+        num_bytes = self.arena.record_bytes(info.num_bytes)
+        if num_bytes > self.arena.capacity_bytes:
+            return None
+        least_free = self.arena.num_free_bytes + MAX_EVICTED_RATIO * num_bytes
+        while (offset := self.arena.allocate(info.num_bytes)) is None:
+            key = self._victim(info.tenant, num_bytes)
+            if key is None or self.arena.num_free_bytes >= least_free:
+                return None
+            self._evict(key)
+        return offset
+
+    def _victim(self, tenant: str, num_bytes: int) -> ChainKey | None:
+        """The block that leaves for so many bytes of this tenant: its own when it has its share, else of
+        tenants that have more than theirs, else the least recently used of all."""
+        self._end_pins()
+        if self.shares.would_exceed(tenant, num_bytes):
+            return self._chain.oldest(tenant)
+        for other in self.shares.greediest():
+            key = self._chain.oldest(other)
+            if key is not None:
+                return key
+        return self._chain.oldest()
+
+    def _write_header(self, slot: Slot, state: State) -> None:
+        assert self.arena is not None
+        self._sequence += 1
+        self.arena.write_header(slot.offset, slot.info, state, self._sequence, slot.writer)
+
+    def _take(self, slot: Slot) -> None:
+        self.slots[slot.offset] = slot
+        self.shares.take(slot.info.tenant, slot.num_bytes)
+
+    def _shelve(self, slot: Slot) -> None:
+        slot.state = "kept"
+        self._chain.add(slot.key, slot.info.parent, slot.info.tenant)
+
+    def _stray(self, slot: Slot) -> None:
+        slot.state = "stray"
+        self._strays.setdefault(slot.session, set()).add(slot.offset)
+        self.num_stray += 1
+
+    def _settle(self, slot: Slot) -> None:
+        """It is not the session's any more."""
+        if slot.state == "written":
+            self._sessions[slot.session].remove(slot.offset)
+        elif slot.state == "stray":
+            self.num_stray -= 1
+            strays = self._strays[slot.session]
+            strays.remove(slot.offset)
+            if not strays:
+                del self._strays[slot.session]
+
+    def _free_all(self, slots: Iterable[Slot]) -> int:
+        gone = list(slots)
+        for slot in gone:
+            self.free(slot)
+        return len(gone)
+
+    def _unpin(self, slot: Slot) -> None:
+        slot.pinned_until = None
+        self._num_pinned_bytes -= slot.num_bytes
+        self._chain.let_go(slot.key)
+
+    def _end_pins(self) -> None:
+        """Forget the pins that are over."""
+        now = self._clock.now()
+        while self._pins and self._pins[0][0] <= now:
+            until, offset = heapq.heappop(self._pins)
+            slot = self.slots.get(offset)
+            if slot is not None and slot.pinned_until == until:
+                self._unpin(slot)

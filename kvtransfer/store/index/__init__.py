@@ -1,0 +1,1 @@
+"""The cluster-wide index in Redis, and the server that we bring for it."""

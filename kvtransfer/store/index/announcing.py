@@ -1,0 +1,197 @@
+"""Telling the index what this node holds: queued, coalesced, batched, and told anew when Redis forgot.
+
+Whoever announces never waits. What finds no room in the queue is dropped and counted, and everything is told
+anew later; what could not be written goes back into the queue, unless a newer state of that record is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from kvtransfer.clock import Clock
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.store.index.redis_link import IndexAwayError, RedisLink, Script
+from kvtransfer.store.index.values import (
+    STALE_STAMPS,
+    STAMP_S,
+    UPDATE_SCRIPT,
+    encode_change,
+    encode_epoch,
+    key_prefix,
+    node_number,
+)
+from kvtransfer.store.messages import RecordId, RecordInfo, Tier
+
+_UPDATE = Script(UPDATE_SCRIPT)
+
+
+class AnnounceLimits(NamedTuple):
+    """How much is told how fast."""
+
+    max_queued: int = 1 << 16
+    batch: int = 128
+    """Records in one round trip, so that packing them does not hold up the loop."""
+    linger_s: float = 0.002
+    """What is announced so soon after another goes with it."""
+    rebuild_pause_s: float = 0.05
+    """Between two batches when all is told anew: many nodes may do so at once."""
+    entry_ttl_s: float = 3600.0
+    refresh_s: float = 1200.0
+    """How often all is told again, so that what is held stays known and what is not dies out."""
+    retry_s: float = 1.0
+
+
+class Announcer:
+    """What this node holds, on its way to Redis: `drain` and `retell` run all the time, beside each other."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        namespace: str,
+        identity: ReplicaIdentity,
+        clock: Clock,
+        limits: AnnounceLimits,
+        records: Callable[[], Iterable[tuple[RecordInfo, Tier]]],
+        wrote: Callable[[IndexAwayError | None], None],
+    ) -> None:
+        """`records`: all that is held now; `wrote` hears how each batch went."""
+        self._link = link
+        self._namespace = namespace
+        self._number = node_number(identity.replica_id)
+        self._epoch = encode_epoch(identity.epoch)
+        self._clock = clock
+        self._limits = limits
+        self._records = records
+        self._wrote = wrote
+        self._queue: dict[RecordId, tuple[bytes, Tier | None]] = {}  # with the chain
+        self._told_since: set[RecordId] | None = None
+        """Announced since the walk under way took its list: that list says nothing of them."""
+        self._has_work = asyncio.Event()
+        self._walk_is_wanted = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._is_over = False
+        self.num_announced = 0
+        self.num_dropped = 0
+        self.num_rebuilds = 0
+
+    def announce(self, info: RecordInfo, tier: Tier | None) -> None:
+        """The record is in this tier now; None: in none."""
+        if self._told_since is not None:
+            self._told_since.add(info.id)
+        if info.id not in self._queue and len(self._queue) >= self._limits.max_queued:
+            self.num_dropped += 1
+            self.rebuild()
+            return
+        self._queue[info.id] = info.chain, tier
+        self._has_work.set()
+
+    def rebuild(self) -> None:
+        """Tell everything anew, soon."""
+        self._walk_is_wanted.set()
+
+    def stop(self) -> None:
+        """Nothing more is written."""
+        self._is_over = True
+        self._queue.clear()
+
+    async def drain(self) -> None:
+        """Write what is announced, until cancelled."""
+        while True:
+            await self._has_work.wait()
+            if self._limits.linger_s:
+                await self._clock.sleep(self._limits.linger_s)
+            async with self._writing:
+                batch = dict(islice(self._queue.items(), self._limits.batch))
+                for record in batch:
+                    del self._queue[record]
+                if not self._queue:
+                    self._has_work.clear()
+                unwritten = await self._write(batch)
+            for record, state in unwritten.items():
+                if record not in self._queue:
+                    self._queue[record] = state
+                self._has_work.set()
+            if unwritten:
+                await self._clock.sleep(self._limits.retry_s)
+
+    async def retell(self) -> None:
+        """Tell everything at the start and when that is wanted, at once but not fast, and every `refresh_s`,
+        slowly, until cancelled."""
+        is_first = True
+        while True:
+            is_rebuild = await self._is_wanted_within(0.0 if is_first else self._limits.refresh_s)
+            self._walk_is_wanted.clear()
+            self._told_since = set()
+            held = list(self._records())
+            num_batches = max(1, len(held) // self._limits.batch)
+            slow_s = self._limits.refresh_s / 2 / num_batches
+            if await self._walk(held, self._limits.rebuild_pause_s if is_rebuild or is_first else slow_s):
+                self.num_rebuilds += is_rebuild
+                is_first = False
+            self._told_since = None
+
+    async def _walk(self, held: list[tuple[RecordInfo, Tier]], pause_s: float) -> bool:
+        """Tell all of them; False: it must be begun again."""
+        assert self._told_since is not None
+        for first in range(0, len(held), self._limits.batch):
+            some = held[first : first + self._limits.batch]
+            while True:
+                async with self._writing:
+                    unwritten = await self._write(
+                        {
+                            info.id: (info.chain, tier)
+                            for info, tier in some
+                            if info.id not in self._told_since
+                        }
+                    )
+                if await self._is_wanted_within(self._limits.retry_s if unwritten else pause_s):
+                    return False
+                if not unwritten:
+                    break
+        return True
+
+    async def _is_wanted_within(self, delay_s: float) -> bool:
+        """Whether everything must be told anew; returns as soon as it must."""
+        if not delay_s:
+            return self._walk_is_wanted.is_set()
+        wanted = asyncio.ensure_future(self._walk_is_wanted.wait())
+        pause = asyncio.ensure_future(self._clock.sleep(delay_s))
+        try:
+            await asyncio.wait((wanted, pause), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            wanted.cancel()
+            pause.cancel()
+        return self._walk_is_wanted.is_set()
+
+    async def _write(
+        self, batch: dict[RecordId, tuple[bytes, Tier | None]]
+    ) -> dict[RecordId, tuple[bytes, Tier | None]]:
+        """Write these states; returns those that could not be."""
+        groups: dict[bytes, dict[bytes, list[RecordId]]] = {}  # by the part of the key that says the slot
+        for record, (chain, _) in batch.items():
+            prefix = key_prefix(self._namespace, chain, record.space)
+            groups.setdefault(prefix, {}).setdefault(prefix + record.key, []).append(record)
+        if not groups or self._is_over:
+            return {}
+        stamp = int(self._clock.wall()) // STAMP_S
+        ttl_ms = int(self._limits.entry_ttl_s * 1000)
+        fixed: tuple[bytes | int, ...] = (self._number, self._epoch, stamp, STALE_STAMPS, ttl_ms)
+        calls: list[tuple[Sequence[bytes], Sequence[bytes | int]]] = []
+        for keys in groups.values():
+            changes = [
+                b"".join(encode_change(r.shard, batch[r][1]) for r in records) for records in keys.values()
+            ]
+            calls.append((tuple(keys), (*fixed, *changes)))
+        outcomes = await self._link.run_many(_UPDATE, calls)
+        unwritten: dict[RecordId, tuple[bytes, Tier | None]] = {}
+        for keys, outcome in zip(groups.values(), outcomes, strict=True):
+            records = [record for some in keys.values() for record in some]
+            if outcome is None:
+                self.num_announced += len(records)
+            else:
+                unwritten.update((record, batch[record]) for record in records)
+        self._wrote(next(filter(None, outcomes), None))
+        return unwritten

@@ -1,0 +1,275 @@
+"""The NVMe tier as the owner's loop sees it: blocking calls on threads, errors turned into misses.
+
+The catalog is changed on the loop only, before and after each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvtransfer.checksum import checksum
+from kvtransfer.clock import Clock
+from kvtransfer.errors import StoreError
+from kvtransfer.faults import Faults
+from kvtransfer.store.admission import Admission
+from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.dram.catalog import Catalog
+from kvtransfer.store.messages import RecordId, RecordInfo, TierStat
+from kvtransfer.store.nvme.log import Compacted, NvmeTier
+from kvtransfer.store.nvme.segments import NvmeRef, PageBuffer
+from kvtransfer.store.record import HEADER_BYTES, image_bytes
+
+_RETRY_OPEN_S = 10.0
+
+_log = logging.getLogger("tandem.store")
+
+R = TypeVar("R")
+
+
+class Disk:
+    """`on_changed(record)` is told of every record that came to or left NVMe. Without a folder in the
+    settings there is no such tier: nothing is there, nothing is written."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        catalog: Catalog,
+        clock: Clock,
+        faults: Faults,
+        on_changed: Callable[[RecordInfo], None],
+    ) -> None:
+        self._catalog = catalog
+        self._clock = clock
+        self._on_changed = on_changed
+        self._capacity_bytes = settings.nvme_bytes
+        self._segment_bytes = settings.segment_bytes
+        self._admission = Admission(settings.admission, settings.nvme_bytes)
+        self.max_writes = max(1, settings.io_threads // 2)
+        """Writes at once, on threads beside those of the reads."""
+        self._threads = ThreadPoolExecutor(settings.io_threads + self.max_writes, "store-io")
+        self._upkeep = ThreadPoolExecutor(1, "store-upkeep")
+        self._nvme = NvmeTier(settings, clock, faults) if settings.nvme_path else None
+        self.is_open = False
+        """What it holds is known. Never, where there is no such tier."""
+        self._note = ""
+        self._is_compacting = False
+        self.was_tried = asyncio.Event()
+        """It is known whether the folder can be used."""
+        self._hit: set[RecordId] = set()
+        """Records on NVMe that were of use since they were written there."""
+
+    # -------------------------------------------------------------------------------------------- life
+
+    async def open(self) -> None:
+        """Find what the folder holds; tries again for as long as it cannot be used."""
+        while self._nvme is not None and not self.is_open:
+            try:
+                found = await self._call(self._upkeep, self._nvme.open)
+            except StoreError as error:
+                if self._note != str(error):
+                    _log.error("the NVMe tier cannot be used: %s", error)
+                self._note = str(error)
+                self.was_tried.set()
+                await self._clock.sleep(_RETRY_OPEN_S)
+                continue
+            self.is_open, self._note = True, ""
+            for info, ref in found:
+                self._added(info, ref)
+        self.was_tried.set()
+
+    async def close(self) -> None:
+        """Make everything durable. Nothing is read or written any more."""
+        was_open, self.is_open = self.is_open, False
+        await asyncio.to_thread(self._threads.shutdown)
+        if self._nvme is not None and was_open:
+            await self._call(self._upkeep, self._nvme.close)
+        self._upkeep.shutdown()
+
+    # ------------------------------------------------------------------------------------------- policy
+
+    @property
+    def may_write(self) -> bool:
+        """False while there is no such tier, and for a while after an error."""
+        return self._nvme is not None and self.is_open and self._nvme.can_write
+
+    def is_worth(self, info: RecordInfo, *, is_put: bool) -> bool:
+        """Whether a record of the host tier shall be written: `is_put`: it was put there, else it was hit."""
+        if self._nvme is None or not self.is_open:
+            return False
+        held = self._catalog.find(info.id)
+        if held is not None and held.nvme is not None:
+            if not is_put:
+                self._hit.add(info.id)
+                self._admission.hit(info, self._is_full)
+            return False
+        return (self._admission.put if is_put else self._admission.hit)(info, self._is_full)
+
+    @property
+    def _is_full(self) -> bool:
+        assert self._nvme is not None
+        return self._nvme.stat().num_bytes + 2 * self._segment_bytes > self._capacity_bytes
+
+    # -------------------------------------------------------------------------------------- read, write
+
+    async def read(self, record: RecordId, offset: int) -> RecordInfo | None:
+        """Read the record's payload into the arena at `offset`, allocated for it; None when it cannot
+        be had: then it is not on NVMe any more."""
+        held, arena = self._catalog.find(record), self._catalog.arena
+        if held is None or held.nvme is None or held.nvme_info is None or arena is None or self._nvme is None:
+            return None
+        ref, info = held.nvme, held.nvme_info
+        try:
+            await self._call(self._threads, self._nvme.read, ref, info, arena.image(offset, info.num_bytes))
+        except StoreError as error:
+            _log.warning("a record is lost: %s", error)
+            self._lost(record, ref)
+            return None
+        self._hit.add(record)
+        self._admission.nvme_hit(record)
+        return info
+
+    async def write(self, records: Sequence[tuple[RecordId, int]]) -> None:
+        """Append these records of the arena, each at its offset, which the caller has leased."""
+        arena = self._catalog.arena
+        if self._nvme is None or not self.is_open or arena is None:
+            return
+        left: list[tuple[int, memoryview, RecordInfo]] = []
+        for record, offset in records:
+            held = self._catalog.find(record)
+            if held is not None and held.offset == offset and held.nvme is None:  # else purged since
+                left.append((offset, arena.image(offset, held.info.num_bytes), held.info))
+        while left:
+            run = [(image, info) for _, image, info in left]
+            try:
+                refs = await self._call(self._threads, self._nvme.write_run, run)
+            except StoreError as error:
+                _log.debug("%d records were not written: %s", len(left), error)
+                return
+            stale: list[NvmeRef] = []
+            for (offset, _, info), ref in zip(left, refs, strict=False):
+                if self._catalog.is_findable(offset):
+                    self._added(info, ref)
+                    self._admission.written(info)
+                else:  # purged, or found bad, while it was written
+                    stale.append(ref)
+            del left[: len(refs)]
+            if stale:
+                await self.erase(stale)
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Room is to be made for the next writes, and nobody does that yet."""
+        return (
+            self._nvme is not None
+            and self.is_open
+            and not self._is_compacting
+            and self._nvme.needs_compaction
+        )
+
+    async def compact(self) -> None:
+        """Make room for the next writes."""
+        assert self._nvme is not None
+        self._is_compacting = True
+        hit = frozenset(self._hit)
+        try:
+            compacted = await self._call(self._upkeep, self._nvme.compact, lambda info: info.id in hit)
+        except StoreError as error:
+            _log.warning("the NVMe tier could not be compacted: %s", error)
+        else:
+            self._take_over(compacted)
+        finally:
+            self._is_compacting = False
+
+    def drop(self, record: RecordId, ref: NvmeRef) -> None:
+        """It has left the books; a restart may find it again."""
+        if self._nvme is not None:
+            self._nvme.drop(ref)
+        self._forget(record)
+
+    async def erase(self, refs: Iterable[NvmeRef]) -> str:
+        """Drop these, durably; why that failed, or "". They are not found again by this owner either way."""
+        if self._nvme is None:
+            return ""
+        if not self.is_open:
+            return f"what NVMe holds is not known: {self._note or 'it is being read'}"
+        try:
+            await self._call(self._upkeep, self._nvme.erase, list(refs))
+        except StoreError as error:
+            _log.error("what was purged may come back after a restart: %s", error)
+            return str(error)
+        return ""
+
+    # --------------------------------------------------------------------------------------------- admin
+
+    async def examine(self, record: RecordId) -> bool | None:
+        """Read the record and compare its sum; a bad one is dropped. None: it is not there (any more)."""
+        held = self._catalog.find(record)
+        if held is None or held.nvme is None or held.nvme_info is None or self._nvme is None:
+            return None
+        ref, info = held.nvme, held.nvme_info
+        image = PageBuffer(image_bytes(info.num_bytes)).view
+        try:
+            await self._call(self._upkeep, self._nvme.read, ref, info, image, True)
+        except StoreError as error:
+            _log.warning("a record is lost: %s", error)
+        else:
+            payload = image[HEADER_BYTES : HEADER_BYTES + info.num_bytes]
+            if await self._call(self._upkeep, checksum, payload) == info.checksum:
+                return True
+        return False if self._lost(record, ref) else None
+
+    @property
+    def gb_s(self) -> float:
+        """The measured rate of reads."""
+        return 0.0 if self._nvme is None else self._nvme.stat().read_gb_s
+
+    def stat(self) -> TierStat | None:
+        """None: there is no such tier."""
+        if self._nvme is None:
+            return None
+        if not self.is_open:
+            return TierStat("nvme", 0, self._capacity_bytes, 0, note=self._note or "not yet read")
+        return self._nvme.stat()
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _added(self, info: RecordInfo, ref: NvmeRef) -> None:
+        before = self._catalog.added_nvme(info, ref)
+        if before is not None and self._nvme is not None:
+            self._nvme.drop(before)
+        self._on_changed(info)
+
+    def _take_over(self, compacted: Compacted) -> None:
+        assert self._nvme is not None
+        stale: list[NvmeRef] = []
+        for info, old, new in compacted.moved:
+            self._hit.discard(info.id)
+            if not self._catalog.moved_nvme(info.id, old, new):
+                stale.append(new)
+        for ref in stale:
+            self._nvme.drop(ref)
+        for info, ref in compacted.dropped:
+            if self._catalog.removed_nvme(info.id, ref):
+                self._admission.dropped(info.id)
+                self._hit.discard(info.id)
+                self._on_changed(info)
+
+    def _lost(self, record: RecordId, ref: NvmeRef) -> bool:
+        """The record cannot be read; False when it has moved or left meanwhile."""
+        held = self._catalog.find(record)
+        if held is None or not self._catalog.removed_nvme(record, ref):
+            return False
+        self.drop(record, ref)
+        self._on_changed(held.info)
+        return True
+
+    def _forget(self, record: RecordId) -> None:
+        self._admission.forgotten(record)
+        self._hit.discard(record)
+
+    async def _call(self, threads: ThreadPoolExecutor, work: Callable[..., R], *args: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)

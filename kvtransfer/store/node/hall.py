@@ -1,0 +1,154 @@
+"""Where ranks get the arena: adopted from a rank that has one since before the owner started, else made.
+
+A rank's connection stays open as long as it has the arena mapped (as in `kvtransfer.transports.shm`, and for
+the same reasons its end proves that the rank writes no more).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.clock import Clock
+from kvtransfer.errors import StoreError
+from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.dram.arena import Arena, arena_bytes
+from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
+from kvtransfer.store.node.doors import (
+    Visitor,
+    await_end,
+    receive_descriptor,
+    refuse,
+    send_descriptor,
+    tell,
+)
+
+OFFER_WAIT_S = 1.0
+"""A rank without an arena waits for so long after the owner's start: another one may offer what it has."""
+LONELY_WAIT_S = 2.0
+"""An owner to whom no rank comes makes an arena then: for other nodes, for administrators, and to have memory
+for the first request. A rank that has one comes sooner (`client`)."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+_log = logging.getLogger("tandem.store")
+
+
+@dataclass(eq=False)
+class MappedRank:
+    """A rank that has the arena mapped."""
+
+    session: bytes
+    rank: int
+    process_id: int
+
+
+class Hall:
+    """The arena's life. `on_arena(arena, is_awaited)` is called once, with whether a rank waits for it or has
+    it; `on_left(rank)` when a rank's connection ended."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        clock: Clock,
+        offer_wait_s: float,
+        on_arena: Callable[[Arena, bool], None],
+        on_left: Callable[[MappedRank], None],
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._offer_wait_s = offer_wait_s
+        self._on_arena = on_arena
+        self._on_left = on_left
+        self._started_at = clock.now()
+        self._ranks: set[MappedRank] = set()
+        self.arena: Arena | None = None
+
+    def writer_of(self, session: bytes, rank: int) -> int | None:
+        """The process of that rank, when it has the arena mapped."""
+        return next(
+            (each.process_id for each in self._ranks if (each.session, each.rank) == (session, rank)), None
+        )
+
+    def has_ranks(self, session: bytes) -> bool:
+        """Whether any rank of the session has the arena mapped."""
+        return any(each.session == session for each in self._ranks)
+
+    async def make_when_lonely(self) -> None:
+        """Have an arena in the end, also when no rank comes."""
+        await self._clock.sleep(LONELY_WAIT_S)
+        if self.arena is None:
+            try:
+                self._create(is_awaited=False)
+            except StoreError as error:
+                _log.error("the node has no host tier: %s", error)
+
+    async def serve(self, visitor: Visitor, hello: RankHello) -> None:
+        """A rank's connection, until its end. `StoreError` when the host refuses the memory."""
+        if not visitor.is_local or hello.protocol != STORE_PROTOCOL:
+            await refuse(visitor, f"expected a rank of this node with protocol {STORE_PROTOCOL}")
+            return
+        if hello.arena:
+            self._consider(hello, await receive_descriptor(visitor.sock))
+        try:
+            arena = self.arena or await self._decided()
+        except StoreError as error:
+            await refuse(visitor, str(error))
+            raise
+        mapped = MappedRank(hello.session, hello.rank, _process_of(visitor.sock))
+        self._ranks.add(mapped)
+        try:
+            is_yours = hello.arena == arena.id
+            await tell(visitor.sock, ArenaGrant(arena.id, arena.num_bytes, is_yours))
+            if not is_yours:
+                send_descriptor(visitor.sock, arena.fd)
+            await await_end(visitor.sock)
+        finally:
+            self._ranks.discard(mapped)
+            self._on_left(mapped)
+
+    def _consider(self, hello: RankHello, descriptor: int) -> None:
+        """Adopt what is offered if there is nothing yet; takes the descriptor over."""
+        if self.arena is not None:
+            os.close(descriptor)
+            return
+        try:
+            arena = Arena.adopt(descriptor, self._settings.granule_bytes)
+        except StoreError as error:
+            _log.warning("rank %d offers an arena that is not taken: %s", hello.rank, error)
+            return
+        if arena.id != hello.arena or arena.num_bytes != arena_bytes(self._settings.dram_bytes):
+            _log.warning("rank %d offers an arena that is not taken: of another size or id", hello.rank)
+            arena.close()
+            return
+        _log.info("the arena of before is taken over from rank %d", hello.rank)
+        self._take(arena, is_awaited=True)
+
+    async def _decided(self) -> Arena:
+        waiting_s = self._started_at + self._offer_wait_s - self._clock.now()
+        if waiting_s > 0:
+            await self._clock.sleep(waiting_s)
+        return self.arena or self._create(is_awaited=True)
+
+    def _create(self, is_awaited: bool) -> Arena:
+        settings = self._settings
+        try:
+            arena = Arena.create(settings.dram_bytes, settings.granule_bytes, settings.huge_pages)
+        except OSError as error:
+            raise StoreError(f"{settings.dram_bytes} bytes of shared memory are refused: {error}") from error
+        self._take(arena, is_awaited)
+        return arena
+
+    def _take(self, arena: Arena, is_awaited: bool) -> None:
+        self.arena = arena
+        self._on_arena(arena, is_awaited)
+
+
+def _process_of(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process_id: int = _CREDENTIALS.unpack(credentials)[0]
+    return process_id

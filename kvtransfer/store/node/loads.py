@@ -1,0 +1,208 @@
+"""Brings records into the host tier, each once however many want it: from NVMe, and from other nodes.
+
+    want -> queue -> room in the arena -> read (NVMe: a thread, remote: the exchange) -> commit -> leases
+
+Whoever wants a record gets a future of where it is, leased for it, or of why it cannot be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtransfer.errors import StoreError
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.store.dram.catalog import Catalog
+from kvtransfer.store.messages import HELD, REFUSED, RecordId, RecordInfo
+from kvtransfer.store.node.disk import Disk
+from kvtransfer.store.node.doors import Spawn
+from kvtransfer.store.record import HEADER_BYTES, decode_header
+from kvtransfer.store.remote.asking import Wanted
+from kvtransfer.store.remote.exchange import Exchange
+
+GONE = -1
+"""The record is not where it was thought to be, or could not be read."""
+NO_ROOM = -2
+"""There is no room for it in the host tier."""
+
+_REMOTE_BATCH = 16
+_REMOTE_PARALLEL = 2
+"""Batches under way from one node: the second one's question travels while the first one's bytes do."""
+
+
+class Arrived(NamedTuple):
+    """A record in the host tier, leased for who wanted it; or `offset` is `GONE` or `NO_ROOM`."""
+
+    offset: int
+    info: RecordInfo
+
+
+class Remote(NamedTuple):
+    """A node that is thought to hold a record."""
+
+    holder: ReplicaIdentity
+    address: str
+
+
+@dataclass(eq=False)
+class _Load:
+    """One record on its way. `remote` None: from NVMe."""
+
+    info: RecordInfo
+    remote: Remote | None
+    waiters: list[asyncio.Future[Arrived]] = field(default_factory=list)
+    is_running: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not waiter.done() for waiter in self.waiters)
+
+
+class Loads:
+    """All loads of one node. `others` is given as soon as there is an exchange."""
+
+    def __init__(self, catalog: Catalog, disk: Disk, max_reads: int, spawn: Spawn) -> None:
+        self.others: Exchange | None = None
+        self.on_missed: Callable[[RecordId], None] = lambda record: None
+        """Another node did not give this record."""
+        self._catalog = catalog
+        self._disk = disk
+        self._max_reads = max_reads
+        self._spawn = spawn
+        self._loads: dict[RecordId, _Load] = {}
+        self._urgent: deque[_Load] = deque()
+        self._lazy: deque[_Load] = deque()
+        self._num_reading = 0
+        self._remote: dict[Remote, deque[_Load]] = {}
+        self._num_asking: dict[Remote, int] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Records that are wanted and not here yet."""
+        return len(self._loads)
+
+    def want(self, info: RecordInfo, remote: Remote | None, *, is_urgent: bool) -> asyncio.Future[Arrived]:
+        """`info` is that of the record on NVMe, or as much as is known of it (`remote`): its id and size. A
+        future that is cancelled leases nothing. `forget` one that is not awaited to its end."""
+        waiter: asyncio.Future[Arrived] = asyncio.get_running_loop().create_future()
+        load = self._loads.get(info.id)
+        if load is None:
+            load = self._loads[info.id] = _Load(info, remote)
+            if remote is not None:
+                self._remote.setdefault(remote, deque()).append(load)
+            elif not is_urgent:
+                self._lazy.append(load)
+        load.waiters.append(waiter)
+        if is_urgent and load.remote is None and not load.is_running:
+            self._urgent.append(load)  # perhaps once more: it is taken once
+        self._pump()
+        return waiter
+
+    def forget(self, waiter: asyncio.Future[Arrived]) -> None:
+        """Whoever waited does not want it any more."""
+        if not waiter.done():
+            waiter.cancel()
+        elif not waiter.cancelled() and waiter.result().offset >= 0:
+            self._catalog.release(waiter.result().offset)
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _pump(self) -> None:
+        """Begin what may begin."""
+        while self._num_reading < self._max_reads and (self._urgent or self._lazy):
+            load = (self._urgent or self._lazy).popleft()
+            offset = self._begin(load)
+            if offset is not None:
+                self._num_reading += 1
+                self._spawn(self._read(load, offset), "store-read")
+        for remote, waiting in list(self._remote.items()):
+            if self._num_asking.get(remote, 0) < _REMOTE_PARALLEL:
+                self._ask(remote, waiting)
+
+    def _begin(self, load: _Load) -> int | None:
+        """Room for it; None when it is done with, or was begun before."""
+        if load.is_running or self._loads.get(load.info.id) is not load:
+            return None
+        if not load.is_wanted:
+            del self._loads[load.info.id]
+            return None
+        offset = self._catalog.begin_read(load.info)
+        if offset in (HELD, REFUSED):
+            self._finish(load, GONE if offset == HELD else NO_ROOM)
+            return None
+        load.is_running = True
+        return offset
+
+    async def _read(self, load: _Load, offset: int) -> None:
+        try:
+            info = await self._disk.read(load.info.id, offset)
+        finally:
+            self._num_reading -= 1
+        if info is None:
+            self._catalog.abandon_read(offset)
+        else:
+            self._catalog.commit_read(offset, info.checksum, info)
+        self._finish(load, GONE)
+        self._pump()
+
+    def _ask(self, remote: Remote, waiting: deque[_Load]) -> None:
+        batch: dict[int, _Load] = {}
+        while waiting and len(batch) < _REMOTE_BATCH:
+            load = waiting.popleft()
+            offset = self._begin(load)
+            if offset is not None:
+                batch[offset] = load
+        if not waiting:
+            del self._remote[remote]
+        if batch:
+            self._num_asking[remote] = self._num_asking.get(remote, 0) + 1
+            self._spawn(self._fetch(remote, batch), "store-fetch-remote")
+
+    async def _fetch(self, remote: Remote, batch: dict[int, _Load]) -> None:
+        """The exchange frees the slots of what did not come (`Node.slot_free`)."""
+        assert self.others is not None
+        wanted = [Wanted(load.info.id, offset, load.info.num_bytes) for offset, load in batch.items()]
+        try:
+            sums = await self.others.fetch(remote.holder, remote.address, wanted)
+        finally:
+            self._num_asking[remote] -= 1
+            if not self._num_asking[remote]:
+                del self._num_asking[remote]
+        for offset, load in batch.items():
+            checksum = sums.get(load.info.id)
+            if checksum is None:
+                self.on_missed(load.info.id)
+            else:
+                self._land(offset, load, checksum)
+            self._finish(load, GONE)
+        self._pump()
+
+    def _land(self, offset: int, load: _Load, checksum: int) -> None:
+        """Take in what another node wrote here, header page included, if it is what was asked for."""
+        arena = self._catalog.arena
+        assert arena is not None
+        try:
+            info = decode_header(arena.view[offset : offset + HEADER_BYTES]).info
+        except StoreError:
+            info = load.info
+        same = info.id == load.info.id and info.num_bytes == load.info.num_bytes
+        if same and info.checksum == checksum:
+            self._catalog.commit_read(offset, checksum, info)
+        else:
+            self._catalog.abandon_read(offset)
+            self.on_missed(load.info.id)
+
+    def _finish(self, load: _Load, failure: int) -> None:
+        """A lease for each who still waits, if the record is in the host tier now."""
+        del self._loads[load.info.id]
+        for waiter in load.waiters:
+            if waiter.done():
+                continue
+            held, offset = self._catalog.find(load.info.id), self._catalog.lease(load.info.id)
+            if held is None or offset is None:
+                waiter.set_result(Arrived(failure, load.info))
+            else:
+                waiter.set_result(Arrived(offset, held.info))

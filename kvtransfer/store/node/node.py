@@ -1,0 +1,278 @@
+"""What one node holds in all tiers, and what follows from each change: events, writes to NVMe, the index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+from kvtransfer.clock import Clock
+from kvtransfer.faults import Faults
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.dram.ahead import PagesAhead
+from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.books import Purged
+from kvtransfer.store.dram.catalog import Catalog
+from kvtransfer.store.index.holders import Holder
+from kvtransfer.store.index.index import Index
+from kvtransfer.store.messages import RecordId, RecordInfo, Tier
+from kvtransfer.store.node.disk import Disk
+from kvtransfer.store.node.doors import Spawn
+from kvtransfer.store.node.loads import GONE, Arrived, Loads, Remote
+from kvtransfer.store.node.sight import Sight
+from kvtransfer.store.node.write_behind import WriteBehind
+from kvtransfer.store.record import space_id
+from kvtransfer.store.remote.exchange import Exchange, Lent, arena_pool
+
+_log = logging.getLogger("tandem.store")
+
+_SLOW_PERIOD_S, _SLOW_TRIAL_S = 30.0, 1.0
+"""When other nodes' records come too slowly, they are asked for in the first second of each period only, to
+notice when that changes."""
+
+
+class Node:
+    """See the module. Hears the catalog (`CatalogEvents`), lends records to other nodes (`ExchangeRoom`).
+
+    Changes are taken in all at once at the end of the loop's turn, by `run`.
+    """
+
+    def __init__(self, settings: StoreSettings, clock: Clock, faults: Faults, spawn: Spawn) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._faults = faults
+        self._spawn = spawn
+        self.catalog = Catalog(None, clock, faults, self, settings.tenant_share)
+        self.disk = Disk(settings, self.catalog, clock, faults, self._moved)
+        self.loads = Loads(self.catalog, self.disk, settings.io_threads, spawn)
+        self.loads.on_missed = self._missed
+        self.writes = WriteBehind(
+            self.catalog, self.disk, settings.write_queue, spawn, lambda: self._has_news.set()
+        )
+        self.index: Index | None = None
+        self.exchange: Exchange | None = None
+        self._sights: dict[tuple[bytes, tuple[Shard, ...]], Sight] = {}
+        self._changed: set[RecordId] = set()
+        self._announced: dict[RecordId, RecordInfo] = {}
+        self._judged: list[tuple[RecordInfo, bool]] = []
+        self._has_news = asyncio.Event()
+        self._ahead: PagesAhead | None = None
+
+    # -------------------------------------------------------------------------------------------- life
+
+    async def open(self, address: str) -> None:
+        """Begin to use the index and NVMe; returns when what NVMe holds is known. `address`: this owner's."""
+        if self.settings.redis_url:
+            identity = ReplicaIdentity(self.settings.node_id, self.settings.epoch)
+            self.index = Index(self.settings, identity, address, self._clock)
+            self.index.on_rebuild = self._everything
+            await self.index.start()
+        await self.disk.open()
+        kept = [held.info for held in self.catalog.records() if held.offset is not None]
+        self._judged = [(info, True) for info in reversed(kept)]
+        self._has_news.set()
+
+    def attach(self, arena: Arena, is_awaited: bool) -> None:
+        """The host tier is this from now on; other nodes' records can come into it. While no rank waits for
+        it, nobody computes whom it would slow down to take memory at once."""
+        self.catalog.attach(arena)
+        self._ahead = PagesAhead(arena, self._spawn, self._clock)
+        self._ahead.top_up(at_once=not is_awaited)
+        pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
+        self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
+        self.loads.others = self.exchange
+        self._has_news.set()
+
+    async def run(self) -> None:
+        """Take in what changes, for as long as the node lives."""
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            self._settle()
+            self.make_room()
+            if self._ahead is not None:
+                self._ahead.top_up()
+
+    def make_room(self) -> None:
+        """Compact NVMe, if it is time."""
+        if self.disk.needs_compaction:
+            self._spawn(self.disk.compact(), "store-compact")
+
+    def gb_s(self) -> dict[str, float]:
+        """The measured rates at which records come into the host tier, by tier."""
+        return {"nvme": self.disk.gb_s, "remote": 0.0 if self.exchange is None else self.exchange.gb_s}
+
+    async def close(self, flush_s: float) -> None:
+        """Write what is admitted for at most so long, leave the index, and let everything go."""
+        self._settle()
+        try:
+            async with asyncio.timeout(flush_s):
+                await self.disk.was_tried.wait()  # what came before it was open is judged only then
+                self._settle()
+                await self.writes.flush()
+        except TimeoutError:
+            _log.warning("%d records were not written to NVMe in time", self.writes.num_waiting)
+            self.writes.drop_all()
+            await self.writes.flush()
+        if self.index is not None:
+            await self.index.close()
+
+    async def release(self) -> None:
+        """The last act, when no task of the node runs any more."""
+        await self.disk.close()
+        if self.exchange is not None:
+            await self.exchange.close()
+        if self.catalog.arena is not None:
+            self.catalog.arena.close()
+
+    # ------------------------------------------------------------------------------------------- sights
+
+    def sight(self, compatibility: CompatibilityRecord, shards: Sequence[Shard]) -> Sight:
+        """The view of replicas of this shape, shared by all of them."""
+        key = space_id(compatibility), tuple(shards)
+        sight = self._sights.get(key)
+        if sight is None:
+            sight = self._sights[key] = Sight(
+                compatibility, shards, self.catalog, lambda: self.index, self.usable
+            )
+        return sight
+
+    def forget(self, sight: Sight) -> None:
+        """Nobody watches any more."""
+        if not sight.is_watched:
+            del self._sights[sight.space, sight.shards]
+
+    # -------------------------------------------------------------------------------------------- blocks
+
+    def bring(
+        self, record: RecordInfo, holders: Sequence[Holder], *, is_urgent: bool
+    ) -> asyncio.Future[Arrived]:
+        """Have a record brought into the host tier: from NVMe, else from one of these nodes; `record` says
+        which, and its size. The future is `Loads.want`'s."""
+        held = self.catalog.find(record.id)
+        if held is not None and held.nvme_info is not None:
+            return self.loads.want(held.nvme_info, None, is_urgent=is_urgent)
+        remote = self._choose(holders)
+        if remote is not None:
+            return self.loads.want(record, remote, is_urgent=is_urgent)
+        gone: asyncio.Future[Arrived] = asyncio.get_running_loop().create_future()
+        gone.set_result(Arrived(GONE, record))
+        return gone
+
+    def usable(self, holders: Sequence[Holder]) -> tuple[Holder, ...]:
+        """Those that could be asked now."""
+        return tuple(each for each in holders if self._choose((each,)) is not None)
+
+    def pin(self, record: RecordId) -> None:
+        """Keep it in the host tier for a while."""
+        self.catalog.pin(record, self._clock.now() + self.settings.prefetch_pin_s)
+
+    def bad(self, offset: int) -> None:
+        """A reader found another sum in the record that it has leased there: it leaves all tiers."""
+        dropped = self.catalog.bad(offset)
+        if dropped is not None:
+            _log.warning("a record of tenant %r had another sum: dropped", dropped.info.tenant)
+            if dropped.nvme is not None:
+                self.disk.drop(dropped.info.id, dropped.nvme)
+
+    async def purge(self, tenant: str | None, model: str | None) -> tuple[str, Purged]:
+        """Delete these records from all tiers; also why a restart may bring some back from NVMe, or ""."""
+        purged = self.catalog.purge(tenant, model)
+        failure = await self.disk.erase(purged.erase)
+        await self.writes.passed()
+        return failure, purged
+
+    def _choose(self, holders: Sequence[Holder]) -> Remote | None:
+        exchange = self.exchange
+        if exchange is None:
+            return None
+        is_slow = 0 < exchange.gb_s < self.settings.remote_min_gb_s
+        if is_slow and self._clock.now() % _SLOW_PERIOD_S > _SLOW_TRIAL_S:
+            return None
+        for each in sorted(holders, key=lambda holder: holder.tier != "dram"):
+            identity = ReplicaIdentity(each.node_id, each.epoch)
+            if not exchange.is_cooling(identity):
+                return Remote(identity, each.address)
+        return None
+
+    def _missed(self, record: RecordId) -> None:
+        for sight in self._sights.values():
+            if sight.space == record.space:
+                sight.forget(record.key)
+
+    # ------------------------------------------------------------- what the catalog tells (CatalogEvents)
+
+    def committed(self, info: RecordInfo) -> None:
+        self._judge(info, is_put=True)
+        self._moved(info)
+
+    def touched(self, info: RecordInfo) -> None:
+        self._judge(info, is_put=False)
+
+    def evicted(self, info: RecordInfo) -> None:
+        self._moved(info)
+
+    def gone(self, record_id: RecordId) -> None:
+        self._changed.add(record_id)
+        self._has_news.set()
+
+    def _judge(self, info: RecordInfo, *, is_put: bool) -> None:
+        if self.disk.is_open:
+            self._judged.append((info, is_put))
+            self._has_news.set()
+
+    def _moved(self, info: RecordInfo) -> None:
+        self._changed.add(info.id)
+        self._has_news.set()
+
+    def _settle(self) -> None:
+        """Take in all changes since the last time."""
+        changed, self._changed = self._changed, set()
+        for sight in self._sights.values():
+            for record in changed:
+                if record.space == sight.space:
+                    sight.changed(record)
+            sight.publish()
+        if self.index is not None:
+            for record in changed:
+                self._announce(self.index, record)
+        judged, self._judged = self._judged, []
+        for info, is_put in judged:
+            if self.disk.is_worth(info, is_put=is_put):
+                self.writes.offer(info)
+
+    def _announce(self, index: Index, record: RecordId) -> None:
+        held = self.catalog.find(record)
+        if held is not None:
+            self._announced[record] = held.info
+            index.announce(held.info, held.tiers[0])
+        elif (info := self._announced.pop(record, None)) is not None:
+            index.announce(info, None)
+
+    def _everything(self) -> Iterator[tuple[RecordInfo, Tier]]:
+        return ((held.info, held.tiers[0]) for held in self.catalog.records())
+
+    # -------------------------------------------------------------- records for other nodes (ExchangeRoom)
+
+    async def lend(self, record: RecordId) -> Lent | None:
+        held = self.catalog.find(record)
+        if held is None:
+            return None
+        offset, info = self.catalog.lease(record), held.info
+        if offset is None:
+            load = self.loads.want(info, None, is_urgent=False)
+            try:
+                offset, info = await load
+            except asyncio.CancelledError:
+                self.loads.forget(load)
+                raise
+            if offset < 0:
+                return None
+        return Lent(offset, info.num_bytes, info.checksum)
+
+    def give_back(self, lent: Lent) -> None:
+        self.catalog.release(lent.offset)
+
+    def slot_free(self, offset: int) -> None:
+        self.catalog.abandon_read(offset)

@@ -1,0 +1,241 @@
+"""The store process of a node: decides what lies where in DRAM and on NVMe; ranks copy.
+
+    brains, ranks, admins of the node --unix--> Door --> BrainSession | Hall | Admin --+
+    other owners, remote admins --------TCP---> Door --> Exchange | Admin -------------+--> Node: catalog,
+                                                                                           disk, index
+`python -m kvtransfer.store.node.owner` reads an `OwnerSpec` frame from standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Coroutine
+from typing import BinaryIO
+
+from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.faults import FaultRule, Faults
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.messages import (
+    STORE_PROTOCOL,
+    AdminHello,
+    BrainHello,
+    OwnerHello,
+    RankHello,
+    StoreStat,
+    StoreWelcome,
+)
+from kvtransfer.store.node.admin import Admin
+from kvtransfer.store.node.doors import Door, Visitor, refuse, stream_of
+from kvtransfer.store.node.hall import OFFER_WAIT_S, Hall, MappedRank
+from kvtransfer.store.node.node import Node
+from kvtransfer.store.node.sessions import BrainSession
+from kvtransfer.store.writers import is_running
+from kvtransfer.wire import Codec, Message
+
+_TICK_S = 0.25
+_RATE_CHANGE = 0.1
+"""Brains are told a rate again when it changed by more than this part."""
+_BACKLOG = 128
+_LENGTH = struct.Struct("<I")
+
+_log = logging.getLogger("tandem.store")
+
+
+class StoreOwner:
+    """One node's store. Built plain, run by `start` and `stop` on one event loop.
+
+    `address` (host:port, after `start`) is where other owners and remote admins connect. An error of ours
+    ends it: `check_health` and `wait_ended` raise it, and the process must end, to be started anew.
+    """
+
+    def __init__(
+        self, settings: StoreSettings, clock: Clock, faults: Faults, offer_wait_s: float = OFFER_WAIT_S
+    ) -> None:
+        self.identity = ReplicaIdentity(settings.node_id, settings.epoch)
+        self.address = ""
+        self._settings = settings
+        self._clock = clock
+        self._faults = faults
+        self._offer_wait_s = offer_wait_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._doors: list[Door] = []
+        self._sessions: dict[bytes, BrainSession] = {}
+        self._told_gb_s: dict[str, float] = {}
+        self._error: BaseException | None = None
+        self._is_stopping = False
+        self._has_ended = asyncio.Event()
+
+    # -------------------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Listen at the node's socket and over TCP; `OSError` when one of them is taken. What NVMe holds is
+        found meanwhile."""
+        self._node = Node(self._settings, self._clock, self._faults, self._spawn)
+        self._hall = Hall(self._settings, self._clock, self._offer_wait_s, self._node.attach, self._rank_left)
+        self._admin = Admin(self.identity, self._node, self._clock, lambda: len(self._sessions))
+        remote = socket.create_server((self._settings.host, 0), backlog=_BACKLOG)
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        local.bind(f"\0{self._settings.name}")
+        local.listen(_BACKLOG)
+        self.address = f"{self._settings.host}:{remote.getsockname()[1]}"
+        self._spawn(self._node.run(), "store-node")
+        self._spawn(self._node.open(self.address), "store-open")
+        self._spawn(self._hall.make_when_lonely(), "store-lonely")
+        self._spawn(self._tick_forever(), "store-tick")
+        for sock in (local, remote):
+            sock.setblocking(False)
+            self._doors.append(Door(sock, self._settings.secret, self._serve, self._spawn, self._clock))
+
+    async def stop(self) -> None:
+        """Write admitted records to NVMe for at most `flush_s`, then end every connection and close."""
+        self._is_stopping = True
+        for door in self._doors:
+            door.close()
+        for session in self._sessions.values():
+            session.close()
+        if self._error is None:
+            await self._node.close(self._settings.flush_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._admin.close()
+        await self._node.release()
+        self._has_ended.set()
+
+    def check_health(self) -> None:
+        """Raise what broke the store."""
+        if self._error is not None:
+            raise self._error
+
+    async def wait_ended(self) -> None:
+        """Return when the store has stopped; raise what broke it."""
+        await self._has_ended.wait()
+        self.check_health()
+
+    def stat(self) -> StoreStat:
+        """All tiers of the node, as they are now."""
+        return self._admin.stat()
+
+    # --------------------------------------------------------------------------------------- connections
+
+    async def _serve(self, visitor: Visitor) -> None:
+        match visitor.hello:
+            case BrainHello():
+                await self._serve_brain(visitor, visitor.hello)
+            case RankHello():
+                await self._hall.serve(visitor, visitor.hello)
+            case AdminHello(protocol) if protocol == STORE_PROTOCOL:
+                await self._admin.serve(await stream_of(visitor))
+            case OwnerHello():
+                exchange = self._node.exchange
+                if exchange is None:
+                    await refuse(visitor, "the node has no host tier yet")
+                else:
+                    await exchange.serve(await stream_of(visitor), visitor.hello)
+            case _:
+                await refuse(visitor, f"expected a hello of protocol {STORE_PROTOCOL}")
+
+    async def _serve_brain(self, visitor: Visitor, hello: BrainHello) -> None:
+        if not visitor.is_local or hello.protocol != STORE_PROTOCOL:
+            await refuse(visitor, f"expected a brain of this node with protocol {STORE_PROTOCOL}")
+            return
+        earlier = self._sessions.get(hello.session)
+        if earlier is not None:
+            earlier.close()
+        session = BrainSession(hello, await stream_of(visitor), self._hall, self._node, self._spawn)
+        self._sessions[hello.session] = session
+        self._node.catalog.session_opened(hello.session)
+        session.send(StoreWelcome(self.identity, self._node.gb_s()))
+        try:
+            await session.serve()
+        finally:
+            if self._sessions.get(hello.session) is session:
+                del self._sessions[hello.session]
+                self._node.catalog.session_lost(hello.session)
+                if not self._hall.has_ranks(hello.session):
+                    self._node.catalog.writers_gone(hello.session)
+
+    def _rank_left(self, rank: MappedRank) -> None:
+        if not self._hall.has_ranks(rank.session):
+            self._node.catalog.writers_gone(rank.session)
+
+    # ------------------------------------------------------------------------------------------- upkeep
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await self._clock.sleep(_TICK_S)
+            self._node.catalog.free_orphans(is_running)
+            self._node.make_room()
+            self._tell_rates()
+
+    def _tell_rates(self) -> None:
+        rates = self._node.gb_s()
+        changed = any(
+            abs(rate - self._told_gb_s.get(tier, 0.0)) > _RATE_CHANGE * rate for tier, rate in rates.items()
+        )
+        if changed:
+            self._told_gb_s = rates
+            for session in self._sessions.values():
+                session.send(StoreWelcome(self.identity, rates))
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
+            _log.error("the store of %s failed", self.identity.replica_id, exc_info=error)
+            self._error = error
+            self._has_ended.set()
+
+
+# ----------------------------------------------------------------------------------------------- process
+
+
+class OwnerSpec(Message, frozen=True):
+    """What an owner process is started with, on its standard input."""
+
+    settings: StoreSettings
+    faults: tuple[FaultRule, ...] = ()
+    offer_wait_s: float = OFFER_WAIT_S
+
+
+SPEC_CODEC: Codec[OwnerSpec] = Codec(OwnerSpec)
+
+
+async def run_owner(spec: OwnerSpec, stdin: BinaryIO) -> None:
+    """Serve until standard input ends, or SIGTERM; the first line printed is the owner's address."""
+    owner = StoreOwner(spec.settings, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
+    await owner.start()
+    print(owner.address, flush=True)
+    loop = asyncio.get_running_loop()
+    told_to_end = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, told_to_end.set)
+    loop.add_reader(stdin, told_to_end.set)  # nothing is said on it but its end
+    ends = [asyncio.create_task(told_to_end.wait()), asyncio.create_task(owner.wait_ended())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    loop.remove_reader(stdin)
+    owner.check_health()
+    for end in ends:
+        end.cancel()
+    await owner.stop()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    stdin = sys.stdin.buffer
+    (length,) = _LENGTH.unpack(stdin.read(_LENGTH.size))
+    asyncio.run(run_owner(SPEC_CODEC.decode(stdin.read(length)), stdin))
+
+
+if __name__ == "__main__":
+    main()

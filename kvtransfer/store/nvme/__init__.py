@@ -1,0 +1,1 @@
+"""The NVMe tier: a log of segment files."""

@@ -1,0 +1,340 @@
+"""The books of the NVMe tier: which record lies where, which segment takes the next, which one must go.
+
+Sans-I/O; any thread may call it, and nothing in it waits for a disk. Space is counted in whole segments:
+clients always leave one that only a compaction may begin, so that it never needs more than the capacity.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.nvme.segments import Directory, NvmeRef, Segment
+from kvtransfer.store.record import image_bytes
+
+MAX_RUN_RECORDS = 64
+"""Records that one system call writes at most."""
+EARLY_SHARE = 0.25
+"""Of a segment: with less left to write to, the next compaction is due."""
+SURVIVING_SHARE = 0.5
+"""Of a segment, that a compaction writes again at most: so it always frees enough."""
+
+
+class Moved(NamedTuple):
+    """A record that a compaction wrote again; `old` is not valid any more."""
+
+    info: RecordInfo
+    old: NvmeRef
+    new: NvmeRef
+
+
+class Compacted(NamedTuple):
+    """What a compaction did to the records that were still in the tier."""
+
+    moved: tuple[Moved, ...] = ()
+    dropped: tuple[tuple[RecordInfo, NvmeRef], ...] = ()
+
+
+class Room(NamedTuple):
+    """Where the leading records of those that were to be written go, one right behind the other."""
+
+    segment: Segment
+    refs: tuple[NvmeRef, ...]
+
+
+class SegmentBooks:
+    """Of all segments of one tier. A segment with `num_writing` is neither sealed nor compacted."""
+
+    def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self._segments: dict[int, Segment] = {}
+        self._open: Segment | None = None
+        self._ready: list[Segment] = []
+        self._next_number = 1
+        self._was_refused = False
+        self._places: dict[RecordId, NvmeRef] = {}
+        self._moved: dict[NvmeRef, NvmeRef] = {}
+        """By the last compaction: until its result is known everywhere, the old places are still used."""
+        self._num_bytes = 0
+
+    # -------------------------------------------------------------------------------------- records
+
+    def adopt(self, segments: Sequence[Segment], next_number: int) -> None:
+        """What was found on the disk, the oldest first; a record found twice counts where it is newer."""
+        with self._lock:
+            self._next_number = next_number
+            for segment in segments:
+                self._segments[segment.number] = segment
+                for offset, info in sorted(segment.live.items()):
+                    self._place(info, _ref(segment, offset, info))
+
+    def records(self) -> list[tuple[RecordInfo, NvmeRef]]:
+        with self._lock:
+            return [(self._segments[ref.segment].live[ref.offset], ref) for ref in self._places.values()]
+
+    def find(self, ref: NvmeRef, pin: Callable[[Segment], None]) -> tuple[Segment, NvmeRef] | None:
+        """The segment of a record, pinned, and where in it the record lies by now; None: not held."""
+        with self._lock:
+            ref = self._moved.get(ref, ref)
+            segment = self._segments.get(ref.segment)
+            if segment is None or ref.offset not in segment.live:
+                return None
+            pin(segment)
+            return segment, ref
+
+    def forget(self, ref: NvmeRef) -> None:
+        """The record is not held any more; its header still stands on the disk."""
+        with self._lock:
+            self._forget(self._moved.get(ref, ref))
+
+    @property
+    def num_records(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all images."""
+        return self._num_bytes
+
+    # -------------------------------------------------------------------------------------- writing
+
+    def reserve(self, infos: Sequence[RecordInfo]) -> Room | None:
+        """Room for at least the first of the records in the open segment; None when it has none. The segment
+        counts one more writer until `leave`."""
+        with self._lock:
+            segment = self._open
+            if segment is None:
+                return None
+            refs = []
+            for info in infos[:MAX_RUN_RECORDS]:
+                offset = segment.take(image_bytes(info.num_bytes), info)
+                if offset is None:
+                    break
+                refs.append(_ref(segment, offset, info))
+            if not refs:
+                return None
+            segment.num_writing += 1
+            return Room(segment, tuple(refs))
+
+    def leave(self, room: Room, written: Sequence[RecordInfo] | None, *, is_copy: bool) -> bool:
+        """The records are there (copies by a compaction count from its `commit` on), or, with None, nobody
+        knows what is. True: the caller shall seal the segment and say `sealed`."""
+        with self._lock:
+            if written is None:
+                room.segment.stale.update(ref.offset for ref in room.refs)
+                return self._leave(room.segment)
+            for ref, info in zip(room.refs, written, strict=True):
+                room.segment.live[ref.offset] = info
+                if not is_copy:
+                    self._place(info, ref)
+            return self._leave(room.segment)
+
+    def sealed(self, segment: Segment) -> None:
+        with self._lock:
+            segment.num_writing -= 1
+
+    def live(self, segment: Segment) -> list[tuple[int, RecordInfo]]:
+        """Its records and where in it they lie, in no order."""
+        with self._lock:
+            return list(segment.live.items())
+
+    def directory(self, segment: Segment, erased: Iterable[int] = ()) -> Directory:
+        """What to write behind its records, when these headers are erased."""
+        with self._lock:
+            return Directory(list(segment.live.items()), list(segment.stale.difference(erased)))
+
+    # ------------------------------------------------------------------------------------- segments
+
+    @property
+    def open_segment(self) -> Segment | None:
+        return self._open
+
+    @property
+    def newest_segment(self) -> Segment | None:
+        with self._lock:
+            return self._segments[max(self._segments)] if self._segments else None
+
+    def next_number(self) -> int:
+        with self._lock:
+            number, self._next_number = self._next_number, self._next_number + 1
+            return number
+
+    def may_grow(self, *, is_copy: bool) -> bool:
+        """Whether another segment may be begun, by a compaction also the last one."""
+        with self._lock:
+            may = self._used_bytes() + (1 if is_copy else 2) * self._segment_bytes <= self._capacity_bytes
+            self._was_refused |= not may
+            return may
+
+    def take_ready(self) -> Segment | None:
+        """An empty segment left by a compaction."""
+        with self._lock:
+            return self._ready.pop() if self._ready else None
+
+    def add_ready(self, segment: Segment) -> None:
+        with self._lock:
+            self._ready.append(segment)
+
+    def segments(self, numbers: Iterable[int] | None = None) -> list[Segment]:
+        """Those of them that are there; None: all."""
+        with self._lock:
+            wanted = self._segments if numbers is None else numbers
+            return [self._segments[number] for number in wanted if number in self._segments]
+
+    def begin(self, segment: Segment | None) -> Segment | None:
+        """Write to this segment from now on (None: to none). Returns the one before, when the caller shall
+        seal it and say `sealed`."""
+        with self._lock:
+            before, self._open = self._open, segment
+            self._was_refused = False
+            if segment is not None:
+                self._segments[segment.number] = segment
+            if before is None:
+                return None
+            before.is_full = True
+            before.num_writing += 1
+            return before if self._leave(before) else None
+
+    def give_up(self, segment: Segment) -> None:
+        """Nothing more is written to it. A writer of it has yet to `leave`."""
+        with self._lock:
+            segment.is_full = True
+            if self._open is segment:
+                self._open = None
+
+    def removed(self, segment: Segment) -> None:
+        """Its file is gone."""
+        with self._lock:
+            for offset in list(segment.live):
+                self._forget(_ref(segment, offset, segment.live[offset]))
+            self._segments.pop(segment.number, None)
+
+    def oldest_over(self) -> Segment | None:
+        """The oldest segment, when all together are more than the capacity."""
+        with self._lock:
+            is_over = self._used_bytes() > self._capacity_bytes
+            return self._segments[min(self._segments)] if is_over else None
+
+    def unsealed(self) -> list[Segment]:
+        """Those without a directory, but for the open one and those that are written to."""
+        with self._lock:
+            found = [each for each in self._segments.values() if not (each.is_sealed or each.is_unread)]
+            return [each for each in found if each is not self._open and each.num_writing == 0]
+
+    # ----------------------------------------------------------------------------------- compaction
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Soon nothing more can be written."""
+        with self._lock:
+            return self._needs_compaction()
+
+    def choose_victim(self) -> Segment | None:
+        """The oldest segment that can go, when one must. The open one only when there is no other: it takes
+        no more records then."""
+        with self._lock:
+            if not self._needs_compaction():
+                return None
+            idle = [
+                each for each in self._segments.values() if each.num_writing == 0 and each is not self._open
+            ]
+            if idle:
+                return min(idle, key=lambda each: each.number)
+            if self._open is None or self._open.num_writing or len(self._segments) > 1:
+                return None
+            victim, self._open = self._open, None
+            victim.is_full = True
+            return victim
+
+    def commit(self, victim: Segment, copies: Sequence[Moved]) -> Compacted:
+        """The copies are durable: they count now, except for those that nobody wants any more."""
+        with self._lock:
+            self._moved.clear()
+            moved = []
+            for copy in copies:
+                if victim.live.pop(copy.old.offset, None) is None:
+                    self._shed(copy.new)
+                    continue
+                victim.stale.add(copy.old.offset)
+                self._places[copy.info.id] = self._moved[copy.old] = copy.new
+                moved.append(copy)
+            dropped = [(info, _ref(victim, offset, info)) for offset, info in sorted(victim.live.items())]
+            for _, ref in dropped:
+                self._forget(ref)
+            self._was_refused = False
+            return Compacted(tuple(moved), tuple(dropped))
+
+    def undo(self, copies: Iterable[Moved]) -> None:
+        """The compaction failed: the old places stay."""
+        with self._lock:
+            for copy in copies:
+                self._shed(copy.new)
+
+    # -------------------------------------------------------------------------------------- erasure
+
+    def stale(self) -> list[tuple[Segment, tuple[int, ...]]]:
+        """The records that are not held any more and that a restart would bring back."""
+        with self._lock:
+            return [(each, tuple(each.stale)) for each in self._segments.values() if each.stale]
+
+    def unread(self) -> list[Segment]:
+        """Segments of which nobody knows what a restart would bring back."""
+        with self._lock:
+            return [each for each in self._segments.values() if each.is_unread]
+
+    def erased(self, segment: Segment, offsets: Iterable[int]) -> None:
+        with self._lock:
+            segment.stale.difference_update(offsets)
+
+    # ------------------------------------------------------------------------------- under the lock
+
+    def _place(self, info: RecordInfo, ref: NvmeRef) -> None:
+        before = self._places.get(info.id)
+        if before is not None:
+            self._forget(before)
+        self._places[info.id] = ref
+        self._num_bytes += ref.num_bytes
+
+    def _forget(self, ref: NvmeRef) -> None:
+        info = self._shed(ref)
+        if info is not None and self._places.get(info.id) == ref:
+            del self._places[info.id]
+            self._num_bytes -= ref.num_bytes
+
+    def _shed(self, ref: NvmeRef) -> RecordInfo | None:
+        """Of a record that is live there."""
+        segment = self._segments.get(ref.segment)
+        info = None if segment is None else segment.live.pop(ref.offset, None)
+        if segment is not None and info is not None:
+            segment.stale.add(ref.offset)
+        return info
+
+    def _leave(self, segment: Segment) -> bool:
+        """One writer less; True when it was the last of a full segment, which stays one until `sealed`."""
+        segment.num_writing -= 1
+        if segment.is_full and segment.num_writing == 0:
+            segment.num_writing = 1
+            return True
+        return False
+
+    def _used_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._segments.values())
+
+    def _needs_compaction(self) -> bool:
+        free_bytes = self._capacity_bytes - self._used_bytes()
+        if free_bytes >= 2 * self._segment_bytes:
+            return False
+        if (
+            free_bytes < self._segment_bytes
+        ):  # a compaction's own segment is taken: it failed, or was cut short
+            return True
+        unused_bytes = 0 if self._open is None else self._open.num_unused_bytes
+        return self._was_refused or unused_bytes < EARLY_SHARE * self._segment_bytes
+
+
+def _ref(segment: Segment, offset: int, info: RecordInfo) -> NvmeRef:
+    return NvmeRef(segment.number, offset, image_bytes(info.num_bytes))

@@ -1,0 +1,292 @@
+"""Records between the owners of two nodes: asked for over a framed connection, written by transfer agents.
+
+    asking owner                                              holding owner
+    fetch: OpenLanding, SendRecords ----------------------->  lend (from NVMe first), ConnectPeer, PushOrder
+           the records' granules <====== prefetch class =====     of the records' granules
+           CloseLanding, their sums <--- RecordsSent --------  PushDone, give back
+
+A fetch that ends otherwise (timeout, cancel, lost connection) leaves its slots in quarantine until the holder
+says that it has stopped (`RecordsSent`), or no connection is left over which it could write (`LandingClosed`,
+`WriterGone`); no timer ends that. All on the owner's event loop; the agent has threads of its own ("kv-...").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvtransfer.clock import Clock
+from kvtransfer.errors import TransferError
+from kvtransfer.faults import Faults
+from kvtransfer.health import PathHealth, PathKey
+from kvtransfer.memory import KvMemory, map_shared, mapping_bytes
+from kvtransfer.messages import (
+    CloseLanding,
+    LandingClosed,
+    ReplicaIdentity,
+    TransferReport,
+    TransferSettings,
+    WriterGone,
+)
+from kvtransfer.pool import HostPool
+from kvtransfer.service import TransferAgent
+from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.messages import OwnerHello, RecordId
+from kvtransfer.store.node.doors import Spawn
+from kvtransfer.store.node.meter import RateMeter
+from kvtransfer.store.record import image_bytes
+from kvtransfer.store.remote.asking import Landing, Link, Wanted, open_link
+from kvtransfer.store.remote.sending import Lender, Lent, Sender, granule_layout
+from kvtransfer.store.streams import FrameStream
+
+__all__ = ["Exchange", "ExchangeRoom", "ExchangeStat", "Lent", "Wanted", "arena_pool"]
+
+_PATIENCE_S = 3.0
+_SLOWEST_BYTES_S = 20e6
+"""A fetch is given up after so many seconds and what its bytes take at this rate: before the brains that
+wait for it take their own owner, which is well, for hung."""
+_COOL_DOWN_S = 1.0
+_MAX_COOL_DOWN_S = 60.0
+
+_log = logging.getLogger("tandem.store")
+
+
+class ExchangeRoom(Lender, Protocol):
+    """What the exchange needs of the owner."""
+
+    def slot_free(self, offset: int) -> None:
+        """The slot of a `Wanted` that was not fetched: no writer reaches it any more. Told once for each."""
+
+
+class ExchangeStat(NamedTuple):
+    """What other nodes gave, from the start. `num_quarantined` slots wait for the end of their writers."""
+
+    num_hits: int
+    num_misses: int
+    num_hit_bytes: int
+    num_sent_bytes: int
+    num_quarantined: int
+    num_failures: int
+    gb_s: float
+    latency_s: float
+    note: str
+
+
+def arena_pool(fd: int, num_bytes: int, granule_bytes: int) -> HostPool:
+    """The arena as a pool of granules, in a mapping of its own. The file must be as that of a rank's pool,
+    `kvtransfer.memory.mapping_bytes(num_bytes)` long: other owners measure their path in what lies behind."""
+    memory = KvMemory(map_shared(fd, mapping_bytes(num_bytes)), os.dup(fd), num_bytes)
+    return HostPool(granule_layout(granule_bytes), memory)
+
+
+class Exchange:
+    """One owner's exchange with all others, over the pool of its arena (`arena_pool`), which it closes."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        pool: HostPool,
+        room: ExchangeRoom,
+        spawn: Spawn,
+        clock: Clock,
+        faults: Faults,
+    ) -> None:
+        """On the running event loop, on which `room` is called too."""
+        self._identity = ReplicaIdentity(settings.node_id, settings.epoch)
+        self._settings = settings
+        self._pool = pool
+        self._room = room
+        self._spawn = spawn
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._links: dict[ReplicaIdentity, asyncio.Future[Link]] = {}
+        self._landings: dict[bytes, Landing] = {}
+        self._health = PathHealth(1, _COOL_DOWN_S, _MAX_COOL_DOWN_S)
+        self._meter = RateMeter()
+        self._num_hits = self._num_misses = self._num_hit_bytes = self._num_failures = 0
+        self._note = ""
+        self._agent = TransferAgent(
+            identity=self._identity,
+            rank=0,
+            pool=pool,
+            secret=settings.secret,
+            clock=clock,
+            faults=faults,
+            report=self._report,
+            settings=TransferSettings(
+                settings.host, settings.transports, prefetch_gb_s=settings.prefetch_gb_s
+            ),
+        )
+        self._sender = Sender(settings, room, self._agent.handle, spawn)
+
+    @property
+    def gb_s(self) -> float:
+        """How fast other nodes' records came, from the question to the last byte (1e9 bytes a second); 0.0:
+        not known yet."""
+        return self._meter.gb_s
+
+    def stat(self) -> ExchangeStat:
+        return ExchangeStat(
+            num_hits=self._num_hits,
+            num_misses=self._num_misses,
+            num_hit_bytes=self._num_hit_bytes,
+            num_sent_bytes=self._sender.num_sent_bytes,
+            num_quarantined=sum(len(each.slots) for each in self._landings.values() if each.has_ended),
+            num_failures=self._num_failures,
+            gb_s=self._meter.gb_s,
+            latency_s=self._meter.latency_s,
+            note=self._note,
+        )
+
+    def is_cooling(self, holder: ReplicaIdentity) -> bool:
+        """Whether `fetch` would not even ask that owner now: it failed a short while ago."""
+        return self._health.cooling_s(_key(holder), self._clock.now()) > 0
+
+    async def serve(self, stream: FrameStream, hello: OwnerHello) -> None:
+        """The connection of an owner that asks, until its end. `WireError` when it breaks the protocol."""
+        await self._sender.serve(stream, hello)
+
+    async def close(self) -> None:
+        """End the agent, after the tasks that serve, fetch or were spawned have been cancelled."""
+        await asyncio.to_thread(self._agent.close)
+        self._pool.close()
+
+    # ----------------------------------------------------------------------------------------- asking
+
+    async def fetch(
+        self, holder: ReplicaIdentity, address: str, wanted: Sequence[Wanted]
+    ) -> dict[RecordId, int]:
+        """Bring these records from the owner at `address` into their slots. Returns those whose bytes are all
+        there, header page included, with the payload's checksum, which nobody has compared here. Every other
+        slot is told by `ExchangeRoom.slot_free` when it may be used again, also after a cancel."""
+        link: Link | None = None
+        try:
+            if not self.is_cooling(holder):
+                link = await self._link(holder, address)
+        except TransferError as error:
+            self._note_failure(holder, str(error))
+        finally:
+            if link is None:
+                self._num_misses += len(wanted)
+                for each in wanted:
+                    self._room.slot_free(each.offset)
+        return {} if link is None else await self._fetch(link, wanted)
+
+    async def _fetch(self, link: Link, wanted: Sequence[Wanted]) -> dict[RecordId, int]:
+        landing = Landing(link, wanted, self._settings.granule_bytes, self._room.slot_free)
+        self._landings[landing.id] = landing
+        self._agent.handle(landing.open())
+        landing.ask(self._agent.endpoints())
+        started_at = self._clock.now()
+        self._meter.begin(started_at)
+        fetched: dict[RecordId, int] = {}
+        try:
+            await self._await_answer(landing)
+        finally:
+            # When this returns nothing more of it is taken: what is whole stays as it is.
+            self._agent.handle(CloseLanding(landing.id))
+            fetched = landing.end()
+            num_bytes = sum(image_bytes(each.num_bytes) for each in wanted if each.record in fetched)
+            self._meter.end(self._clock.now(), started_at, num_bytes)
+            self._num_hits += len(fetched)
+            self._num_misses += len(wanted) - len(fetched)
+            self._num_hit_bytes += num_bytes
+        self._note_end(landing, bool(fetched))
+        return fetched
+
+    async def _await_answer(self, landing: Landing) -> None:
+        """Return when it is answered, its link is lost, or it takes too long."""
+        patience_s = _PATIENCE_S + landing.num_bytes / _SLOWEST_BYTES_S
+        waiting = asyncio.ensure_future(landing.answered.wait())
+        overdue = asyncio.ensure_future(self._clock.sleep(patience_s))
+        try:
+            await asyncio.wait({waiting, overdue}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            overdue.cancel()
+
+    def _note_end(self, landing: Landing, has_records: bool) -> None:
+        if landing.sent is None:
+            self._note_failure(landing.link.holder, landing.link.lost or "no answer in time")
+        elif landing.sent.reason and not has_records:
+            self._note_failure(landing.link.holder, landing.sent.reason)
+        else:
+            self._health.succeeded(_key(landing.link.holder))
+            self._note = ""
+
+    def _note_failure(self, holder: ReplicaIdentity, reason: str) -> None:
+        self._num_failures += 1
+        self._note = f"{holder.replica_id}: {reason}"
+        self._health.failed(_key(holder), reason, self._clock.now())
+        _log.warning("no records from %s: %s", holder.replica_id, reason)
+
+    # ------------------------------------------------------------------------------------------ links
+
+    async def _link(self, holder: ReplicaIdentity, address: str) -> Link:
+        """The link to that owner, opened now if there is none. `TransferError` when it cannot be."""
+        known = self._links.get(holder)
+        if known is None:
+            known = self._links[holder] = self._loop.create_future()
+            self._spawn(self._keep_link(holder, address, known), "store-link")
+        return await asyncio.shield(known)
+
+    async def _keep_link(self, holder: ReplicaIdentity, address: str, opened: asyncio.Future[Link]) -> None:
+        """Open a link and read it to its end."""
+        settings = self._settings
+        link: Link | None = None
+        reason = "this owner ends"
+        try:
+            link = await open_link(holder, address, settings.secret, self._identity, settings.granule_bytes)
+            opened.set_result(link)
+            while True:
+                message = await link.receive()
+                landing = self._landings.get(message.landing_id)
+                if landing is not None and landing.link is link:
+                    landing.answer(message)
+                    self._forget(landing)
+        except TransferError as error:
+            reason = str(error)
+            if link is None:
+                opened.set_exception(error)
+                opened.exception()  # whoever asked may have gone
+        finally:
+            del self._links[holder]
+            if link is not None:
+                link.abort()
+                self._lose(link, reason)
+
+    def _lose(self, link: Link, reason: str) -> None:
+        link.lost = reason
+        for landing in self._landings.values():
+            if landing.link is link:
+                landing.answered.set()
+
+    # ---------------------------------------------------------------------------------------- reports
+
+    def _report(self, report: TransferReport) -> None:
+        """From any thread of the agent."""
+        self._loop.call_soon_threadsafe(self._hear, report)
+
+    def _hear(self, report: TransferReport) -> None:
+        match report:
+            case LandingClosed():
+                landing = self._landings[report.landing_id]
+                landing.closed(report)
+                self._forget(landing)
+            case WriterGone():
+                for landing in list(self._landings.values()):
+                    landing.writer_gone(report)
+                    self._forget(landing)
+            case _:
+                self._sender.report(report)
+
+    def _forget(self, landing: Landing) -> None:
+        if landing.is_over:
+            self._landings.pop(landing.id, None)
+
+
+def _key(holder: ReplicaIdentity) -> PathKey:
+    return PathKey(holder, 0, "owner")

@@ -1,0 +1,342 @@
+"""The holding side of the exchange: lends records of the arena, and pushes their granules into the asker's.
+
+A record is leased until the push that reads it has ended. `RecordsSent` comes when every push of the landing
+has, so nothing of it is written after; also when it was stopped, by `StopSending` or by the link's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvtransfer.errors import PeerGoneError, WireError
+from kvtransfer.layout import BlockLayout
+from kvtransfer.messages import (
+    BlockMove,
+    ClosePeer,
+    ConnectPeer,
+    Lane,
+    PeerConnected,
+    PeerConnectFailed,
+    PeerLost,
+    PushDone,
+    PushFailed,
+    PushOrder,
+    RankEndpoints,
+    ReplicaIdentity,
+    Shard,
+    StopPush,
+    TransferOrder,
+    TransferReport,
+)
+from kvtransfer.secret import draw_id
+from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    FromOwner,
+    OwnerHello,
+    RecordId,
+    RecordsSent,
+    SendRecords,
+    StopSending,
+    StoreRefusal,
+)
+from kvtransfer.store.node.doors import Spawn
+from kvtransfer.store.record import image_bytes
+from kvtransfer.store.streams import FrameStream
+
+GRANULE = Shard(0, 1, 0, 1)
+"""What a granule is in terms of a model: one layer, one head."""
+
+_CHUNK_BYTES = 8 << 20
+"""About how much is lent and pushed at a time."""
+_CHUNKS_AHEAD = 2
+"""Chunks that are lent at most: one moves while the next is read from NVMe."""
+
+_log = logging.getLogger("tandem.store")
+
+
+class Lent(NamedTuple):
+    """A record of this arena, leased: where its header page lies, its payload's size and checksum."""
+
+    offset: int
+    num_bytes: int
+    checksum: int
+
+
+class Lender(Protocol):
+    """Where records come from."""
+
+    async def lend(self, record: RecordId) -> Lent | None:
+        """Lease a record of this node until `give_back`; one that lies on NVMe only is brought into the arena
+        first. None: not held, or not to be had now."""
+
+    def give_back(self, lent: Lent) -> None:
+        """The lease of one `lend` ends. (By its place: the record may meanwhile have been dropped, and put
+        anew elsewhere.)"""
+
+
+def granule_layout(granule_bytes: int) -> BlockLayout:
+    """The arena's granules as blocks of a pool."""
+    return BlockLayout(GRANULE, head_dim=granule_bytes // 2, block_tokens=1, item_bytes=1)
+
+
+@dataclass(eq=False)
+class _Way:
+    """A connection of our agent to an asker's. `opened` is "" when it is open, else why it could not be."""
+
+    target: RankEndpoints
+    connection_id: bytes
+    opened: asyncio.Future[str]
+
+
+@dataclass(eq=False)
+class _Sending:
+    """What is sent into one landing."""
+
+    order: SendRecords
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class _Asker:
+    """An owner that asks, in one connection."""
+
+    identity: ReplicaIdentity
+    stream: FrameStream
+    way: _Way | None = None
+    sendings: dict[bytes, _Sending] = field(default_factory=dict)
+
+    def tell(self, message: FromOwner) -> None:
+        self.stream.send(FROM_OWNER_CODEC.encode(message))
+
+
+class _Piece(NamedTuple):
+    """A lent record, its number in the request, and the asker's granules for it."""
+
+    number: int
+    lent: Lent
+    granules: tuple[int, ...]
+
+
+class Sender:
+    """Serves all askers of one owner; `order` is the agent's `handle`."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        lender: Lender,
+        order: Callable[[TransferOrder], None],
+        spawn: Spawn,
+    ) -> None:
+        self._identity = ReplicaIdentity(settings.node_id, settings.epoch)
+        self._settings = settings
+        self._lender = lender
+        self._order = order
+        self._spawn = spawn
+        self._ways: dict[bytes, tuple[_Asker, _Way]] = {}
+        self._pushes: dict[int, asyncio.Future[PushDone | PushFailed]] = {}
+        self._push_ids = itertools.count(1)
+        self.num_sent_bytes = 0
+
+    async def serve(self, stream: FrameStream, hello: OwnerHello) -> None:
+        """An asker's connection, until its end. `WireError` when it breaks the protocol."""
+        asker = _Asker(hello.owner, stream)
+        reason = self._refusal(hello)
+        if reason:
+            _log.warning("%s asks for records and is refused: %s", hello.owner.replica_id, reason)
+            asker.tell(StoreRefusal(reason))
+            await stream.close()
+            return
+        asker.tell(OwnerHello(STORE_PROTOCOL, self._identity, self._settings.granule_bytes))
+        try:
+            while True:
+                self._hear(asker, TO_OWNER_CODEC.decode(await stream.receive()))
+        except PeerGoneError:
+            return
+        finally:
+            stream.abort()
+            for sending in asker.sendings.values():
+                self._stop(sending)
+            if asker.way is not None:
+                self._close_way(asker, asker.way)
+
+    def report(self, report: TransferReport) -> None:
+        """What our agent says of connections and pushes."""
+        match report:
+            case PushDone() | PushFailed():
+                future = self._pushes.pop(report.push_id)
+                if not future.done():  # its owner has stopped and waits no more
+                    future.set_result(report)
+            case PeerConnected():
+                self._way_opened(report.connection_id, "")
+            case PeerConnectFailed() | PeerLost():
+                self._way_opened(report.connection_id, report.reason)
+
+    def _refusal(self, hello: OwnerHello) -> str:
+        ours = self._settings.granule_bytes
+        if hello.protocol != STORE_PROTOCOL:
+            return f"protocol: {STORE_PROTOCOL} here, {hello.protocol} there"
+        if hello.granule_bytes != ours:
+            return f"granule_bytes: {ours} here, {hello.granule_bytes} there"
+        return ""
+
+    def _hear(self, asker: _Asker, message: object) -> None:
+        match message:
+            case SendRecords():
+                self._check(asker, message)
+                sending = asker.sendings[message.landing_id] = _Sending(message)
+                self._spawn(self._run(asker, sending), "store-send")
+            case StopSending():
+                sending_or_none = asker.sendings.get(message.landing_id)
+                if sending_or_none is not None:  # else it is answered already
+                    self._stop(sending_or_none)
+            case _:
+                raise WireError(f"an owner does not send {type(message).__name__} here")
+
+    def _check(self, asker: _Asker, order: SendRecords) -> None:
+        if len(order.records) != len(order.granules) or order.landing_id in asker.sendings:
+            raise WireError("a request for records that does not fit itself")
+        if order.target.shard != GRANULE:
+            raise WireError(f"the asker's pool is of {order.target.shard}, not of granules")
+
+    def _stop(self, sending: _Sending) -> None:
+        sending.stopped.set()
+        self._order(StopPush(sending.order.landing_id))
+
+    # ------------------------------------------------------------------------------------ connections
+
+    async def _open_way(self, asker: _Asker, target: RankEndpoints, stopped: asyncio.Event) -> _Way | str:
+        """The connection to the asker's arena, or why there is none."""
+        way = asker.way
+        if way is not None and way.target != target:
+            self._close_way(asker, way)
+            way = None
+        if way is None:
+            way = _Way(target, draw_id(), asyncio.get_running_loop().create_future())
+            asker.way = way
+            self._ways[way.connection_id] = asker, way
+            self._order(
+                ConnectPeer(
+                    connection_id=way.connection_id,
+                    writer=self._identity,
+                    peer=asker.identity,
+                    lanes=(Lane(target, GRANULE),),
+                    transports=self._settings.transports,
+                    min_gb_s=self._settings.remote_min_gb_s,
+                )
+            )
+        await _first(way.opened, stopped.wait())
+        if stopped.is_set():
+            return "stopped on request"
+        return way.opened.result() or way
+
+    def _way_opened(self, connection_id: bytes, reason: str) -> None:
+        asker, way = self._ways.get(connection_id, (None, None))
+        if asker is None or way is None:  # closed by us
+            return
+        if not way.opened.done():
+            way.opened.set_result(reason)
+        if reason:
+            del self._ways[connection_id]
+            asker.way = None
+
+    def _close_way(self, asker: _Asker, way: _Way) -> None:
+        self._order(ClosePeer(way.connection_id))
+        self._way_opened(way.connection_id, "closed")
+
+    # ---------------------------------------------------------------------------------------- sending
+
+    async def _run(self, asker: _Asker, sending: _Sending) -> None:
+        order = sending.order
+        way = await self._open_way(asker, order.target, sending.stopped)
+        if isinstance(way, str):
+            sending.reason = way
+        else:
+            await self._send(way, sending)
+        del asker.sendings[order.landing_id]
+        asker.tell(RecordsSent(order.landing_id, tuple(sending.sent), sending.reason))
+
+    async def _send(self, way: _Way, sending: _Sending) -> None:
+        """Returns when nothing of it is read here or written there any more."""
+        pushes: list[asyncio.Task[None]] = []
+        try:
+            for indices in self._chunks(sending.order):
+                if sending.stopped.is_set() or sending.reason:
+                    break
+                pieces = await self._lend(sending.order, indices)
+                pushes.append(asyncio.create_task(self._push(way, sending, pieces)))
+                if len(pushes) >= _CHUNKS_AHEAD:
+                    await pushes.pop(0)
+        finally:
+            await asyncio.gather(*pushes)
+
+    def _chunks(self, order: SendRecords) -> Iterator[range]:
+        """Consecutive records of about `_CHUNK_BYTES` in all."""
+        first, num_bytes = 0, 0
+        for index, granules in enumerate(order.granules):
+            num_bytes += len(granules) * self._settings.granule_bytes
+            if num_bytes >= _CHUNK_BYTES or index + 1 == len(order.granules):
+                yield range(first, index + 1)
+                first, num_bytes = index + 1, 0
+
+    async def _lend(self, order: SendRecords, indices: Sequence[int]) -> list[_Piece]:
+        lent = await asyncio.gather(*(self._lender.lend(order.records[index]) for index in indices))
+        pieces: list[_Piece] = []
+        for index, each in zip(indices, lent, strict=True):
+            if each is None:
+                continue
+            if len(order.granules[index]) == self._num_granules(each):
+                pieces.append(_Piece(index, each, order.granules[index]))
+            else:  # the asker takes it for another size
+                self._lender.give_back(each)
+        return pieces
+
+    async def _push(self, way: _Way, sending: _Sending, pieces: Sequence[_Piece]) -> None:
+        """Push these records and end their leases."""
+        try:
+            if pieces and not sending.stopped.is_set():
+                await self._push_moves(way, sending, pieces)
+        finally:
+            for piece in pieces:
+                self._lender.give_back(piece.lent)
+
+    async def _push_moves(self, way: _Way, sending: _Sending, pieces: Sequence[_Piece]) -> None:
+        push_id = next(self._push_ids)
+        future: asyncio.Future[PushDone | PushFailed] = asyncio.get_running_loop().create_future()
+        self._pushes[push_id] = future
+        moves = tuple(itertools.chain.from_iterable(self._moves(piece) for piece in pieces))
+        self._order(PushOrder(push_id, way.connection_id, sending.order.landing_id, moves, "prefetch"))
+        result = await future
+        if isinstance(result, PushFailed):
+            sending.reason = sending.reason or result.reason
+            return
+        self.num_sent_bytes += result.num_bytes
+        sending.sent += [(piece.number, piece.lent.checksum) for piece in pieces]
+
+    def _moves(self, piece: _Piece) -> Iterator[BlockMove]:
+        first = piece.lent.offset // self._settings.granule_bytes
+        for number, granule in enumerate(piece.granules):
+            yield BlockMove(first + number, granule, granule)
+
+    def _num_granules(self, lent: Lent) -> int:
+        return -(-image_bytes(lent.num_bytes) // self._settings.granule_bytes)
+
+
+async def _first(*awaitables: Awaitable[object]) -> None:
+    """Return when one of them is done; those that were made for this wait are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, awaitable in zip(tasks, awaitables, strict=True):
+            if task is not awaitable:
+                task.cancel()
