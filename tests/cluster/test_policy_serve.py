@@ -7,11 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cluster_operator import pool_of, ready
 from request_load import Stream
-from serving import TINY, RunningCluster, free_port
-
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
-from workers.model.random_checkpoint import write_random_checkpoint
+from serving import RunningCluster, free_port, write_long_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_LONG_TOKENS = 20_000
@@ -25,24 +21,12 @@ GROW_S = 120.0
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     folder = tmp_path_factory.mktemp("autoscaling")
-    write_random_checkpoint(
-        folder / "model",
-        "llama",
-        seed=5,
-        tokenizer_from=TINY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=32_768,
-    )
+    model_dir = write_long_llama(folder / "model", 256)
     common = "dtype: fp32, cpus_per_rank: 0.1, drain_s: 20"
     engine = f"block_tokens: 16, kv_tokens: 32768, max_sequences: {SLOTS}"
     file = folder / "cluster.yaml"
     file.write_text(
-        f"model: {folder / 'model'}\n"
+        f"model: {model_dir}\n"
         "pools:\n"
         f"  - {{name: prefill, role: prefill, {common}, engine: {{block_tokens: 16}}}}\n"
         f"  - {{name: decode, role: decode, {common}, engine: {{{engine}}}}}\n"
@@ -78,7 +62,8 @@ def test_a_burst_grows_decode_and_it_comes_back_with_no_stream_cut(cluster: Runn
     for stream in (steady, late):
         stream.has_grown(20)
         stream.end()
-        assert_whole(cluster, stream)
+        stream.was_never_cut_off()
+        stream.has_the_same_tokens()
     moves = [move for move in status.moves if move.before != move.after]
     assert [(move.pool, move.before, move.after, move.by) for move in moves] == [
         ("decode", 1, 2, "autoscaler"),
@@ -87,15 +72,3 @@ def test_a_burst_grows_decode_and_it_comes_back_with_no_stream_cut(cluster: Runn
     assert f"sequences share {SLOTS} slots" in moves[0].reason
     assert "1 would serve 1.2 times the demand of the last 10 s" in moves[1].reason
     assert cluster.status().num_failed_requests == 0
-
-
-def assert_whole(cluster: RunningCluster, stream: Stream) -> None:
-    """One attempt, whose tokens are those that follow on each other."""
-    with BlockingClient(cluster.address) as client:
-        assert len(client.explain(stream.request_id).decisions) == 1
-        starts = [int(share * (len(stream.tokens) - 8)) for share in (0.1, 0.5, 0.95)]
-        for start, end in ((start, start + 8) for start in starts):
-            prompt = stream.prompt + stream.tokens[:start]
-            options = GenerateOptions(max_tokens=8, ignore_eos=True, seed=3)
-            done = client.complete(prompt, options, timeout_s=120)
-            assert list(done.token_ids[0]) == stream.tokens[start:end]

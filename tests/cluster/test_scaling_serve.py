@@ -15,11 +15,7 @@ from collections.abc import Iterator
 import pytest
 from cluster_operator import Operator, pool_of, ready
 from request_load import Steady, Stream
-from serving import TINY, RunningCluster, environment, free_port, tandem
-
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
-from workers.model.random_checkpoint import write_random_checkpoint
+from serving import RunningCluster, environment, free_port, tandem, write_long_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_LONG_TOKENS = 24_000
@@ -46,24 +42,12 @@ serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_ap
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     folder = tmp_path_factory.mktemp("scaling")
-    write_random_checkpoint(
-        folder / "model",
-        "llama",
-        seed=5,
-        tokenizer_from=TINY,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=32_768,
-    )
+    model_dir = write_long_llama(folder / "model", 512)
     engine = "engine: {block_tokens: 16, kv_tokens: 32768}"
     common = f"dtype: fp32, cpus_per_rank: 0.1, drain_s: 20, {engine}"
     file = folder / "cluster.yaml"
     file.write_text(
-        f"model: {folder / 'model'}\n"
+        f"model: {model_dir}\n"
         "pools:\n"
         f"  - {{name: prefill, role: prefill, {common}}}\n"
         f"  - {{name: decode, role: decode, {common}}}\n"
@@ -125,9 +109,9 @@ def test_pools_grow_and_shrink_under_load_and_serves_own_processes_die(
         each.has_grown(20)
     (stayed,) = [replica.replica_id for replica in status.replicas if replica.pool == "decode"]
     for each, decode in zip(streams, decodes, strict=True):
-        assert_moved(cluster, each, has_moved=decode != stayed)
+        assert ("moved" in each.was_never_cut_off()) == (decode != stayed)
         each.end()
-        assert_same_tokens(cluster, each)
+        each.has_the_same_tokens()
 
     operator.scale("decode", 3)
     cluster.wait_for(ready("decode", 3), SETTLE_S)
@@ -151,29 +135,8 @@ def test_pools_grow_and_shrink_under_load_and_serves_own_processes_die(
     steady.end()
     assert steady.num_done > 20
     stream.end()
-    assert_same_tokens(cluster, stream)
+    stream.has_the_same_tokens()
     assert cluster.status().num_failed_requests == 0
-
-
-def assert_moved(cluster: RunningCluster, stream: Stream, *, has_moved: bool) -> None:
-    """Within one attempt: it was never cut off."""
-    with BlockingClient(cluster.address) as client:
-        explained = client.explain(stream.request_id)
-    names = [event.name for event in explained.timeline]
-    assert len(explained.decisions) == 1, names
-    assert ("moved" in names) == has_moved, names
-
-
-def assert_same_tokens(cluster: RunningCluster, stream: Stream) -> None:
-    """At several places the stream goes on as one does that begins there anew."""
-    with BlockingClient(cluster.address) as client:
-        for share in (0.1, 0.5, 0.95):
-            start = int(share * (len(stream.tokens) - 8))
-            prompt = stream.prompt + stream.tokens[:start]
-            done = client.complete(
-                prompt, GenerateOptions(max_tokens=8, ignore_eos=True, seed=3), timeout_s=120
-            )
-            assert list(done.token_ids[0]) == stream.tokens[start : start + 8]
 
 
 def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, operator: Operator) -> None:

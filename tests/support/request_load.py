@@ -57,6 +57,23 @@ class Stream:
         assert not self._thread.is_alive()
         assert self.failure is None
 
+    def was_never_cut_off(self) -> list[str]:
+        """Its one attempt's timeline, by name."""
+        with BlockingClient(self._address) as client:
+            explained = client.explain(self.request_id)
+        names = [event.name for event in explained.timeline]
+        assert len(explained.decisions) == 1, names
+        return names
+
+    def has_the_same_tokens(self) -> None:
+        """At several places it goes on as a stream does that begins there anew."""
+        options = GenerateOptions(max_tokens=8, ignore_eos=True, seed=3)
+        with BlockingClient(self._address) as client:
+            for share in (0.1, 0.5, 0.95):
+                start = int(share * (len(self.tokens) - 8))
+                done = client.complete(self.prompt + self.tokens[:start], options, timeout_s=120)
+                assert list(done.token_ids[0]) == self.tokens[start : start + 8]
+
 
 class Steady:
     """Requests in `num_threads` threads, one after the other in each, all of different prompts."""

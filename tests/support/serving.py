@@ -21,6 +21,7 @@ from cluster.blocking_client import BlockingClient
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import SystemClock
+from workers.model.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -35,6 +36,24 @@ stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).s
 names = "object_store_bytes_used", "cumulative_created_objects", "cumulative_created_bytes"
 print(json.dumps({name: getattr(stats, name) for name in names}))
 """
+
+
+def write_long_llama(folder: Path, hidden_size: int) -> Path:
+    """A model of random weights and the bundled tokenizer, for streams of up to 32k tokens; its folder."""
+    write_random_checkpoint(
+        folder,
+        "llama",
+        seed=5,
+        tokenizer_from=TINY,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=32_768,
+    )
+    return folder
 
 
 def tandem(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,76 +16,22 @@ import grpc
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
-from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
-from walk_house import House, Replica, until
+from walk_front import Call, Front, prompt, tokens_alone
+from walk_house import Replica, until
+from walk_stage import SAMPLINGS, Stage, decoding
 
 from kvtransfer.faults import FaultRule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32}
-SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1}
-SAMPLINGS: tuple[dict[str, Any], ...] = ({}, SEEDED)
+ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32, "stall_s": 20.0}
 NUM_TOKENS = 48
-
-
-@dataclass
-class Stage:
-    """Replicas that stay whole (p0 prefill, d0 decode, b0 alone), and victims that come for one test."""
-
-    house: House
-    model_dir: Path
-    tokenizer: Any
-    num_victims: int = 0
-
-    @property
-    def p0(self) -> Replica:
-        return self.house.replicas["p0"]
-
-    @property
-    def d0(self) -> Replica:
-        return self.house.replicas["d0"]
-
-    async def wanted(self, seed: int, sampling: dict[str, Any], num_tokens: int = NUM_TOKENS) -> list[int]:
-        """The tokens of the request `seed`, from one engine without any hand-over."""
-        alone = self.house.replicas["b0"]
-        return await tokens_alone(alone, self.house, prompt(seed), seed, num_tokens, **sampling)
-
-    async def victim(self, role: str, *faults: FaultRule, stall_s: float = 20.0, **transfer: Any) -> Replica:
-        """A new replica; `transfer` are settings of its transfer."""
-        self.num_victims += 1
-        name, engine = f"victim{self.num_victims}", {**ENGINE, "stall_s": stall_s}
-        return await self.house.add(name, role, engine=engine, transfer=transfer, faults=faults)
-
-    @asynccontextmanager
-    async def front(self, *replicas: Replica) -> AsyncIterator[Front]:
-        """A gateway over these replicas; victims end with it."""
-        front = Front(self.house, self.model_dir)
-        await front.open()
-        try:
-            await front.register(*replicas)
-            yield front
-        finally:
-            self.house.wake_all()
-            await front.close()
-            for name in [name for name in self.house.replicas if name.startswith("victim")]:
-                replica = self.house.replicas.pop(name)
-                await replica.close()
-                await replica.brain.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    model_dir = copy_tiny(tmp_path_factory.mktemp("faults"))
-    house = House(model_dir)
-    await asyncio.gather(
-        house.add("p0", "prefill", engine=ENGINE),
-        house.add("d0", "decode", engine=ENGINE),
-        house.add("b0", "both", engine=ENGINE),
-    )
-    yield Stage(house, model_dir, Tokenizer.from_file(str(model_dir / "tokenizer.json")))
-    house.wake_all()
-    await house.close()
+    async with Stage.opened(tmp_path_factory.mktemp("faults"), ENGINE) as stage:
+        yield stage
 
 
 def rule(point: str, action: str, folder: Path, after: int = 1) -> FaultRule:
@@ -109,20 +55,20 @@ async def all_right(
     stage: Stage, calls: list[Call], seed: int, num_tokens: int = NUM_TOKENS, *, attempts: int | None = None
 ) -> None:
     """Every stream ends well, with the tokens that one engine gives and the text of these."""
+    tokenizer = Tokenizer.from_file(str(stage.model_dir / "tokenizer.json"))
     wanted = await asyncio.gather(
-        *(stage.wanted(seed + i, sampling, num_tokens) for i, sampling in enumerate(SAMPLINGS))
+        *(
+            stage.wanted(prompt(seed + i), seed + i, num_tokens, **sampling)
+            for i, sampling in enumerate(SAMPLINGS)
+        )
     )
     for i, call in enumerate(calls):
         await call.done()
         assert call.sequence == wanted[i], f"stream {i}"
-        assert call.texts[0] == stage.tokenizer.decode(wanted[i])
+        assert call.texts[0] == tokenizer.decode(wanted[i])
         assert call.finished is not None
         if attempts is not None:
             assert call.finished.timing.attempts == attempts
-
-
-def decoding(calls: list[Call], num_tokens: int = 6) -> Callable[[], bool]:
-    return lambda: all(len(call.sequence) >= num_tokens for call in calls)
 
 
 # ----------------------------------------------------------------------------------- rank processes
@@ -131,7 +77,7 @@ def decoding(calls: list[Call], num_tokens: int = 6) -> Callable[[], bool]:
 @pytest.mark.parametrize(("point", "after"), [("rank.step.prefill", 3), ("push.half", 5)])
 async def test_a_prefill_rank_is_killed(stage: Stage, tmp_path: Path, point: str, after: int) -> None:
     fault = rule(point, "kill", tmp_path, after)
-    victim = await stage.victim("prefill", fault)
+    victim = await stage.guest("prefill", fault)
     async with stage.front(victim, stage.d0) as front:
         calls = both_streams(front, 100 + after)
         await until(lambda: fired(fault), "the rank is killed")
@@ -145,7 +91,7 @@ async def test_a_prefill_rank_is_killed(stage: Stage, tmp_path: Path, point: str
 
 async def test_a_decode_rank_is_killed_mid_stream(stage: Stage, tmp_path: Path) -> None:
     fault = rule("rank.step.decode", "kill", tmp_path, 12)
-    victim = await stage.victim("decode", fault)
+    victim = await stage.guest("decode", fault)
     async with stage.front(stage.p0, victim) as front:
         calls = both_streams(front, 200)
         await until(lambda: fired(fault), "the rank is killed")
@@ -161,14 +107,14 @@ async def test_a_decode_rank_is_killed_mid_stream(stage: Stage, tmp_path: Path) 
 async def test_nothing_left_to_decode_is_unavailable(stage: Stage, tmp_path: Path) -> None:
     """A client that gives up waiting gets its deadline; one that starts now is told to try again later."""
     fault = rule("rank.step.decode", "kill", tmp_path, 12)
-    victim = await stage.victim("decode", fault)
+    victim = await stage.guest("decode", fault)
     async with stage.front(stage.p0, victim) as front:
         call = await front.call(prompt(300), max_tokens=NUM_TOKENS, timeout_s=1.5).ended()
         assert fired(fault)
         assert call.error is not None
         assert call.error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert 0 < len(call.sequence) < NUM_TOKENS
-        assert call.sequence == (await stage.wanted(300, {}))[: len(call.sequence)]
+        assert call.sequence == (await stage.wanted(prompt(300), 300, NUM_TOKENS))[: len(call.sequence)]
         late = front.connect(front.address).generate(prompt(301), resume=False)
         with pytest.raises(Exception, match="UNAVAILABLE") as caught:
             async for _ in late:
@@ -182,7 +128,7 @@ async def test_nothing_left_to_decode_is_unavailable(stage: Stage, tmp_path: Pat
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_brain_ends_mid_stream(stage: Stage, role: str) -> None:
-    victim = await stage.victim(role)
+    victim = await stage.guest(role)
     pair = (victim, stage.d0) if role == "prefill" else (stage.p0, victim)
     async with stage.front(*pair) as front:
         calls = both_streams(front, 400)
@@ -200,7 +146,7 @@ async def test_a_brain_ends_mid_stream(stage: Stage, role: str) -> None:
 
 async def test_a_replica_leaves_mid_stream(stage: Stage) -> None:
     """What has neither finished nor moved within the drain is resumed; the client notices nothing."""
-    victim = await stage.victim("decode")
+    victim = await stage.guest("decode")
     async with stage.front(stage.p0, victim) as front:
         calls = both_streams(front, 500, 120)
         await until(decoding(calls), "both streams run")
@@ -235,7 +181,7 @@ async def test_a_gateway_ends_mid_stream_and_the_client_goes_on_at_another(stage
 async def test_a_flipped_bit_reaches_no_client(stage: Stage, tmp_path: Path, transport: str) -> None:
     seed = {"shm": 700, "tcp": 750}[transport]  # prompts of its own: what d0 holds is not pushed again
     fault = rule("push.corrupt", "corrupt", tmp_path, 4)
-    victim = await stage.victim("prefill", fault, transports=(transport,))
+    victim = await stage.guest("prefill", fault, transfer={"transports": (transport,)})
     before = stage.d0.brain.inbound.num_checksum_failures
     async with stage.front(victim, stage.d0) as front:
         calls = both_streams(front, seed)
@@ -252,7 +198,7 @@ async def test_a_stopped_writer_is_killed_and_its_streams_move(
     """SIGSTOP inside the copy loop: its step never ends, its brain notices, and the blocks come back."""
     seed = {"shm": 800, "tcp": 850}[transport]
     fault = rule("push.half", "stop", tmp_path, 3)
-    victim = await stage.victim("prefill", fault, transports=(transport,), stall_s=2.0)
+    victim = await stage.guest("prefill", fault, transfer={"transports": (transport,)}, stall_s=2.0)
     async with stage.front(victim, stage.d0) as front:
         calls = both_streams(front, seed)
         await until(lambda: fired(fault), "the writer stops")
@@ -269,7 +215,8 @@ async def test_blocks_under_a_stopped_writer_are_not_reused_before_it_is_gone(
     """The client cancels while the writer is stopped. Its blocks wait in quarantine until the writer was
     killed for its silence, or woke and acknowledged; other streams through the same replica are right."""
     fault = rule("push.half", "stop", tmp_path, 3)
-    victim = await stage.victim("prefill", fault, transports=("shm",), writer_ack_s=20.0 if wakes else 1.0)
+    transfer = {"transports": ("shm",), "writer_ack_s": 20.0 if wakes else 1.0}
+    victim = await stage.guest("prefill", fault, transfer=transfer)
     pool = stage.d0.brain.pool
     async with stage.front(victim, stage.d0) as front:
         stuck = front.call(prompt(950 if wakes else 900), max_tokens=NUM_TOKENS)
@@ -340,8 +287,8 @@ async def run_ask(front: Front, ask: Ask) -> Call:
 @asynccontextmanager
 async def soak_front(stage: Stage, fault: FaultRule) -> AsyncIterator[tuple[Front, list[Replica]]]:
     """Two prefill and two decode replicas under the cost policy; the rank of one decode replica will die."""
-    d1 = await stage.victim("decode", fault)
-    p1 = await stage.victim("prefill")
+    d1 = await stage.guest("decode", fault)
+    p1 = await stage.guest("prefill")
     replicas = [stage.p0, p1, stage.d0, d1]
     async with stage.front() as front:
         await front.register(*replicas)

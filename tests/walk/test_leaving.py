@@ -3,108 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
-from walk_house import House, Replica, until
+from walk_front import Call, prompt, tokens_alone
+from walk_house import until
+from walk_stage import Stage, decoding
 
 from kvtransfer.faults import FaultRule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENGINE: dict[str, Any] = {"kv_tokens": 8192, "chunk_tokens": 32, "max_sequences": 32}
-SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1}
-SAMPLINGS: tuple[dict[str, Any], ...] = ({}, SEEDED)
-
-
-class Stage:
-    """Replicas that stay (p0 prefill, d0 decode, b0 alone), and others that come for one test."""
-
-    def __init__(self, house: House, model_dir: Path) -> None:
-        self.house = house
-        self.model_dir = model_dir
-        self._num_guests = 0
-
-    @property
-    def p0(self) -> Replica:
-        return self.house.replicas["p0"]
-
-    @property
-    def d0(self) -> Replica:
-        return self.house.replicas["d0"]
-
-    async def guest(self, role: str, *faults: FaultRule, **engine: Any) -> Replica:
-        self._num_guests += 1
-        name = f"guest{self._num_guests}"
-        return await self.house.add(name, role, engine={**ENGINE, **engine}, faults=faults)
-
-    @asynccontextmanager
-    async def front(self, *replicas: Replica) -> AsyncIterator[Front]:
-        """A gateway over these replicas; guests end with it."""
-        front = Front(self.house, self.model_dir)
-        await front.open()
-        try:
-            await front.register(*replicas)
-            yield front
-        finally:
-            self.house.wake_all()
-            await front.close()
-            for name in [name for name in self.house.replicas if name.startswith("guest")]:
-                replica = self.house.replicas.pop(name)
-                await replica.close()
-                await replica.brain.stop()
-
-    def calls(self, front: Front, seed: int, count: int, num_tokens: int, **options: Any) -> list[Call]:
-        """So many streams, greedy and seeded ones by turns."""
-        return [
-            front.call(
-                prompt(seed + i, 40 + 7 * i),
-                seed=seed + i,
-                max_tokens=num_tokens,
-                **SAMPLINGS[i % 2],
-                **options,
-            )
-            for i in range(count)
-        ]
-
-    async def all_right(self, calls: list[Call], seed: int, num_tokens: int) -> None:
-        """Every stream ends well, with the tokens that one engine gives."""
-        for call in calls:
-            await call.done()
-        alone = self.house.replicas["b0"]
-        wanted = await asyncio.gather(
-            *(
-                tokens_alone(
-                    alone, self.house, prompt(seed + i, 40 + 7 * i), seed + i, num_tokens, **SAMPLINGS[i % 2]
-                )
-                for i in range(len(calls))
-            )
-        )
-        for i, call in enumerate(calls):
-            assert call.sequence == wanted[i], f"stream {i}"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    model_dir = copy_tiny(tmp_path_factory.mktemp("leaving"))
-    house = House(model_dir)
-    await asyncio.gather(
-        house.add("p0", "prefill", engine=ENGINE),
-        house.add("d0", "decode", engine=ENGINE),
-        house.add("b0", "both", engine=ENGINE),
-    )
-    yield Stage(house, model_dir)
-    house.wake_all()
-    await house.close()
-
-
-def decoding(calls: list[Call], num_tokens: int = 6) -> Callable[[], bool]:
-    return lambda: all(len(call.sequence) >= num_tokens for call in calls)
+    async with Stage.opened(tmp_path_factory.mktemp("leaving"), ENGINE) as stage:
+        yield stage
 
 
 def attempts(calls: list[Call]) -> list[int]:
