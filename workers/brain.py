@@ -47,6 +47,7 @@ from workers.messages import (
     Leaving,
     LinkDown,
     Move,
+    PurgeCache,
     RankReady,
     RankUp,
     ReplicaHello,
@@ -155,7 +156,7 @@ class Brain:
         )
         self.pool, self.scheduler, self.steps = rooms.pool, rooms.scheduler, rooms.steps
         self.outbound, self.inbound, self.peers = rooms.outbound, rooms.inbound, rooms.peers
-        self.moving = rooms.moving
+        self.moving, self.purging = rooms.moving, rooms.purging
         self.requests, self.reports, self.tiers = rooms.requests, rooms.reports, rooms.tiers
 
     async def stop(self) -> None:
@@ -255,6 +256,10 @@ class Brain:
                 self.requests.cancel((request_id, attempt))
             case Move():
                 self.moving.ask(gateway, message)
+            case PurgeCache():
+                purged = self.purging.purge(message)
+                self._publish_kv()
+                self._gateways.send(gateway, purged)
             case KvSnapshotRequest():
                 self._publish_kv()
                 self._gateways.send(gateway, self.reports.kv_snapshot())

@@ -242,6 +242,14 @@ class Loading:
             del self._gets[done.number], load.parts[done.number]
             self._settle(number)
 
+    def drop(self, tenant: str | None) -> None:
+        """What is under way for this tenant (None: for all) is not used: it is computed instead."""
+        for number, load in list(self._loads.items()):
+            if tenant is None or load.wish.tenant == tenant:
+                load.num_good = 0
+                if not load.is_fetching:
+                    self._end(number)
+
     def tick(self) -> bool:
         """Give up what takes too long; False when the owner has left a look-up without answer."""
         now = self._clock.now()
@@ -279,7 +287,7 @@ class Loading:
             return
         parent = load.wish.keys[load.wish.num_held - 1] if load.wish.num_held else ROOT
         for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
-            self._pool.register(block_id, parent, key)
+            self._pool.register(block_id, parent, key, load.wish.tenant)
             parent = key
         self._release(FetchRelease(number, tuple(sorted(load.bad_offsets))))
         self._end(number)

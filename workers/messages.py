@@ -73,7 +73,8 @@ class Submission(Message, frozen=True):
 
     `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway.
     `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
-    submission per unfinished sample). `deadline_s` is what remains of it (None: none).
+    submission per unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one
+    is neither found by others nor stored.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class Submission(Message, frozen=True):
     sampling: SamplingParams
     decode: HandOverTarget | None
     deadline_s: float | None
+    is_private: bool = False
 
 
 class Cancel(Message, frozen=True):
@@ -338,6 +340,26 @@ class Move(Message, frozen=True):
     target: HandOverTarget
 
 
+class PurgeCache(Message, frozen=True):
+    """Gateway to brain: forget all KV of this tenant (None: of all); answered with the same number."""
+
+    number: int
+    tenant: str | None
+
+
+class CachePurged(Message, frozen=True):
+    """Answer to `PurgeCache`."""
+
+    number: int
+    num_blocks: int
+    """That nothing finds any more."""
+    num_held: int
+    """Of them, in use until the requests that hold them end."""
+    num_requests: int
+    """Of the tenant's, under way: their KV is private from now on. One whose prompt is on its way to another
+    replica in this very moment may leave some there."""
+
+
 # -------------------------------------------------------------------------------------- Peer link
 
 
@@ -532,8 +554,8 @@ class Shutdown(Message, frozen=True):
     reason: str
 
 
-LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move
-LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged
+LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache
+LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
 PeerLinkMessage = PeerMessage | HandOver
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
 RankUp = RankJoined | RankReady | RankFailed | StepReport | TransferReport | StoreReport

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvtransfer.actions import Granted, HandOverReady, PushAction, Pushed, PushEnded, ToPeer, ToRanks
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
@@ -167,6 +169,12 @@ class Outbound:
         """So many tokens are handed over, with the last of them."""
         self.book.end_at(*key, num_tokens)
 
+    def keep_private(self, tenant: str | None) -> None:
+        """Prompts of this tenant (None: all) that are on their way leave nothing where they land."""
+        for outgoing in self._outgoing.values():
+            if tenant is None or outgoing.submission.tenant == tenant:
+                outgoing.submission = replace(outgoing.submission, is_private=True)
+
     def stop(self, key: RequestKey, reason: str) -> None:
         """Give its landing back."""
         self._do(self.book.stop(*key, reason, self._clock.now()))
@@ -277,18 +285,8 @@ class Outbound:
             self.peers.send_outbound(ready.peer, self.moving.hand_over(ready))
             return
         outgoing = self._outgoing[ready.request_id, ready.attempt]
-        submission = outgoing.submission
-        state = Submission(
-            request_id=submission.request_id,
-            attempt=submission.attempt,
-            tenant=submission.tenant,
-            priority=submission.priority,
-            prompt=submission.prompt,
-            block_keys=submission.block_keys,
-            samples=outgoing.samples,
-            sampling=submission.sampling,
-            decode=None,
-            deadline_s=self._remaining_s(outgoing),
+        state = replace(
+            outgoing.submission, samples=outgoing.samples, decode=None, deadline_s=self._remaining_s(outgoing)
         )
         self.peers.send_outbound(
             ready.peer,

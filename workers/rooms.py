@@ -17,6 +17,7 @@ from workers.messages import RankReady
 from workers.moving import Moving
 from workers.outbound import Outbound
 from workers.peers import Peers
+from workers.purging import Purging
 from workers.ranks import RankGroup
 from workers.reports import Reports
 from workers.requests import Requests
@@ -108,6 +109,7 @@ class Rooms:
                 wake=wake,
                 on_error=on_error,
             )
+        self.purging = Purging(self.pool, self.scheduler, self.outbound, self.inbound, self.tiers)
         self.reports = Reports(
             identity=identity,
             pool=self.pool,

@@ -176,6 +176,13 @@ class Tiers:
             if is_open:
                 break
 
+    def purge(self, tenant: str | None) -> None:
+        """Nothing of this tenant (None: of anybody) that was finished before goes to the store, or comes from
+        it, after this."""
+        self.pump()  # what was finished last is queued
+        self.writing.drop(tenant)
+        self.loading.drop(tenant)
+
     def tick(self) -> None:
         """Give up on an owner that does not answer; have ranks try again that could not map its arena."""
         if self._client.is_up and self._clock.now() >= self._attach_at:

@@ -38,8 +38,11 @@ class _Batch:
 
     block_ids: list[int]
     places: list[tuple[int, int]]
+    tenant: str
     copies: dict[int, list[StoreCopy]] = field(default_factory=dict)
     """By rank: what it copies, from the grant on."""
+    is_void: bool = False
+    """Its records shall not come into being: the tenant was purged meanwhile."""
     sums: dict[int, StorePutDone] = field(default_factory=dict)
 
 
@@ -128,12 +131,16 @@ class WriteThrough:
             return
         block_ids = [block_id for _, block_id in blocks]
         self._pool.acquire(block_ids)
-        self._batches[self._number] = _Batch(block_ids, places)
+        self._batches[self._number] = _Batch(block_ids, places, first.tenant)
 
     def granted(self, grant: PutGrant) -> None:
         """The owner has answered: the ranks copy what it gave room for."""
         batch = self._batches.get(grant.number)
         if batch is None:
+            return
+        if batch.is_void:
+            self._commit(PutCommit((), tuple(offset for offset in grant.offsets if offset >= 0)))
+            self._end(grant.number)
             return
         refused: set[int] = set()
         for (index, rank), offset in zip(batch.places, grant.offsets, strict=True):
@@ -161,7 +168,7 @@ class WriteThrough:
         bad_blocks: set[int] = set()
         for writer, copies in batch.copies.items():
             sums = batch.sums[writer].sums
-            if len(sums) == len(copies):
+            if len(sums) == len(copies) and not batch.is_void:
                 written += [(copy.offset, total) for copy, total in zip(copies, sums, strict=True)]
             else:
                 abandoned += [copy.offset for copy in copies]
@@ -170,8 +177,16 @@ class WriteThrough:
         good = {copy.block_id for copies in batch.copies.values() for copy in copies} - bad_blocks
         self.num_stored += len(good)
         if bad_blocks:
-            self.num_unstored["failed"] += len(bad_blocks)
+            self.num_unstored["purged" if batch.is_void else "failed"] += len(bad_blocks)
         self._end(done.number)
+
+    def drop(self, tenant: str | None) -> None:
+        """Nothing of this tenant (None: of anybody) that is not in the store yet comes there any more."""
+        kept = [block for block in self._queue if tenant is not None and block.tenant != tenant]
+        self.num_unstored["purged"] += len(self._queue) - len(kept)
+        self._queue = deque(kept)
+        for batch in self._batches.values():
+            batch.is_void = batch.is_void or tenant is None or batch.tenant == tenant
 
     def lost(self) -> None:
         """The owner is gone: what it was asked is void. Copies under way are waited for, not committed."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.gateway.replicas import ReplicaLinks, ReplicaView
+from cluster.gateway.replica_view import ReplicaView
+from cluster.gateway.replicas import ReplicaLinks
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Protocol
 
 from msgspec.structs import replace
 
+from cluster.gateway.replica_view import LinkEvents, ReplicaState, ReplicaView
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.roster import RosterClient
 from kvtransfer.clock import Clock
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import (
     CompatibilityRecord,
     KvEvents,
@@ -30,6 +28,7 @@ from workers.links import FrameStream, open_stream
 from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
+    CachePurged,
     Cancel,
     GatewayHello,
     HandOverTarget,
@@ -37,7 +36,7 @@ from workers.messages import (
     LinkDown,
     LoadReport,
     Move,
-    PathMeasure,
+    PurgeCache,
     ReplicaHello,
     RoleChanged,
     StepFrame,
@@ -52,60 +51,6 @@ SILENCE_S = 8.0
 """A brain reports several times a second. One that says nothing for this long is stopped or hangs."""
 
 _log = logging.getLogger(__name__)
-
-
-class LinkEvents(Protocol):
-    """Who carries the requests."""
-
-    def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
-        """News of a replica's step."""
-
-    def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
-        """The Link to this life of the replica has ended."""
-
-    def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
-        """Whether streams may go on at this life of the replica: not if it leaves, or plays "prefill"."""
-
-    def on_members(self) -> None:
-        """A replica came, left or goes: what can be served may have changed."""
-
-
-class ReplicaState(StrEnum):
-    """Of one replica, as this gateway sees it."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    LEAVING = "leaving"
-    REFUSED = "refused"
-    """It serves another model or block size than the others; see `note`."""
-
-
-@dataclass(slots=True)
-class ReplicaView:
-    """What is known of one replica of the roster. `hello` is None until it was connected."""
-
-    record: ReplicaRecord
-    state: ReplicaState = ReplicaState.CONNECTING
-    note: str = ""
-    hello: ReplicaHello | None = None
-    load: LoadReport | None = None
-    load_at: float = 0.0
-    paths: tuple[PathMeasure, ...] = ()
-    stream: FrameStream | None = field(default=None, repr=False)
-
-    @property
-    def epoch(self) -> int:
-        """Of the life that was connected last; 0 before the first."""
-        return self.hello.identity.epoch if self.hello else 0
-
-    @property
-    def role(self) -> str:
-        """The one that it plays now."""
-        return self.hello.role if self.hello else self.record.role
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.state is ReplicaState.READY and self.stream is not None
 
 
 class ReplicaLinks:
@@ -141,6 +86,7 @@ class ReplicaLinks:
         self._views: dict[str, ReplicaView] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._num_purges = 0
         self.gateways: tuple[GatewayRecord, ...] = ()
         self.stores: tuple[StoreRecord, ...] = ()
         self.roster_view = RosterView(version=0)
@@ -190,6 +136,17 @@ class ReplicaLinks:
         if view is None or view.hello is None or view.hello.identity != replica:
             return False
         return _send(view.stream, message)
+
+    def purge(self, view: ReplicaView, tenant: str | None) -> asyncio.Future[CachePurged]:
+        """Have a replica forget what it caches of the tenant (None: of all); the answer, or `PeerGoneError`
+        when there is no Link to it or that ends first."""
+        self._num_purges += 1
+        answer: asyncio.Future[CachePurged] = asyncio.get_running_loop().create_future()
+        if _send(view.stream, PurgeCache(self._num_purges, tenant)):
+            view.purges[self._num_purges] = answer
+        else:
+            answer.set_exception(PeerGoneError(view.note or "no link to it yet"))
+        return answer
 
     # ------------------------------------------------------------------------------------- roster
 
@@ -314,6 +271,10 @@ class ReplicaLinks:
         view.stream = None
         view.state = ReplicaState.CONNECTING
         view.note = reason
+        purges, view.purges = view.purges, {}
+        for answer in purges.values():
+            if not answer.done():
+                answer.set_exception(PeerGoneError(reason))
         self._router.remove_replica(identity.replica_id)
         _log.info("link to %s is down: %s", identity.replica_id, reason)
         self._events.on_lost(identity, reason)
@@ -356,6 +317,10 @@ class ReplicaLinks:
             self._events.on_members()
         elif isinstance(message, RoleChanged):
             self._set_role(view, message)
+        elif isinstance(message, CachePurged):
+            answer = view.purges.pop(message.number, None)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
 
     def _ask_snapshot(self, view: ReplicaView) -> None:
         if view.note != "waits for a snapshot":  # one request at a time

@@ -14,7 +14,8 @@ from cluster.gateway.actions import Emit, Summary
 from cluster.gateway.desk import Desk, RequestRecord
 from cluster.gateway.intake import Intake
 from cluster.gateway.pools import moves_of, pools_of
-from cluster.gateway.replicas import ReplicaLinks, ReplicaView
+from cluster.gateway.replica_view import ReplicaView
+from cluster.gateway.replicas import ReplicaLinks
 from cluster.observe.meters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
 from cluster.stores.admin import StoreAdmin

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.config import ClusterConfig
 from cluster.doctor.recent import Lately
+from cluster.gateway.cache_purges import CachePurges
 from cluster.gateway.desk import Desk
 from cluster.gateway.intake import Intake
 from cluster.gateway.listening import bind, open_health, open_server
@@ -108,7 +109,7 @@ class Gateway:
                 itl_slo_s=config.scaling.itl_slo_s,
             ),
         )
-        stores = StoreAdmin(lambda: self._links.stores, secret, gateway_id)
+        stores = StoreAdmin(lambda: self._links.stores, CachePurges(self._links).purge, secret, gateway_id)
         reporter = Reporter(config, self.desk, self._links, self._intake, stores, clock, lately)
         self._console = open_console(gateway_id, config, reporter, self.desk, stores, operations, clock)
         self.console_port = 0

@@ -904,10 +904,26 @@ class StorePurgeRequest(_message.Message):
     def __init__(self, filter: _Optional[_Union[StoreFilter, _Mapping[str, object]]] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class StorePurgeResponse(_message.Message):
-    __slots__ = ("nodes",)
+    __slots__ = ("nodes", "replicas")
     NODES_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[StoreNodePurged]
-    def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodePurged, _Mapping[str, object]]]] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaPurged]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodePurged, _Mapping[str, object]]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaPurged, _Mapping[str, object]]]] = ...) -> None: ...
+
+class ReplicaPurged(_message.Message):
+    __slots__ = ("replica_id", "error", "num_blocks", "num_held", "num_requests")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    error: str
+    num_blocks: int
+    num_held: int
+    num_requests: int
+    def __init__(self, replica_id: _Optional[str] = ..., error: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_held: _Optional[int] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class StoreNodePurged(_message.Message):
     __slots__ = ("member", "error", "num_records", "num_bytes", "num_pending")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from cluster.errors import FieldViolation, InvalidRequestError
@@ -42,6 +42,9 @@ _CONNECT_S = 3.0
 _MARGIN_S = 0.5
 """Of the caller's deadline, kept to tell it which stores did not answer in time."""
 
+PurgeCaches = Callable[[str | None, str | None, float | None], Awaitable[list[pb.ReplicaPurged]]]
+"""(tenant, model, seconds that the caller still waits)."""
+
 T = TypeVar("T", StoreStat, StoreListing, VerifyResult, PurgeResult)
 
 
@@ -55,8 +58,15 @@ class Filter(NamedTuple):
 class StoreAdmin:
     """Every call asks all registered stores at once, over connections of its own."""
 
-    def __init__(self, members: Callable[[], Sequence[StoreRecord]], secret: bytes, name: str) -> None:
+    def __init__(
+        self,
+        members: Callable[[], Sequence[StoreRecord]],
+        purge_caches: PurgeCaches,
+        secret: bytes,
+        name: str,
+    ) -> None:
         self._members = members
+        self._purge_caches = purge_caches
         self._secret = secret
         self._name = name
 
@@ -95,10 +105,13 @@ class StoreAdmin:
             raise InvalidRequestError(FieldViolation("filter", problem))
         if wanted != Filter(None, None) and request.all:
             raise InvalidRequestError(FieldViolation("all", "contradicts `filter`; give one of them"))
+        # Replicas first: what they still write to the store is void before it is purged.
+        replicas = await self._purge_caches(*wanted, remaining_s)
         return pb.StorePurgeResponse(
             nodes=await self._ask_all(
                 PurgeRequest(*wanted), PurgeResult, _purged, pb.StoreNodePurged, _limit(remaining_s)
-            )
+            ),
+            replicas=replicas,
         )
 
     async def _ask_all(

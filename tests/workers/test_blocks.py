@@ -141,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
             known = key in self.model.index
             there = self.model.key_of(block) is not None
             expected = there or (not known and (parent == ROOT or parent in self.model.index))
-            assert self.pool.register(block, parent, key) == expected
+            assert self.pool.register(block, parent, key, keys[0].decode()) == expected
             if expected and not there:
                 self.model.index[key] = (block, parent)
                 self.model.drop_private(block)
@@ -162,6 +162,15 @@ class PoolMachine(RuleBasedStateMachine):
         if number < len(blocks):
             self.pool.forget(blocks[number])
             self.model.forget(blocks[number])
+
+    @rule(tenant=st.sampled_from([None, "a", "b"]))
+    def purge(self, tenant: str | None) -> None:
+        """A chain is the tenant's that its first letter names."""
+        gone = [key for key in self.model.index if tenant is None or key.decode()[0] == tenant]
+        num_held = sum(self.model.refs[self.model.index[key][0]] > 0 for key in gone)
+        assert self.pool.purge(tenant) == (len(gone), num_held)
+        for key in gone:
+            del self.model.index[key]
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), keep=st.integers(0, 3))
@@ -224,7 +233,7 @@ TestPoolMachine = PoolMachine.TestCase
 def chain(pool: BlockPool, names: str) -> list[int]:
     blocks = pool.allocate(len(names))
     for index, block in enumerate(blocks):
-        assert pool.register(block, names[:index].encode(), names[: index + 1].encode())
+        assert pool.register(block, names[:index].encode(), names[: index + 1].encode(), "t")
     return blocks
 
 
@@ -258,13 +267,13 @@ def test_a_free_parent_of_a_used_child_can_still_be_had() -> None:
     pool = BlockPool(3, 4)
     (parent,) = chain(pool, "a")
     duplicate, child = pool.allocate(2)
-    assert not pool.register(duplicate, ROOT, b"a")
-    assert pool.register(child, b"a", b"ab")
+    assert not pool.register(duplicate, ROOT, b"a", "t")
+    assert pool.register(child, b"a", b"ab", "t")
     pool.release([parent])
     assert pool.num_free == 1
     assert pool.allocate(1) == [parent]
     assert pool.match([b"a", b"ab"]) == []
-    assert not pool.register(child, b"a", b"ab")
+    assert not pool.register(child, b"a", b"ab", "t")
     pool.release([duplicate, child, parent])
     assert (pool.num_free, pool.num_cached) == (3, 0)
     pool.check()
@@ -274,7 +283,7 @@ def test_events_are_net_and_name_chains_once() -> None:
     pool = BlockPool(4, 4)
     abc = chain(pool, "abc")
     branch = pool.allocate(1)
-    pool.register(branch[0], b"a", b"az")
+    pool.register(branch[0], b"a", b"az", "t")
     stored, removed = pool.take_events()
     assert [(part.parent, part.keys) for part in stored] == [(b"", (b"a", b"ab", b"abc")), (b"a", (b"az",))]
     assert removed == ()
@@ -303,14 +312,14 @@ def test_what_was_reached_through_a_forgotten_block_is_found_by_its_key_while_it
     pool = BlockPool(5, 4)
     abc = chain(pool, "abc")
     (branch,) = pool.allocate(1)
-    assert pool.register(branch, b"a", b"az")
+    assert pool.register(branch, b"a", b"az", "t")
     pool.release([branch])
     pool.forget(abc[0])
     assert pool.match([b"a", b"ab"]) == []
     assert [pool.find(key) for key in (b"a", b"ab", b"abc", b"az")] == [None, abc[1], abc[2], None]
     assert pool.num_free == 2
     (later,) = pool.allocate(1)
-    assert not pool.register(later, b"abc", b"abcd")
+    assert not pool.register(later, b"abc", b"abcd", "t")
     assert pool.remember(later, b"abcd")
     assert pool.find(b"abcd") == later
     pool.release([*abc, later])
@@ -325,7 +334,7 @@ def test_what_was_reached_through_a_forgotten_block_is_found_by_its_key_while_it
         pytest.param(lambda pool, block: pool.release([block, block]), id="release"),
         pytest.param(lambda pool, block: pool.quarantine([block]), id="quarantine"),
         pytest.param(lambda pool, block: pool.acquire([1 - block]), id="acquire"),
-        pytest.param(lambda pool, block: pool.register(block, ROOT, b"b"), id="rename"),
+        pytest.param(lambda pool, block: pool.register(block, ROOT, b"b", "t"), id="rename"),
     ],
 )
 def test_misuse_is_an_assertion(misuse: Callable[[BlockPool, int], object]) -> None:

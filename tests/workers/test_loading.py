@@ -57,7 +57,7 @@ class LoadingHouse:
         block_ids = self.pool.allocate(len(keys))
         parent = ROOT
         for block_id, key in zip(block_ids, keys, strict=True):
-            assert self.pool.register(block_id, parent, key)
+            assert self.pool.register(block_id, parent, key, "t")
             parent = key
         self.pool.release(block_ids)
 
@@ -100,6 +100,26 @@ def test_what_was_loaded_is_found_like_any_cached_block() -> None:
     assert len(house.pool.match(KEYS)) == 8
     assert house.pool.num_references == house.loading.num_references == 0
     assert house.wires.take(FetchRelease) == FetchRelease(fetch.number)
+    house.pool.check()
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_what_a_purged_tenant_loads_is_not_used(is_begun: bool) -> None:
+    house = LoadingHouse()
+    if is_begun:
+        fetch = house.ask(house.wish(), *("dram",) * 8)
+        house.bring(fetch.number, 0, 4, is_last=False)
+    else:
+        house.loading.wanted(house.wish())
+    house.loading.drop("u")
+    assert house.wires.ended == []
+    house.loading.drop("t")
+    if is_begun:
+        house.bring(fetch.number, 4, 4, is_last=True)
+        house.copy_all()
+    assert house.wires.ended == [(house.wish(), {})]
+    assert house.pool.match(KEYS) == []
+    assert house.pool.num_references == house.loading.num_references == 0
     house.pool.check()
 
 

@@ -26,7 +26,7 @@ class WritingHouse:
         parent = ROOT
         blocks = []
         for block_id, key in zip(block_ids, keys, strict=True):
-            self.pool.register(block_id, parent, key)
+            self.pool.register(block_id, parent, key, tenant)
             blocks.append(FinishedBlock(key, parent, chain, tenant))
             parent = key
         self.pool.release(block_ids)
@@ -100,11 +100,32 @@ def test_a_full_queue_drops_and_an_evicted_block_is_passed_over() -> None:
 def test_a_block_behind_one_that_was_moved_out_is_stored_all_the_same() -> None:
     house = WritingHouse()
     (block_id,) = house.pool.allocate(1)
-    assert not house.pool.register(block_id, KEYS[0], KEYS[1])
+    assert not house.pool.register(block_id, KEYS[0], KEYS[1], "t")
     assert house.pool.remember(block_id, KEYS[1])
     house.writing.finished([FinishedBlock(KEYS[1], KEYS[0], KEYS[0], "t")])
     assert [record.key for record in house.request().records] == [KEYS[1]] * 2
     assert house.pool.is_shared(block_id), "it could be moved out while ranks copy it"
+
+
+def test_what_a_purged_tenant_has_not_stored_yet_is_never_stored() -> None:
+    house = WritingHouse()
+    house.finish(KEYS[0])
+    house.finish(KEYS[1], chain=KEYS[1])
+    house.finish(KEYS[2], chain=KEYS[2], tenant="u")
+    copied, asked = house.request(), house.request()
+    house.finish(KEYS[3], chain=KEYS[3])
+    house.writing.granted(PutGrant(copied.number, b"a", (0, 4096)))
+    house.writing.drop("t")
+    assert house.writing.num_unstored == {"purged": 1}
+    for rank in (0, 1):
+        house.writing.copied(rank, StorePutDone(copied.number, (1,), 512, 0.1))
+    assert house.wires.take(PutCommit) == PutCommit((), (0, 4096)), "it was being copied"
+    house.writing.granted(PutGrant(asked.number, b"a", (8192, HELD)))
+    assert house.wires.take(PutCommit) == PutCommit((), (8192,)), "room was asked for; the other was there"
+    assert house.wires.orders[2:] == []
+    assert house.request().tenant == "u"
+    house.writing.pump()
+    assert not any(isinstance(message, PutRequest) for message in house.wires.sent)
 
 
 def test_a_request_holds_blocks_of_one_chain_and_tenant() -> None:

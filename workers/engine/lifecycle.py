@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 
+from msgspec.structs import replace
+
 from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Load, Phase, Rank, Request, RequestKey, Sequence
 from workers.engine.tables import BlockTables
@@ -77,6 +79,13 @@ class Lifecycle:
         request = Request(submission, self._num_arrivals, now, output_limit)
         self.requests[key] = request
         return request
+
+    def keep_private(self, tenant: str | None) -> int:
+        """KV of this tenant's requests (None: of all) is theirs alone from now on. How many there are."""
+        chosen = [it for it in self.requests.values() if tenant is None or it.submission.tenant == tenant]
+        for request in chosen:
+            request.submission = replace(request.submission, is_private=True)
+        return len(chosen)
 
     def drop(self, request: Request) -> None:
         """End all samples of the request."""

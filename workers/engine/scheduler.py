@@ -210,6 +210,10 @@ class Scheduler:
             self._life.drop(request)
         return request is not None
 
+    def keep_private(self, tenant: str | None) -> int:
+        """Nothing more of this tenant's requests (None: of any) is found by others. How many there are."""
+        return self._life.keep_private(tenant)
+
     def is_here(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt waits, runs or is held here."""
         return (request_id, attempt) in self._life.requests

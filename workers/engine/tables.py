@@ -104,10 +104,12 @@ class BlockTables:
         return tuple(sequence.block_ids[: -(-num_tokens // self._block_tokens)])
 
     def register(self, sequence: Sequence) -> None:
-        """Make the sequence's full blocks findable, as far as their KV is in the pool."""
+        """Make the sequence's full blocks findable, as far as their KV is in the pool, unless they are
+        private."""
         num_full = sequence.num_settled // self._block_tokens
         first = sequence.num_registered_blocks
-        if num_full <= first:
+        submission = sequence.request.submission
+        if num_full <= first or submission.is_private:
             return
         keys = sequence.block_keys(num_full, self._block_tokens, self._fingerprint)
         for index in range(first, num_full):
@@ -115,12 +117,11 @@ class BlockTables:
             if self.host.holds(block_id):
                 continue
             parent_key = keys[index - 1] if index else ROOT
-            is_new = self.pool.register(block_id, parent_key, keys[index])
+            is_new = self.pool.register(block_id, parent_key, keys[index], submission.tenant)
             # Behind a block that was moved out none can be reached; the store gets it all the same.
             is_new = is_new or (self.host.num_total > 0 and self.pool.remember(block_id, keys[index]))
             if is_new and self.has_store:
-                tenant = sequence.request.submission.tenant
-                self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], tenant))
+                self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], submission.tenant))
         sequence.num_registered_blocks = num_full
 
     def move_out(self, batch: Batch, sequence: Sequence, index: int, *, to_hand: bool) -> None:

@@ -1,0 +1,178 @@
+"""A tenant is purged everywhere: on devices, on the way to the store, in it; requests under way go on and
+leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from store_house import StoreHouse
+from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
+from walk_house import House, Replica, until
+
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import StoreRecord
+from kvtransfer.store.messages import StatRequest, StoreStat
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32}
+NUM_PROMPT_TOKENS = 180
+NUM_SHARED_TOKENS = 176
+"""Of the prompt: its full blocks but for the last token."""
+
+
+@dataclass
+class Purged:
+    """p0 (prefill), d0 (decode) and their store, behind a gateway; b0 (both) beside it."""
+
+    front: Front
+    store: StoreHouse
+    house: House
+
+    def replica(self, name: str) -> Replica:
+        return self.house.replicas[name]
+
+    async def purge(self, **chosen: Any) -> pb.StorePurgeResponse:
+        asked = pb.StorePurgeRequest(filter=pb.StoreFilter(**chosen), all=not chosen)
+        return await self.front.client.store_purge(asked, 30.0)
+
+    async def settled(self) -> None:
+        """What is finished is stored, nothing is under way."""
+        for name in ("p0", "d0"):
+            tiers = self.replica(name).brain.tiers
+            assert tiers is not None
+            await until(lambda: tiers.is_idle, f"{name} has written what it had")  # noqa: B023
+        await self.house.quiet()
+
+    async def bytes_of(self, tenant: str) -> int:
+        stat = await self.store.ask(StatRequest(), StoreStat)
+        return stat.bytes_by_tenant.get(tenant, 0)
+
+    def num_cached(self) -> int:
+        return sum(self.replica(name).brain.pool.num_cached for name in ("p0", "d0"))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(tmp_path: Path) -> AsyncIterator[Purged]:
+    model_dir = copy_tiny(tmp_path)
+    house = House(model_dir)
+    store = StoreHouse(tmp_path / "store", secret=house.secret, dram_bytes=64 << 20)
+    await store.start()
+    name = store.settings.name
+    replicas = await asyncio.gather(
+        house.add("p0", "prefill", engine=ENGINE, store=name),
+        house.add("d0", "decode", engine=ENGINE, store=name),
+        house.add("b0", "both", engine=ENGINE),
+    )
+    front = Front(house, model_dir)
+    await front.open()
+    await front.register(*replicas[:2])
+    await front.roster.register_store(StoreRecord("n", 1, store.address, store.pid, "here"))
+    for replica in replicas[:2]:
+        tiers = replica.brain.tiers
+        assert tiers is not None
+        await until(lambda: tiers.is_open, "the store is open")  # noqa: B023
+    yield Purged(front, store, house)
+    await front.close()
+    await house.close()
+    await store.close()
+
+
+def cached(call: Call) -> tuple[int, int]:
+    """Tokens of the prompt that were found on a device, and in other tiers."""
+    assert call.finished is not None
+    found = call.finished.usage.cached
+    return found.device, found.dram + found.nvme + found.remote
+
+
+async def test_a_purged_tenant_finds_nothing_and_the_others_all(world: Purged) -> None:
+    asked = prompt(1, NUM_PROMPT_TOKENS)
+    first = {tenant: await world.front.complete(asked, tenant=tenant) for tenant in ("a", "b")}
+    await world.settled()
+    assert await world.bytes_of("a") == await world.bytes_of("b") > 0
+    reply = await world.purge(tenant="a")
+    assert [it.replica_id for it in reply.replicas] == ["d0", "p0"]
+    for it in reply.replicas:
+        assert (it.error, it.num_held, it.num_requests) == ("", 0, 0)
+        assert it.num_blocks >= NUM_SHARED_TOKENS // 16
+    assert reply.nodes[0].num_records["dram"] > 0
+    assert await world.bytes_of("a") == 0
+    again = {tenant: await world.front.complete(asked, tenant=tenant) for tenant in ("a", "b")}
+    assert cached(again["a"]) == (0, 0)
+    assert cached(again["b"]) == (NUM_SHARED_TOKENS, 0)
+    assert {call.sequence == first["a"].sequence for call in (*again.values(), *first.values())} == {True}
+    await world.settled()
+    await world.purge()
+    assert world.num_cached() == 0
+
+
+async def test_a_stream_under_way_goes_on_and_leaves_nothing(world: Purged) -> None:
+    asked = prompt(2, NUM_PROMPT_TOKENS)
+    other = await world.front.complete(prompt(3, NUM_PROMPT_TOKENS), tenant="b")
+    call = world.front.call(asked, tenant="a", max_tokens=200, seed=5)
+    await until(lambda: call.num_tokens >= 40, "it decodes")
+    reply = await world.purge(tenant="a")
+    on_decode = next(it for it in reply.replicas if it.replica_id == "d0")
+    assert on_decode.num_requests == 1
+    assert on_decode.num_held >= (NUM_PROMPT_TOKENS + 32) // 16
+    await call.done()
+    assert call.sequence == await tokens_alone(world.replica("b0"), world.house, asked, 5, 200)
+    await world.settled()
+    assert await world.bytes_of("a") == 0
+    again = await world.front.complete(asked + call.sequence, tenant="a")
+    assert cached(again) == (0, 0)
+    assert cached(await world.front.complete(prompt(3, NUM_PROMPT_TOKENS), tenant="b")) == (
+        NUM_SHARED_TOKENS,
+        0,
+    )
+    assert other.finished is not None
+
+
+async def test_a_prompt_that_is_computed_meanwhile_leaves_nothing_where_it_lands(world: Purged) -> None:
+    asked = prompt(4, 1500)
+    call = world.front.call(asked, tenant="a", max_tokens=8, seed=6)
+    pool = world.replica("p0").brain.pool
+    await until(lambda: pool.num_referenced > 20, "its prompt is computed")
+    reply = await world.purge(tenant="a")
+    assert call.num_tokens == 0, "the purge came in the middle"
+    assert sum(it.num_requests for it in reply.replicas) >= 1
+    await call.done()
+    assert call.sequence == await tokens_alone(world.replica("b0"), world.house, asked, 6, 8)
+    await world.settled()
+    assert world.num_cached() == 0
+    assert await world.bytes_of("a") == 0
+
+
+async def test_a_replica_that_does_not_answer_is_named(world: Purged) -> None:
+    await world.front.forget(world.replica("p0"))
+    await world.replica("p0").brain.stop()
+    await until(
+        lambda: not any(view.stream for view in world.front.gateway.links.views() if view.role == "prefill"),
+        "the link is down",
+    )
+    reply = await world.purge(tenant="a")
+    errors = {it.replica_id: it.error for it in reply.replicas}
+    assert errors.pop("d0") == ""
+    assert all(error.startswith("not purged for certain: ") for error in errors.values())
+    gone = await world.front.gateway.links.purge(world.front.gateway.links.views()[0], None)
+    assert gone.num_requests == 0
+
+
+async def test_replicas_of_other_models_are_left_alone(world: Purged) -> None:
+    await world.front.complete(prompt(7, NUM_PROMPT_TOKENS))
+    await world.settled()
+    num_cached = world.num_cached()
+    reply = await world.purge(model="00ff")
+    assert not reply.replicas
+    assert world.num_cached() == num_cached > 0
+    fingerprint = world.replica("d0").brain.compatibility.model_fingerprint.hex()
+    reply = await world.purge(model=fingerprint[:12])
+    assert len(reply.replicas) == 2
+    assert world.num_cached() == 0

@@ -1,0 +1,34 @@
+"""What a replica forgets when an administrator purges a tenant: its cached blocks, and what is on its way to
+the store or from it. Requests under way keep their blocks until they end, and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.inbound import Inbound
+from workers.messages import CachePurged, PurgeCache
+from workers.outbound import Outbound
+from workers.tiers import Tiers
+
+
+class Purging:
+    """Of one brain; `tiers` is None without a store."""
+
+    def __init__(
+        self, pool: BlockPool, scheduler: Scheduler, outbound: Outbound, inbound: Inbound, tiers: Tiers | None
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._outbound = outbound
+        self._inbound = inbound
+        self._tiers = tiers
+
+    def purge(self, order: PurgeCache) -> CachePurged:
+        """All of it at once; the answer tells what requests under way still hold."""
+        if self._tiers is not None:
+            self._tiers.purge(order.tenant)
+        num_requests = self._scheduler.keep_private(order.tenant)
+        self._outbound.keep_private(order.tenant)
+        num_blocks, num_held = self._pool.purge(order.tenant)
+        return CachePurged(order.number, num_blocks, num_held, num_requests + self._inbound.book.num_open)
