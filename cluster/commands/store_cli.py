@@ -59,11 +59,13 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Timeout = None,
 ) -> None:
-    """Delete from every tier of every node, so that no restart brings it back."""
+    """Delete from every tier of every node and from what replicas cache; no restart brings it back."""
     selection = Selection(tenant, model)
     if selection.is_everything != everything:
         problem = "goes without --tenant and --model" if everything else "name a tenant, a model, or --all"
         raise typer.BadParameter(problem, param_hint="--all" if everything else "--tenant, --model")
     if not yes:
-        typer.confirm(f"Delete {selection.text()} from every tier of every node?", abort=True, err=True)
+        typer.confirm(
+            f"Delete {selection.text()} from every tier of every node and replica?", abort=True, err=True
+        )
     run(store_commands.purge(address, selection, timeout, out, as_json=as_json))

@@ -79,7 +79,11 @@ async def purge(
         asked = pb.StorePurgeRequest(filter=chosen, all=selection.is_everything)
         reply = await client.store_purge(asked, timeout_s)
     _show(reply, as_json, console, purged_view)
-    _check(reply.nodes, "not purged")
+    failures = [f"replica {it.replica_id} {it.error}" for it in reply.replicas if it.error]
+    if reply.nodes or not reply.replicas:
+        failures += _failures(reply.nodes, "not purged")
+    if failures:
+        raise StoreAwayError("\n".join(failures))
 
 
 async def _filter(client: Client, selection: Selection) -> pb.StoreFilter:
@@ -102,12 +106,15 @@ def _show(reply: Any, as_json: bool, console: Console, view: Any) -> None:
 
 def _check(nodes: Sequence[Any], what: str) -> None:
     """`StoreAwayError` names every node whose store did not do what was asked."""
+    if lines := _failures(nodes, what):
+        raise StoreAwayError("\n".join(lines))
+
+
+def _failures(nodes: Sequence[Any], what: str) -> list[str]:
     if not nodes:
-        raise StoreAwayError("no store is registered in this cluster")
-    lines = [
+        return ["no store is registered in this cluster"]
+    return [
         f"node {node.member.node_id} ({node.member.host}, {node.member.address}) {what}: {node.error}"
         for node in nodes
         if node.error
     ]
-    if lines:
-        raise StoreAwayError("\n".join(lines))

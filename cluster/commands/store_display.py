@@ -130,8 +130,17 @@ def verified_view(reply: pb.StoreVerifyResponse) -> Group:
 
 def purged_view(reply: pb.StorePurgeResponse) -> Group:
     """What was deleted, and what goes when its last user is done."""
-    table = made_table("purged", "node", "tier", numbers=("records", "size"))
+    table = made_table("purged", "node or replica", "tier", numbers=("records", "size"))
     texts = []
+    for replica in reply.replicas:
+        if replica.error:
+            continue
+        table.add_row(replica.replica_id, "device", str(replica.num_blocks), "")
+        if replica.num_requests:
+            left = (
+                f"{replica.num_requests} requests are under way and hold {replica.num_held} of these blocks"
+            )
+            texts.append(f"{replica.replica_id}: {left} until they end; purge again then, to be certain")
     for node in reply.nodes:
         if node.error:
             continue

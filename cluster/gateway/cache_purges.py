@@ -37,7 +37,7 @@ class CachePurges:
         except PeerGoneError as error:
             reply.error = f"not purged for certain: {error}"
         except TimeoutError:
-            reply.error = f"no answer within {limit_s:g} s; it may still do what was asked"
+            reply.error = f"no answer within {limit_s:.1f} s; it may still do what was asked"
         else:
             reply.num_blocks, reply.num_held = purged.num_blocks, purged.num_held
             reply.num_requests = purged.num_requests

@@ -106,7 +106,11 @@ class StoreAdmin:
         if wanted != Filter(None, None) and request.all:
             raise InvalidRequestError(FieldViolation("all", "contradicts `filter`; give one of them"))
         # Replicas first: what they still write to the store is void before it is purged.
+        now = asyncio.get_running_loop().time
+        began_at = now()
         replicas = await self._purge_caches(*wanted, remaining_s)
+        if remaining_s is not None:
+            remaining_s = max(0.0, remaining_s - (now() - began_at))
         return pb.StorePurgeResponse(
             nodes=await self._ask_all(
                 PurgeRequest(*wanted), PurgeResult, _purged, pb.StoreNodePurged, _limit(remaining_s)

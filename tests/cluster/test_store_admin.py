@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -144,6 +145,41 @@ async def test_purge_deletes_of_the_tenant_and_of_nobody_else(
     assert [node["num_records"] for node in nodes] == [{"dram": 2}, {"dram": 0}]
     assert stores.a.requests[-1] == PurgeRequest(None, None)
     assert stores.a.records == []
+
+
+async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
+    stores: Nodes,
+) -> None:
+    house = stores.house
+    decode = await house.add_replica("d0", "decode")
+    silent = await house.add_replica("d1", "decode")
+    await until(lambda: house.is_connected(house.gateways[0]), "all are connected")
+    decode.purged = (40, 12, 2)
+    chosen = Selection("t", None)
+    text = await shown(
+        lambda console: store_commands.purge(stores.address, chosen, None, console, as_json=False)
+    )
+    assert re.search(r"d0 +device +40", text)
+    assert "d0: 2 requests are under way and hold 12 of these blocks" in " ".join(text.split())
+    silent.purged = None
+    with pytest.raises(StoreAwayError, match=r"^replica d1 no answer within 1.0 s; it may still"):
+        await store_commands.purge(stores.address, chosen, 2.0, nowhere(), as_json=False)
+    silent.purged = (0, 0, 0)
+    purging = asyncio.create_task(stores.client.store_purge(pb.StorePurgeRequest(all=True)))
+    silent.purged = None
+    await until(lambda: any(view.purges for view in house.gateways[0].links.views()), "it was asked")
+    await silent.die()
+    (error,) = [it.error for it in (await purging).replicas if it.error]
+    assert error.startswith("not purged for certain: ")
+
+
+async def test_without_a_store_replicas_are_purged_all_the_same(house: GatewayHouse) -> None:
+    await house.add_replica("d0", "decode")
+    _, address = await house.add_gateway()
+    text = await shown(
+        lambda console: store_commands.purge(address, EVERYTHING, None, console, as_json=False)
+    )
+    assert re.search(r"d0 +device +0", text)
 
 
 async def test_purge_must_say_of_what(stores: Nodes) -> None:

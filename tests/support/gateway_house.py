@@ -31,6 +31,7 @@ from workers.links import FrameStream, LinkServer
 from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
+    CachePurged,
     Cancel,
     GatewayHello,
     HandOverReport,
@@ -41,6 +42,7 @@ from workers.messages import (
     MoveEnded,
     PathMeasure,
     PrefillReport,
+    PurgeCache,
     ReplicaHello,
     RequestFailed,
     SampleState,
@@ -75,6 +77,7 @@ class ScriptedReplica:
         self.cancels: list[Cancel] = []
         self.moves: list[Move] = []
         self.snapshot_requests: list[str] = []
+        self.purged: tuple[int, int, int] | None = (0, 0, 0)
         self.address = ""
         self._server = LinkServer(house.secret, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
@@ -154,6 +157,9 @@ class ScriptedReplica:
             elif isinstance(message, Move):
                 self.moves.append(message)
                 self._move(message, hello.gateway_id)
+            elif isinstance(message, PurgeCache):
+                if self.purged is not None:
+                    stream.send(LINK_UP_CODEC.encode(CachePurged(message.number, *self.purged)))
             elif isinstance(message, KvSnapshotRequest):
                 self.snapshot_requests.append(message.reason)
                 stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
@@ -211,13 +217,9 @@ class ScriptedReplica:
             return
         num_tokens = len(submission.prompt) // 4
         times = StageTimes(arrived=1.0, scheduled=1.25, prefilled=2.0)
+        num_cached = min(16, num_tokens - 1)
         report = PrefillReport(
-            request_id,
-            attempt,
-            num_tokens,
-            min(16, num_tokens - 1),
-            times,
-            num_loaded_tokens=self.script.loaded,
+            request_id, attempt, num_tokens, num_cached, times, num_loaded_tokens=self.script.loaded
         )
         first = {state.index: len(state.output) // 4 for state in submission.samples}
         deltas = tuple(self._delta(submission, state, first[state.index]) for state in submission.samples)

@@ -18,7 +18,8 @@ from walk_house import House, Replica, until
 
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
-from kvtransfer.store.messages import StatRequest, StoreStat
+from kvtransfer.store.messages import StatRequest, StorePutDone, StoreStat
+from workers.write_through import WriteThrough
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -92,6 +93,13 @@ def cached(call: Call) -> tuple[int, int]:
     return found.device, found.dram + found.nvme + found.remote
 
 
+async def expected_tokens(world: Purged, call: Call) -> int:
+    """Of its prompt, cached somewhere when it was routed, as the router believed."""
+    assert call.accepted is not None
+    (decision,) = (await world.front.client.explain(call.accepted.request_id)).decisions
+    return max(candidate.matched_tokens for candidate in decision.candidates)
+
+
 async def test_a_purged_tenant_finds_nothing_and_the_others_all(world: Purged) -> None:
     asked = prompt(1, NUM_PROMPT_TOKENS)
     first = {tenant: await world.front.complete(asked, tenant=tenant) for tenant in ("a", "b")}
@@ -106,6 +114,8 @@ async def test_a_purged_tenant_finds_nothing_and_the_others_all(world: Purged) -
     assert await world.bytes_of("a") == 0
     again = {tenant: await world.front.complete(asked, tenant=tenant) for tenant in ("a", "b")}
     assert cached(again["a"]) == (0, 0)
+    assert await expected_tokens(world, again["a"]) == 0, "the router knows that nothing is there"
+    assert await expected_tokens(world, again["b"]) > 0
     assert cached(again["b"]) == (NUM_SHARED_TOKENS, 0)
     assert {call.sequence == first["a"].sequence for call in (*again.values(), *first.values())} == {True}
     await world.settled()
@@ -133,6 +143,28 @@ async def test_a_stream_under_way_goes_on_and_leaves_nothing(world: Purged) -> N
         0,
     )
     assert other.finished is not None
+
+
+async def test_what_is_on_its_way_to_the_store_never_comes_there(
+    world: Purged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = [tiers.writing for name in ("p0", "d0") if (tiers := world.replica(name).brain.tiers)]
+    held: list[tuple[WriteThrough, int, StorePutDone]] = []
+    with monkeypatch.context() as patch:
+        for writer in writers:
+            patch.setattr(writer, "copied", lambda rank, done, to=writer: held.append((to, rank, done)))
+        for tenant in ("a", "b"):
+            await world.front.complete(prompt(8, NUM_PROMPT_TOKENS), tenant=tenant)
+        await until(lambda: len(held) >= 2, "ranks have copied, and nobody knows it")
+        links = world.front.gateway.links
+        for view in links.views():
+            await links.purge(view, "a")  # not the store
+    for writer, rank, done in held:
+        writer.copied(rank, done)
+    await world.settled()
+    assert await world.bytes_of("a") == 0
+    assert sum(writer.num_unstored["purged"] for writer in writers) > 0
+    assert await world.bytes_of("b") > 0
 
 
 async def test_a_prompt_that_is_computed_meanwhile_leaves_nothing_where_it_lands(world: Purged) -> None:
