@@ -11,6 +11,7 @@ watches, replaces and counts them; no request ever passes through it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -257,7 +258,9 @@ class GatewayActor:
             roster=self._roster,
             secret=secret,
             clock=self._clock,
-            operations=Operations(dashboard_url, self._roster.release),
+            operations=Operations(
+                dashboard_url, functools.partial(self._roster.set_desired, pinned=True), self._roster.release
+            ),
             open_roster=find_roster,
         )
         self._port = await self._gateway.start()

@@ -31,6 +31,11 @@ class PoolChange(NamedTuple):
     def num_added(self) -> int:
         return max(0, self.after - self.before)
 
+    @property
+    def is_pin(self) -> bool:
+        """Serve has this target already: only the roster can be told to keep it."""
+        return self.before == self.after
+
 
 class ScalePlan(NamedTuple):
     """All of it. `shortages` says why added replicas cannot be placed now."""
@@ -41,6 +46,8 @@ class ScalePlan(NamedTuple):
     """Replicas that play another pool's role and go home first."""
     shortages: tuple[str, ...]
     room: Room | None
+    consoles: tuple[str, ...]
+    """Of gateways: through them pools are pinned at the count that they have, and released."""
     has_status: bool
 
 
@@ -70,13 +77,14 @@ def plan_scale(
             raise ConfigError(f"there is no pool {pool!r}, but {', '.join(sorted(targets.pools))}")
     _check_decodes(targets, status, orders)
     changes = tuple(_change(pool, after, targets, status) for pool, after in orders.items())
-    has_change = any(change.before != change.after for change in changes)
+    has_change = any(not change.is_pin for change in changes)
     return ScalePlan(
         changes=changes,
         released=tuple(released),
         recalled=_lent(status) if status is not None and has_change else (),
         shortages=tuple(room.shortages({it.pool: it.num_added for it in changes}) if room else ()),
         room=room,
+        consoles=tuple(it.console for it in status.gateways if it.console) if status is not None else (),
         has_status=status is not None,
     )
 
@@ -157,8 +165,12 @@ def _moving(change: PoolChange) -> str:
 def _notes(plan: ScalePlan) -> list[str]:
     lines = []
     for it in plan.changes:
-        if it.before == it.after:
-            lines.append(f"{it.pool} has this target already: nothing is ordered, and it is not pinned by it")
+        if it.is_pin and plan.consoles:
+            lines.append(f"{it.pool} has this target already, and is pinned to it")
+        elif it.is_pin:
+            lines.append(
+                f"{it.pool} has this target already: without a gateway's console it cannot be pinned"
+            )
         elif it.after < it.before:
             fate = "finish there or start elsewhere" if it.role == "prefill" else "move to other replicas"
             lines.append(f"{it.pool}: requests of the replicas that leave {fate}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 from rich.console import Console
@@ -14,7 +14,7 @@ from cluster.client import Client
 from cluster.commands.display import progress_line, stages
 from cluster.commands.scale_plan import ScalePlan, parse_orders, plan_json, plan_scale, plan_view
 from cluster.commands.terminal import err
-from cluster.errors import CallError, DashboardError, ReleaseError, ScaleTimeoutError, UnknownPoolError
+from cluster.errors import CallError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
 from cluster.proto import tandem_pb2 as pb
 from cluster.scaling.lever import AppTargets, Lever
 from cluster.scaling.room import read_room
@@ -56,7 +56,7 @@ class ScaleWork:
             plan = plan_scale(targets, status, room, orders, released)
             if not dry_run:
                 await self._pull(plan, lever)
-                await self._release(plan, status)
+                await self._tell_roster(plan)
             if not self._as_json:
                 self._console.print(plan_view(plan))
             if not dry_run and wait_s is not None and orders:
@@ -69,7 +69,7 @@ class ScaleWork:
     async def _pull(self, plan: ScalePlan, lever: Lever) -> None:
         done: list[str] = []
         for change in plan.changes:
-            if change.before == change.after:
+            if change.is_pin:
                 continue
             try:
                 await lever.scale(change.pool, change.after)
@@ -79,28 +79,35 @@ class ScaleWork:
                 raise DashboardError(f"{', '.join(done)} was ordered, {change.pool} not: {error}") from error
             done.append(f"{change.pool}={change.after}")
 
-    async def _release(self, plan: ScalePlan, status: pb.StatusResponse | None) -> None:
-        """Through a gateway's console, which asks the dashboard whether the token is good."""
-        consoles = [gateway.console for gateway in status.gateways if gateway.console] if status else []
-        if plan.released and not consoles:
-            raise ReleaseError(
+    async def _tell_roster(self, plan: ScalePlan) -> None:
+        """What Serve has no words for, through a gateway's console; that asks the dashboard whether the token
+        is good."""
+        if plan.released and not plan.consoles:
+            raise PinError(
                 f"no console of a gateway is known at {self._door.gateway}, and those unpin pools: "
                 "set gateway.console_port"
             )
+        pins = [change for change in plan.changes if change.is_pin and plan.consoles]
+        for change in pins:
+            order = {"pool": change.pool, "replicas": change.after}
+            await self._post(plan, "scale", order, f"pool {change.pool} was not pinned")
+        for pool in plan.released:
+            await self._post(plan, "release", {"pool": pool}, f"pool {pool} was not released")
+
+    async def _post(self, plan: ScalePlan, what: str, order: dict[str, Any], failure: str) -> None:
         headers = {"Authorization": f"Bearer {self._door.token}"} if self._door.token else {}
         limit = aiohttp.ClientTimeout(total=_ANSWER_S)
-        for pool in plan.released:
-            url = f"http://{consoles[0]}/console/api/release"
-            try:
-                async with (
-                    aiohttp.ClientSession(timeout=limit, headers=headers) as session,
-                    session.post(url, json={"pool": pool}) as reply,
-                ):
-                    told = await reply.text(errors="replace")
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise ReleaseError(f"the console at {consoles[0]} cannot be reached: {error!r}") from error
-            if reply.status != 200:
-                raise ReleaseError(f"pool {pool} was not released: {told}")
+        console = plan.consoles[0]
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, headers=headers) as session,
+                session.post(f"http://{console}/console/api/{what}", json=order) as reply,
+            ):
+                told = await reply.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise PinError(f"the console at {console} cannot be reached: {error!r}") from error
+        if reply.status != 200:
+            raise PinError(f"{failure}: {told}")
 
     async def _wait(self, orders: dict[str, int], lever: Lever, wait_s: float) -> None:
         """Until Serve runs as many, and none more is on its way in or out."""

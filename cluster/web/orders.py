@@ -52,6 +52,8 @@ class Operations(NamedTuple):
 
     dashboard_url: Callable[[], Awaitable[str]]
     """Such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`."""
+    pin: Callable[[str, int], Awaitable[None]]
+    """The pool shall have so many replicas, and no autoscaler moves it; `RosterAwayError` likewise."""
     release: Callable[[str], Awaitable[None]]
     """Unpin the pool; `RosterAwayError` when that could not be recorded."""
 
@@ -68,8 +70,13 @@ class Orders:
         """Serve's target of the pool; `token` "": none was given."""
 
         async def pull(lever: Lever, operations: Operations) -> str:
-            await lever.scale(order.pool, order.replicas)
+            seen = await lever.application()
             noun = "replica" if order.replicas == 1 else "replicas"
+            pool = seen.pools.get(order.pool) if seen is not None else None
+            if pool is not None and pool.target == order.replicas:  # Serve could not tell the scaler of it
+                await operations.pin(order.pool, order.replicas)
+                return f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"
+            await lever.scale(order.pool, order.replicas)
             return f"pool {order.pool} shall have {order.replicas} {noun}"
 
         return await self._obey(order.pool, token, pull)

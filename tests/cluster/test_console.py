@@ -203,7 +203,7 @@ async def test_what_cannot_be_reached_is_named(house: GatewayHouse) -> None:
     async def unreachable() -> str:
         raise DashboardAwayError("the GCS is away")
 
-    async def away(pool: str) -> None:
+    async def away(*order: object) -> None:
         raise RosterAwayError("the roster is away")
 
     async def known() -> str:
@@ -212,7 +212,7 @@ async def test_what_cannot_be_reached_is_named(house: GatewayHouse) -> None:
     dashboard = FakeDashboard()
     await dashboard.start()
     told = []
-    for operations in (None, Operations(unreachable, away), Operations(known, away)):
+    for operations in (None, Operations(unreachable, away, away), Operations(known, away, away)):
         gateway, _ = await house.add_gateway(house.config(console_port=0), operations)
         async with aiohttp.ClientSession() as session:
             page = Page(f"http://127.0.0.1:{gateway.console_port}", session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from gateway_house import GatewayHouse
+from gateway_house import GatewayHouse, until
 from rich.console import Console
 from serve_house import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
@@ -20,10 +21,12 @@ from cluster.commands.pools_display import move_line, pool_parts
 from cluster.commands.scale import dashboard_url, read_token, scale
 from cluster.commands.scale_plan import parse_orders, plan_json, plan_scale, plan_view
 from cluster.commands.scale_work import Door, ScaleWork
-from cluster.errors import ConfigError, ReleaseError, ScaleTimeoutError, UnknownPoolError
+from cluster.errors import ConfigError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import GatewayRecord
 from cluster.scaling.lever import AppTargets, PoolTarget
 from cluster.scaling.room import make_room
+from cluster.web.orders import Operations
 from kvtransfer.clock import SystemClock
 
 RUNNING = ["RUNNING"]
@@ -126,7 +129,7 @@ def test_a_plan_names_the_lent_replicas_that_are_recalled() -> None:
     assert "prefill-0 plays another role and is recalled first" in shown(plan_view(plan))
     same = plan_scale(targets(decode=1, prefill=1), there, None, {"decode": 1}, ())
     assert same.recalled == ()
-    assert "nothing is ordered" in shown(plan_view(same))
+    assert "without a gateway's console it cannot be pinned" in shown(plan_view(same))
 
 
 def test_a_pool_that_there_is_not_and_an_order_that_leaves_no_decoder_are_refused() -> None:
@@ -226,13 +229,41 @@ async def test_an_application_that_does_not_run_is_named() -> None:
             await house.scale("decode=2")
 
 
+async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(house: GatewayHouse) -> None:
+    await house.add_replica("p0", "prefill")
+    await house.add_replica("d0", "decode")
+    async with FakeDashboard(two_pools()) as dashboard:
+
+        async def url() -> str:
+            return dashboard.url
+
+        pin = functools.partial(house.roster.set_desired, pinned=True)
+        operations = Operations(url, pin, house.roster.release)
+        gateway, address = await house.add_gateway(house.config(console_port=0), operations)
+        view = await house.roster.view(-1, 0.0)
+        record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
+        await house.roster.register_gateway(record)
+        await until(lambda: bool(gateway.links.gateways), "the gateway knows itself")
+        text = await CommandHouse(dashboard, address).scale("decode=1", dry_run=True)
+        assert "decode has this target already, and is pinned to it" in text
+        assert (await house.roster.view(-1, 0.0)).pinned == view.pinned
+        text = await CommandHouse(dashboard, address).scale("decode=1", "prefill=2")
+        assert dashboard.orders == [("prefill", 2)]
+        told = await house.roster.view(-1, 0.0)
+        assert (dict(told.desired), set(told.pinned)) == ({"decode": 1}, {"decode"})
+        stranger = CommandHouse(dashboard, address)
+        stranger.door = stranger.door._replace(token="another")
+        with pytest.raises(DashboardError, match="token"):
+            await stranger.scale("decode=1")
+
+
 async def test_releasing_without_a_console_says_what_to_set(house: GatewayHouse) -> None:
     await house.add_replica("d0", "decode")
     _, address = await house.add_gateway()
     async with FakeDashboard(two_pools()) as dashboard:
         door = Door(address, dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)
-        with pytest.raises(ReleaseError, match=r"gateway\.console_port"):
+        with pytest.raises(PinError, match=r"gateway\.console_port"):
             await work.scale((), ("decode",), dry_run=False, wait_s=None)
 
 

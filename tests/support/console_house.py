@@ -22,10 +22,11 @@ class FakeDashboard:
 
     orders: list[tuple[str, int]] = field(default_factory=list)
     """Deployment and count, as they were obeyed."""
+    pinned: list[tuple[str, int]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Pools: what the roster of a real gateway is told."""
     refusal: tuple[int, str] | None = None
-    """In place of an answer to whoever has the token."""
+    """In place of an answer to an order of whoever has the token."""
     url: str = ""
     _runner: web.AppRunner | None = None
 
@@ -46,10 +47,13 @@ class FakeDashboard:
         async def dashboard_url() -> str:
             return self.url
 
+        async def pin(pool: str, num_replicas: int) -> None:
+            self.pinned.append((pool, num_replicas))
+
         async def release(pool: str) -> None:
             self.released.append(pool)
 
-        return Operations(dashboard_url, release)
+        return Operations(dashboard_url, pin, release)
 
     def _refused(self, request: web.Request) -> web.Response | None:
         """As Ray 2.60 does: 401 without a token, 403 with another one."""
@@ -58,13 +62,13 @@ class FakeDashboard:
             return web.Response(status=401, text="Unauthorized: Missing authentication token")
         if authorization != f"Bearer {TOKEN}":
             return web.Response(status=403, text="Forbidden: Invalid authentication token")
-        if self.refusal is not None:
-            return web.json_response({"error": self.refusal[1]}, status=self.refusal[0])
         return None
 
     async def _scale(self, request: web.Request) -> web.Response:
         if refused := self._refused(request):
             return refused
+        if self.refusal is not None:
+            return web.json_response({"error": self.refusal[1]}, status=self.refusal[0])
         body = await request.json()
         assert list(body) == ["target_num_replicas"]
         self.orders.append((request.match_info["name"], body["target_num_replicas"]))
