@@ -39,9 +39,9 @@ class LoadState(NamedTuple):
     transfer_tok_s: float
     reported_at: float
     load_tok_s: Mapping[str, float] = _NO_RATES
+    """By tier of the node's store; a tier without measure is absent or 0."""
     max_local_tokens: int = 0
     """The longest context that it can serve alone, host memory included; 0: not known."""
-    """By tier of the node's store; a tier without measure is absent or 0."""
 
 
 @dataclass(slots=True, eq=False)

@@ -156,7 +156,7 @@ async def test_the_deadline_ends_the_stream_and_the_work(pair: Pair) -> None:
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     (submission,) = pair.prefill.submissions
     assert submission.deadline_s is not None
-    assert 0 < submission.deadline_s <= 0.4
+    assert 0 < submission.deadline_s < 0.41  # gRPC rounds
     await until(lambda: bool(pair.decode.cancels), "the decode replica is told")
 
 

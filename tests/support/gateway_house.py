@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class ScriptedReplica:
         self.house = house
         self.identity = ReplicaIdentity(replica_id, epoch)
         self.role = role
+        self.num_blocks = 1000
         self.script = Script()
         self.submissions: list[Submission] = []
         self.cancels: list[Cancel] = []
@@ -81,7 +83,7 @@ class ScriptedReplica:
         self.address = ""
         self._server = LinkServer(house.secret, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
-        self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = {}
+        self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
         self.decoding: dict[tuple[str, int], tuple[Submission, dict[int, int]]] = {}
         """With the output index that comes next, of each sample."""
         self._sequence = 0
@@ -149,7 +151,7 @@ class ScriptedReplica:
             message = LINK_DOWN_CODEC.decode(frame)
             if isinstance(message, Submission):
                 self.submissions.append(message)
-                self._run(message, hello.gateway_id, self._prefill(message, hello.gateway_id))
+                self._run(message, self._prefill(message, hello.gateway_id))
             elif isinstance(message, Cancel):
                 self.cancels.append(message)
                 for task in self._running.pop((message.request_id, message.attempt), []):
@@ -157,9 +159,8 @@ class ScriptedReplica:
             elif isinstance(message, Move):
                 self.moves.append(message)
                 self._move(message, hello.gateway_id)
-            elif isinstance(message, PurgeCache):
-                if self.purged is not None:
-                    stream.send(LINK_UP_CODEC.encode(CachePurged(message.number, *self.purged)))
+            elif isinstance(message, PurgeCache) and self.purged is not None:
+                stream.send(LINK_UP_CODEC.encode(CachePurged(message.number, *self.purged)))
             elif isinstance(message, KvSnapshotRequest):
                 self.snapshot_requests.append(message.reason)
                 stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
@@ -171,7 +172,8 @@ class ScriptedReplica:
 
     def _hello(self) -> ReplicaHello:
         load = self._load(())
-        return ReplicaHello(self.identity, self.role, self.role, self.compatibility(), MAX_CONTEXT, load)
+        context = min(MAX_CONTEXT, self.num_blocks * BLOCK_TOKENS)
+        return ReplicaHello(self.identity, self.role, self.role, self.compatibility(), context, load)
 
     def _load(self, paths: Sequence[PathMeasure]) -> LoadReport:
         return LoadReport(
@@ -181,10 +183,10 @@ class ScriptedReplica:
             num_waiting=0,
             num_landings=0,
             num_backlog_tokens=0,
-            num_free_blocks=1000,
+            num_free_blocks=self.num_blocks,
             num_cached_blocks=0,
             num_quarantined_blocks=0,
-            num_total_blocks=1000,
+            num_total_blocks=self.num_blocks,
             num_leaked_blocks=0,
             prefill_tok_s=1000.0,
             decode_step_s=0.01,
@@ -195,9 +197,8 @@ class ScriptedReplica:
             paths=tuple(paths),
         )
 
-    def _run(self, submission: Submission, gateway_id: str, work: Any) -> None:
-        key = (submission.request_id, submission.attempt)
-        self._running.setdefault(key, []).append(asyncio.create_task(work))
+    def _run(self, submission: Submission, work: Any) -> None:
+        self._running[submission.request_id, submission.attempt].append(asyncio.create_task(work))
 
     def _send(self, gateway_id: str, frame: StepFrame) -> None:
         if gateway_id in self._streams:
@@ -230,11 +231,11 @@ class ScriptedReplica:
         decode = self.house.replicas[submission.decode.identity.replica_id]
         goes_on = any(not delta.finish for delta in deltas)
         if self.script.hand_over_first and goes_on:
-            decode._run(submission, gateway_id, decode.join(submission, gateway_id))
+            decode._run(submission, decode.join(submission, gateway_id))
             await self.script.resume.wait()
         self._send(gateway_id, StepFrame(prefills=(report,), deltas=deltas))
         if not self.script.hand_over_first and goes_on:
-            decode._run(submission, gateway_id, decode.join(submission, gateway_id))
+            decode._run(submission, decode.join(submission, gateway_id))
 
     def _move(self, order: Move, gateway_id: str) -> None:
         """Let the target go on where this one is, or tell why not."""
@@ -245,7 +246,7 @@ class ScriptedReplica:
             for task in self._running.pop(key):
                 task.cancel()
             submission, next_index = self.decoding.pop(key)
-            target._run(submission, gateway_id, target.join(submission, gateway_id, next_index))
+            target._run(submission, target.join(submission, gateway_id, next_index))
         self._send(gateway_id, StepFrame(moves=(MoveEnded(*key, order.target.identity, error),)))
 
     async def join(
@@ -338,8 +339,11 @@ class GatewayHouse:
             "test",
         )
 
-    async def add_replica(self, replica_id: str, role: str, epoch: int = 1) -> ScriptedReplica:
+    async def add_replica(
+        self, replica_id: str, role: str, epoch: int = 1, num_blocks: int = 1000
+    ) -> ScriptedReplica:
         replica = self.replicas[replica_id] = ScriptedReplica(self, replica_id, role, epoch)
+        replica.num_blocks = num_blocks
         await replica.start()
         return replica
 
