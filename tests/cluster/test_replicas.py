@@ -102,7 +102,7 @@ async def test_a_replica_is_told_to_stop_what_nobody_wants(house: GatewayHouse) 
     await house.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     (first, _) = replica.submissions
     for _ in range(3):
-        replica._run(first, "g0", replica._prefill(first, "g0"))
+        replica._run(first, replica._prefill(first, "g0"))
     await until(lambda: bool(replica.cancels), "a cancel arrives")
     await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=3))
     assert [(it.request_id, it.attempt) for it in replica.cancels] == [(first.request_id, 1)]

@@ -204,8 +204,6 @@ class ScriptedReplica:
         if gateway_id in self._streams:
             self._streams[gateway_id].send(LINK_UP_CODEC.encode(frame))
 
-    # ---------------------------------------------------------------------------------------- work
-
     async def _prefill(self, submission: Submission, gateway_id: str) -> None:
         """The first token of each sample and, where it is to be, the hand-over."""
         request_id, attempt = submission.request_id, submission.attempt
