@@ -54,7 +54,7 @@ async def connected(tmp_path: Path) -> tuple[Node, BrainSession, FrameStream, so
     """A node, a brain's session with it, and the two ends of their connection."""
     settings, clock = StoreHouse(tmp_path).settings, ManualClock()
     node = Node(settings, clock, Faults(), spawn)
-    hall = Hall(settings, clock, 0, node.attach, lambda rank: None)
+    hall = Hall(settings, clock, 0, node.attach, lambda rank: None, spawn)
     ours, brains = socket.socketpair()
     stream = FrameStream(*await asyncio.open_connection(sock=ours))
     hello = BrainHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))

@@ -44,6 +44,8 @@ class PagesAhead:
             self._spawn(self._take(start, end, at_once), "store-pages")
 
     async def _take(self, start: int, end: int, at_once: bool) -> None:
+        if self._arena.fd < 0:  # closed since
+            return
         if error := await _take_in_child(self._arena.fd, start, end, at_once):
             _log.warning("the host tier's memory is taken as it is written, not ahead: %s", error)
         else:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.config import StoreSettings
+from kvtransfer.store.dram.ahead import PagesAhead
 from kvtransfer.store.dram.arena import Arena, arena_bytes
 from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
 from kvtransfer.store.node.doors import (
+    Spawn,
     Visitor,
     await_end,
     receive_descriptor,
@@ -29,9 +31,11 @@ from kvtransfer.store.node.doors import (
 
 OFFER_WAIT_S = 1.0
 """A rank without an arena waits for so long after the owner's start: another one may offer what it has."""
-LONELY_WAIT_S = 2.0
-"""An owner to whom no rank comes makes an arena then: for other nodes, for administrators, and to have memory
-for the first request. A rank that has one comes sooner (`client`)."""
+SPARE_WAIT_S = 2.0
+"""An owner to whom no rank comes makes an arena then, so that the first request finds memory that is taken;
+one that a rank offers later goes before it."""
+LONELY_WAIT_S = 10.0
+"""And uses it then, to serve other nodes and administrators."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -48,24 +52,27 @@ class MappedRank:
 
 
 class Hall:
-    """The arena's life. `on_arena(arena, is_awaited)` is called once, with whether a rank waits for it or has
-    it; `on_left(rank)` when a rank's connection ended."""
+    """The arena's life. `on_arena(arena, ahead)` is called once, with what takes its memory; `on_left(rank)`
+    when a rank's connection ended."""
 
     def __init__(
         self,
         settings: StoreSettings,
         clock: Clock,
         offer_wait_s: float,
-        on_arena: Callable[[Arena, bool], None],
+        on_arena: Callable[[Arena, PagesAhead], None],
         on_left: Callable[[MappedRank], None],
+        spawn: Spawn,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._offer_wait_s = offer_wait_s
         self._on_arena = on_arena
         self._on_left = on_left
+        self._spawn = spawn
         self._started_at = clock.now()
         self._ranks: set[MappedRank] = set()
+        self._spare: tuple[Arena, PagesAhead] | None = None
         self.arena: Arena | None = None
 
     def writer_of(self, session: bytes, rank: int) -> int | None:
@@ -80,12 +87,24 @@ class Hall:
 
     async def make_when_lonely(self) -> None:
         """Have an arena in the end, also when no rank comes."""
-        await self._clock.sleep(LONELY_WAIT_S)
+        await self._clock.sleep(SPARE_WAIT_S)
+        if self.arena is not None:
+            return
+        try:
+            arena, ahead = self._spare = self._make()
+        except StoreError as error:
+            _log.error("the node has no host tier: %s", error)
+            return
+        ahead.top_up(at_once=True)  # nobody computes here yet whom it would slow down
+        await self._clock.sleep(LONELY_WAIT_S - SPARE_WAIT_S)
         if self.arena is None:
-            try:
-                self._create(is_awaited=False)
-            except StoreError as error:
-                _log.error("the node has no host tier: %s", error)
+            self._take(arena, ahead)
+
+    def close(self) -> None:
+        """The arena belongs to whoever heard of it; one that nobody has heard of is let go."""
+        if self._spare is not None:
+            self._spare[0].close()
+            self._spare = None
 
     async def serve(self, visitor: Visitor, hello: RankHello) -> None:
         """A rank's connection, until its end. `StoreError` when the host refuses the memory."""
@@ -126,26 +145,30 @@ class Hall:
             arena.close()
             return
         _log.info("the arena of before is taken over from rank %d", hello.rank)
-        self._take(arena, is_awaited=True)
+        self.close()
+        self._take(arena, PagesAhead(arena, self._spawn, self._clock))
 
     async def _decided(self) -> Arena:
         waiting_s = self._started_at + self._offer_wait_s - self._clock.now()
         if waiting_s > 0:
             await self._clock.sleep(waiting_s)
-        return self.arena or self._create(is_awaited=True)
+        if self.arena is None:
+            self._take(*(self._spare or self._make()))
+        assert self.arena is not None
+        return self.arena
 
-    def _create(self, is_awaited: bool) -> Arena:
+    def _make(self) -> tuple[Arena, PagesAhead]:
         settings = self._settings
         try:
             arena = Arena.create(settings.dram_bytes, settings.granule_bytes, settings.huge_pages)
         except OSError as error:
             raise StoreError(f"{settings.dram_bytes} bytes of shared memory are refused: {error}") from error
-        self._take(arena, is_awaited)
-        return arena
+        return arena, PagesAhead(arena, self._spawn, self._clock)
 
-    def _take(self, arena: Arena, is_awaited: bool) -> None:
+    def _take(self, arena: Arena, ahead: PagesAhead) -> None:
+        self._spare = None
         self.arena = arena
-        self._on_arena(arena, is_awaited)
+        self._on_arena(arena, ahead)
 
 
 def _process_of(sock: socket.socket) -> int:

@@ -73,12 +73,10 @@ class Node:
         self._judged = [(info, True) for info in reversed(kept)]
         self._has_news.set()
 
-    def attach(self, arena: Arena, is_awaited: bool) -> None:
-        """The host tier is this from now on; other nodes' records can come into it. While no rank waits for
-        it, nobody computes whom it would slow down to take memory at once."""
+    def attach(self, arena: Arena, ahead: PagesAhead) -> None:
+        """The host tier is this from now on; other nodes' records can come into it."""
         self.catalog.attach(arena)
-        self._ahead = PagesAhead(arena, self._spawn, self._clock)
-        self._ahead.top_up(at_once=not is_awaited)
+        self._ahead = ahead
         pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
         self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
         self.loads.others = self.exchange

@@ -77,7 +77,14 @@ class StoreOwner:
         """Listen at the node's socket and over TCP; `OSError` when one of them is taken. What NVMe holds is
         found meanwhile."""
         self._node = Node(self._settings, self._clock, self._faults, self._spawn)
-        self._hall = Hall(self._settings, self._clock, self._offer_wait_s, self._node.attach, self._rank_left)
+        self._hall = Hall(
+            self._settings,
+            self._clock,
+            self._offer_wait_s,
+            self._node.attach,
+            self._rank_left,
+            self._spawn,
+        )
         self._admin = Admin(self.identity, self._node, self._clock, lambda: len(self._sessions))
         remote = socket.create_server((self._settings.host, 0), backlog=_BACKLOG)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -105,6 +112,7 @@ class StoreOwner:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._admin.close()
+        self._hall.close()
         await self._node.release()
         self._has_ended.set()
 

@@ -1,0 +1,135 @@
+"""Which arena a node has: one that a rank still maps goes before a spare that was made meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from store_house import StoreHouse, eventually
+
+from kvtransfer.clock import ManualClock
+from kvtransfer.store.dram.ahead import PagesAhead
+from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
+from kvtransfer.store.node.doors import Visitor, send_descriptor
+from kvtransfer.store.node.hall import LONELY_WAIT_S, SPARE_WAIT_S, Hall
+
+
+class Entrance:
+    """A hall whose clock stands still, and what it told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings = StoreHouse(folder).settings
+        self.clock = ManualClock()
+        self.told: list[Arena] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.hall = Hall(self.settings, self.clock, 1.0, self._on_arena, lambda rank: None, self.spawn)
+        self.lonely = self.spawn(self.hall.make_when_lonely(), "lonely")
+
+    def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(work, name=name))
+        return self.tasks[-1]
+
+    async def pass_time(self, seconds: float) -> None:
+        """All that is due happens."""
+        await asyncio.sleep(0)
+        self.clock.advance(seconds)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    @contextmanager
+    def rank(self, arena: Arena | None = None) -> Iterator[asyncio.Task[None]]:
+        """It comes, with the arena that it has mapped, and stays for the block."""
+        ours, ranks = socket.socketpair()
+        ours.setblocking(False)
+        hello = RankHello(STORE_PROTOCOL, b"session", 0, arena.id if arena else b"")
+        if arena is not None:
+            send_descriptor(ranks, arena.fd)
+        try:
+            yield self.spawn(self.hall.serve(Visitor(ours, "rank 0", hello, True), hello), "rank")
+        finally:
+            ranks.close()
+            ours.close()
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.hall.close()
+        for arena in self.told:
+            arena.close()
+
+    def _on_arena(self, arena: Arena, ahead: PagesAhead) -> None:
+        self.told.append(arena)
+
+
+def num_arenas() -> int:
+    """That this process has open, however often."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            if "memfd:tandem-store" in os.readlink(f"/proc/self/fd/{name}"):
+                inodes.add(os.fstat(int(name)).st_ino)
+    return len(inodes)
+
+
+async def test_a_spare_is_used_when_nobody_has_come(tmp_path: Path) -> None:
+    entrance, before = Entrance(tmp_path), num_arenas()
+    await entrance.pass_time(SPARE_WAIT_S / 2)
+    assert num_arenas() == before
+    await entrance.pass_time(SPARE_WAIT_S / 2)
+    assert (num_arenas(), entrance.told) == (before + 1, []), "made, and nobody is told of it"
+    await entrance.pass_time(LONELY_WAIT_S - SPARE_WAIT_S)
+    assert (num_arenas(), entrance.told) == (before + 1, [entrance.hall.arena])
+    await entrance.close()
+    assert num_arenas() == before
+
+
+@pytest.mark.parametrize("at", [0.0, SPARE_WAIT_S])
+async def test_a_rank_without_an_arena_gets_a_new_one_or_the_spare(tmp_path: Path, at: float) -> None:
+    entrance, before = Entrance(tmp_path), num_arenas()
+    await entrance.pass_time(at)
+    with entrance.rank():
+        await entrance.pass_time(1.0)
+        await eventually(lambda: len(entrance.told) == 1, "there is one")
+        assert num_arenas() == before + 1
+        await entrance.pass_time(LONELY_WAIT_S)
+    assert entrance.told == [entrance.hall.arena]
+    await entrance.close()
+    assert num_arenas() == before
+
+
+@pytest.mark.parametrize("at", [0.0, SPARE_WAIT_S, LONELY_WAIT_S - 0.1])
+async def test_an_arena_of_before_goes_before_the_spare(tmp_path: Path, at: float) -> None:
+    entrance, before = Entrance(tmp_path), num_arenas()
+    settings = entrance.settings
+    old = Arena.create(settings.dram_bytes, settings.granule_bytes, huge_pages=False)
+    await entrance.pass_time(at)
+    with entrance.rank(old):
+        await eventually(lambda: len(entrance.told) == 1, "it is taken over")
+        assert entrance.told[0].id == old.id
+        assert num_arenas() == before + 1, "the spare is gone"
+        await entrance.pass_time(LONELY_WAIT_S)
+    assert len(entrance.told) == 1
+    await entrance.close()
+    old.close()
+    assert num_arenas() == before
+
+
+async def test_after_the_wait_the_new_arena_stays(tmp_path: Path) -> None:
+    entrance = Entrance(tmp_path)
+    settings = entrance.settings
+    old = Arena.create(settings.dram_bytes, settings.granule_bytes, huge_pages=False)
+    await entrance.pass_time(SPARE_WAIT_S)
+    await entrance.pass_time(LONELY_WAIT_S - SPARE_WAIT_S)
+    (ours,) = entrance.told
+    with entrance.rank(old):
+        await entrance.pass_time(0.0)
+        assert entrance.hall.arena is ours
+    await entrance.close()
+    old.close()
