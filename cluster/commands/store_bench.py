@@ -13,7 +13,14 @@ from rich.table import Table
 from cluster.commands.tables import made_table
 from cluster.errors import BenchError
 from kvtransfer.errors import StoreError
-from kvtransfer.store.simulate import POLICIES, TRACE_BLOCK_TOKENS, Outcome, Sizes, read_trace, simulate
+from kvtransfer.store.policy.simulate import (
+    POLICIES,
+    TRACE_BLOCK_TOKENS,
+    Outcome,
+    Sizes,
+    read_trace,
+    simulate,
+)
 
 DEFAULT_DEVICE_BLOCKS = 2000
 DEFAULT_DRAM_BLOCKS = (8000,)

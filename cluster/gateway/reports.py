@@ -9,11 +9,11 @@ from collections.abc import Collection
 import numpy as np
 
 from cluster.config import ClusterConfig
-from cluster.doctor.recent import Lately
 from cluster.gateway.actions import Emit, Summary
 from cluster.gateway.desk import Desk, RequestRecord
 from cluster.gateway.intake import Intake
 from cluster.gateway.pools import moves_of, pools_of
+from cluster.gateway.recent import Lately
 from cluster.gateway.replica_view import ReplicaView
 from cluster.gateway.replicas import ReplicaLinks
 from cluster.observe.meters import cached_by_tier

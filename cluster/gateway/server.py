@@ -13,11 +13,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.config import ClusterConfig
-from cluster.doctor.recent import Lately
 from cluster.gateway.cache_purges import CachePurges
 from cluster.gateway.desk import Desk
 from cluster.gateway.intake import Intake
 from cluster.gateway.listening import bind, open_health, open_server
+from cluster.gateway.recent import Lately
 from cluster.gateway.replicas import ReplicaLinks
 from cluster.gateway.reports import Reporter
 from cluster.gateway.servicer import InferenceServicer

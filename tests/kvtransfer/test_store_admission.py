@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.messages import Shard
-from kvtransfer.store.admission import MAX_SEEN, MIN_SEEN, MIN_TRIALS, SAMPLED, SEEN_FACTOR, Admission
 from kvtransfer.store.config import Admission as PolicyName
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.simulate import POLICIES, PlainLru, Policy, SegmentLog, Sizes, simulate
+from kvtransfer.store.policy.admission import MAX_SEEN, MIN_SEEN, MIN_TRIALS, SAMPLED, SEEN_FACTOR, Admission
+from kvtransfer.store.policy.simulate import POLICIES, PlainLru, Policy, SegmentLog, Sizes, simulate
 
 SHARD = Shard(0, 2, 0, 4)
 POLICY_NAMES: tuple[PolicyName, ...] = ("adaptive", "all", "seen_twice")

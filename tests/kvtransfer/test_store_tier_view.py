@@ -8,7 +8,7 @@ from hypothesis import given
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.books import Held
 from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents
-from kvtransfer.store.node.meter import RateMeter
+from kvtransfer.store.meter import RateMeter
 from kvtransfer.store.node.tier_view import TierView, tier_of
 from kvtransfer.store.nvme.segments import NvmeRef
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvtransfer.clock import Clock
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES, Arena
-from kvtransfer.store.node.doors import Spawn
+from kvtransfer.store.tasks import Spawn
 
 AHEAD_BYTES = 256 << 20
 """So much is taken ahead of the last record, at most a quarter of the arena."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from kvtransfer.clock import Clock
@@ -19,6 +19,7 @@ from kvtransfer.framing import HANDSHAKE_TIMEOUT_S
 from kvtransfer.secret import ServerHandshake
 from kvtransfer.store.messages import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner, StoreRefusal, ToOwner
 from kvtransfer.store.streams import FrameStream
+from kvtransfer.store.tasks import Spawn
 
 _LENGTH = struct.Struct("<I")
 _HANDSHAKE_BYTES = 4096
@@ -29,8 +30,6 @@ _BACKLOG = 128
 _FD_MARK = b"F"
 
 _log = logging.getLogger("tandem.store")
-
-Spawn = Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"]
 
 
 class Visitor(NamedTuple):

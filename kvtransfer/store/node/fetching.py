@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import FetchedBlocks, FetchRequest, FromOwner, RecordId, RecordInfo, Source
-from kvtransfer.store.node.doors import Spawn
 from kvtransfer.store.node.loads import NO_ROOM, Arrived
 from kvtransfer.store.node.node import Node
 from kvtransfer.store.node.sight import Plan, Sight
+from kvtransfer.store.tasks import Spawn
 
 _AHEAD = 2
 """Loads that one fetch keeps waiting, for each that can run at once."""

@@ -20,7 +20,6 @@ from kvtransfer.store.dram.ahead import PagesAhead
 from kvtransfer.store.dram.arena import Arena, arena_bytes
 from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
 from kvtransfer.store.node.doors import (
-    Spawn,
     Visitor,
     await_end,
     receive_descriptor,
@@ -28,6 +27,7 @@ from kvtransfer.store.node.doors import (
     send_descriptor,
     tell,
 )
+from kvtransfer.store.tasks import Spawn
 
 OFFER_WAIT_S = 1.0
 """A rank without an arena waits for so long after the owner's start: another one may offer what it has."""

@@ -18,10 +18,10 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import HELD, REFUSED, RecordId, RecordInfo
 from kvtransfer.store.node.disk import Disk
-from kvtransfer.store.node.doors import Spawn
 from kvtransfer.store.record import HEADER_BYTES, decode_header
 from kvtransfer.store.remote.asking import Wanted
 from kvtransfer.store.remote.exchange import Exchange
+from kvtransfer.store.tasks import Spawn
 
 GONE = -1
 """The record is not where it was thought to be, or could not be read."""

@@ -18,12 +18,12 @@ from kvtransfer.store.index.holders import Holder
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 from kvtransfer.store.node.disk import Disk
-from kvtransfer.store.node.doors import Spawn
 from kvtransfer.store.node.loads import GONE, Arrived, Loads, Remote
 from kvtransfer.store.node.sight import Sight
 from kvtransfer.store.node.write_behind import WriteBehind
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, Lent, arena_pool
+from kvtransfer.store.tasks import Spawn
 
 _log = logging.getLogger("tandem.store")
 

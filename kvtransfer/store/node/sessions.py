@@ -21,11 +21,11 @@ from kvtransfer.store.messages import (
     PutGrant,
     PutRequest,
 )
-from kvtransfer.store.node.doors import Spawn
 from kvtransfer.store.node.fetching import Fetch
 from kvtransfer.store.node.hall import Hall
 from kvtransfer.store.node.node import Node
 from kvtransfer.store.streams import FrameStream
+from kvtransfer.store.tasks import Spawn
 from kvtransfer.store.writers import writer_of
 
 _MAX_UNSENT_BYTES = 64 << 20

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.node.disk import Disk
-from kvtransfer.store.node.doors import Spawn
 from kvtransfer.store.record import image_bytes
+from kvtransfer.store.tasks import Spawn
 
 _BATCH_BYTES = 4 << 20
 _MAX_LATE = 1 << 16

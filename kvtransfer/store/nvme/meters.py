@@ -9,7 +9,7 @@ from collections import defaultdict
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreIoError
 from kvtransfer.store.messages import TierStat
-from kvtransfer.store.node.meter import RateMeter
+from kvtransfer.store.meter import RateMeter
 from kvtransfer.store.nvme.cool_down import CoolDown
 
 _log = logging.getLogger(__name__)

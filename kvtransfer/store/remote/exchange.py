@@ -35,12 +35,12 @@ from kvtransfer.pool import HostPool
 from kvtransfer.service import TransferAgent
 from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.messages import OwnerHello, RecordId
-from kvtransfer.store.node.doors import Spawn
-from kvtransfer.store.node.meter import RateMeter
+from kvtransfer.store.meter import RateMeter
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.remote.asking import Landing, Link, Wanted, open_link
 from kvtransfer.store.remote.sending import Lender, Lent, Sender, granule_layout
 from kvtransfer.store.streams import FrameStream
+from kvtransfer.store.tasks import Spawn
 
 __all__ = ["Exchange", "ExchangeRoom", "ExchangeStat", "Lent", "Wanted", "arena_pool"]
 

@@ -47,9 +47,9 @@ from kvtransfer.store.messages import (
     StopSending,
     StoreRefusal,
 )
-from kvtransfer.store.node.doors import Spawn
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.streams import FrameStream
+from kvtransfer.store.tasks import Spawn
 
 GRANULE = Shard(0, 1, 0, 1)
 """What a granule is in terms of a model: one layer, one head."""

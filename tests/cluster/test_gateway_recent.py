@@ -15,8 +15,8 @@ from cluster.doctor import divergence, members, reuse, serving
 from cluster.doctor.divergence import WINDOW_TOKENS, PrefixBook, Reuse, find_anchors
 from cluster.doctor.findings import Severity
 from cluster.doctor.live import Expected, look
-from cluster.doctor.recent import MAX_AGE_S, Lately, percentile
 from cluster.gateway.actions import JourneyPlan, SampleResult, SampleStart, Summary
+from cluster.gateway.recent import MAX_AGE_S, Lately, percentile
 from cluster.observe.ended import Caller, EndedRequest
 from cluster.options import GenerateOptions
 from cluster.roster.messages import GatewayRecord

@@ -1,0 +1,9 @@
+"""How the rooms of an owner start tasks: by whoever watches over their ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+Spawn = Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"]
+"""(work, name) -> the task; an error in it ends the store."""
