@@ -223,6 +223,8 @@ class Damage:
     do: Callable[[Path], None]
     shows: Callable[[StoreStat], bool]
     undo: Callable[[Path], None]
+    is_lasting: bool = True
+    """It stays until it is undone; else what was damaged may be evicted before anybody reads it."""
 
 
 def make_immutable(folder: Path) -> None:
@@ -279,8 +281,8 @@ DAMAGES = {
     "read-only": Damage(make_immutable, has_io_errors, make_mutable),
     "removed": Damage(shutil.rmtree, has_io_errors, lambda folder: folder.mkdir(exist_ok=True)),
     "full": Damage(fill, has_io_errors, unfill),
-    "flipped": Damage(flip, has_bad_records, nothing),
-    "truncated": Damage(truncate, lambda stat: stat.tiers[1].num_io_errors > 0, nothing),
+    "flipped": Damage(flip, has_bad_records, nothing, is_lasting=False),
+    "truncated": Damage(truncate, lambda stat: stat.tiers[1].num_io_errors > 0, nothing, is_lasting=False),
 }
 
 
@@ -319,6 +321,8 @@ async def test_nvme_breaks_while_replicas_serve(node: Node, tmp_path: Path, kind
             deadline = clock.now() + WAIT_S
             while not damage.shows(stat := await node.stat()):
                 assert clock.now() < deadline, f"it does not show: {stat}"
+                if not damage.is_lasting:
+                    damage.do(folder)
                 await node.serve()
             assert stat.num_sessions == len(node.replicas)
         finally:
