@@ -31,7 +31,7 @@ from kvtransfer.store.tasks import Spawn
 
 OFFER_WAIT_S = 1.0
 """A rank without an arena waits for so long after the owner's start: another one may offer what it has."""
-SPARE_WAIT_S = 2.0
+SPARE_WAIT_S = 1.0
 """An owner to whom no rank comes makes an arena then, so that the first request finds memory that is taken;
 one that a rank offers later goes before it."""
 LONELY_WAIT_S = 10.0
