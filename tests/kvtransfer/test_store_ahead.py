@@ -151,7 +151,7 @@ async def test_no_process_is_left_when_the_owner_stops_meanwhile() -> None:
     await eventually(lambda: bool(set(children()) - before), "it runs")
     keeper.tasks[0].cancel()
     await asyncio.gather(*keeper.tasks, return_exceptions=True)
-    assert set(children()) == before
+    assert set(children()) <= before
     arena.close()
 
 
