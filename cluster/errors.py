@@ -21,7 +21,7 @@ ClusterError
 │   ├── TokenRefusedError         it wants another Ray token, or one at all
 │   ├── UnknownPoolError          the application, or its deployment of this pool, does not run
 │   └── ScalerDisabledError       the application was deployed without `external_scaler_enabled`
-├── PinError              a pool could not be released: the text says why
+├── PinError                  a pool could not be pinned or released: the text says why
 ├── ScaleTimeoutError         a pool has not reached its count yet, and goes on
 ├── StartError                the cluster cannot be brought up: the text names what is missing
 └── RosterAwayError           the roster's actor cannot be reached now: go on with the last view

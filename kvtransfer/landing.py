@@ -14,12 +14,12 @@ A landing's blocks return to the pool only when no writer can touch them any mor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from kvtransfer.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
+from kvtransfer.block_source import BlockSource
 from kvtransfer.config import TransferConfig
 from kvtransfer.gate import RecentIds
 from kvtransfer.messages import (
@@ -43,21 +43,6 @@ from kvtransfer.verification import Lanes, ManifestError, Verification
 
 _AGING_S = 10.0
 """A waiting landing gains one level of priority in this time."""
-
-
-class BlockSource(Protocol):
-    """What a landing needs of the block pool (see `workers.engine.blocks.BlockPool`)."""
-
-    @property
-    def num_free(self) -> int: ...
-    @property
-    def num_total(self) -> int: ...
-    def match(self, keys: Sequence[bytes]) -> list[int]: ...
-    def acquire(self, block_ids: Sequence[int]) -> None: ...
-    def allocate(self, num_blocks: int) -> list[int]: ...
-    def release(self, block_ids: Sequence[int]) -> None: ...
-    def quarantine(self, block_ids: Sequence[int]) -> None: ...
-    def release_quarantine(self, block_ids: Sequence[int]) -> None: ...
 
 
 class _State(Enum):
@@ -108,6 +93,14 @@ class LandingBook:
     @property
     def num_open(self) -> int:
         return sum(landing.state is _State.OPEN for landing in self._landings.values())
+
+    def num_of(self, tenant: str | None) -> int:
+        """Landings of this tenant (None: all) that wait or are open."""
+        return sum(
+            tenant is None or landing.request.tenant == tenant
+            for landing in self._landings.values()
+            if landing.state in (_State.WAITING, _State.OPEN)
+        )
 
     @property
     def num_references(self) -> int:

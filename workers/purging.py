@@ -31,4 +31,5 @@ class Purging:
         num_requests = self._scheduler.keep_private(order.tenant)
         self._outbound.keep_private(order.tenant)
         num_blocks, num_held = self._pool.purge(order.tenant)
-        return CachePurged(order.number, num_blocks, num_held, num_requests + self._inbound.book.num_open)
+        num_landings = self._inbound.book.num_of(order.tenant)
+        return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)

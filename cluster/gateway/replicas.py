@@ -140,10 +140,13 @@ class ReplicaLinks:
     def purge(self, view: ReplicaView, tenant: str | None) -> asyncio.Future[CachePurged]:
         """Have a replica forget what it caches of the tenant (None: of all); the answer, or `PeerGoneError`
         when there is no Link to it or that ends first."""
-        self._num_purges += 1
+        self._num_purges = number = self._num_purges + 1
         answer: asyncio.Future[CachePurged] = asyncio.get_running_loop().create_future()
-        if _send(view.stream, PurgeCache(self._num_purges, tenant)):
-            view.purges[self._num_purges] = answer
+        if _send(view.stream, PurgeCache(number, tenant)):
+            view.purges[number] = answer
+            answer.add_done_callback(
+                lambda _: view.purges.pop(number, None)
+            )  # also when nobody waits any more
         else:
             answer.set_exception(PeerGoneError(view.note or "no link to it yet"))
         return answer
@@ -271,8 +274,7 @@ class ReplicaLinks:
         view.stream = None
         view.state = ReplicaState.CONNECTING
         view.note = reason
-        purges, view.purges = view.purges, {}
-        for answer in purges.values():
+        for answer in view.purges.values():
             if not answer.done():
                 answer.set_exception(PeerGoneError(reason))
         self._router.remove_replica(identity.replica_id)
@@ -318,7 +320,7 @@ class ReplicaLinks:
         elif isinstance(message, RoleChanged):
             self._set_role(view, message)
         elif isinstance(message, CachePurged):
-            answer = view.purges.pop(message.number, None)
+            answer = view.purges.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message)
 

@@ -10,7 +10,7 @@ Serve says only what its targets are, not who set them. What the roster remember
 So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
 be told apart: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the reset
 by the deploy itself; the count is restored then. An order of the count that the pool has already cannot be
-seen at all.
+seen at all: `tandem scale` and the console tell the roster of it themselves.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
     silent.purged = None
     with pytest.raises(StoreAwayError, match=r"^replica d1 no answer within 1.0 s; it may still"):
         await store_commands.purge(stores.address, chosen, 2.0, nowhere(), as_json=False)
+    assert not any(view.purges for view in house.gateways[0].links.views()), "nobody waits any more"
     silent.purged = (0, 0, 0)
     purging = asyncio.create_task(stores.client.store_purge(pb.StorePurgeRequest(all=True)))
     silent.purged = None

@@ -128,6 +128,8 @@ async def test_a_stream_under_way_goes_on_and_leaves_nothing(world: Purged) -> N
     other = await world.front.complete(prompt(3, NUM_PROMPT_TOKENS), tenant="b")
     call = world.front.call(asked, tenant="a", max_tokens=200, seed=5)
     await until(lambda: call.num_tokens >= 40, "it decodes")
+    others = (await world.purge(tenant="nobody")).replicas
+    assert [(it.num_blocks, it.num_requests) for it in others] == [(0, 0), (0, 0)]
     reply = await world.purge(tenant="a")
     on_decode = next(it for it in reply.replicas if it.replica_id == "d0")
     assert on_decode.num_requests == 1
