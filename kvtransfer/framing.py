@@ -1,7 +1,7 @@
 """Frames on a byte stream: a uint32 little-endian length, then that many bytes. Blocking and asyncio.
 
-Used by the rank channel and by the control part of the data connections. Every such connection starts with
-the proof of `kvtransfer.secret`.
+Every connection of the cluster starts with the proof of `kvtransfer.secret`, which both sides exchange on the
+bare socket: nothing is read ahead of it, so an unproven peer can take no more memory than one frame of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvtransfer.wire import MAX_FRAME_BYTES
 
 _LENGTH = struct.Struct("<I")
 HANDSHAKE_TIMEOUT_S = 10.0
+# No frame of the proof is longer: a stranger must not make us take memory.
 _HANDSHAKE_BYTES = 4096
-"""No frame of the proof is longer: a stranger must not make us take memory."""
 
 
 def send_frame(sock: socket.socket, frame: bytes) -> None:
@@ -83,16 +83,72 @@ def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
         writer.write(_LENGTH.pack(len(frame)) + frame)
 
 
-async def prove_as_async_server(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
-) -> str:
-    """The accepting side's handshake on asyncio streams; returns the client's name."""
-    handshake = ServerHandshake(secret)
+async def send_to(sock: socket.socket, frame: bytes) -> None:
+    """Send one frame on a non-blocking socket; `PeerGoneError` when the connection is closed."""
+    try:
+        await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(frame)) + frame)
+    except OSError as error:
+        raise PeerGoneError(f"connection lost while sending: {error}") from error
+
+
+async def receive_from(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Receive one frame on a non-blocking socket, and not a byte beyond it; `PeerGoneError` when the
+    connection ends, `WireError` when the frame is longer."""
+    length = _checked_length(await _receive_bytes(sock, _LENGTH.size), max_bytes)
+    return await _receive_bytes(sock, length)
+
+
+async def prove_as_async_client(sock: socket.socket, secret: bytes, name: str) -> None:
+    """Run the connecting side's handshake on a non-blocking socket."""
+    handshake = ClientHandshake(secret, name)
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-        write_frame(writer, handshake.challenge(await read_frame(reader, _HANDSHAKE_BYTES)))
-        write_frame(writer, handshake.welcome(await read_frame(reader, _HANDSHAKE_BYTES)))
-        await writer.drain()
+        await send_to(sock, handshake.hello())
+        await send_to(sock, handshake.answer(await receive_from(sock, _HANDSHAKE_BYTES)))
+        handshake.finish(await receive_from(sock, _HANDSHAKE_BYTES))
+
+
+async def prove_as_async_server(sock: socket.socket, secret: bytes) -> str:
+    """Run the accepting side's handshake on a non-blocking socket; returns the client's name."""
+    handshake = ServerHandshake(secret)
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):  # as a whole: also for who sends byte by byte
+        await send_to(sock, handshake.challenge(await receive_from(sock, _HANDSHAKE_BYTES)))
+        await send_to(sock, handshake.welcome(await receive_from(sock, _HANDSHAKE_BYTES)))
     return handshake.client_name
+
+
+async def connect_tcp(address: str) -> socket.socket:
+    """Connect to "host:port"; the non-blocking socket. `OSError` or `ValueError` when that cannot be."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    error = OSError(f"{host} has no address")
+    for family, kind, protocol, _, where in await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(sock, where)
+            return sock
+        except OSError as failure:
+            sock.close()
+            error = failure
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+    raise error
+
+
+async def _receive_bytes(sock: socket.socket, num_bytes: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    received = bytearray()
+    while len(received) < num_bytes:
+        try:
+            part = await loop.sock_recv(sock, num_bytes - len(received))
+        except OSError as error:
+            raise PeerGoneError(f"connection lost while receiving: {error}") from error
+        if not part:
+            raise PeerGoneError("connection closed by the other side")
+        received += part
+    return bytes(received)
 
 
 def _checked_length(header: bytes, max_bytes: int) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, read_frame, write_frame
-from kvtransfer.secret import ClientHandshake
-
-_HANDSHAKE_BYTES = 4096
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.framing import (
+    HANDSHAKE_TIMEOUT_S,
+    connect_tcp,
+    prove_as_async_client,
+    read_frame,
+    write_frame,
+)
 
 
 class FrameStream:
@@ -47,45 +50,33 @@ class FrameStream:
 
 async def open_unix(name: str, secret: bytes, who: str) -> FrameStream:
     """Connect to the abstract unix socket `name`; `PeerGoneError` or `ProofError` when it cannot be."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        sock.setblocking(False)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            return await _proven(*await _connect_abstract(name), secret, who)
+            await asyncio.get_running_loop().sock_connect(sock, f"\0{name}")
+            return await _proven(sock, secret, who)
     except (OSError, TimeoutError) as error:
         raise PeerGoneError(f"no store answers at {name}: {error or 'not in time'}") from error
+    finally:
+        sock.close()
 
 
 async def open_tcp(address: str, secret: bytes, who: str) -> FrameStream:
     """Connect to `address` (host:port, or whatever somebody wrote into the index); `PeerGoneError` or
     `ProofError` when it cannot be."""
-    host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            return await _proven(*await asyncio.open_connection(host, int(port)), secret, who)
+            with await connect_tcp(address) as sock:
+                return await _proven(sock, secret, who)
     except (OSError, TimeoutError, ValueError, OverflowError) as error:
         raise PeerGoneError(f"no store answers at {address}: {error or 'not in time'}") from error
 
 
-async def _connect_abstract(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """By a socket of our own: uvloop, which Ray's actors run on, knows no abstract names."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, f"\0{name}")
-        return await asyncio.open_unix_connection(sock=sock)
-    except (OSError, asyncio.CancelledError):
-        sock.close()
-        raise
-
-
-async def _proven(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, who: str
-) -> FrameStream:
-    handshake = ClientHandshake(secret, who)
-    try:
-        write_frame(writer, handshake.hello())
-        write_frame(writer, handshake.answer(await read_frame(reader, _HANDSHAKE_BYTES)))
-        handshake.finish(await read_frame(reader, _HANDSHAKE_BYTES))
-    except (TransferError, TimeoutError, asyncio.CancelledError):
-        writer.transport.abort()
-        raise
-    return FrameStream(reader, writer)
+async def _proven(sock: socket.socket, secret: bytes, who: str) -> FrameStream:
+    """The stream, which takes the connection over once the other side has proven the secret too."""
+    await prove_as_async_client(sock, secret, who)
+    taken = socket.socket(fileno=sock.detach())
+    if taken.family == socket.AF_UNIX:
+        return FrameStream(*await asyncio.open_unix_connection(sock=taken))
+    return FrameStream(*await asyncio.open_connection(sock=taken))

@@ -21,9 +21,10 @@ from typing import ClassVar, NamedTuple
 from kvtransfer.clock import Clock
 from kvtransfer.errors import IncompatibleError, PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.faults import Faults
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_server, receive_frame, send_frame
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
 from kvtransfer.gate import Gate
 from kvtransfer.layout import plan_runs
+from kvtransfer.listener import ListeningThread, shut_down
 from kvtransfer.memory import SCRATCH_BYTES
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -41,10 +42,8 @@ from kvtransfer.transports.connection import (
     ChannelWelcome,
     Connection,
     Stopped,
-    shut_down,
 )
 
-_MAX_UNPROVEN = 64
 _NUM_ROUND_TRIPS = 8
 _NUM_RATE_PASSES = 2
 _MEASURE_PATIENCE = 10
@@ -98,7 +97,7 @@ class Measured(NamedTuple):
 
 
 class Listener(ABC):
-    """The target's side: accepts connections, proves them, and serves each on a thread of its own.
+    """The target's side: serves each connection that has proven the secret on a thread of its own.
 
     Whatever arrives on a connection that is not of the protocol closes that connection only.
     """
@@ -107,14 +106,11 @@ class Listener(ABC):
 
     def __init__(self, target: TargetRank, sock: socket.socket, address: str) -> None:
         self._target = target
-        self._sock = sock
         self._endpoint = Endpoint(self.transport, address)
         self._closing = threading.Event()
-        self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._thread = threading.Thread(target=self._accept, name=f"{self.transport}-listen", daemon=True)
-        self._thread.start()
+        self._listening = ListeningThread(sock, target.secret, self._accepted, self.transport)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -123,9 +119,7 @@ class Listener(ABC):
     def close(self) -> None:
         """Stop listening and end every connection; returns when its threads have ended."""
         self._closing.set()
-        shut_down(self._sock)
-        self._thread.join()
-        self._sock.close()
+        self._listening.close()
         with self._lock:
             connections = dict(self._connections)
         for sock in connections:
@@ -140,35 +134,23 @@ class Listener(ABC):
     def _send_welcome(self, sock: socket.socket) -> None:
         send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(self._target.pool.num_blocks)))
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                sock, _ = self._sock.accept()
-            except OSError as error:
-                if not self._closing.wait(0.1):  # no descriptors left, or the connection is gone already
-                    _log.warning("%s: accept failed: %s", self.transport, error)
-                continue
-            if not self._unproven.acquire(blocking=False):
-                sock.close()
-                continue
-            thread = threading.Thread(
-                target=self._run, args=(sock,), name=f"{self.transport}-serve", daemon=True
-            )
+    def _accepted(self, sock: socket.socket, _: str) -> None:
+        """Serve a proven connection from now on."""
+        thread = threading.Thread(target=self._run, args=(sock,), name=f"{self.transport}-serve", daemon=True)
+        with self._lock:
+            self._connections[sock] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # no threads left: others can be served again later
+            _log.warning("%s: a connection was not taken: %s", self.transport, error)
             with self._lock:
-                self._connections[sock] = thread
-            try:
-                thread.start()
-            except RuntimeError as error:  # no threads left: others can be served again later
-                _log.warning("%s: a connection was not taken: %s", self.transport, error)
-                self._unproven.release()
-                with self._lock:
-                    del self._connections[sock]
-                sock.close()
+                del self._connections[sock]
+            sock.close()
 
     def _run(self, sock: socket.socket) -> None:
         try:
             with sock:
-                hello = self._prove(sock)
+                hello = self._greet(sock)
                 self._serve(sock, hello)
         except (TransferError, OSError) as error:
             if not self._closing.is_set():
@@ -177,17 +159,11 @@ class Listener(ABC):
             with self._lock:
                 self._connections.pop(sock, None)
 
-    def _prove(self, sock: socket.socket) -> ChannelHello:
-        """Check the secret and the layout; raises after telling the writer why it is refused."""
-        overdue = threading.Timer(HANDSHAKE_TIMEOUT_S, shut_down, (sock,))  # also for who sends byte by byte
-        overdue.daemon = True
-        overdue.start()
-        try:
-            prove_as_server(sock, self._target.secret)
-            hello = HELLO_CODEC.decode(receive_frame(sock))
-        finally:
-            overdue.cancel()
-            self._unproven.release()
+    def _greet(self, sock: socket.socket) -> ChannelHello:
+        """Check the layout; raises after sending the writer why it is refused."""
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        hello = HELLO_CODEC.decode(receive_frame(sock))
+        sock.settimeout(None)
         try:
             if not isinstance(hello, ChannelHello) or hello.protocol != PROTOCOL_VERSION:
                 raise IncompatibleError(f"expected ChannelHello of protocol {PROTOCOL_VERSION}")

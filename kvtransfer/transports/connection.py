@@ -4,7 +4,6 @@ what the transport needs. The writer sends requests, which the target answers in
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import threading
@@ -17,6 +16,7 @@ from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, Transf
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.gate import RecentIds
 from kvtransfer.layout import BlockLayout
+from kvtransfer.listener import shut_down
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.wire import Codec, Message
 
@@ -159,9 +159,3 @@ class Connection:
                     self._answered.notify_all()
         except TransferError as error:
             self._on_end(str(error))
-
-
-def shut_down(sock: socket.socket) -> None:
-    """Wake whatever waits for the socket, which ends for both sides."""
-    with contextlib.suppress(OSError):  # the other side was first
-        sock.shutdown(socket.SHUT_RDWR)

@@ -28,6 +28,7 @@ from typing import ClassVar, Protocol
 from kvtransfer.device import DevicePool
 from kvtransfer.errors import PathError, PeerGoneError
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.listener import shut_down
 from kvtransfer.memory import SCRATCH_BYTES
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.transports.base import TargetRank, WriterRank
@@ -39,7 +40,6 @@ from kvtransfer.transports.connection import (
     Connection,
     Stopped,
     greet,
-    shut_down,
 )
 from kvtransfer.transports.cuda_driver import Exported, Grid, cuda_driver, halves, piece_grid
 from kvtransfer.transports.onesided import Begin, OneSidedChannel, OneSidedListener, Sync

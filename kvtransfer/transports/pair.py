@@ -21,6 +21,7 @@ import torch
 from kvtransfer.device import DevicePool
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
 from kvtransfer.framing import receive_frame, send_frame
+from kvtransfer.listener import shut_down
 from kvtransfer.memory import SCRATCH_BYTES
 from kvtransfer.messages import BlockMove, Lane, Shard
 from kvtransfer.pool import KvPool
@@ -33,7 +34,6 @@ from kvtransfer.transports.connection import (
     Connection,
     Stopped,
     greet,
-    shut_down,
 )
 from kvtransfer.transports.pair_group import TARGET, WRITER, PairGroup, Work, form_pair, open_store
 from kvtransfer.transports.tcp import family, interface_of, open_socket, tune

@@ -22,9 +22,10 @@ import psutil
 
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S
+from kvtransfer.listener import shut_down
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
-from kvtransfer.transports.connection import ChannelHello, Connection, Stopped, greet, shut_down
+from kvtransfer.transports.connection import ChannelHello, Connection, Stopped, greet
 from kvtransfer.transports.tcp_stream import FRAME_BYTES, Receiver, Sender
 
 _BACKLOG = 128

@@ -227,7 +227,7 @@ async def test_a_store_that_does_not_answer_is_named_and_the_others_do_their_par
     if trouble == "gone":
         await stores.a.stop()
     elif trouble == "stranger":
-        stores.a._secret = b"another" * 4
+        await stores.a.become_stranger()
     elif trouble in ("failed", "refusal", "nonsense"):
         answers: dict[str, FromOwner] = {
             "failed": AdminFailed("disk on fire"),

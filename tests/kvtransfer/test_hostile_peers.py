@@ -14,7 +14,7 @@ import pytest
 from service_house import BOTH, LAYOUT, NUM_BLOCKS, SECRET, TARGET, WHOLE, WRITER, Rank
 from transfer_house import WAIT_S
 
-from kvtransfer.framing import prove_as_server, receive_frame, send_frame
+from kvtransfer.framing import prove_as_client, prove_as_server, receive_frame, send_frame
 from kvtransfer.host import host_id
 from kvtransfer.memory import mapping_bytes
 from kvtransfer.messages import Endpoint, Lane, PeerConnectFailed, RankEndpoints
@@ -47,7 +47,7 @@ def test_a_stranger_that_sends_byte_by_byte_is_cut_off_in_time(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte comes before the socket's own patience is over."""
-    monkeypatch.setattr("kvtransfer.transports.base.HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvtransfer.framing.HANDSHAKE_TIMEOUT_S", 0.3)
     frame = HANDSHAKE_CODEC.encode(Hello("slow" * 50, bytes(16)))
     pause = threading.Event()
 
@@ -81,8 +81,9 @@ def test_a_listener_outlives_a_moment_without_threads(
 
     with Rank(TARGET) as target:
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        for _ in range(65):  # more than may be unproven at a time
+        for _ in range(65):  # more than there are slots
             with reach(target, transport) as sock:
+                prove_as_client(sock, SECRET, "a writer")
                 assert sock.recv(1) == b""
         monkeypatch.undo()
         writer.connect(target, transports=[transport])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 import subprocess
 import sys
@@ -17,9 +18,8 @@ import numpy as np
 
 from kvtransfer.checksum import checksum
 from kvtransfer.clock import Clock, SystemClock
-from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.framing import prove_as_async_server
+from kvtransfer.listener import ProvenListener
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.dram.arena import Arena
@@ -100,14 +100,16 @@ class Node:
     async def __aenter__(self) -> Self:
         pool = arena_pool(self.arena.fd, self.arena.num_bytes, self.arena.granule_bytes)
         self.exchange = Exchange(self.settings, pool, self, self.spawn, self._clock, self._faults)
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        sock = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{sock.getsockname()[1]}"
+        secret, clock = self.settings.secret, SystemClock()
+        self._listener = ProvenListener(sock, secret, self._serve, self.spawn, clock, "exchange")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
+        self._listener.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,20 +128,14 @@ class Node:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.errors.append(error)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async def serve() -> None:
-            try:
-                await prove_as_async_server(reader, writer, self.settings.secret)
-                stream = FrameStream(reader, writer)
-                hello = TO_OWNER_CODEC.decode(await stream.receive())
-                assert isinstance(hello, OwnerHello)
-                await self.exchange.serve(stream, hello)
-            except TransferError:
-                pass
-            finally:
-                writer.transport.abort()
-
-        self.spawn(serve(), "serve")
+    async def _serve(self, sock: socket.socket, _: str) -> None:
+        stream = FrameStream(*await asyncio.open_connection(sock=socket.socket(fileno=sock.detach())))
+        try:
+            hello = TO_OWNER_CODEC.decode(await stream.receive())
+            assert isinstance(hello, OwnerHello)
+            await self.exchange.serve(stream, hello)
+        finally:
+            stream.abort()
 
     # ------------------------------------------------------------------------------- the owner's part
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Coroutine
 
+from kvtransfer.clock import SystemClock
 from kvtransfer.errors import TransferError
-from kvtransfer.framing import prove_as_async_server, read_frame, write_frame
+from kvtransfer.framing import read_frame, write_frame
+from kvtransfer.listener import ProvenListener
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
@@ -59,20 +63,38 @@ class ScriptedStore:
         self.num_pending = 0
         self.address = ""
         self._secret = secret
-        self._server: asyncio.Server | None = None
+        self._listener: ProvenListener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+    async def start(self, port: int = 0) -> None:
+        sock = socket.create_server(("127.0.0.1", port))
+        self.address = f"127.0.0.1:{sock.getsockname()[1]}"
+        self._listener = ProvenListener(
+            sock, self._secret, self._serve, self._spawn, SystemClock(), "scripted"
+        )
 
     async def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        await self._server.wait_closed()
+        assert self._listener is not None
+        self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def become_stranger(self) -> None:
+        """From now on it listens at the same address with another secret."""
+        await self.stop()
+        self._secret = b"another" * 4
+        await self.start(int(self.address.rpartition(":")[2]))
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _serve(self, sock: socket.socket, _: str) -> None:
+        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
         try:
-            await prove_as_async_server(reader, writer, self._secret)
             hello = TO_OWNER_CODEC.decode(await read_frame(reader))
             assert hello == AdminHello(STORE_PROTOCOL)
             while True:
@@ -83,7 +105,7 @@ class ScriptedStore:
                 if not self.is_silent:
                     write_frame(writer, FROM_OWNER_CODEC.encode(self.answer or self._answer(request)))
         except TransferError:
-            return  # the admin has left, or does not know the secret
+            return  # the admin has left
         finally:
             writer.close()
 

@@ -7,29 +7,20 @@ not of the protocol closes that connection only.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-import struct
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from kvtransfer.clock import Clock
-from kvtransfer.errors import PeerGoneError, TransferError, WireError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S
-from kvtransfer.secret import ServerHandshake
+from kvtransfer.errors import PeerGoneError, WireError
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_from, send_to
+from kvtransfer.listener import ProvenListener
 from kvtransfer.store.messages import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner, StoreRefusal, ToOwner
 from kvtransfer.store.streams import FrameStream
 from kvtransfer.store.tasks import Spawn
 
-_LENGTH = struct.Struct("<I")
-_HANDSHAKE_BYTES = 4096
 _HELLO_BYTES = 64 << 10
-_MAX_UNPROVEN = 64
-_ACCEPT_PAUSE_S = 0.1
-_BACKLOG = 128
 _FD_MARK = b"F"
-
-_log = logging.getLogger("tandem.store")
 
 
 class Visitor(NamedTuple):
@@ -52,55 +43,18 @@ class Door:
         spawn: Spawn,
         clock: Clock,
     ) -> None:
-        self._sock = sock
-        self._secret = secret
         self._serve = serve
-        self._spawn = spawn
-        self._clock = clock
         self._is_local = sock.family == socket.AF_UNIX
-        self._num_unproven = 0
-        self._accepting = spawn(self._accept(), "store-accept")
+        self._listener = ProvenListener(sock, secret, self._greet, spawn, clock, "store")
 
     def close(self) -> None:
         """Take nobody more."""
-        self._accepting.cancel()
-        self._sock.close()
+        self._listener.close()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._sock)
-            except OSError as error:  # no descriptors left, or the connection is gone already
-                _log.warning("the store could not accept a connection: %s", error)
-                await self._clock.sleep(_ACCEPT_PAUSE_S)
-                continue
-            if self._num_unproven >= _MAX_UNPROVEN:
-                sock.close()
-                continue
-            self._num_unproven += 1
-            self._spawn(self._run(sock), "store-connection")
-
-    async def _run(self, sock: socket.socket) -> None:
-        with sock:
-            try:
-                try:
-                    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):  # also for who sends byte by byte
-                        visitor = await self._prove(sock)
-                finally:
-                    self._num_unproven -= 1
-                await self._serve(visitor)
-            except PeerGoneError as error:
-                _log.debug("a connection ended: %s", error)
-            except (TransferError, OSError) as error:  # TimeoutError is an OSError
-                _log.warning("a connection to the store was closed: %s", error or "not in time")
-
-    async def _prove(self, sock: socket.socket) -> Visitor:
-        handshake = ServerHandshake(self._secret)
-        await send_to(sock, handshake.challenge(await _receive(sock, _HANDSHAKE_BYTES)))
-        await send_to(sock, handshake.welcome(await _receive(sock, _HANDSHAKE_BYTES)))
-        hello = TO_OWNER_CODEC.decode(await _receive(sock, _HELLO_BYTES))
-        return Visitor(sock, handshake.client_name, hello, self._is_local)
+    async def _greet(self, sock: socket.socket, name: str) -> None:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
+        await self._serve(Visitor(sock, name, hello, self._is_local))
 
 
 async def stream_of(visitor: Visitor) -> FrameStream:
@@ -118,14 +72,6 @@ async def refuse(visitor: Visitor, reason: str) -> None:
 async def tell(sock: socket.socket, message: FromOwner) -> None:
     """One message on a connection that is not a stream."""
     await send_to(sock, FROM_OWNER_CODEC.encode(message))
-
-
-async def send_to(sock: socket.socket, frame: bytes) -> None:
-    """One frame; `PeerGoneError` when the connection has ended."""
-    try:
-        await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(frame)) + frame)
-    except OSError as error:
-        raise PeerGoneError(f"connection lost while sending: {error}") from error
 
 
 def send_descriptor(sock: socket.socket, descriptor: int) -> None:
@@ -171,24 +117,3 @@ async def _readable(sock: socket.socket) -> None:
         await is_readable.wait()
     finally:
         loop.remove_reader(sock)
-
-
-async def _receive(sock: socket.socket, max_bytes: int) -> bytes:
-    (length,) = _LENGTH.unpack(await _receive_exactly(sock, _LENGTH.size))
-    if length > max_bytes:
-        raise WireError(f"frame of {length} bytes exceeds the limit of {max_bytes}")
-    return await _receive_exactly(sock, length)
-
-
-async def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    received = bytearray()
-    while len(received) < num_bytes:
-        try:
-            part = await loop.sock_recv(sock, num_bytes - len(received))
-        except OSError as error:
-            raise PeerGoneError(f"connection lost while receiving: {error}") from error
-        if not part:
-            raise PeerGoneError("connection closed by the other side")
-        received += part
-    return bytes(received)

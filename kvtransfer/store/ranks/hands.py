@@ -20,6 +20,7 @@ from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError, TransferError
 from kvtransfer.faults import Faults
 from kvtransfer.framing import receive_exactly
+from kvtransfer.listener import shut_down
 from kvtransfer.messages import TrafficClass
 from kvtransfer.pool import KvPool
 from kvtransfer.service import TRANSFER_THREADS
@@ -27,7 +28,6 @@ from kvtransfer.store.messages import AttachStore, StoreAttached, StoreGet, Stor
 from kvtransfer.store.ranks.attachment import MappedArena, attach
 from kvtransfer.store.ranks.copying import CopyWork, GetWork, PutWork
 from kvtransfer.traffic import TrafficGovernor
-from kvtransfer.transports.connection import shut_down
 
 
 @dataclass(frozen=True)

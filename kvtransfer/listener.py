@@ -1,0 +1,184 @@
+"""The listener behind every port between processes: a connection is served once it has proven the secret.
+
+A connection that has not proven the secret costs one of `MAX_UNPROVEN` slots, a socket and one frame of the
+proof. A newcomer that finds all slots taken gets that of the oldest, which is closed: strangers who hold
+connections open keep nobody out, and a peer that knows the secret needs its slot for milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+
+from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.errors import PeerGoneError, TransferError
+from kvtransfer.framing import prove_as_async_server
+
+MAX_UNPROVEN = 64
+_ACCEPT_PAUSE_S = 0.1
+
+_log = logging.getLogger("tandem.listener")
+
+Serve = Callable[[socket.socket, str], Awaitable[None]]
+"""Serves a proven connection (the non-blocking socket, the client's name), which is closed when it returns;
+to keep the connection, detach the socket."""
+
+
+class ProvenListener:
+    """Accepts connections on a listening socket, which it owns, and hands the proven ones to `serve`.
+
+    `spawn(work, name)` starts a task and watches over its errors. A `TransferError` or an `OSError` of
+    `serve` closes its connection only.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        serve: Serve,
+        spawn: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
+        clock: Clock,
+        label: str,
+    ) -> None:
+        """Listen from now on, on the running loop. `label` names the listener in logs and tasks."""
+        self._sock = sock
+        self._secret = secret
+        self._serve = serve
+        self._spawn = spawn
+        self._clock = clock
+        self._label = label
+        self._unproven: dict[socket.socket, None] = {}
+        sock.setblocking(False)
+        self._accepting = spawn(self._accept(), f"{label}-accept")
+        self._accepting.add_done_callback(functools.partial(_close, sock))
+
+    @property
+    def num_unproven(self) -> int:
+        return len(self._unproven)
+
+    def close(self) -> None:
+        """Accept nobody more, and end the connections that have not proven the secret."""
+        self._accepting.cancel()
+        for sock in list(self._unproven):
+            self._evict(sock)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._sock)
+            except OSError as error:  # no descriptors left, or the connection is gone already
+                _log.warning("%s: accept failed: %s", self._label, error)
+                await self._clock.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._evict(next(iter(self._unproven)))
+            self._unproven[sock] = None
+            running = self._spawn(self._run(sock), f"{self._label}-connection")
+            running.add_done_callback(functools.partial(_close, sock))
+            await _next_turn()  # a flood must not keep the loop from closing what was evicted
+
+    async def _run(self, sock: socket.socket) -> None:
+        try:
+            try:
+                name = await prove_as_async_server(sock, self._secret)
+                if sock not in self._unproven:
+                    raise PeerGoneError("it made room for newer connections before it was proven")
+            finally:
+                self._unproven.pop(sock, None)
+            await self._serve(sock, name)
+        except PeerGoneError as error:
+            _log.debug("%s: a connection ended: %s", self._label, error)
+        except (TransferError, OSError) as error:  # TimeoutError is an OSError
+            _log.warning("%s: a connection was closed: %s", self._label, error or "not proven in time")
+
+    def _evict(self, sock: socket.socket) -> None:
+        """End a connection whose task then closes it."""
+        del self._unproven[sock]
+        shut_down(sock)
+
+
+class ListeningThread:
+    """A `ProvenListener` on a thread and a loop of its own, for ranks, whose threads block.
+
+    `take(sock, name)` is called on that thread with each proven connection, a blocking socket that it owns
+    from then on; it must not block.
+    """
+
+    def __init__(
+        self, sock: socket.socket, secret: bytes, take: Callable[[socket.socket, str], None], label: str
+    ) -> None:
+        self._sock = sock
+        self._secret = secret
+        self._take = take
+        self._label = label
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self._error: BaseException | None = None
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._listen, name=f"{label}-listen", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more; returns when no further connection is handed out."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this was called before
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def _listen(self) -> None:
+        with self._runner:
+            self._runner.run(self._serve_until_closed())
+
+    async def _serve_until_closed(self) -> None:
+        listener = ProvenListener(
+            self._sock, self._secret, self._serve, self._spawn, SystemClock(), self._label
+        )
+        await self._closing.wait()
+        listener.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._error is not None:
+            raise self._error  # for `threading.excepthook`
+
+    async def _serve(self, sock: socket.socket, name: str) -> None:
+        if self._closing.is_set():
+            return
+        taken = socket.socket(fileno=sock.detach())
+        taken.setblocking(True)
+        self._take(taken, name)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            self._closing.set()
+
+
+def shut_down(sock: socket.socket) -> None:
+    """Wake whatever waits for the socket, which ends for both sides."""
+    with contextlib.suppress(OSError):  # the other side was first
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _close(sock: socket.socket, _: asyncio.Task[None]) -> None:
+    """Close what a task worked on, also when it was cancelled before it began."""
+    sock.close()
+
+
+def _next_turn() -> asyncio.Future[None]:
+    loop = asyncio.get_running_loop()
+    turn: asyncio.Future[None] = loop.create_future()
+    loop.call_soon(turn.set_result, None)
+    return turn
