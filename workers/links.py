@@ -1,109 +1,261 @@
-"""Links and Peer links: long-lived gRPC streams of msgpack frames, opened by a gateway or by a prefill brain.
+"""Links and Peer links: long-lived streams of msgpack frames, opened by a gateway or by a prefill brain.
 
-One bidirectional gRPC method per kind carries raw frames (no protobuf). The first four frames are the proof
-of the cluster secret; then the messages of `workers.messages` follow. gRPC keepalive notices a dead host.
+A TCP connection starts with the proof of the cluster secret on the bare socket (`kvtransfer.listener`), then
+the client sends the kind of link as a frame, then the messages of `workers.messages` follow. Both sides send
+an empty frame when they have nothing else to send, so that a dead host and a stopped process are noticed.
+
+The links are not gRPC streams, because a gRPC server offers no bound on what strangers cost: its size limit
+holds for unproven and proven streams alike, and idle connections are neither counted nor evicted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Literal
+import socket
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Literal, cast
 
-import grpc
-import grpc.aio
-
-from kvtransfer.errors import PeerGoneError, ProofError, TransferError
-from kvtransfer.secret import ClientHandshake, ServerHandshake
+from kvtransfer.clock import SystemClock
+from kvtransfer.errors import PeerGoneError
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
+from kvtransfer.listener import ProvenListener
 from kvtransfer.wire import MAX_FRAME_BYTES
 
 LinkKind = Literal["link", "peer"]
 
-_SERVICE = "tandem.internal.Frames"
-_METHOD = {"link": "Link", "peer": "Peer"}
-_CONNECT_TIMEOUT_S = 10.0
+_LENGTH = struct.Struct("<I")
+_PING = _LENGTH.pack(0)
+_PING_S = 1.5
+_NUM_SILENT_PINGS = 6
 _STOP_GRACE_S = 1.0
+_BACKLOG = 128
 _MAX_QUEUED_BYTES = 2 * MAX_FRAME_BYTES
-_ENDED = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
-"""What reads and writes of a stream raise when it is over."""
-_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # The kernel of a stopped process still acknowledges: only an unanswered ping tells that it is gone.
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
-    ("grpc.so_reuseport", 0),
-]
+# Frames that wait for `receive` beyond this many bytes stop the reading, until they are taken.
+_MAX_UNREAD_BYTES = 1 << 20
+# A frame longer than this is not joined with its header before it is written.
+_JOINED_BYTES = 64 << 10
+_STAGED_BYTES = 64 << 10
 
 _log = logging.getLogger("tandem.links")
 
 _Handler = Callable[["FrameStream"], Awaitable[None]]
 
 
-class FrameStream:
-    """One side of an open, proven stream. `send` never blocks; frames are written in order by one task.
+class FrameStream(asyncio.BufferedProtocol):
+    """One side of an open, proven stream. `send` never blocks; frames arrive in order.
 
-    A reader that falls `_MAX_QUEUED_BYTES` behind loses the stream, or it would take all memory here.
+    A reader that falls `_MAX_QUEUED_BYTES` behind loses the stream, or its frames would take all memory here.
+    So does one from which nothing has come for `_NUM_SILENT_PINGS` times `_PING_S` seconds.
     """
 
-    def __init__(self, name: str, read: Callable[[], Awaitable[bytes | None]]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._read = read
-        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._num_queued_bytes = 0
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.Transport | None = None
+        self._staged = bytearray(_STAGED_BYTES)
+        self._num_staged_bytes = 0
+        self._long: bytearray | None = None  # a frame that does not fit there, as far as it has come
+        self._num_long_bytes = 0
+        self._frames: deque[bytes] = deque()
+        self._num_unread_bytes = 0
+        self._is_paused = False
+        self._has_heard = self._has_sent = False
+        self._num_silent = 0
+        self._waiting: asyncio.Future[None] | None = None
+        self._pinging: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._has_ended = False  # the other side sends nothing more
+        self._is_over = asyncio.get_running_loop().create_future()
 
     @property
     def closed(self) -> bool:
-        return self._end.done()
+        return self._is_closed or self._is_over.done()
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; dropped when the stream is closed (its reader sees the end)."""
-        if self.closed:
+        if self.closed or self._transport is None:
             return
-        self._num_queued_bytes += len(frame)
-        self._outgoing.put_nowait(frame)
-        if self._num_queued_bytes > _MAX_QUEUED_BYTES:
-            _log.error("%s does not read: %d bytes wait for it", self.name, self._num_queued_bytes)
-            while not self._outgoing.empty():
-                self._outgoing.get_nowait()
-            self.close()
+        if len(frame) > MAX_FRAME_BYTES:
+            _log.error("%s: a frame of %d bytes is more than any reader takes", self.name, len(frame))
+            self.abort()
+            return
+        self._has_sent = True
+        header = _LENGTH.pack(len(frame))
+        if len(frame) <= _JOINED_BYTES:
+            self._transport.write(header + frame)
+        else:
+            self._transport.write(header)
+            self._transport.write(memoryview(frame))  # of which the loop keeps the rest without a copy
+        num_queued_bytes = self._transport.get_write_buffer_size()
+        if num_queued_bytes > _MAX_QUEUED_BYTES:
+            _log.error("%s does not read: %d bytes wait for it", self.name, num_queued_bytes)
+            self.abort()
 
     async def receive(self) -> bytes | None:
         """The next frame, or None when the stream has ended (for whatever reason)."""
-        if self.closed:
-            return None
-        read = asyncio.ensure_future(self._read())
-        try:
-            await asyncio.wait((read, self._end), return_when=asyncio.FIRST_COMPLETED)
-            frame = read.result() if read.done() and not read.cancelled() else None
-        except _ENDED:
-            frame = None
-        finally:
-            if self.closed:  # it ends with the call: to cancel it would cancel what is still to be written
-                read.add_done_callback(_retrieve)
-            else:
-                read.cancel()
-        if frame is None:
-            self.close()
-        return frame
+        while not self._is_closed:
+            if self._frames:
+                return self._take()
+            if self._has_ended:
+                self.close()
+                break
+            assert self._waiting is None, "one task receives"
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        return None
 
     def close(self) -> None:
         """End the stream after what was sent; both sides' `receive` return None."""
-        if not self.closed:
-            self._end.set_result(None)
-            self._outgoing.put_nowait(None)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._frames.clear()
+        self._wake()
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write_eof()
+        if self._has_ended:
+            self._transport.close()
+            return
+        # To close at once would reset the connection and drop what is on its way: the other side ends first.
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        self._give_up_later()
 
-    async def outgoing(self) -> AsyncIterator[bytes]:
-        """What to write, until closed (used by the gRPC plumbing)."""
-        while (frame := await self._outgoing.get()) is not None:
-            yield frame
-            self._num_queued_bytes -= len(frame)
+    def abort(self) -> None:
+        """End the stream at once, whatever is still to be sent."""
+        self.close()
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Return when the connection is gone."""
+        await asyncio.shield(self._is_over)
+
+    # ---------------------------------------------------------------- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._ping_later()
+
+    def get_buffer(self, _: int) -> memoryview:
+        if self._long is not None:
+            return memoryview(self._long)[self._num_long_bytes :]
+        return memoryview(self._staged)[self._num_staged_bytes :]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        self._has_heard = True
+        if self._is_closed:
+            return
+        if self._long is None:
+            self._num_staged_bytes += num_bytes
+            self._unpack()
+        else:
+            self._num_long_bytes += num_bytes
+            if self._num_long_bytes == len(self._long):
+                self._append(bytes(self._long))
+                self._long = None
+        if self._frames:
+            self._wake()
+        if self._num_unread_bytes > _MAX_UNREAD_BYTES and not self._is_paused and self._transport:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        self._has_ended = True
+        self._wake()
+        if self._is_closed and self._transport is not None:
+            self._transport.close()
+        return True  # what is still to be sent is sent; `close` then ends it
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._has_ended = True
+        if self._pinging is not None:
+            self._pinging.cancel()
+        self._wake()
+        if not self._is_over.done():
+            self._is_over.set_result(None)
+
+    # ------------------------------------------------------------------------------- private
+
+    def _unpack(self) -> None:
+        """Take the whole frames out of what is staged; one that cannot fit there gets room of its own."""
+        start, end = 0, self._num_staged_bytes
+        while end - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._staged, start)
+            if length > MAX_FRAME_BYTES:
+                _log.warning("%s announced a frame of %d bytes and is cut off", self.name, length)
+                self.abort()
+                return
+            first = start + _LENGTH.size
+            if first + length <= end:
+                if length:
+                    self._append(bytes(memoryview(self._staged)[first : first + length]))
+                start = first + length
+                continue
+            if length > _STAGED_BYTES - _LENGTH.size:
+                self._long = bytearray(length)
+                self._num_long_bytes = end - first
+                self._long[: end - first] = memoryview(self._staged)[first:end]
+                start = end
+            break
+        self._staged[: end - start] = self._staged[start:end]
+        self._num_staged_bytes = end - start
+
+    def _append(self, frame: bytes) -> None:
+        self._frames.append(frame)
+        self._num_unread_bytes += len(frame)
+
+    def _take(self) -> bytes:
+        frame = self._frames.popleft()
+        self._num_unread_bytes -= len(frame)
+        if self._is_paused and self._num_unread_bytes <= _MAX_UNREAD_BYTES:
+            self._is_paused = False
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
+        return frame
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _ping_later(self) -> None:
+        self._pinging = asyncio.get_running_loop().call_later(_PING_S, self._ping)
+
+    def _ping(self) -> None:
+        # Turns are counted rather than seconds: after a pause of this process what came meanwhile is read.
+        assert self._transport is not None
+        if not self._has_sent and not self._is_closed:
+            self._transport.write(_PING)
+        self._num_silent = 0 if self._has_heard or self._is_paused else self._num_silent + 1
+        self._has_heard = self._has_sent = False
+        if self._num_silent >= _NUM_SILENT_PINGS:
+            _log.warning("%s: nothing has come for %g s", self.name, _NUM_SILENT_PINGS * _PING_S)
+            self.abort()
+        else:
+            self._ping_later()
+
+    def _give_up_later(self) -> None:
+        assert self._transport is not None
+        num_unsent_bytes = self._transport.get_write_buffer_size()
+        asyncio.get_running_loop().call_later(_STOP_GRACE_S, self._give_up, num_unsent_bytes)
+
+    def _give_up(self, num_unsent_bytes: int) -> None:
+        """Abort unless the connection is over, or some of what was unsent has been sent meanwhile."""
+        assert self._transport is not None
+        if self._is_over.done():
+            return
+        if self._transport.get_write_buffer_size() < num_unsent_bytes:
+            self._give_up_later()
+        else:
+            self._transport.abort()
 
 
 async def open_stream(address: str, kind: LinkKind, secret: bytes, name: str) -> FrameStream:
@@ -112,142 +264,83 @@ async def open_stream(address: str, kind: LinkKind, secret: bytes, name: str) ->
     Raises `ProofError` when the other side does not know the secret, `PeerGoneError` when it cannot be
     reached within 10 s.
     """
-    channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-    method = channel.stream_stream(f"/{_SERVICE}/{_METHOD[kind]}")
-    call: grpc.aio.StreamStreamCall = method()
-
-    async def read() -> bytes | None:
-        frame = await call.read()
-        return None if frame is grpc.aio.EOF else frame
-
-    stream = FrameStream(address, read)
     try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            await _prove_as_client(call, read, secret, name)
-    except TransferError:
-        await channel.close()
-        raise
-    except (grpc.RpcError, TimeoutError, asyncio.InvalidStateError) as error:
-        await channel.close()
-        raise PeerGoneError(f"{address} cannot be reached: {error!r}") from error
-    writer = asyncio.create_task(_write_client(call, stream, channel), name=f"link-writer {address}")
-    writer.add_done_callback(lambda task: stream.close())
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            with await connect_tcp(address) as sock:
+                await prove_as_async_client(sock, secret, name)
+                stream = await _stream(sock, address)
+    except (OSError, ValueError) as error:  # TimeoutError is an OSError
+        raise PeerGoneError(f"{address} cannot be reached: {error or 'not in time'}") from error
+    stream.send(kind.encode())
     return stream
 
 
 class LinkServer:
-    """The brain's gRPC server: accepts Links and Peer links and hands each proven stream to its handler.
+    """The brain's server: accepts Links and Peer links and hands each proven stream to its handler.
 
     A handler runs for the life of its stream; when it returns, the stream closes.
     """
 
     def __init__(self, secret: bytes, on_link: _Handler, on_peer: _Handler) -> None:
         self._secret = secret
-        self._handlers: dict[str, _Handler] = {"link": on_link, "peer": on_peer}
-        self._server = grpc.aio.server(options=_OPTIONS)
-        self._server.add_generic_rpc_handlers((self._rpc_handler(),))
+        self._handlers: dict[bytes, _Handler] = {b"link": on_link, b"peer": on_peer}
+        self._listener: ProvenListener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._streams: set[FrameStream] = set()
         self.port = 0
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port (a free one when `port` is 0)."""
-        self.port = self._server.add_insecure_port(f"{host}:{port}")
-        await self._server.start()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self.port = sock.getsockname()[1]
+        self._listener = ProvenListener(sock, self._secret, self._serve, self._spawn, SystemClock(), "links")
         return self.port
 
     async def stop(self) -> None:
         """Take no new streams; those that do not end within a moment are cut."""
-        await self._server.stop(grace=_STOP_GRACE_S)
+        if self._listener is not None:
+            self._listener.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_GRACE_S)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for stream in list(self._streams):
+            stream.abort()
+            await stream.wait_closed()
 
-    def _rpc_handler(self) -> grpc.GenericRpcHandler:
-        return grpc.method_handlers_generic_handler(
-            _SERVICE,
-            {
-                _METHOD[kind]: grpc.stream_stream_rpc_method_handler(self._behaviour(handler))
-                for kind, handler in self._handlers.items()
-            },
-        )
+    async def _serve(self, sock: socket.socket, name: str) -> None:
+        stream = await _stream(sock, name)
+        self._streams.add(stream)
+        try:
+            kind = await stream.receive()
+            handler = self._handlers.get(kind or b"")
+            if handler is not None:
+                await handler(stream)
+            elif kind is not None:
+                _log.warning("%s opened a link of unknown kind %r", name, kind[:20])
+        finally:
+            stream.close()
+        await stream.wait_closed()
+        self._streams.discard(stream)
 
-    def _behaviour(
-        self, handler: _Handler
-    ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]:
-        async def serve(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            async def read() -> bytes | None:
-                frame = await context.read()
-                return None if frame is grpc.aio.EOF else frame
-
-            try:
-                name = await _prove_as_server(context, read, self._secret)
-            except (TransferError, TimeoutError) as error:
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-                return
-            stream = FrameStream(name, read)
-            writer = asyncio.create_task(_write_server(context, stream), name=f"link-writer {name}")
-            handling = asyncio.ensure_future(handler(stream))
-            try:
-                await asyncio.shield(handling)
-            except asyncio.CancelledError:  # the client left: the handler sees the end of its stream
-                stream.close()
-                await handling
-                raise
-            finally:
-                stream.close()
-                await writer
-
-        return serve
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
-async def _prove_as_client(
-    call: grpc.aio.StreamStreamCall, read: Callable[[], Awaitable[bytes | None]], secret: bytes, name: str
-) -> None:
-    handshake = ClientHandshake(secret, name)
-    await call.write(handshake.hello())
-    await call.write(handshake.answer(_present(await read())))
-    handshake.finish(_present(await read()))
-
-
-async def _prove_as_server(
-    context: grpc.aio.ServicerContext, read: Callable[[], Awaitable[bytes | None]], secret: bytes
-) -> str:
-    handshake = ServerHandshake(secret)
-    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-        await context.write(handshake.challenge(_present(await read())))
-        await context.write(handshake.welcome(_present(await read())))
-    return handshake.client_name
-
-
-def _present(frame: bytes | None) -> bytes:
-    if frame is None:
-        raise ProofError("the other side closed the stream during the proof")
-    return frame
-
-
-async def _write_client(
-    call: grpc.aio.StreamStreamCall, stream: FrameStream, channel: grpc.aio.Channel
-) -> None:
+async def _stream(sock: socket.socket, name: str) -> FrameStream:
+    """The stream over a proven connection, which it takes over."""
+    taken = socket.socket(fileno=sock.detach())
+    taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    loop = asyncio.get_running_loop()
     try:
-        async for frame in stream.outgoing():
-            await call.write(frame)
-        await call.done_writing()  # to cancel at once would drop what is on its way
-        async with asyncio.timeout(_STOP_GRACE_S):
-            await call.code()
-    except TimeoutError:
-        _log.info("%s did not end its side of the stream", stream.name)
-    except _ENDED:
-        stream.close()
-    finally:
-        call.cancel()
-        await channel.close()
-
-
-async def _write_server(context: grpc.aio.ServicerContext, stream: FrameStream) -> None:
-    try:
-        async for frame in stream.outgoing():
-            await context.write(frame)
-    except _ENDED:
-        stream.close()
-
-
-def _retrieve(read: asyncio.Future[bytes | None]) -> None:
-    """Take note of a read's end, whatever it was."""
-    if not read.cancelled():
-        read.exception()
+        _, stream = await loop.create_connection(lambda: FrameStream(name), sock=taken)
+    except (OSError, asyncio.CancelledError):
+        with contextlib.suppress(OSError):
+            taken.close()
+        raise
+    return stream

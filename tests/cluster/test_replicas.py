@@ -118,11 +118,11 @@ async def test_a_replica_that_falls_silent_is_left_and_found_again(
     gateway, address = await house.add_gateway()
     silent.script.stop_after = 2
     stream = house.client(address).generate(PROMPT, GenerateOptions(seed=3, max_tokens=8)).events()
-    while not isinstance(await anext(stream), pb.Delta):
+    while not isinstance(first := await anext(stream), pb.Delta):
         pass
     other = await house.add_replica("d1", "decode")
-    ids = [token async for event in stream if isinstance(event, pb.Delta) for token in event.token_ids]
-    assert ids == expected(3, 8)[1:]
+    rest = [token async for event in stream if isinstance(event, pb.Delta) for token in event.token_ids]
+    assert [*first.token_ids, *rest] == expected(3, 8)
     assert other.submissions
     note = "nothing was heard for 0.5 s"
     await until(lambda: any(view.note == note for view in gateway.links.views()), "the reason is told")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, VOCABULARY, HashRank, pack
+from link_ends import LinkEnd
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.config import TransferConfig
@@ -16,7 +16,6 @@ from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
 from workers.gateways import Gateways
 from workers.inbound import Inbound
-from workers.links import FrameStream
 from workers.messages import (
     LINK_UP_CODEC,
     HandOverReport,
@@ -99,8 +98,8 @@ class Rooms:
         num_ranks = len({rank for rank, _ in lanes})
         self.peers = PeersStub()
         self.gateways = Gateways(self.clock, self._no_load)
-        self.gateways.connected(GATEWAY, FrameStream("gateway", self._never))
-        self._stream = self.gateways._ports[GATEWAY].stream
+        self._gateway = LinkEnd("gateway")
+        self.gateways.connected(GATEWAY, self._gateway.stream)
         self.outbound = Outbound(
             config=TransferConfig(),
             block_tokens=BLOCK_TOKENS,
@@ -182,7 +181,7 @@ class Rooms:
     def pump(self) -> None:
         """What the brain does after every event, and what the rank answers."""
         self.inbound.grant()
-        self.outbound.wanted(self.scheduler.landings_wanted())
+        self.outbound.wanted(self.scheduler.landings_wanted(self.clock.now()))
         plan = self.scheduler.plan(self.clock.now())
         if plan is not None:
             self.requests.settle(self.scheduler.settle(self.rank.run(plan), self.clock.now()))
@@ -198,10 +197,7 @@ class Rooms:
         self.outbound.message(PEER, LandingGrant(asked.landing_id, num_held_tokens, block_ids))
 
     def _listen(self) -> None:
-        assert self._stream is not None
-        while not self._stream._outgoing.empty():
-            frame = self._stream._outgoing.get_nowait()
-            assert frame is not None
+        for frame in self._gateway.sent():
             message = LINK_UP_CODEC.decode(frame)
             if isinstance(message, StepFrame):
                 self.failures.extend(message.failures)
@@ -211,10 +207,6 @@ class Rooms:
 
     def _no_load(self) -> LoadReport:
         return LoadReport(HERE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)
-
-    async def _never(self) -> bytes | None:
-        await asyncio.Event().wait()
-        return None
 
     def _kill(self, reason: str) -> None:
         raise AssertionError(reason)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from link_ends import LinkEnd
 
 from kvtransfer.errors import TransferError
+from kvtransfer.framing import connect_tcp, prove_as_async_client, send_to
 from kvtransfer.secret import draw_secret
+from kvtransfer.wire import MAX_FRAME_BYTES
 from workers import links
 from workers.links import FrameStream, LinkServer, open_stream
 
@@ -22,6 +28,7 @@ class Host:
     def __init__(self) -> None:
         self.streams: asyncio.Queue[FrameStream] = asyncio.Queue()
         self.server = LinkServer(SECRET, self._hold, self._hold)
+        self.clients: list[FrameStream] = []
         self.received: list[bytes] = []
         self.ended = asyncio.Event()
 
@@ -37,11 +44,15 @@ async def host() -> AsyncIterator[Host]:
     host = Host()
     await host.server.start("127.0.0.1")
     yield host
+    for client in host.clients:
+        client.abort()
+        await client.wait_closed()
     await host.server.stop()
 
 
 async def connected(host: Host) -> tuple[FrameStream, FrameStream]:
     client = await open_stream(f"127.0.0.1:{host.server.port}", "link", SECRET, "test")
+    host.clients.append(client)
     return client, await host.streams.get()
 
 
@@ -85,26 +96,99 @@ async def test_stopping_the_server_tells_what_was_sent(host: Host) -> None:
     assert await drained(client) == [b"the last word"]
 
 
-async def test_a_reader_that_does_not_read_loses_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_MAX_QUEUED_BYTES", 1000)
-
-    async def never() -> bytes | None:
-        await asyncio.Event().wait()
-        return None
-
-    stream = FrameStream("slow", never)
-    writing = stream.outgoing()
+async def test_a_reader_that_does_not_read_loses_the_stream(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_MAX_QUEUED_BYTES", 1 << 20)
+    client, server = await connected(host)
     for _ in range(30):  # read as fast as they come: nothing piles up
-        stream.send(bytes(100))
-        assert len(await anext(writing)) == 100
-    for _ in range(11):
-        stream.send(bytes(100))
-    assert stream.closed
-    assert await stream.receive() is None
-    assert [frame async for frame in writing] == []
+        server.send(bytes(1 << 20))
+        assert await client.receive() == bytes(1 << 20)
+    for _ in range(100):
+        server.send(bytes(1 << 20))
+    assert server.closed
+    assert await server.receive() is None
+    assert len(await drained(client)) < 100
 
 
 async def test_a_wrong_secret_is_refused(host: Host) -> None:
     with pytest.raises(TransferError):
         await open_stream(f"127.0.0.1:{host.server.port}", "link", draw_secret(), "stranger")
     assert host.streams.empty()
+
+
+async def stranger_that_knows_the_secret(host: Host) -> socket.socket:
+    sock = await connect_tcp(f"127.0.0.1:{host.server.port}")
+    await prove_as_async_client(sock, SECRET, "test")
+    return sock
+
+
+async def test_a_side_that_falls_silent_is_left(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stopped process is: its kernel still acknowledges what it is sent."""
+    monkeypatch.setattr(links, "_PING_S", 0.02)
+    with await stranger_that_knows_the_secret(host) as sock:
+        await send_to(sock, b"link")
+        async with asyncio.timeout(20):
+            await host.ended.wait()
+
+
+async def test_an_idle_link_stays_open(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides let the other one hear of them."""
+    monkeypatch.setattr(links, "_PING_S", 0.02)
+    client, server = await connected(host)
+    await asyncio.wait([asyncio.create_task(host.ended.wait())], timeout=20 * 0.02)
+    assert [client.closed, server.closed, host.ended.is_set()] == [False] * 3
+    server.send(b"still there")
+    assert await client.receive() == b"still there"
+
+
+async def test_a_frame_beyond_the_limit_ends_its_stream_only(host: Host) -> None:
+    client, _ = await connected(host)
+    with await stranger_that_knows_the_secret(host) as sock:
+        await send_to(sock, b"peer")
+        await host.streams.get()
+        sock.send((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+        async with asyncio.timeout(20):
+            await host.ended.wait()
+    client.send(bytes(MAX_FRAME_BYTES + 1))
+    assert client.closed, "nobody could read it"
+
+
+async def test_a_link_of_an_unknown_kind_is_closed(host: Host) -> None:
+    with await stranger_that_knows_the_secret(host) as sock:
+        await send_to(sock, b"lunch")
+        async with asyncio.timeout(20):
+            assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+    assert host.streams.empty()
+
+
+@pytest.mark.parametrize("size", [1, 100_000, MAX_FRAME_BYTES])
+async def test_frames_of_any_size_arrive_whole(host: Host, size: int) -> None:
+    client, server = await connected(host)
+    frame = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    client.send(frame)
+    client.send(b"after it")
+    client.close()
+    async with asyncio.timeout(60):
+        await host.ended.wait()
+    assert host.received == [frame, b"after it"]
+    assert server.closed
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 10) | st.integers(65_500, 65_600) | st.integers(0, 200_000), max_size=8),
+    cuts=st.lists(st.integers(1, 70_000), min_size=1, max_size=8),
+)
+def test_frames_arrive_whole_however_they_are_cut(sizes: list[int], cuts: list[int]) -> None:
+    frames = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+    arriving = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
+
+    async def receive_all() -> list[bytes]:
+        end = LinkEnd("peer")
+        end.arrive(arriving, [*cuts, 50_000])
+        end.feed(None)
+        return await drained(end.stream)
+
+    # An empty frame is no message: an idle side sends it.
+    assert asyncio.run(receive_all()) == [frame for frame in frames if frame]

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from link_ends import LinkEnd
 from msgspec.structs import replace
 from walk_house import until
 
@@ -106,12 +107,12 @@ class House:
         )
 
 
-def fed(*messages: PeerLinkMessage) -> tuple[FrameStream, asyncio.Queue[bytes | None]]:
-    """A stream that brings these messages, and then what is put into its queue."""
-    queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+def fed(*messages: PeerLinkMessage) -> tuple[FrameStream, LinkEnd]:
+    """A stream that brings these messages, and then what its end is fed."""
+    end = LinkEnd("writer")
     for message in messages:
-        queue.put_nowait(PEER_CODEC.encode(message))
-    return FrameStream("writer", queue.get), queue
+        end.feed(PEER_CODEC.encode(message))
+    return end.stream, end
 
 
 @asynccontextmanager
@@ -141,7 +142,7 @@ async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
     assert old.closed
     await first
     assert house.sides.lost == [PEER], "the end of the first link is not that of the second"
-    feed.put_nowait(None)
+    feed.feed(None)
     await second
     assert house.sides.lost == [PEER, PEER]
 
@@ -156,7 +157,7 @@ async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> 
     lose = house.sides.writer_lost
 
     def lose_with_a_frame_on_its_way(writer: ReplicaIdentity) -> None:
-        late.put_nowait(PEER_CODEC.encode(WriterStopped(b"1")))
+        late.feed(PEER_CODEC.encode(WriterStopped(b"1")))
         lose(writer)
 
     house.sides.writer_lost = lose_with_a_frame_on_its_way  # type: ignore[method-assign]
@@ -164,7 +165,7 @@ async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> 
     second = asyncio.create_task(house.peers.serve(new))
     await first
     assert house.sides.heard == []
-    feed.put_nowait(None)
+    feed.feed(None)
     await second
 
 
@@ -270,7 +271,7 @@ async def test_each_rank_connects_its_lanes_and_the_path_is_ready_when_all_have(
 async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> None:
     house = House(COLUMNS)
     stream, feed = fed(PeerHello(PEER, RECORD, STAGES))
-    feed.put_nowait(None)
+    feed.feed(None)
     await house.peers.serve(stream)
     assert sorted(house.sides.pieces, key=str) == sorted(
         ((head, piece) for (_, head), piece in QUARTERS.items()), key=str
@@ -295,10 +296,9 @@ async def test_a_writer_that_cannot_send_all_is_refused_with_the_reason(
 ) -> None:
     house = House()
     stream, feed = fed(PeerHello(PEER, RECORD, own))
-    feed.put_nowait(None)
+    feed.feed(None)
     await house.peers.serve(stream)
-    frame = stream._outgoing.get_nowait()
-    assert frame is not None
+    (frame,) = feed.sent()
     refusal = PEER_CODEC.decode(frame)
     assert isinstance(refusal, PeerRefusal)
     assert word in refusal.reason
