@@ -14,6 +14,7 @@ A landing's blocks return to the pool only when no writer can touch them any mor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,10 +40,11 @@ from kvtransfer.messages import (
     WriterGone,
     WriterStopped,
 )
+from kvtransfer.overtaking import may_pass
 from kvtransfer.verification import Lanes, ManifestError, Verification
 
-_AGING_S = 10.0
-"""A waiting landing gains one level of priority in this time."""
+_AGING_S = 10.0  # in which a waiting landing gains one level of priority
+_MAX_TRIES = 16  # that find too little room at a time: each has its prefix looked up
 
 
 class _State(Enum):
@@ -57,18 +59,17 @@ class _Landing:
     writer: ReplicaIdentity
     lanes: Lanes
     arrived_at: float
+    blocked_at: float = math.inf  # since when it is first in the queue and finds too little room
     state: _State = _State.WAITING
     held: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    pieces: Verification = field(init=False)
-    """From its grant on."""
+    pieces: Verification = field(init=False)  # from its grant on
     lease_end: float = 0.0
     num_tokens_computed: int = 0
     handed_over: bool = False
     num_tokens: int = 0  # whose KV was handed over
     closed_ranks: set[int] = field(default_factory=set)
-    connections: set[tuple[int, bytes]] = field(default_factory=set)
-    """In quarantine: (rank, connection) of what may still write."""
+    connections: set[tuple[int, bytes]] = field(default_factory=set)  # in quarantine: what may still write
 
 
 class LandingBook:
@@ -147,15 +148,21 @@ class LandingBook:
         return self.grant(now, idle=idle)
 
     def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
-        """Open as many waiting landings as fit, oldest and most urgent first."""
+        """Open as many waiting landings as fit, oldest and most urgent first; see `overtaking`."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (-(item.request.priority + (now - item.arrived_at) / _AGING_S), item.arrived_at)
         )
         actions: list[LandingAction] = []
+        blocked: list[_Landing] = []
         for landing in waiting:
             if not self._open(landing, now, idle=idle):
-                break
+                blocked.append(landing)
+                blocked[0].blocked_at = min(blocked[0].blocked_at, now)
+                share = self._num_blocks(blocked[0].request.num_tokens) / self._pool.num_total
+                if len(blocked) == _MAX_TRIES or not may_pass(share, now - blocked[0].blocked_at):
+                    break
+                continue
             request = landing.request
             actions.append(ToRanks(OpenLanding(request.landing_id, landing.writer, tuple(landing.blocks))))
             num_held = len(landing.held) * self._block_tokens

@@ -74,7 +74,7 @@ class Side:
         """Send a plan, if one is possible and not too many are out."""
         rooms = self.rooms
         rooms.inbound.grant()
-        rooms.outbound.wanted(rooms.scheduler.landings_wanted())
+        rooms.outbound.wanted(rooms.scheduler.landings_wanted(rooms.clock.now()))
         plan = rooms.scheduler.plan(rooms.clock.now()) if len(self.plans) < DEPTH else None
         if plan is not None:
             self.plans.append(plan)

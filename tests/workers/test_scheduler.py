@@ -234,9 +234,9 @@ def test_an_outbound_prompt_waits_for_its_landing_then_stops_after_its_first_tok
     submission = ask(n=2, decode="d", max_tokens=3)
     side.scheduler.submit(submission, 1.0)
     side.scheduler.submit(ask("local", [9], max_tokens=1), 1.0)
-    (wish,) = side.scheduler.landings_wanted()
+    (wish,) = side.scheduler.landings_wanted(0.0)
     assert (wish.request_id, wish.num_tokens) == ("a", 6)
-    assert side.scheduler.landings_wanted() == []
+    assert side.scheduler.landings_wanted(0.0) == []
     assert [delta.request_id for delta in step(side).tokens] == ["local"], "it is overtaken, not waited for"
     assert not side.plan(1.0)
     assert side.scheduler.grant_landing("a", 1)
@@ -272,11 +272,25 @@ def test_landings_are_asked_one_step_ahead_and_a_full_target_holds_back_its_own_
     side = engine(max_batch_tokens=8)
     for name, target in (("a", "d"), ("b", "d"), ("c", "e")):
         side.scheduler.submit(ask(name, [ord(name)] * 9, decode=target), 0.0)
-    assert [wish.request_id for wish in side.scheduler.landings_wanted()] == ["a", "c"]
+    assert [wish.request_id for wish in side.scheduler.landings_wanted(0.0)] == ["a", "c"]
     side.scheduler.grant_landing("a", 1)
-    assert side.scheduler.landings_wanted() == []
+    assert side.scheduler.landings_wanted(0.0) == []
     step(side)
-    assert [wish.request_id for wish in side.scheduler.landings_wanted()] == ["b"]
+    assert [wish.request_id for wish in side.scheduler.landings_wanted(0.0)] == ["b"]
+
+
+def test_one_that_waits_long_for_its_landing_is_passed_by_those_behind_it() -> None:
+    """It may need nearly all of the target's room; one at a time, or a full target would be asked by all."""
+    side = engine(max_batch_tokens=8)
+    for name in "abcd":
+        side.scheduler.submit(ask(name, [ord(name)] * 9, decode="d"), 0.0)
+    asked = [
+        [wish.request_id for wish in side.scheduler.landings_wanted(now)] for now in (5.0, 5.5, 6.0, 9.0)
+    ]
+    assert asked == [["a"], [], ["b"], []]
+    side.scheduler.grant_landing("b", 1)
+    step(side)
+    assert [wish.request_id for wish in side.scheduler.landings_wanted(9.0)] == ["c"]
 
 
 @pytest.mark.parametrize("num_valid", [6, 4, 0])

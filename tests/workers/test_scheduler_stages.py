@@ -149,7 +149,7 @@ def test_landings_are_asked_for_what_all_stages_take_in() -> None:
         side = engine(num_stages=num_stages, max_batch_tokens=8)
         for index in range(5):
             side.scheduler.submit(ask(f"r{index}", [index + 1] * 9, decode="d"), 0.0)
-        assert len(side.scheduler.landings_wanted()) == num_asked
+        assert len(side.scheduler.landings_wanted(0.0)) == num_asked
 
 
 # ------------------------------------------------------------------------------------------ chunk lengths

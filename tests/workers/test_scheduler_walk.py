@@ -263,7 +263,7 @@ class Pair(RuleBasedStateMachine):
 
     @rule(grant=st.booleans())
     def ask_for_landings(self, grant: bool) -> None:
-        for wish in self.prefill.scheduler.landings_wanted():
+        for wish in self.prefill.scheduler.landings_wanted(0.0):
             assert wish.request_id not in self.landings
             self.landings[wish.request_id] = HandOver(wish)
         if grant:

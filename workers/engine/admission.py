@@ -12,6 +12,8 @@ from workers.engine.tables import BlockTables
 from workers.errors import CapacityError
 from workers.messages import Submission
 
+_WAIT_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -63,18 +65,20 @@ class Limits:
 
 
 def landing_wishes(
-    running: Iterable[Sequence], waiting: Collection[Sequence], window_tokens: int
+    running: Iterable[Sequence], waiting: Collection[Sequence], window_tokens: int, now: float
 ) -> list[LandingWish]:
     """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
 
     A request that waits for its landing holds back only those behind it that go to the same replica, so that
-    one full decode replica does not idle the others.
+    one full decode replica does not idle the others. The first of them holds nobody back after `_WAIT_S`: it
+    may need more room than others would (`kvtransfer.overtaking`).
     """
     wishes: list[LandingWish] = []
     if not waiting:
         return wishes
     num_ready_tokens = sum(sequence.num_remaining for sequence in running)
     target_to_asked_tokens: dict[str, int] = {}
+    passed_targets: set[str] = set()
     for sequence in waiting:
         request = sequence.request
         num_uncached_tokens = sequence.num_tokens - sequence.num_expected_cached_tokens
@@ -87,8 +91,11 @@ def landing_wishes(
         if request.landing is Landing.NEEDED:
             if num_ready_tokens + num_asked_tokens > window_tokens:
                 continue
-            request.landing = Landing.ASKED
+            request.landing, request.landing_asked_at = Landing.ASKED, now
             wishes.append(_wish(sequence))
+        elif target not in passed_targets and now >= request.landing_asked_at + _WAIT_S:
+            passed_targets.add(target)
+            continue
         target_to_asked_tokens[target] = num_asked_tokens + num_uncached_tokens
     return wishes
 

@@ -245,9 +245,9 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    def landings_wanted(self) -> list[LandingWish]:
+    def landings_wanted(self, now: float) -> list[LandingWish]:
         """Outbound requests about one step (of all stages) ahead of being scheduled; each is named once."""
-        return landing_wishes(self._life.running, self._life.waiting, self._landing_window_tokens)
+        return landing_wishes(self._life.running, self._life.waiting, self._landing_window_tokens, now)
 
     def loads_wanted(self) -> list[LoadWish]:
         """Waiting sequences whose missing blocks the store may have, first in line first; each is named once,

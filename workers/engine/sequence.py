@@ -46,6 +46,7 @@ class Request:
         "arrived_at",
         "deadline",
         "landing",
+        "landing_asked_at",
         "num_cached_tokens",
         "num_loaded_tokens",
         "num_prompt_tokens",
@@ -65,6 +66,7 @@ class Request:
         self.output_limit = output_limit
         """Tokens a sample may have in all: `max_tokens`, clipped to the context."""
         self.landing = Landing.READY if submission.decode is None else Landing.NEEDED
+        self.landing_asked_at = 0.0
         self.num_cached_tokens = 0
         self.num_loaded_tokens: dict[str, int] = {}
         """Tokens whose KV came from the store, by tier."""
