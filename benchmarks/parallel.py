@@ -119,7 +119,16 @@ def play_reducer(order: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank, device = order["rank"], torch.device("cpu")
     store = find_store(order["port"])
-    groups = RankGroups(store, tp=NUM_RANKS, pp=1, rank=rank, device=device, host="127.0.0.1", host_id="here")
+    groups = RankGroups(
+        store,
+        tp=NUM_RANKS,
+        pp=1,
+        rank=rank,
+        device=device,
+        host="127.0.0.1",
+        host_id="here",
+        secret=b"between the ranks of this benchmark",
+    )
     gloo = gloo_group(store, "gloo", rank, NUM_RANKS)
     ways: dict[str, Callable[[torch.Tensor], object]] = {
         "rank": groups.all_reduce,

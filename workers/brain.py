@@ -111,7 +111,14 @@ class Brain:
             secret=secret,
             faults=faults,
         )
-        self._group = RankGroup(secret, launcher, self._on_rank_message, self._on_rank_died)
+        self._group = RankGroup(
+            secret,
+            launcher,
+            self._on_rank_message,
+            self._on_rank_died,
+            clock=clock,
+            start_stall_s=engine.start_stall_s,
+        )
         self._gateways = Gateways(clock, lambda: self.reports.load())
         links = GatewayLinks(self._gateways, self._hello, self._on_gateway_message)
         self._server = LinkServer(secret, links.serve, self._serve_peer)
@@ -318,7 +325,7 @@ class Brain:
         self.inbound.grant()
         if self.tiers is not None:
             self.tiers.pump()
-        self.outbound.wanted(self.scheduler.landings_wanted())
+        self.outbound.wanted(self.scheduler.landings_wanted(self._clock.now()))
         self.steps.feed()
         self.moving.pump()
         if self.scheduler.has_new_wishes():

@@ -45,6 +45,10 @@ class EngineConfig(BaseModel):
     """A step that takes this much longer than its size explains means that the ranks hang: the replica
     reports itself unhealthy."""
 
+    start_stall_s: float = Field(default=600.0, gt=0)
+    """The start of a replica fails when none of its ranks comes further for this long. Progress is a new
+    phase, or another layer loaded; a KV pool in host memory is allocated in one, about a second a GB."""
+
     offload_tokens: int = Field(default=0, ge=0)
     """KV capacity in host memory beyond `kv_tokens`, where running sequences keep older blocks (0: none, a
     sequence that finds no room is preempted)."""

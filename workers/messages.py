@@ -445,6 +445,13 @@ class RankJoined(Message, frozen=True):
     attention_ratio: float
 
 
+class RankProgress(Message, frozen=True):
+    """Rank to brain, while it starts: it has come further. `phase` is what it does now, for people."""
+
+    rank: int
+    phase: str
+
+
 class FormGroup(Message, frozen=True):
     """Brain to every rank, when all have joined: load your part. `stages[i]` are the layers [start, end) of
     stage i."""
@@ -558,7 +565,7 @@ LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move | Purge
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
 PeerLinkMessage = PeerMessage | HandOver
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
-RankUp = RankJoined | RankReady | RankFailed | StepReport | TransferReport | StoreReport
+RankUp = RankJoined | RankProgress | RankReady | RankFailed | StepReport | TransferReport | StoreReport
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)
 LINK_UP_CODEC: Codec[LinkUp] = Codec(LinkUp)

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import struct
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,8 +21,10 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from kvtransfer.clock import Clock, SystemClock
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.framing import prove_as_async_server, read_frame, write_frame
+from kvtransfer.framing import read_frame, write_frame
+from kvtransfer.listener import ProvenListener
 from workers.errors import RankDiedError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -31,6 +34,7 @@ from workers.messages import (
     RankDown,
     RankFailed,
     RankJoined,
+    RankProgress,
     RankReady,
     RankSpec,
     RankUp,
@@ -40,6 +44,8 @@ from workers.messages import (
 LEAVE_S = 1.0
 _CULPRIT_S = 0.5
 """How long the end of a connection waits for the news of who ended it."""
+
+_SYSTEM_CLOCK = SystemClock()
 
 PlanStages = Callable[[Sequence[RankJoined]], tuple[tuple[int, int], ...]]
 """From what the ranks told when they joined, in rank order, to the layers [start, end) of each stage."""
@@ -109,18 +115,26 @@ class RankGroup:
         launcher: RankLauncher,
         on_message: Callable[[int, RankUp], None],
         on_died: Callable[[str], None],
+        *,
+        clock: Clock = _SYSTEM_CLOCK,
+        start_stall_s: float = 600.0,
     ) -> None:
+        """The start fails when no rank has come further for `start_stall_s` seconds."""
         self._secret = secret
         self._launcher = launcher
         self._on_message = on_message
         self._on_died = on_died
+        self._clock = clock
+        self._start_stall_s = start_stall_s
+        self.phases: dict[int, str] = {}  # how far each rank's start is; who came further last is last
         self._num_ranks = 0
         self._joined: dict[int, RankJoined] = {}
         self._ready: dict[int, RankReady] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._handles: list[RankHandle] = []
-        self._server: asyncio.Server | None = None
+        self._listener: ProvenListener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
         self._channel_ends: dict[int, asyncio.Event] = {}
         self._victims: set[int] = set()
         self._death = ""
@@ -133,19 +147,25 @@ class RankGroup:
         """Launch the ranks (their `brain_address` is filled in here), let `plan_stages` decide the layers of
         each stage when all have joined, and wait until all are ready.
 
-        Raises `RankDiedError` with the rank's own reason when one cannot serve, and whatever `plan_stages`
-        raises; then all ranks are killed.
+        Raises `RankDiedError` with the rank's own reason when one cannot serve, or with the ranks that have
+        not arrived and their phases when none makes progress, and whatever `plan_stages` raises; then all
+        ranks are killed.
         """
         self._num_ranks = len(specs)
         self._channel_ends = {spec.rank: asyncio.Event() for spec in specs}
-        self._server = await asyncio.start_server(self._accept, host, 0)
-        address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        address = f"{host}:{sock.getsockname()[1]}"
+        self._listener = ProvenListener(
+            sock, self._secret, self._serve, self._spawn_connection, self._clock, "ranks"
+        )
         try:
             located = [replace(spec, brain_address=address) for spec in specs]
-            await asyncio.gather(*(self._launch(spec) for spec in located))
+            await self._launch_all(located)
             await self._until(lambda: len(self._joined) == self._num_ranks)
             joined = [self._joined[spec.rank] for spec in specs]
             self.send(FormGroup(joined[0].store_address, plan_stages(joined)))
+            for spec in specs:
+                self._came_further(spec.rank, "told to form groups")
             await self._until(lambda: len(self._ready) == self._num_ranks)
             ready = [self._ready[spec.rank] for spec in specs]
             _refuse_unlike(ready)
@@ -179,17 +199,31 @@ class RankGroup:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LEAVE_S)
         self.kill()
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
         for writer in self._writers.values():
             writer.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._connections, return_exceptions=True)
 
     # ----------------------------------------------------------------------------------------- start
+
+    async def _launch_all(self, specs: Sequence[RankSpec]) -> None:
+        for spec in specs:
+            self._came_further(spec.rank, "being launched")
+        launching = asyncio.gather(*(self._launch(spec) for spec in specs))
+        launching.add_done_callback(lambda _: self._progress.set())
+        try:
+            await self._until(launching.done)
+        finally:
+            launching.cancel()  # no effect on what is done
+            await asyncio.wait([launching])
+        launching.result()
 
     async def _launch(self, spec: RankSpec) -> None:
         handle = await self._launcher.launch(spec)
         self._handles.append(handle)
+        if self.phases.get(spec.rank) == "being launched":
+            self._came_further(spec.rank, "starting its process")
         self._spawn(self._watch(spec.rank, handle), f"rank-watch {spec.rank}")
         if self._killed:  # another could not be launched
             handle.kill()
@@ -199,30 +233,55 @@ class RankGroup:
             if self._death:
                 raise RankDiedError(self._death)
             self._progress.clear()
-            await self._progress.wait()
+            news = asyncio.ensure_future(self._progress.wait())
+            overdue = asyncio.ensure_future(self._clock.sleep(self._start_stall_s))
+            try:
+                await asyncio.wait((news, overdue), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+                overdue.cancel()
+            if overdue.done() and not overdue.cancelled() and not self._progress.is_set():
+                raise RankDiedError(self._stalled())
+
+    def _came_further(self, rank: int, phase: str) -> None:
+        self.phases.pop(rank, None)
+        self.phases[rank] = phase
+        self._progress.set()
+
+    def _stalled(self) -> str:
+        arrived = self._ready if len(self._joined) == self._num_ranks else self._joined
+        missing = [f"rank {rank} ({phase})" for rank, phase in self.phases.items() if rank not in arrived]
+        return (
+            f"the ranks do not start: no progress for {self._start_stall_s:g} s; not ready, the longest "
+            f"without progress first: {', '.join(missing)}. Where they are slow rather than hung, raise "
+            f"engine.start_stall_s"
+        )
 
     # ----------------------------------------------------------------------------------- connections
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, sock: socket.socket, name: str) -> None:
+        """Read a rank's proven connection, to its end."""
+        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
         rank = -1
         try:
-            await prove_as_async_server(reader, writer, self._secret)
             while True:
                 message = RANK_UP_CODEC.decode(await read_frame(reader))
                 if isinstance(message, RankFailed):
                     self._failed(message)
+                elif isinstance(message, RankProgress):
+                    self._came_further(message.rank, message.phase)
                 elif rank >= 0:
                     self._take(rank, message)
                 elif isinstance(message, RankJoined) and self._is_expected(message.rank):
                     rank = message.rank
                     self._writers[rank] = writer
                     self._joined[rank] = message
-                    self._progress.set()
+                    self._came_further(rank, "joined")
         except PeerGoneError as error:
             if rank >= 0:
                 self._suspect(f"rank {rank} left: {error}")
-        except (TransferError, TimeoutError) as error:
-            _log.warning("rank channel refused a connection: %s", error)
+        except TransferError as error:
+            _log.warning("the rank channel of %s was closed: %s", name, error)
         finally:
             writer.close()
             if rank >= 0:
@@ -235,7 +294,7 @@ class RankGroup:
     def _take(self, rank: int, message: RankUp) -> None:
         if isinstance(message, RankReady):
             self._ready[rank] = message
-            self._progress.set()
+            self._came_further(rank, "ready")
         else:
             self._on_message(rank, message)
 
@@ -273,6 +332,12 @@ class RankGroup:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _spawn_connection(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        return task
 
 
 def _refuse_unlike(ready: Sequence[RankReady]) -> None:

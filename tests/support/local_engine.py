@@ -22,6 +22,7 @@ from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
 
 CPU = torch.device("cpu")
+SECRET = b"the ranks' own secret"
 
 
 class LocalEngine:
@@ -46,7 +47,13 @@ class LocalEngine:
         def make(rank: int) -> Executor:
             first, end = stages[rank // tp]
             groups = RankGroups(
-                find_store(self._address), tp=tp, pp=self.pp, rank=rank, device=CPU, host="127.0.0.1"
+                find_store(self._address),
+                tp=tp,
+                pp=self.pp,
+                rank=rank,
+                device=CPU,
+                host="127.0.0.1",
+                secret=SECRET,
             )
             executor = Executor(
                 model_dir=model_dir,

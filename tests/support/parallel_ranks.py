@@ -27,6 +27,7 @@ from workers.model.split import kv_heads
 from workers.model.weights import ShardSpec
 
 HOST = "127.0.0.1"
+SECRET = b"the ranks' own secret"
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 
@@ -103,7 +104,14 @@ def run_case(case: Case, groups: RankGroups) -> dict[str, Tensor]:
 def form(case: Case, store: Store | None, rank: int) -> RankGroups:
     """The groups of rank `rank` of the case; they must be open until all its ranks are done."""
     return RankGroups(
-        store, tp=case.tp, pp=len(case.stages), rank=rank, device=CPU, host=HOST, host_id="here"
+        store,
+        tp=case.tp,
+        pp=len(case.stages),
+        rank=rank,
+        device=CPU,
+        host=HOST,
+        host_id="here",
+        secret=SECRET,
     )
 
 

@@ -32,10 +32,13 @@ class Puppet:
             self.ended.set_result("killed")
 
     async def join(self) -> None:
+        await self.connect()
+        self.say(RankJoined(self.spec.rank, 1, "", StageCost(), 0.0))
+
+    async def connect(self) -> None:
         host, _, port = self.spec.brain_address.rpartition(":")
         self.sock = sock = socket.create_connection((host, int(port)))
         await asyncio.to_thread(prove_as_client, sock, SECRET, "puppet")
-        self.say(RankJoined(self.spec.rank, 1, "", StageCost(), 0.0))
 
     def say(self, message: RankUp) -> None:
         assert self.sock is not None

@@ -278,6 +278,7 @@ class Ranks:
     def _make(self, rank: int) -> Executor:
         cpu = torch.device("cpu")
         first, end = self._stages[rank // self.tp]
+        store = find_store(self._address)
         return Executor(
             model_dir=self._model_dir,
             dtype=torch.float32,
@@ -288,7 +289,7 @@ class Ranks:
             clock=self._clock,
             shard=ShardSpec(first, end, rank % self.tp, self.tp),
             groups=RankGroups(
-                find_store(self._address), tp=self.tp, pp=self.pp, rank=rank, device=cpu, host="127.0.0.1"
+                store, tp=self.tp, pp=self.pp, rank=rank, device=cpu, host="127.0.0.1", secret=b"theirs"
             ),
         )
 

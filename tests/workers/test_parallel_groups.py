@@ -36,7 +36,7 @@ from workers.engine.joining import find_store
 store, cpu = find_store(sys.argv[1]), torch.device("cpu")
 made = [
     RankGroups(PrefixStore(name, store), tp=tp, pp=pp, rank=rank, device=cpu, host="127.0.0.1",
-               host_id=sys.argv[3])
+               host_id=sys.argv[3], secret=b"the ranks' own secret")
     for name, tp, pp, rank in json.loads(sys.argv[2])
 ]
 print("formed", flush=True)
@@ -64,7 +64,16 @@ def address() -> Iterator[str]:
 
 
 def _groups(store: Store, tp: int, pp: int, rank: int) -> RankGroups:
-    return RankGroups(store, tp=tp, pp=pp, rank=rank, device=CPU, host=HOST, host_id=_Links.host_id)
+    return RankGroups(
+        store,
+        tp=tp,
+        pp=pp,
+        rank=rank,
+        device=CPU,
+        host=HOST,
+        host_id=_Links.host_id,
+        secret=b"the ranks' own secret",
+    )
 
 
 def _together(address: str, tp: int, pp: int, act: Callable[[RankGroups], Any]) -> list[Any]:
@@ -165,7 +174,13 @@ def test_one_rank_alone_forms_nothing() -> None:
 def test_nothing_listens_on_other_interfaces(address: str, links: str) -> None:
     before = _listening()
     seen: set[tuple[Any, ...]] = set()
-    _together(address, 2, 2, lambda groups: seen.update(_listening()))
+    formed = threading.Barrier(4)
+
+    def look(_: RankGroups) -> None:
+        formed.wait(30)
+        seen.update(_listening())
+
+    _together(address, 2, 2, look)
     ours = seen - before
     if links:  # a listing while other sockets come and go may miss some that were there all the time
         ours -= _listening()

@@ -6,37 +6,26 @@ import asyncio
 import os
 import signal
 import sys
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 import torch
+from held_ranks import NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
 from msgspec.structs import replace
-from puppet_ranks import SECRET, Puppet, PuppetLauncher
 from step_plans import BLOCK, walk
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.faults import FaultRule
-from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from workers.engine.executor import Executor
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RankFailed,
     RankJoined,
-    RankReady,
-    RankSpec,
-    RankUp,
-    StepPlan,
-    StepReport,
 )
-from workers.ranks import PlanStages, ProcessHandle, ProcessLauncher, RankGroup, RankHandle
-from workers.stages import given_layers, split_layers
-
-NUM_LAYERS = 3
-PATIENCE_S = 60.0
+from workers.ranks import ProcessHandle
+from workers.stages import given_layers
 
 
 class MakeCheckpoint(Protocol):
@@ -46,102 +35,6 @@ class MakeCheckpoint(Protocol):
 @pytest.fixture
 def model_dir(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint("llama", seed=3, num_hidden_layers=NUM_LAYERS)
-
-
-def make_specs(
-    model_dir: Path, tp: int, pp: int, *, probe_rows: int = 0, faults: tuple[FaultRule, ...] = ()
-) -> list[RankSpec]:
-    return [
-        RankSpec(
-            replica=ReplicaIdentity("replica", 1),
-            rank=rank,
-            tp=tp,
-            pp=pp,
-            brain_address="",
-            secret=SECRET,
-            model_dir=str(model_dir),
-            dtype="float32",
-            device="cpu",
-            num_threads=1,
-            block_tokens=BLOCK,
-            num_kv_tokens=40 * BLOCK,
-            max_batch_tokens=128,
-            max_sequences=8,
-            transfer=TransferSettings("127.0.0.1", ("tcp",)),
-            probe_rows=probe_rows,
-            faults=faults,
-        )
-        for rank in range(tp * pp)
-    ]
-
-
-def by_cost(num_stages: int) -> PlanStages:
-    def plan(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
-        tp = len(joined) // num_stages
-        return split_layers(NUM_LAYERS, [joined[stage * tp].cost for stage in range(num_stages)])
-
-    return plan
-
-
-class KeepingLauncher(ProcessLauncher):
-    """Keeps what it started, so that a test can see how each process ended."""
-
-    def __init__(self) -> None:
-        self.handles: list[RankHandle] = []
-
-    async def launch(self, spec: RankSpec) -> RankHandle:
-        self.handles.append(await super().launch(spec))
-        return self.handles[-1]
-
-    async def endings(self) -> list[str]:
-        return await asyncio.gather(*(handle.wait() for handle in self.handles))
-
-
-class Brain:
-    """Holds the group of one replica and keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.launcher = KeepingLauncher()
-        self.group = RankGroup(SECRET, self.launcher, self._on_message, self._on_died)
-        self.reports: dict[int, list[StepReport]] = defaultdict(list)
-        self.deaths: list[str] = []
-        self.news = asyncio.Event()
-
-    def _on_message(self, rank: int, message: RankUp) -> None:
-        assert isinstance(message, StepReport)
-        self.reports[rank].append(message)
-        self.news.set()
-
-    def _on_died(self, reason: str) -> None:
-        self.deaths.append(reason)
-        self.news.set()
-
-    async def until(self, is_reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not is_reached():
-                self.news.clear()
-                await self.news.wait()
-
-    async def run(self, plans: Sequence[StepPlan], num_ranks: int, num_in_flight: int) -> None:
-        """Send the plans; never are more than `num_in_flight` unreported by some rank."""
-        for count, plan in enumerate(plans, start=1):
-            self.group.send(plan)
-            await self.until(lambda due=count - num_in_flight + 1: self._num_done(num_ranks) >= due)  # type: ignore[misc]
-        await self.until(lambda: self._num_done(num_ranks) == len(plans))
-
-    def _num_done(self, num_ranks: int) -> int:
-        assert self.deaths == []
-        return min(len(self.reports[rank]) for rank in range(num_ranks))
-
-
-@asynccontextmanager
-async def holding() -> AsyncIterator[Brain]:
-    brain = Brain()
-    try:
-        yield brain
-    finally:
-        await brain.group.stop()
-        await brain.launcher.endings()
 
 
 @pytest.mark.parametrize(
@@ -295,24 +188,6 @@ async def test_a_rank_stopped_in_a_step_can_be_killed_with_those_that_wait(
 
 
 # ---------------------------------------------------------------------- whose fault it was, without processes
-
-
-def refuse_planning(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
-    raise AssertionError("not all ranks have joined")
-
-
-@asynccontextmanager
-async def starting_puppets() -> AsyncIterator[tuple[list[Puppet], asyncio.Task[list[RankReady]]]]:
-    """Two of three ranks have joined."""
-    launcher = PuppetLauncher()
-    group = RankGroup(SECRET, launcher, lambda rank, message: None, lambda reason: None)
-    task = asyncio.create_task(group.start(make_specs(Path(), 3, 1), "127.0.0.1", refuse_planning))
-    while len(launcher.puppets) < 3:
-        await SystemClock().sleep(0.001)
-    for puppet in launcher.puppets[:2]:
-        await puppet.join()
-    yield launcher.puppets, task
-    await group.stop()
 
 
 LOST = RankFailed(0, "the connection to a rank broke", lost_peer=True)

@@ -7,7 +7,7 @@ step (all sequences one after another), C hidden size, R rows that sample, V voc
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -104,11 +104,13 @@ class Executor:
         groups: RankGroups | None = None,
         num_offload_tokens: int = 0,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
+        progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """`shard` (None: the whole model) is this rank's place in `groups` (None: it is the only one).
 
         Block ids after those of the device's `num_kv_tokens` are of `num_offload_tokens` in host memory; with
-        the mode "auto" the warm-up measures which way to read them is faster.
+        the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with what
+        is done next.
         """
         torch.set_num_threads(num_threads)
         self._clock = clock
@@ -116,13 +118,15 @@ class Executor:
         self._dtype = dtype
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
-        self._decoder = load_decoder(model_dir, dtype, device, shard)
+        progress("loading weights")
+        self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
         parallelize(self._decoder, self._groups)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
         if num_blocks < 1:
             raise CapacityError(f"kv_tokens {num_kv_tokens} is less than one block of {block_tokens} tokens")
+        progress("allocating KV memory")
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)

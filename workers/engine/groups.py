@@ -38,7 +38,8 @@ class RankGroups:
 
     Every rank makes it at the same time, on one `store`; a replica of one rank needs none and forms nothing.
     `host` is the address of this rank's interface that the other ranks can reach; ranks of equal `host_id`
-    share memory ("": with nobody). A broken connection raises RankDiedError wherever it is met.
+    share memory ("": with nobody) and prove `secret` to each other. A broken connection raises RankDiedError
+    wherever it is met.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RankGroups:
         device: torch.device,
         host: str,
         host_id: str = "",
+        secret: bytes = b"",
     ) -> None:
         self.tp, self.pp, self.rank = tp, pp, rank
         self.stage, self.tp_rank = divmod(rank, tp)
@@ -64,9 +66,11 @@ class RankGroups:
         self._tokens: LocalTokens | _TokenGroup | None = None
         if tp * pp > 1:
             assert store is not None, "ranks find each other in a store"
+            assert secret, "ranks prove the cluster secret to each other"
             with _broken_connections("forming the replica's groups"):
                 former = _Former(store, device, host)
-                with closing(Switchboard(store, rank, tp * pp, host_id or f"rank {rank}")) as board:
+                board_id = host_id or f"rank {rank}"
+                with closing(Switchboard(store, rank, tp * pp, board_id, secret)) as board:
                     self._form(former, board)
                 self._nccl_groups = former.nccl_groups
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import socket
-import struct
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -22,35 +22,56 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from kvtransfer.errors import TransferError
+from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client
+from kvtransfer.listener import ListeningThread
 from workers.errors import RankDiedError
 
 SLOT_BYTES = 4 << 20
 _NUM_RING_SLOTS = 8
-_CREDENTIALS = struct.Struct("3i")
 _WAKE = b"\1"
-_NAME_BYTES = 32
+_BACKLOG = 128
+_PATIENCE_S = 300.0
+_NUM_DIALS = 20
+_DIAL_PAUSE_S = 0.1
+_pause = threading.Event()
 
 
 class Switchboard:
     """Connects this rank to others of its replica on its host; every rank makes it at the same time.
 
-    `hosts[r]` tells whether rank r shares memory with this one: equal exactly where it does.
+    Both ends of every connection prove the cluster secret; whoever cannot is dropped. `hosts[r]` tells
+    whether rank r shares memory with this one: equal exactly where it does.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, host_id: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        host_id: str,
+        secret: bytes,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        """A rank that does not connect within `patience_s` seconds counts as dead."""
         self._rank = rank
+        self._secret = secret
+        self._patience_s = patience_s
         self._name = secrets.token_hex(16)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0tandem-{self._name}")
-        self._listener.listen(num_ranks * 4)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0tandem-{self._name}")
+        listener.listen(_BACKLOG)
+        self._changed = threading.Condition()
+        self._arrived: dict[str, socket.socket] = {}
+        self._listening = ListeningThread(listener, secret, self._take, "ranks")
         store.set(f"local {rank}", f"{host_id} {self._name}")
         told = [store.get(f"local {other}").decode().rpartition(" ") for other in range(num_ranks)]
         self.hosts = [host for host, _, _ in told]
         self._names = [name for _, _, name in told]
-        self._waiting: dict[tuple[str, int], socket.socket] = {}
 
     def connect(self, link: str, peers: Iterable[int]) -> dict[int, socket.socket]:
-        """A socket to each peer, which calls this with the same name for this rank."""
+        """A socket to each peer, which calls this with the same name for this rank. `RankDiedError` names the
+        peer that is not there."""
         peers = sorted(peers)
         found: dict[int, socket.socket] = {}
         for peer in peers:
@@ -63,29 +84,41 @@ class Switchboard:
 
     def close(self) -> None:
         """Nobody connects any more."""
-        self._listener.close()
-        for sock in self._waiting.values():
+        self._listening.close()
+        for sock in self._arrived.values():
             sock.close()
 
     def _dial(self, link: str, peer: int) -> socket.socket:
-        with contextlib.ExitStack() as stack:
-            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            sock.connect(f"\0tandem-{self._names[peer]}")
-            _check_user(sock)
-            sock.sendall(f"{link} {self._rank}".encode().ljust(_NAME_BYTES))
-            stack.pop_all()
-        return sock
+        name = _end_name(link, self._rank)
+        for _ in range(_NUM_DIALS):
+            with contextlib.ExitStack() as stack:
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                sock.settimeout(HANDSHAKE_TIMEOUT_S)
+                try:
+                    sock.connect(f"\0tandem-{self._names[peer]}")
+                    prove_as_client(sock, self._secret, name)
+                except (BlockingIOError, TransferError) as error:  # strangers crowd its listener
+                    reason = str(error)
+                    _pause.wait(_DIAL_PAUSE_S)
+                    continue
+                stack.pop_all()
+                return sock
+        raise RankDiedError(f"rank {peer} does not take the link {link!r}: {reason}")
 
     def _accept(self, link: str, peer: int) -> socket.socket:
-        while (link, peer) not in self._waiting:
-            sock, _ = self._listener.accept()
-            with contextlib.ExitStack() as stack:
-                stack.callback(sock.close)
-                _check_user(sock)
-                name, _, rank = _receive(sock, _NAME_BYTES).decode().strip().rpartition(" ")
-                self._waiting[name, int(rank)] = sock
-                stack.pop_all()
-        return self._waiting.pop((link, peer))
+        name = _end_name(link, peer)
+        with self._changed:
+            if not self._changed.wait_for(lambda: name in self._arrived, self._patience_s):
+                raise RankDiedError(f"rank {peer} did not connect {link!r} within {self._patience_s:g} s")
+            return self._arrived.pop(name)
+
+    def _take(self, sock: socket.socket, name: str) -> None:
+        with self._changed:
+            earlier = self._arrived.pop(name, None)
+            self._arrived[name] = sock
+            self._changed.notify_all()
+        if earlier is not None:  # given up by its rank, which dialled again
+            earlier.close()
 
 
 class SharedSums:
@@ -268,12 +301,9 @@ def _receive_memory(sock: socket.socket, num_bytes: int) -> Tensor:
         os.close(descriptors[0])
 
 
-def _check_user(sock: socket.socket) -> None:
-    """An abstract socket has no permissions: only processes of our user are ranks of ours."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
-    if user != os.getuid():
-        raise RankDiedError(f"a process of user {user} answered in place of a rank")
+def _end_name(link: str, rank: int) -> str:
+    """What the connecting rank is called in its proof, so that nobody can claim to be another one."""
+    return f"{link} of rank {rank}"
 
 
 def _send(sock: socket.socket, data: bytes) -> None:

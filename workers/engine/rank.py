@@ -1,6 +1,7 @@
 """A rank process: one executor and one transfer agent, driven by the brain over a framed connection.
 
     start:          --RankJoined--> brain --FormGroup--> load, warm up together --RankReady--> brain
+                    (and RankProgress wherever it has come further)
     reader thread:  brain --StepPlan--> queue      brain --transfer order--> TransferAgent.handle
     main thread:    queue --> Executor.run --StepReport--> brain
     agent's threads:                               TransferReport--> brain
@@ -18,6 +19,7 @@ import struct
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -46,6 +48,7 @@ from workers.messages import (
     RANK_UP_CODEC,
     FormGroup,
     RankFailed,
+    RankProgress,
     RankReady,
     RankSpec,
     RankUp,
@@ -92,6 +95,7 @@ class _Rank:
         # From the start, although orders come only after RankReady: the brain's end is noticed while loading.
         threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
         torch.set_num_threads(self._spec.num_threads)
+        self._enter("probing the device")
         joined, store = join(self._spec, self._clock)
         self._channel.send(joined)
         device = torch.device(self._spec.device)
@@ -99,8 +103,9 @@ class _Rank:
         self._limits = measure_limits(device, dtype, self._clock, AT_START[device.type])
         form = self._formed.get()
         started_at = self._clock.now()
-        executor = _load(self._spec, form, store, self._clock)
+        executor = _load(self._spec, form, store, self._clock, self._enter)
         loaded_at = self._clock.now()
+        self._enter("warming up")
         executor.warm_up()
         agent = self._agent = self._transfer_agent(executor)
         hands = self._hands = StoreHands(
@@ -120,6 +125,11 @@ class _Rank:
         agent.close()
         executor.close()
         self._channel.leave()
+
+    def _enter(self, phase: str) -> None:
+        """Report how far the start has come; its first word names a fault point."""
+        self._channel.send(RankProgress(self._spec.rank, phase))
+        self._faults.at(f"rank.start.{phase.partition(' ')[0]}")
 
     def _run_plans(self, executor: Executor) -> None:
         try:
@@ -192,7 +202,10 @@ def _ready(
     )
 
 
-def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) -> Executor:
+def _load(
+    spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock, enter: Callable[[str], None]
+) -> Executor:
+    enter("forming groups")
     device = torch.device(spec.device)
     if store is None and spec.num_ranks > 1:
         store = find_store(form.store_address)
@@ -204,6 +217,7 @@ def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) ->
         device=device,
         host=spec.transfer.data_host,
         host_id=host_id(),
+        secret=spec.secret,
     )
     first_layer, end_layer = form.stages[spec.stage]
     return Executor(
@@ -217,6 +231,7 @@ def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) ->
         clock=clock,
         shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
         groups=groups,
+        progress=enter,
     )
 
 

@@ -6,6 +6,7 @@ the model joins the parts. Letters: T tokens of the step, R asked rows, C hidden
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,16 +28,21 @@ from workers.model.weights import LinearWeights, ShardSpec, WeightReader
 
 
 def load_decoder(
-    model_dir: Path, dtype: torch.dtype, device: torch.device, shard: ShardSpec | None = None
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: ShardSpec | None = None,
+    progress: Callable[[str], None] = lambda phase: None,
 ) -> Decoder:
-    """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, computing in `dtype`.
+    """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, computing in `dtype`; `progress` is
+    called after each layer.
 
     Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
     """
     config = read_model_config(model_dir)
     shard = shard or ShardSpec.whole(config)
     with WeightReader(model_dir, config, shard, dtype, device) as reader:
-        decoder = Decoder(config, reader, shard)
+        decoder = Decoder(config, reader, shard, progress)
         reader.finish()
     return decoder
 
@@ -45,7 +51,13 @@ class Decoder:
     """`forward` then `logits`; the embedding is there on the first stage, norm and head on the last.
     `workers.model.parallel` puts what joins the ranks of a stage into `layers`, `embedding` and `head`."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, shard: ShardSpec) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        shard: ShardSpec,
+        progress: Callable[[str], None] = lambda phase: None,
+    ) -> None:
         self.config = config
         self.shard = shard
         self.embedding: Product | None = None
@@ -56,16 +68,18 @@ class Decoder:
             table = reader.embedding()
         if is_first and table is not None:
             self.embedding = Embedding(table)
-        self.layers = [
-            DecoderLayer(
+        self.layers: list[DecoderLayer] = []
+        for layer in range(shard.layer_start, shard.layer_end):
+            loaded = DecoderLayer(
                 reader.layer(layer),
                 layer - shard.layer_start,
                 config.head_dim,
                 config.rms_norm_eps,
                 config.sliding_windows[layer],
             )
-            for layer in range(shard.layer_start, shard.layer_end)
-        ]
+            self.layers.append(loaded)
+            num_layers = shard.layer_end - shard.layer_start
+            progress(f"loading weights, {len(self.layers)} of {num_layers} layers")
         if is_last:
             self._norm = reader.final_norm()
             self.head = Linear(LinearWeights(reader.head(table), None))

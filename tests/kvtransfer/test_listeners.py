@@ -1,0 +1,79 @@
+"""What every kind of listener owes: who has not proven the secret costs little, and keeps nobody out."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from listeners import KINDS, SECRET, ListenerProcess
+
+from kvtransfer.errors import ProofError
+from kvtransfer.framing import prove_as_client, receive_frame, send_frame
+from kvtransfer.listener import MAX_UNPROVEN
+from kvtransfer.secret import ClientHandshake
+
+UNPROVEN_BYTES = 64 << 10
+SLACK_BYTES = 2 << 20
+"""What the process takes for other reasons meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[ListenerProcess]:
+    with ListenerProcess() as process:
+        for kind in KINDS:  # what every first connection takes once
+            with process.connect(kind) as sock:
+                prove_as_client(sock, SECRET, "first")
+        yield process
+
+
+def send_much(sock: socket.socket, frame: bytes) -> bool:
+    """Send 60 MiB as one frame; whether the connection was closed instead."""
+    try:
+        with sock:
+            sock.sendall(len(frame).to_bytes(4, "little"))
+            sock.sendall(frame)
+            return sock.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strangers_with_large_frames_are_refused_and_cost_nothing(
+    listening: ListenerProcess, kind: str
+) -> None:
+    """As a first frame, and as the answer to the challenge."""
+    frame = bytes(60 << 20)
+    listening.reset_peak()
+    before = listening.peak_bytes
+    with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        strangers = [stack.enter_context(listening.connect(kind)) for _ in range(8)]
+        for stranger in strangers[:4]:
+            send_frame(stranger, ClientHandshake(b"another" * 8, "stranger").hello())
+            receive_frame(stranger)
+        assert all(pool.map(send_much, strangers, [frame] * 8))
+    assert listening.peak_bytes - before < SLACK_BYTES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_silent_strangers_keep_nobody_out_and_are_few(listening: ListenerProcess, kind: str) -> None:
+    listening.reset_peak()
+    before, num_before = listening.peak_bytes, listening.num_descriptors
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(listening.connect(kind)) for _ in range(MAX_UNPROVEN * 4)]
+        for stranger in strangers[-MAX_UNPROVEN:]:
+            stranger.sendall((4000).to_bytes(4, "little") + bytes(3999))  # all but the last byte of a frame
+        for _ in range(3):
+            peer = stack.enter_context(listening.connect(kind))
+            prove_as_client(peer, SECRET, "peer")
+        assert strangers[0].recv(1) == b"", "the oldest made room"
+        assert listening.num_descriptors <= num_before + MAX_UNPROVEN + 3
+        assert listening.peak_bytes - before < MAX_UNPROVEN * UNPROVEN_BYTES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_secret_is_refused_by_both_sides(listening: ListenerProcess, kind: str) -> None:
+    with listening.connect(kind) as sock, pytest.raises(ProofError, match="does not know"):
+        prove_as_client(sock, b"another" * 8, "stranger")

@@ -1,0 +1,160 @@
+"""Every kind of listener of the cluster, each as what owns it makes it, in one process of their own.
+
+`python listeners.py` prints their addresses as JSON, by kind, and serves until standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from kvtransfer.messages import ReplicaIdentity, TransferSettings
+from workers.messages import RankSpec
+
+KINDS = ("links", "ranks", "rank links", "store unix", "store tcp", "shm", "tcp")
+SECRET = bytes(32)
+
+
+class ListenerProcess:
+    """The process as a test sees it: where it listens, and what it costs."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.addresses: dict[str, str] = json.loads(self._process.stdout.readline())
+
+    def connect(self, kind: str) -> socket.socket:
+        """A fresh connection, with a patience of 20 s."""
+        address = self.addresses[kind]
+        host, _, port = address.rpartition(":")
+        if port.isdecimal():
+            sock = socket.create_connection((host, int(port)))
+        else:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(f"\0{address}")
+        sock.settimeout(20)
+        return sock
+
+    def reset_peak(self) -> None:
+        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it had resident at a time since `reset_peak`."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+    @property
+    def num_descriptors(self) -> int:
+        return psutil.Process(self._process.pid).num_fds()
+
+    def __enter__(self) -> ListenerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+
+async def _serve() -> None:
+    from puppet_ranks import PuppetLauncher
+    from service_house import TARGET, Rank
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # the type stubs leave it out
+
+    from kvtransfer.clock import SystemClock
+    from kvtransfer.store.node.doors import Door, Visitor, await_end
+    from workers.engine.local_links import Switchboard
+    from workers.links import FrameStream, LinkServer
+    from workers.ranks import RankGroup
+
+    async def hold(stream: FrameStream) -> None:
+        while await stream.receive() is not None:
+            pass
+
+    async def hold_visitor(visitor: Visitor) -> None:
+        await await_end(visitor.sock)
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    addresses: dict[str, str] = {}
+    links = LinkServer(SECRET, hold, hold)
+    addresses["links"] = f"127.0.0.1:{await links.start('127.0.0.1')}"
+
+    launcher = PuppetLauncher()
+    group = RankGroup(SECRET, launcher, lambda rank, message: None, lambda reason: None)
+    starting = asyncio.create_task(group.start([_spec()], "127.0.0.1", lambda joined: ((0, 1),)))
+    while not launcher.puppets:
+        await SystemClock().sleep(0.01)
+    addresses["ranks"] = launcher.puppets[0].spec.brain_address
+
+    store = HashStore()
+    board = Switchboard(store, 0, 1, "here", SECRET)
+    addresses["rank links"] = "tandem-" + store.get("local 0").decode().rpartition(" ")[2]
+
+    over_unix = socket.socket(socket.AF_UNIX)
+    addresses["store unix"] = f"store-{secrets.token_hex(8)}"
+    over_unix.bind(f"\0{addresses['store unix']}")
+    over_unix.listen(128)
+    over_tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
+    addresses["store tcp"] = f"127.0.0.1:{over_tcp.getsockname()[1]}"
+    doors = [Door(sock, SECRET, hold_visitor, spawn, SystemClock()) for sock in (over_unix, over_tcp)]
+
+    with Rank(TARGET) as rank:
+        addresses |= {each.transport: each.address for each in rank.agent.endpoints().endpoints}
+        print(json.dumps(addresses), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    for door in doors:
+        door.close()
+    board.close()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await group.stop()
+    await links.stop()
+    for task in tasks:
+        task.cancel()
+
+
+def _spec() -> RankSpec:
+    return RankSpec(
+        replica=ReplicaIdentity("replica", 1),
+        rank=0,
+        tp=1,
+        pp=1,
+        brain_address="",
+        secret=SECRET,
+        model_dir="",
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        block_tokens=16,
+        num_kv_tokens=16,
+        max_batch_tokens=16,
+        max_sequences=1,
+        transfer=TransferSettings("127.0.0.1", ("tcp",)),
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())
