@@ -32,6 +32,7 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
 )
+from kvtransfer.store.ranks import attachment
 
 SIZE = layout(MODEL).block_bytes
 
@@ -67,6 +68,25 @@ def test_refusals_and_wrong_secrets_are_told(arena: SharedArena) -> None:
         assert "tandem-test-nobody" in rank.reports.take(StoreAttached).error
         with StandInOwner(arena) as owner:
             assert rank.attach(owner) == StoreAttached(arena.id)
+
+
+def test_the_pages_of_a_record_are_mapped_once(
+    arena: SharedArena, owner: StandInOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask the kernel again costs more than the copy where pages are small."""
+    mapped: list[int] = []
+
+    def populate(_: object, offset: int, num_bytes: int) -> None:
+        mapped.append(offset)
+
+    monkeypatch.setattr(attachment, "populate_read", populate)
+    with HandsRank() as rank:
+        rank.attach(owner)
+        totals = put(rank, arena, 1, [(0, 0), (1, 2)]).sums
+        reads = [read(block, slot, MODEL, MODEL, totals[block]) for block, slot in ((0, 0), (1, 2))]
+        for number in range(2, 5):
+            assert get(rank, arena, number, reads).bad == ()
+        assert mapped == [0, 2 * SLOT_BYTES]
 
 
 def test_an_arena_that_could_shrink_is_refused(arena: SharedArena, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import mmap
 import os
 import socket
 
+import numpy as np
+
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.memory import map_shared, populate_read
@@ -26,6 +28,8 @@ from kvtransfer.store.messages import (
 )
 
 _FD_MARK = b"F"
+_MAPPED_BYTES = 64 << 10
+"""The mapping remembers in units of this size what it has mapped; records start at multiples of it."""
 
 
 class MappedArena:
@@ -49,10 +53,16 @@ class MappedArena:
             os.close(fd)
             raise
         self.place = Place(memoryview(self._mapping))
+        self._is_mapped = np.zeros(-(-num_bytes // _MAPPED_BYTES), dtype=np.bool_)
+        """For each unit of `_MAPPED_BYTES`: whether this process has its pages mapped."""
 
     def expect(self, offset: int, num_bytes: int) -> None:
-        """This range, which is written, will be read now."""
-        populate_read(self._mapping, offset, num_bytes)
+        """Map the pages of this range, which is written and will be read now, unless that was done before:
+        where pages are small, the kernel takes longer to find them mapped than a copy takes."""
+        is_mapped = self._is_mapped[offset // _MAPPED_BYTES : -(-(offset + num_bytes) // _MAPPED_BYTES)]
+        if not is_mapped.all():
+            populate_read(self._mapping, offset, num_bytes)
+            is_mapped[:] = True
 
     def close(self) -> None:
         """Unmap it; nothing may look at `place` any more."""
