@@ -97,6 +97,10 @@ class PeerRefusal(Message, frozen=True):
     reason: str
 
 
+class PeerStopping(Message, frozen=True):
+    """Decode to prefill, last of all: the replica stops, so that the link's end is no fault."""
+
+
 class LandingRequest(Message, frozen=True):
     """Prefill to decode: a place is wanted for the KV of `num_tokens` prompt tokens.
 
@@ -426,6 +430,7 @@ class KvSnapshotRequest(Message, frozen=True):
 PeerMessage = (
     PeerHello
     | PeerRefusal
+    | PeerStopping
     | LandingRequest
     | LandingGrant
     | LandingRefusal

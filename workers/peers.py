@@ -34,6 +34,7 @@ from kvtransfer.messages import (
     PeerHello,
     PeerLost,
     PeerRefusal,
+    PeerStopping,
     RankEndpoints,
     ReplicaIdentity,
     Shard,
@@ -228,7 +229,11 @@ class Peers:
                 hello = await stream.receive()
             self._check_hello(peer, None if hello is None else PEER_CODEC.decode(hello))
             while (frame := await stream.receive()) is not None:
-                self._prefill_side.message(peer.target.identity, PEER_CODEC.decode(frame))
+                message = PEER_CODEC.decode(frame)
+                if isinstance(message, PeerStopping):
+                    self._fail(peer, "it stops", is_expected=True)
+                    return
+                self._prefill_side.message(peer.target.identity, message)
                 self._wake()
             self._fail(peer, "the peer link closed")
         except TransferError as error:
@@ -260,11 +265,16 @@ class Peers:
             )
             self._order_to(own.rank, connect)
 
-    def _fail(self, peer: _Outbound, reason: str) -> None:
+    def _fail(self, peer: _Outbound, reason: str, *, is_expected: bool = False) -> None:
+        """`is_expected`: the peer has said that it stops."""
         if self._outbound.get(peer.target.identity) is not peer:
             return
-        _log.warning(
-            "%s lost its way to %s: %s", self._identity.replica_id, peer.target.identity.replica_id, reason
+        _log.log(
+            logging.INFO if is_expected else logging.WARNING,
+            "%s lost its way to %s: %s",
+            self._identity.replica_id,
+            peer.target.identity.replica_id,
+            reason,
         )
         del self._outbound[peer.target.identity]
         self._cool_down(peer, reason)
@@ -342,7 +352,9 @@ class Peers:
         return PeerHello(self._identity, self._compatibility, self._ranks)
 
     async def close(self) -> None:
-        """Close all links."""
+        """Close all links; the writers are told that this is the end."""
+        for stream in self._inbound.values():
+            stream.send(PEER_CODEC.encode(PeerStopping()))
         for stream in [*self._inbound.values(), *(p.stream for p in self._outbound.values() if p.stream)]:
             stream.close()
         for task in self._tasks:

@@ -25,6 +25,7 @@ from kvtransfer.messages import (
     PeerHello,
     PeerLost,
     PeerRefusal,
+    PeerStopping,
     RankEndpoints,
     ReplicaIdentity,
     Shard,
@@ -303,6 +304,41 @@ async def test_a_writer_that_cannot_send_all_is_refused_with_the_reason(
     assert isinstance(refusal, PeerRefusal)
     assert word in refusal.reason
     assert (house.sides.pieces, house.sides.lost) == ((), [])
+
+
+@pytest.mark.parametrize(
+    ("farewell", "reason", "level"),
+    [([PeerStopping()], "it stops", "INFO"), ([], "the peer link closed", "WARNING")],
+)
+async def test_a_peer_that_stops_is_no_cause_for_a_warning(
+    caplog: pytest.LogCaptureFixture, farewell: list[PeerLinkMessage], reason: str, level: str
+) -> None:
+    caplog.set_level(logging.INFO, "tandem.peers")
+    house = House()
+
+    async def serve(stream: FrameStream) -> None:
+        await stream.receive()
+        for message in (PeerHello(PEER, RECORD, WHOLE), *farewell):
+            stream.send(PEER_CODEC.encode(message))
+
+    async with served(house, serve) as target:
+        house.peers.ensure(target)
+        await until(lambda: bool(house.sides.failed), "the link's end is seen")
+    assert house.sides.failed == [reason]
+    (record,) = (record for record in caplog.records if "lost its way" in record.getMessage())
+    assert (record.getMessage(), record.levelname) == (f"here lost its way to peer: {reason}", level)
+
+
+async def test_two_replicas_part_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem.peers")
+    here, there = House(), House()
+    async with served(here, there.peers.serve) as target:
+        here.peers.ensure(HandOverTarget(HERE, target.address))
+        await until(lambda: bool(here.orders_to[0]), "the link is open")
+        await there.peers.close()
+        await until(lambda: bool(here.sides.failed), "the link's end is seen")
+    assert here.sides.failed == ["it stops"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a_while() -> None:
