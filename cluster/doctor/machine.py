@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import psutil
 
+from kvtransfer.host import cpu_flags
+
 _COMMAND_S = 10.0
 _TIMEX_BYTES, _MAX_ERROR_OFFSET, _TIME_ERROR = 256, 24, 5
 """Of `struct timex`, rounded up; of its `maxerror`, on 64 bits; what an unsynchronized clock returns."""
@@ -170,9 +172,8 @@ class Machine:
         return num
 
     def cpu_flags(self) -> frozenset[str]:
-        """As the kernel names them: "avx2", "amx_bf16"; on ARM "bf16", "sve"."""
-        found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", read(self.proc / "cpuinfo"), re.M)
-        return frozenset(found[1].split()) if found else frozenset()
+        """As `kvtransfer.host.cpu_flags` reads them."""
+        return cpu_flags(self.proc / "cpuinfo")
 
     # ---------------------------------------------------------------------------------- file systems
 

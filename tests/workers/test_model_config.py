@@ -1,4 +1,4 @@
-"""What is read from a checkpoint's config.json, what is refused, and the fingerprint."""
+"""What is read from a checkpoint's config.json, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from workers.errors import CheckpointError
-from workers.model.config import model_fingerprint, read_model_config
+from workers.model.config import read_model_config
 
 MakeCheckpoint = Callable[..., Path]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -121,46 +121,6 @@ def test_an_unreadable_config_is_refused_by_name(text: str | None, tmp_path: Pat
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_model_config(tmp_path)
-
-
-def test_the_fingerprint_is_of_what_makes_the_kv(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    source = make_checkpoint("llama", seed=3)
-    model_dir = shutil.copytree(source, tmp_path / "model")
-    first = model_fingerprint(model_dir)
-    assert len(first) == 16
-    assert first == model_fingerprint(source)
-    _edit(model_dir, eos_token_id=77, transformers_version="9", max_position_embeddings=4096)
-    assert model_fingerprint(model_dir) == first
-    _edit(model_dir, rope_theta=20000.0)
-    assert model_fingerprint(model_dir) != first
-    assert model_fingerprint(make_checkpoint("llama", seed=4)) != first
-    assert model_fingerprint(make_checkpoint("llama", seed=3, dtype="bfloat16")) != first
-
-
-def test_one_fine_tuned_tensor_changes_the_fingerprint(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path
-) -> None:
-    from safetensors.torch import load_file, save_file
-
-    source = make_checkpoint("qwen2", sharded=True)
-    model_dir = shutil.copytree(source, tmp_path / "model")
-    file = model_dir / "model-00002-of-00002.safetensors"
-    tensors = load_file(file)
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert model_fingerprint(model_dir) == model_fingerprint(source)
-    name = sorted(tensors)[-1]
-    save_file(tensors | {name: tensors[name] * 1.5}, file, metadata={"format": "pt"})
-    assert model_fingerprint(model_dir) != model_fingerprint(source)
-
-
-def test_a_weight_file_cut_short_has_no_fingerprint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    model_dir = shutil.copytree(make_checkpoint("llama"), tmp_path / "model")
-    file = model_dir / "model.safetensors"
-    whole = file.read_bytes()
-    for length in (0, 4, 100, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: .*short"):
-            model_fingerprint(model_dir)
 
 
 def test_brains_and_gateways_get_no_torch_by_it() -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its model: shapes, rope, windows, end tokens, and its fingerprint.
+"""What a checkpoint folder says of its model: shapes, rope, windows, end tokens, weight files.
 
 Read by brains and gateways as well as ranks, so nothing here imports torch.
 """
@@ -6,7 +6,6 @@ Read by brains and gateways as well as ranks, so nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import struct
 from pathlib import Path
@@ -17,8 +16,6 @@ from workers.errors import CheckpointError
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "llama3"]
 
-FINGERPRINT_BYTES = 16
-_PAGE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000
 _ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -29,7 +26,6 @@ _ARCHITECTURES: dict[str, Family] = {
 _FAMILIES: dict[str, Family] = {family: family for family in _ARCHITECTURES.values()}
 _ROPE_TYPES: dict[str, RopeType] = {"default": "default", "linear": "linear", "llama3": "llama3"}
 _ACTIVATIONS = ("silu", "swish")
-_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids")
 # What transformers assumes where config.json is silent, as far as it differs between the families.
 _DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -107,20 +103,6 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     return files
 
 
-def model_fingerprint(model_dir: Path) -> bytes:
-    """16 bytes that differ wherever two checkpoints would compute different KV.
-
-    SHA-256 over the configuration's fields and, of every weight file, its header, size and the middle
-    page (4096 bytes) of every tensor: a few megabytes of reads for a checkpoint of 100 GB.
-    """
-    config = dataclasses.asdict(read_model_config(model_dir))
-    fields = {name: value for name, value in config.items() if name not in _NOT_OF_KV}
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-    for file in weight_files(model_dir):
-        _digest_weights(file, digest)
-    return digest.digest()[:FINGERPRINT_BYTES]
-
-
 def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
     """A safetensors file's header, as its bytes and parsed."""
     with file.open("rb") as stream:
@@ -138,19 +120,16 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
     return raw, header
 
 
-def _digest_weights(file: Path, digest: hashlib._Hash) -> None:
+def file_problem(file: Path) -> str:
+    """Why a safetensors file is not whole, by its header; "" when it is. Raises `CheckpointError` where it
+    has no header that can be read."""
     raw, header = read_header(file)
-    size = file.stat().st_size
-    digest.update(struct.pack("<QQ", len(raw), size))
-    digest.update(raw)
-    data_start = 8 + len(raw)
-    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-    with file.open("rb") as stream:
-        for begin, end in sorted(spans):
-            if data_start + end > size:
-                raise CheckpointError(f"{file}: cut short: {size} bytes, its header needs {data_start + end}")
-            stream.seek(data_start + begin + max(0, (end - begin - _PAGE_BYTES) // 2))
-            digest.update(stream.read(min(_PAGE_BYTES, end - begin)))
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{file}: unreadable safetensors header: {error!r}") from error
+    needed, size = 8 + len(raw) + max(ends, default=0), file.stat().st_size
+    return f"{file}: cut short: {size} bytes, its header needs {needed}" if size < needed else ""
 
 
 def _read_json(file: Path) -> dict[str, Any]:
