@@ -14,6 +14,7 @@ from cluster.gateway.chat import load_chat_template
 from cluster.gateway.text import ModelText
 from workers.errors import CheckpointError
 from workers.model.config import ModelConfig, file_problem, read_header, read_model_config, weight_files
+from workers.model.ignored import ignored_keys
 from workers.model.split import refuse_empty_parts
 
 GROUP = "model"
@@ -30,6 +31,12 @@ def config_json(case: Case) -> Iterator[Verdict]:
     yield ok(
         f"{case.config.model.name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context"
     )
+    for key, why in ignored_keys(case.config.model).items():
+        yield warning(
+            f"config.json has {key}, which is ignored",
+            f"{why}; the model's makers may have measured other results",
+            "compare the model's output with its makers' own before you rely on it",
+        )
 
 
 def weights(case: Case) -> Iterator[Verdict]:

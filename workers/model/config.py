@@ -93,7 +93,7 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
         return (single,)
     if not index.is_file():
         raise CheckpointError(f"{model_dir}: neither model.safetensors nor model.safetensors.index.json")
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
     files = tuple(model_dir / name for name in sorted({str(name) for name in weight_map.values()}))
@@ -132,7 +132,8 @@ def file_problem(file: Path) -> str:
     return f"{file}: cut short: {size} bytes, its header needs {needed}" if size < needed else ""
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in the file. Raises `CheckpointError`, naming it, where there is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -149,7 +150,7 @@ class _ConfigReader:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.raw = _read_json(file)
+        self.raw = read_json(file)
         self.family = self._family()
         self.raw = _DEFAULTS[self.family] | self.raw
 
@@ -162,7 +163,8 @@ class _ConfigReader:
             self._refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
         head_dim = self._count("head_dim", hidden_size // num_heads)
         if head_dim % 2:
-            self._refuse("head_dim", "is odd: rotary embedding needs pairs")
+            self._refuse_odd(head_dim, hidden_size, num_heads)
+        rope = self._rope()
         attention_bias = self.family in ("llama", "qwen3") and bool(self.raw.get("attention_bias"))
         return ModelConfig(
             family=self.family,
@@ -174,8 +176,8 @@ class _ConfigReader:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=self._number("rms_norm_eps", self.raw, 1e-6),
-            max_context_tokens=self._count("max_position_embeddings"),
-            rope=self._rope(),
+            max_context_tokens=self._max_context_tokens(rope),
+            rope=rope,
             sliding_windows=self._sliding_windows(num_layers),
             qkv_bias=attention_bias or self.family == "qwen2",
             output_bias=attention_bias,
@@ -188,6 +190,16 @@ class _ConfigReader:
 
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
+
+    def _refuse_odd(self, head_dim: int, hidden_size: int, num_heads: int) -> NoReturn:
+        given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
+        raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} is odd: rotary embedding needs pairs")
+
+    def _max_context_tokens(self, rope: RopeConfig) -> int:
+        """`max_position_embeddings`: with linear scaling that of the base model, which is then stretched;
+        with llama3 it is the stretched one already."""
+        num_positions = self._count("max_position_embeddings")
+        return int(num_positions * rope.factor) if rope.rope_type == "linear" else num_positions
 
     def _family(self) -> Family:
         architectures = self.raw.get("architectures")
@@ -285,7 +297,7 @@ class _ConfigReader:
     def _eos_token_ids(self) -> tuple[int, ...]:
         """generation_config.json's, as `generate` takes them, or else config.json's."""
         generation = self.file.with_name("generation_config.json")
-        value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        value = read_json(generation).get("eos_token_id") if generation.is_file() else None
         if value is None:
             value = self.raw.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
