@@ -25,8 +25,10 @@ from ray.serve.schema import ApplicationStatusOverview
 from cluster.app import build_application
 from cluster.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
 from cluster.config import ClusterConfig
+from cluster.dtypes import needs_flags, settle_dtype
 from cluster.errors import ConfigError, StartError
 from cluster.gateway.text import ModelText
+from cluster.node_cpus import node_cpu_flags
 from cluster.observe.tracing import check_tracing
 from cluster.rank_actors import node_host
 from cluster.rollout.deployed import Deployed, forget, remember
@@ -89,6 +91,8 @@ class Service:
         self._deployed = False
         self._dashboard = ""
         self._index_server: IndexServer | None = None
+        self.dtype_reason = ""
+        """After `start`: the dtype of all pools, and why it is this one."""
 
     def start(self, report: Callable[[Progress], None], interrupted: threading.Event) -> Addresses:
         """Return when every replica serves; `StartError` or `ConfigError` when that cannot be.
@@ -106,6 +110,7 @@ class Service:
         self._connect()
         report(Progress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
+        self._settle_dtype()
         report(Progress("deploying", {}))
         self._deploy(cpus, secret)
         return self._wait_until_serving(report, interrupted)
@@ -172,6 +177,12 @@ class Service:
                 return cpus
             if self._clock.now() >= deadline or interrupted.wait(1.0):
                 raise StartError("the Ray cluster lacks resources: " + "; ".join(missing))
+
+    def _settle_dtype(self) -> None:
+        """Once for all pools and nodes: a replica that starts later takes the same."""
+        node_to_flags = node_cpu_flags(self._config.pools) if needs_flags(self._config) else {}
+        self._config, self.dtype_reason = settle_dtype(self._config, node_to_flags)
+        _log.info("dtype %s", self.dtype_reason)
 
     def _deploy(self, cpus: dict[str, float], secret: bytes) -> None:
         serve.start(proxy_location="Disabled")

@@ -15,8 +15,9 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from kvtransfer.clock import Clock
 from kvtransfer.private_folder import private_folder
@@ -193,7 +194,7 @@ def _read(file: Path, stop: threading.Event) -> tuple[bytes, FileState]:
     return digest, before
 
 
-def _sum(stream: BinaryIO, stop: threading.Event) -> bytes:
+def _sum(stream: FileIO, stop: threading.Event) -> bytes:
     digest = hashlib.sha256()
     buffer = bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
