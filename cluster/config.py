@@ -120,7 +120,7 @@ class PoolConfig(_Settings):
     def _weights_have_the_dtype(self) -> Self:
         if self.weight_dtype not in ("auto", self.dtype):
             raise ValueError(
-                f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights cannot be kept in another "
+                f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights cannot have another "
                 "form than KV; leave weight_dtype out, or name the same dtype"
             )
         return self

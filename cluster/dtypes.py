@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cluster.config import ClusterConfig, DtypeName, PoolConfig
 from kvtransfer.host import cpu_flags
@@ -47,6 +47,20 @@ def settle_dtype(config: ClusterConfig, node_to_flags: Mapping[str, frozenset[st
             f"{emulating[0] if emulating else 'none'}; the checkpoint is {saved}"
         )
     return Settled(with_dtype(config, dtype), reason)
+
+
+def may_compute(pools: Sequence[PoolConfig], node: dict[str, Any]) -> bool:
+    """Whether a CPU rank of some pool may be placed on this entry of `ray.nodes()`."""
+    resources = node["Resources"]
+    return (
+        node["Alive"]
+        and resources.get("CPU", 0) > 0
+        and any(
+            all(resources.get(name, 0) > 0 for name in pool.resources)
+            for pool in pools
+            if "cpu" in pool.stage_devices
+        )
+    )
 
 
 def needs_flags(config: ClusterConfig) -> bool:

@@ -13,22 +13,23 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray import serve
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.app import build_application
 from cluster.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
-from cluster.config import ClusterConfig
-from cluster.dtypes import needs_flags, settle_dtype
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, StartError
 from cluster.gateway.text import ModelText
-from cluster.node_cpus import node_cpu_flags
 from cluster.observe.tracing import check_tracing
 from cluster.rank_actors import node_host
 from cluster.rollout.deployed import Deployed, forget, remember
@@ -41,6 +42,7 @@ from cluster.stores.index_server import IndexServer
 from cluster.stores.settings import check_redis_url, check_store, draw_life
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
+from kvtransfer.host import cpu_flags
 from kvtransfer.secret import draw_secret
 from workers.model.config import read_model_config
 
@@ -50,6 +52,8 @@ _POLL_S = 0.25
 _OBJECT_STORE_BYTES = 128 << 20
 _END_S = 5.0
 _REACH_S = 5.0
+_ANSWER_S = 60.0
+"""How long a node may take to start a process and say what its processors can do."""
 _log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -260,6 +264,34 @@ class Service:
         )
 
 
+def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
+    """By address, the CPU flags of every node on which a CPU rank of these pools may be placed.
+
+    Raises `StartError` for a node that does not answer.
+    """
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if may_compute(pools, node)}
+    here = ray.get_runtime_context().get_node_id()
+    asked = {
+        node_id: ray.remote(_flags)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote()
+        for node_id in nodes
+        if node_id != here
+    }
+    try:
+        answers = dict(zip(asked, ray.get(list(asked.values()), timeout=_ANSWER_S), strict=True))
+    except RayError as error:
+        addresses = ", ".join(nodes[node_id] for node_id in asked)
+        raise StartError(
+            f"not every one of the nodes {addresses} says what its processors can do ({error}); name the "
+            "dtype of the pools"
+        ) from error
+    return {
+        nodes[node_id]: frozenset(answers[node_id]) if node_id in answers else cpu_flags()
+        for node_id in nodes
+    }
+
+
 def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
     """`ConfigError` where an address or a port cannot do on that many hosts."""
     gateway, data_host = config.gateway, config.transfer.data_host
@@ -311,6 +343,10 @@ def failure(status: ApplicationStatusOverview) -> str:
         if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY")
     ]
     return "\n".join(lines) or _innermost(status.message)
+
+
+def _flags() -> list[str]:
+    return sorted(cpu_flags())
 
 
 def _innermost(message: str) -> str:

@@ -122,7 +122,12 @@ def _pool_verdicts(pool: PoolConfig, model: ModelConfig) -> Iterator[Verdict]:
 
 
 CHECKS = (
-    Check("model-config", GROUP, "config.json: there, and of an architecture that is supported", config_json),
+    Check(
+        "model-config",
+        GROUP,
+        "config.json: there, of a supported architecture, and without ignored keys that change results",
+        config_json,
+    ),
     Check(
         "model-weights",
         GROUP,

@@ -136,7 +136,12 @@ def numa(case: Case) -> Iterator[Verdict]:
 
 CHECKS = (
     Check("cores", GROUP, "Processors against replicas x ranks x threads", cores),
-    Check("cpu-features", GROUP, "AVX2, bf16 and AMX against each pool's dtype", features),
+    Check(
+        "cpu-features",
+        GROUP,
+        "AVX2, bf16 and AMX against the pools' dtype, and how much slower an emulated one is",
+        features,
+    ),
     Check("compiler", GROUP, "A C++ compiler for kernels that are compiled at first use", compiler),
     Check("governor", GROUP, "CPU frequency governor", governor),
     Check("numa", GROUP, "NUMA nodes against replicas on CPUs", numa),

@@ -9,9 +9,8 @@ import pytest
 from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.dtypes import needs_flags, resolve_dtype, settle_dtype
+from cluster.dtypes import may_compute, needs_flags, resolve_dtype, settle_dtype
 from cluster.errors import ConfigError
-from cluster.node_cpus import may_compute
 from cluster.rollout.rolling import carried_over, changes, check_update, plan_rolls, pool_version
 from kvtransfer import host
 from workers.model.random_checkpoint import write_random_checkpoint
