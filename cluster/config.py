@@ -64,10 +64,10 @@ class PoolConfig(_Settings):
     device: Device = "cpu"
     devices: tuple[Device, ...] = ()
     """The device of each stage, where they differ; empty: `device` for all."""
-    dtype: DtypeName | Literal["auto"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 only where every node
     has native products of it, else fp32 (`cluster.dtypes`)."""
-    weight_dtype: DtypeName | Literal["auto"] = "auto"
+    weight_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The form in which weights take part in products, part of what KV is told apart by. `auto`: that of
     `dtype`, and no other is supported yet."""
     cpus_per_rank: float | None = Field(default=None, gt=0)
