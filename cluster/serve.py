@@ -272,7 +272,7 @@ def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if may_compute(pools, node)}
     here = ray.get_runtime_context().get_node_id()
     asked = {
-        node_id: ray.remote(_flags)
+        node_id: ray.remote(cpu_flags)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
         .remote()
         for node_id in nodes
@@ -287,8 +287,7 @@ def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
             "dtype of the pools"
         ) from error
     return {
-        nodes[node_id]: frozenset(answers[node_id]) if node_id in answers else cpu_flags()
-        for node_id in nodes
+        address: answers[node_id] if node_id in answers else cpu_flags() for node_id, address in nodes.items()
     }
 
 
@@ -343,10 +342,6 @@ def failure(status: ApplicationStatusOverview) -> str:
         if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY")
     ]
     return "\n".join(lines) or _innermost(status.message)
-
-
-def _flags() -> list[str]:
-    return sorted(cpu_flags())
 
 
 def _innermost(message: str) -> str:
