@@ -59,7 +59,9 @@ from workers.messages import (
     StepPlan,
     Submission,
 )
-from workers.model.config import model_fingerprint, read_model_config
+from workers.model.config import read_model_config
+from workers.model.file_digests import DigestCache
+from workers.model.fingerprint import model_fingerprint
 from workers.ranks import ProcessLauncher
 from workers.steps import PIPELINE_DEPTH
 
@@ -103,7 +105,7 @@ class Setting:
         return SamplingParams(max_tokens=self.num_tokens, ignore_eos=True)
 
     def submissions(self, prompts: list[bytes], prefix: str) -> list[Submission]:
-        fingerprint = model_fingerprint(self.model)
+        fingerprint = model_fingerprint(self.model, DigestCache.of_node(CLOCK))
         return [
             Submission(
                 request_id=f"{prefix}{index}",

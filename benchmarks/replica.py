@@ -21,7 +21,9 @@ from workers.config import EngineConfig, Parallel
 from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
 from workers.messages import RankUp, SampleState, SamplingParams, StepPlan, StepReport, Submission
-from workers.model.config import model_fingerprint, read_model_config
+from workers.model.config import read_model_config
+from workers.model.file_digests import DigestCache
+from workers.model.fingerprint import model_fingerprint
 from workers.ranks import ProcessLauncher, RankGroup
 from workers.shape import Shape
 from workers.steps import StepLoop
@@ -53,7 +55,7 @@ class BareReplica:
         self._model_dir = model_dir
         self._engine = engine
         self._draw = np.random.default_rng(0)
-        self._fingerprint = model_fingerprint(model_dir)
+        self._fingerprint = model_fingerprint(model_dir, DigestCache.of_node(SystemClock()))
         self._vocab_size = read_model_config(model_dir).vocab_size
         self._death = ""
         self._changed = asyncio.Event()

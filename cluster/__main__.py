@@ -123,6 +123,7 @@ def serve(
             ("dashboard", addresses.dashboard or "none"),
             ("Ray token", _token_place()),
             ("logs", addresses.logs or "on the nodes of the Ray cluster"),
+            ("dtype", service.dtype_reason),
         ):
             out.print(f"{name:<10} {place}", soft_wrap=True)
         out.print("Ctrl-C stops everything.")

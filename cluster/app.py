@@ -21,6 +21,7 @@ from ray import serve
 
 from cluster.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.config import ClusterConfig
+from cluster.dtypes import resolve_dtype
 from cluster.gateway.server import Gateway
 from cluster.observe.export import ray_board
 from cluster.observe.gateway_metrics import GatewayMetrics
@@ -35,7 +36,7 @@ from cluster.scaling.actor import ScalerReports, dashboard_url
 from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, deployment_name
 from cluster.scaling.roles import role_of
 from cluster.stores.actors import keep_store, own_store_name
-from cluster.stores.settings import draw_life, resolve_dtype
+from cluster.stores.settings import draw_life
 from cluster.web.orders import Operations
 from kvtransfer.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
@@ -137,7 +138,7 @@ class ReplicaActor:
             pool=pool_name,
             role=self._pool.role,
             model_dir=str(config.model),
-            dtype=resolve_dtype(self._pool, config.model),
+            dtype=resolve_dtype(config.pools, config.model),
             parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
             engine=self._pool.engine,
             transfer=config.transfer,

@@ -29,6 +29,7 @@ from workers.model.config import ModelConfig
 
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
 _SMALL_CONTEXT_TOKENS = 4096
 _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 
@@ -64,7 +65,11 @@ class PoolConfig(_Settings):
     devices: tuple[Device, ...] = ()
     """The device of each stage, where they differ; empty: `device` for all."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """`auto`: what the checkpoint was saved in."""
+    """Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 only where every node
+    has native products of it, else fp32 (`cluster.dtypes`)."""
+    weight_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """The form in which weights take part in products, part of what KV is told apart by. `auto`: that of
+    `dtype`, and no other is supported yet."""
     cpus_per_rank: float | None = Field(default=None, gt=0)
     """CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.capacity`)."""
     gpus_per_rank: float | None = Field(default=None, ge=0)
@@ -109,6 +114,15 @@ class PoolConfig(_Settings):
                 raise ValueError(
                     f"{field} needs one entry for each of the pp = {self.pp} stages, not {len(entries)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_the_dtype(self) -> Self:
+        if self.weight_dtype not in ("auto", self.dtype):
+            raise ValueError(
+                f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights cannot have another "
+                "form than KV; leave weight_dtype out, or name the same dtype"
+            )
         return self
 
     def check_model(self, model: ModelConfig) -> None:
@@ -241,7 +255,7 @@ class ClusterConfig(_Settings):
             raise ValueError("pools: at least one needs the role decode or both")
         if unknown := sorted(set(self.scaling.pools) - set(names)):
             raise ValueError(f"scaling.pools.{unknown[0]}: there is no pool of this name")
-        for field in ("engine.block_tokens", "dtype"):
+        for field in ("engine.block_tokens", "dtype", "weight_dtype"):
             if len(values := {_value(pool, field) for pool in self.pools}) > 1:
                 raise ValueError(
                     f"pools: {field} must be equal in all pools, which exchange KV; found {sorted(values)}"

@@ -90,6 +90,11 @@ def _undeclared(config: ClusterConfig) -> list[str]:
                 f"pools[{number}].cpus_per_rank: must be given: without `tandem serve` nobody shares out the "
                 "cluster's CPUs"
             )
+        if pool.dtype == "auto" and "cpu" in pool.stage_devices:
+            problems.append(
+                f"pools[{number}].dtype: must be given: without `tandem serve` nobody looks at the "
+                "processors of all nodes; bf16 where each has AVX512-BF16, AMX or Arm's BF16, else fp32"
+            )
     store = config.store
     if store.dram_gb and store.index and not store.redis_url:
         problems.append(

@@ -13,18 +13,21 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray import serve
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.app import build_application
 from cluster.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, StartError
 from cluster.gateway.text import ModelText
 from cluster.observe.tracing import check_tracing
@@ -39,6 +42,7 @@ from cluster.stores.index_server import IndexServer
 from cluster.stores.settings import check_redis_url, check_store, draw_life
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
+from kvtransfer.host import cpu_flags
 from kvtransfer.secret import draw_secret
 from workers.model.config import read_model_config
 
@@ -48,6 +52,8 @@ _POLL_S = 0.25
 _OBJECT_STORE_BYTES = 128 << 20
 _END_S = 5.0
 _REACH_S = 5.0
+_ANSWER_S = 60.0
+"""How long a node may take to start a process and say what its processors can do."""
 _log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -89,6 +95,8 @@ class Service:
         self._deployed = False
         self._dashboard = ""
         self._index_server: IndexServer | None = None
+        self.dtype_reason = ""
+        """After `start`: the dtype of all pools, and why it is this one."""
 
     def start(self, report: Callable[[Progress], None], interrupted: threading.Event) -> Addresses:
         """Return when every replica serves; `StartError` or `ConfigError` when that cannot be.
@@ -106,6 +114,7 @@ class Service:
         self._connect()
         report(Progress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
+        self._settle_dtype()
         report(Progress("deploying", {}))
         self._deploy(cpus, secret)
         return self._wait_until_serving(report, interrupted)
@@ -172,6 +181,12 @@ class Service:
                 return cpus
             if self._clock.now() >= deadline or interrupted.wait(1.0):
                 raise StartError("the Ray cluster lacks resources: " + "; ".join(missing))
+
+    def _settle_dtype(self) -> None:
+        """Once for all pools and nodes: a replica that starts later takes the same."""
+        node_to_flags = node_cpu_flags(self._config.pools) if needs_flags(self._config) else {}
+        self._config, self.dtype_reason = settle_dtype(self._config, node_to_flags)
+        _log.info("dtype %s", self.dtype_reason)
 
     def _deploy(self, cpus: dict[str, float], secret: bytes) -> None:
         serve.start(proxy_location="Disabled")
@@ -247,6 +262,33 @@ class Service:
             dashboard=self._dashboard,
             logs=logs.get_logs_dir_path() if logs is not None else "",
         )
+
+
+def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
+    """By address, the CPU flags of every node on which a CPU rank of these pools may be placed.
+
+    Raises `StartError` for a node that does not answer.
+    """
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if may_compute(pools, node)}
+    here = ray.get_runtime_context().get_node_id()
+    asked = {
+        node_id: ray.remote(cpu_flags)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote()
+        for node_id in nodes
+        if node_id != here
+    }
+    try:
+        answers = dict(zip(asked, ray.get(list(asked.values()), timeout=_ANSWER_S), strict=True))
+    except RayError as error:
+        addresses = ", ".join(nodes[node_id] for node_id in asked)
+        raise StartError(
+            f"not every one of the nodes {addresses} says what its processors can do ({error}); name the "
+            "dtype of the pools"
+        ) from error
+    return {
+        address: answers[node_id] if node_id in answers else cpu_flags() for node_id, address in nodes.items()
+    }
 
 
 def check_hosts(config: ClusterConfig, num_nodes: int) -> None:

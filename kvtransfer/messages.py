@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvtransfer.wire import Message, Part
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 TrafficClass = Literal["hand_over", "prefetch", "write_back"]
 """What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to."""
@@ -31,11 +31,16 @@ class Shard(Part, frozen=True):
 
 
 class CompatibilityRecord(Part, frozen=True):
-    """What two replicas must share before a byte of KV may pass between them."""
+    """What two replicas must share before a byte of KV may pass between them.
+
+    `model_fingerprint` is of the checkpoint as it lies on disk, `weight_dtype` the form in which its weights
+    take part in products, `dtype` that of activations and KV: KV computed with other weights is other KV.
+    """
 
     protocol: int
     model_fingerprint: bytes
     dtype: str
+    weight_dtype: str
     block_tokens: int
     num_layers: int
     num_kv_heads: int

@@ -13,6 +13,7 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig, Parallel
 from workers.messages import RankJoined, RankSpec, StageCost
 from workers.model.config import read_model_config
+from workers.model.ignored import ignored_keys
 from workers.model.work import ModelWork
 from workers.stages import Stages, given_layers, split_layers
 
@@ -83,6 +84,8 @@ class Shape:
         """The layers of each stage: as configured, or so that the slowest stage is as fast as it can be."""
         self.attention_ratio = median(rank.attention_ratio for rank in joined)
         num_layers = read_model_config(Path(self._model_dir)).num_layers
+        for key, why in ignored_keys(Path(self._model_dir)).items():
+            _log.warning("%s: %s of config.json is ignored: %s", self._name, key, why)
         if self.parallel.layers:
             self.stages = given_layers(num_layers, self.parallel.layers)
         else:

@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 import psutil
 
+from kvtransfer.clock import SystemClock
+from kvtransfer.host import cpu_flags
+
 _COMMAND_S = 10.0
 _TIMEX_BYTES, _MAX_ERROR_OFFSET, _TIME_ERROR = 256, 24, 5
 """Of `struct timex`, rounded up; of its `maxerror`, on 64 bits; what an unsynchronized clock returns."""
@@ -35,6 +38,16 @@ def run_command(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def measure_product_rates(dtypes: Sequence[str]) -> dict[str, float]:
+    """Operations a second of a linear layer on this machine, by dtype."""
+    import torch  # here: no other check needs it
+
+    from workers.engine.executor import read_dtype
+    from workers.engine.limits import linear_flop_s
+
+    return {name: linear_flop_s(torch.device("cpu"), read_dtype(name), SystemClock()) for name in dtypes}
 
 
 class Space(NamedTuple):
@@ -96,6 +109,7 @@ class Machine:
     find_program: Callable[[str], str | None] = shutil.which
     home: Path = field(default_factory=Path.home)
     kernel_clock: Callable[[], KernelClock | None] = read_kernel_clock
+    product_rates: Callable[[Sequence[str]], dict[str, float]] = measure_product_rates
 
     @property
     def proc(self) -> Path:
@@ -170,9 +184,8 @@ class Machine:
         return num
 
     def cpu_flags(self) -> frozenset[str]:
-        """As the kernel names them: "avx2", "amx_bf16"; on ARM "bf16", "sve"."""
-        found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", read(self.proc / "cpuinfo"), re.M)
-        return frozenset(found[1].split()) if found else frozenset()
+        """As `kvtransfer.host.cpu_flags` reads them."""
+        return cpu_flags(self.proc / "cpuinfo")
 
     # ---------------------------------------------------------------------------------- file systems
 

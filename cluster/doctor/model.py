@@ -13,7 +13,8 @@ from cluster.errors import ConfigError
 from cluster.gateway.chat import load_chat_template
 from cluster.gateway.text import ModelText
 from workers.errors import CheckpointError
-from workers.model.config import ModelConfig, read_header, read_model_config, weight_files
+from workers.model.config import ModelConfig, file_problem, read_header, read_model_config, weight_files
+from workers.model.ignored import ignored_keys
 from workers.model.split import refuse_empty_parts
 
 GROUP = "model"
@@ -30,13 +31,19 @@ def config_json(case: Case) -> Iterator[Verdict]:
     yield ok(
         f"{case.config.model.name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context"
     )
+    for key, why in ignored_keys(case.config.model).items():
+        yield warning(
+            f"config.json has {key}, which is ignored",
+            f"{why}; the model's makers may have measured other results",
+            "compare the model's output with its makers' own before you rely on it",
+        )
 
 
 def weights(case: Case) -> Iterator[Verdict]:
     """Every file that the index names is there, and as long as its header says."""
     try:
         files = weight_files(case.config.model)
-        problems = [problem for file in files if (problem := _file_problem(file))]
+        problems = [problem for file in files if (problem := file_problem(file))]
         num_bytes = sum(file.stat().st_size for file in files)
         problems += _missing_tensors(case.config.model, files)
     except (CheckpointError, OSError) as problem:
@@ -115,7 +122,12 @@ def _pool_verdicts(pool: PoolConfig, model: ModelConfig) -> Iterator[Verdict]:
 
 
 CHECKS = (
-    Check("model-config", GROUP, "config.json: there, and of an architecture that is supported", config_json),
+    Check(
+        "model-config",
+        GROUP,
+        "config.json: there, of a supported architecture, and without ignored keys that change results",
+        config_json,
+    ),
     Check(
         "model-weights",
         GROUP,
@@ -125,14 +137,6 @@ CHECKS = (
     Check("model-tokenizer", GROUP, "tokenizer.json and the chat template", tokenizer),
     Check("model-split", GROUP, "tp, pp, layers, kv_tokens and dtype of each pool against the model", split),
 )
-
-
-def _file_problem(file: Path) -> str:
-    """ "" for a file that is whole."""
-    raw, header = read_header(file)
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    needed, size = 8 + len(raw) + max(ends, default=0), file.stat().st_size
-    return f"{file}: cut short: {size} bytes, its header needs {needed}" if size < needed else ""
 
 
 def _missing_tensors(folder: Path, files: tuple[Path, ...]) -> list[str]:

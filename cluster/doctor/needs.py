@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.stores.settings import resolve_dtype
+from cluster.dtypes import ITEM_BYTES, resolve_dtype
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import mapping_bytes
 from kvtransfer.messages import Shard
@@ -16,7 +16,6 @@ from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.config import ModelConfig, read_header, read_model_config, weight_files
 from workers.model.split import kv_heads, part
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 RANK_BYTES = 350_000_000
 """Of a rank's process beside weights and KV: torch, its kernels, and room for one step."""
 BRAIN_BYTES = 150_000_000
@@ -121,7 +120,7 @@ def stage_layers(pool: PoolConfig, num_layers: int) -> Sequence[int]:
 
 
 def _pool_need(pool: PoolConfig, config: ClusterConfig, model: ModelConfig, num_weights: int) -> PoolNeed:
-    item_bytes = ITEM_BYTES[resolve_dtype(pool, config.model)]
+    item_bytes = ITEM_BYTES[resolve_dtype(config.pools, config.model)]
     ranks: list[RankNeed] = []
     for stage, num_layers in enumerate(stage_layers(pool, model.num_layers)):
         share = num_layers / model.num_layers / pool.tp

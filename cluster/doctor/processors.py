@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cluster.capacity import BRAIN_CPUS, GATEWAY_CPUS
-from cluster.config import PoolConfig
+from cluster.config import DtypeName
 from cluster.doctor.case import Case, Check
 from cluster.doctor.findings import Figures, Verdict, note, ok, warning
 from cluster.doctor.machine import Machine, read
-from cluster.stores.settings import resolve_dtype
+from cluster.dtypes import has_native_bf16, resolve_dtype, vector_unit
 
 GROUP = "processors"
-_ARM_FLAGS = "asimd"
+_VECTOR_FLAGS = ("avx2", "asimd")
 
 
 def cores(case: Case) -> Iterator[Verdict]:
@@ -41,41 +41,42 @@ def cores(case: Case) -> Iterator[Verdict]:
 
 
 def features(case: Case) -> Iterator[Verdict]:
-    """What the kernels of CPU pools use, by the dtype of each."""
+    """What the kernels of CPU pools use, by their dtype."""
     flags = case.machine.cpu_flags()
-    for pool in case.config.pools:
-        if "cpu" not in pool.stage_devices or not flags or case.needs is None:
-            continue
-        dtype = resolve_dtype(pool, case.config.model)
-        yield _feature(pool, dtype, flags)
-
-
-def _feature(pool: PoolConfig, dtype: str, flags: frozenset[str]) -> Verdict:
-    has_vectors = "avx2" in flags or _ARM_FLAGS in flags
-    has_bf16 = bool({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"} & flags)
-    wide = next(
-        (name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd") if name in flags), ""
-    )
-    seen = f"pool {pool.name} computes in {dtype} on a CPU with {wide or 'no vector unit that is known'}"
-    if not has_vectors:
-        return warning(
+    names = [pool.name for pool in case.config.pools if "cpu" in pool.stage_devices]
+    if not names or not flags or case.needs is None:
+        return
+    pools, model = case.config.pools, case.config.model
+    dtype = resolve_dtype(pools, model, [flags])
+    unit = vector_unit(flags) or "no vector unit that is known"
+    seen = f"pool{'s' * (len(names) > 1)} {', '.join(names)}: {dtype} on a CPU with {unit}"
+    if flags.isdisjoint(_VECTOR_FLAGS):
+        yield warning(
             seen,
             "the kernels are written for AVX2 and wider; without it every step is several times slower",
             "use another machine, or let the virtual machine pass the host's CPU through",
         )
-    if dtype == "fp16":
-        return warning(
-            seen,
-            "the compiled kernels serve fp32 and bf16 only; fp16 runs in slower code",
-            f"dtype: bf16 for pool {pool.name}, and for all pools that exchange KV",
-        )
-    if dtype == "bf16" and not has_bf16:
-        return note(
-            f"{seen}, without bf16 instructions",
-            "bf16 halves memory traffic here, but products are computed through fp32",
-            "compare dtype: fp32 with `tandem bench engine`",
-        )
-    return ok(seen)
+    elif dtype == "fp32" or (dtype == "bf16" and has_native_bf16(flags)):
+        yield ok(seen)
+    else:
+        yield _slow_dtype(case.machine, dtype, "bf16" if has_native_bf16(flags) else "fp32", seen)
+
+
+def _slow_dtype(machine: Machine, dtype: DtypeName, better: DtypeName, seen: str) -> Verdict:
+    """How much slower this machine multiplies in `dtype` than in the one that it is made for."""
+    rates = machine.product_rates((dtype, better))
+    factor = rates[better] / rates[dtype]
+    why = (
+        "the compiled kernels serve fp32 and bf16 only"
+        if dtype == "fp16"
+        else "it has no bf16 instructions, and emulates them"
+    )
+    return warning(
+        f"{seen}, where products of {dtype} take {factor:.1f} times as long as those of {better} (measured)",
+        f"{why}: prefill and batched decoding are slower by about as much",
+        f"leave dtype at auto, or set {better} in all pools, which exchange KV",
+        factor=round(factor, 2),
+    )
 
 
 def compiler(case: Case) -> Iterator[Verdict]:
@@ -135,7 +136,12 @@ def numa(case: Case) -> Iterator[Verdict]:
 
 CHECKS = (
     Check("cores", GROUP, "Processors against replicas x ranks x threads", cores),
-    Check("cpu-features", GROUP, "AVX2, bf16 and AMX against each pool's dtype", features),
+    Check(
+        "cpu-features",
+        GROUP,
+        "AVX2, bf16 and AMX against the pools' dtype, and how much slower an emulated one is",
+        features,
+    ),
     Check("compiler", GROUP, "A C++ compiler for kernels that are compiled at first use", compiler),
     Check("governor", GROUP, "CPU frequency governor", governor),
     Check("numa", GROUP, "NUMA nodes against replicas on CPUs", numa),

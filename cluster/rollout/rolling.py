@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from cluster.capacity import bundles, placement_strategy
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.dtypes import resolve_dtype, with_dtype
 from cluster.errors import ConfigError
-from cluster.stores.settings import resolve_dtype
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
 _ANEW = "stop the application and start it anew"
@@ -114,11 +114,14 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
 
 
 def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
-    """`new` with what `tandem serve` settled at its start: the server of the store's index."""
+    """`new` with what `tandem serve` settled at its start: the server of the store's index, and the dtype
+    for which `auto` stands: replicas that exchange KV must not change it, whatever nodes have come since."""
     if new.store.redis_url not in ("", old.store.redis_url):
         raise ConfigError(f"store.redis_url: another server cannot be taken while stores run; {_ANEW}")
     store = new.store.model_copy(update={"redis_url": old.store.redis_url})
-    return new.model_copy(update={"store": store})
+    new = new.model_copy(update={"store": store})
+    running = old.pools[0].dtype
+    return with_dtype(new, running) if new.pools[0].dtype == "auto" and running != "auto" else new
 
 
 def changes(old: ClusterConfig, new: ClusterConfig) -> list[Change]:
@@ -174,8 +177,9 @@ def _placement(pool: PoolConfig, cpus: float) -> tuple[object, ...]:
 
 def _kv_form(config: ClusterConfig, field: str) -> int | str:
     """Equal in all pools."""
-    pool = config.pools[0]
-    return pool.engine.block_tokens if field == "block_tokens" else resolve_dtype(pool, config.model)
+    if field == "block_tokens":
+        return config.pools[0].engine.block_tokens
+    return resolve_dtype(config.pools, config.model)
 
 
 def _by_name(config: ClusterConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.dtypes import ITEM_BYTES, resolve_dtype
 from cluster.errors import ConfigError
 from kvtransfer.layout import BlockLayout
 from kvtransfer.messages import Shard
@@ -31,8 +32,6 @@ _INFINIBAND = Path("/sys/class/infiniband")
 """Without such devices a store does not offer `rdma`, and need not load what it takes (torch among it)."""
 _GRANULES_A_RECORD = 8
 """At least so many granules a record takes, so that little of the last one is wasted."""
-_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "": "fp32"}
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _GB = 1e9
 
@@ -103,14 +102,8 @@ def granule_bytes(record_bytes: int) -> int:
 def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path) -> int:
     """Header, and KV that the smallest rank of any pool holds of a block."""
     model = read_model_config(model_dir)
-    return HEADER_BYTES + min(_rank_block_bytes(pool, model, model_dir) for pool in pools)
-
-
-def resolve_dtype(pool: PoolConfig, model_dir: Path) -> str:
-    """The pool's dtype; `auto` is what the checkpoint was saved in."""
-    if pool.dtype != "auto":
-        return pool.dtype
-    return _DTYPE_NAMES[read_model_config(model_dir).checkpoint_dtype]
+    item_bytes = ITEM_BYTES[resolve_dtype(pools, model_dir)]
+    return HEADER_BYTES + min(_rank_block_bytes(pool, model, item_bytes) for pool in pools)
 
 
 def check_redis_url(store: StoreConfig) -> None:
@@ -182,9 +175,8 @@ def _try_lock(path: Path) -> int | None:
     return lock
 
 
-def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, model_dir: Path) -> int:
+def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> int:
     num_layers = min(pool.layers) if pool.layers else max(model.num_layers // pool.pp, 1)
     num_heads = min(len(kv_heads(model.num_kv_heads, rank, pool.tp)) for rank in range(pool.tp))
-    item_bytes = _ITEM_BYTES[resolve_dtype(pool, model_dir)]
     shard = Shard(0, num_layers, 0, num_heads)
     return BlockLayout(shard, model.head_dim, pool.engine.block_tokens, item_bytes).block_bytes

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from kvtransfer.host import cpu_flags
+from kvtransfer.private_folder import private_folder
 
 _COMPILE_TIMEOUT_S = 120
 
@@ -22,13 +23,9 @@ def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if platform.system() != "Linux" or compiler is None:
         return None
-    cpu = hashlib.sha256("".join(sorted(_cpu_flags())).encode()).hexdigest()
+    cpu = hashlib.sha256("".join(sorted(cpu_flags())).encode()).hexdigest()
     key = hashlib.sha256(f"{tuple(flags)}{cpu}{source.read_text()}".encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{folder} is not a folder that only this user can write to; remove it")
+    folder = private_folder("tandem-kernels")
     path = folder / f"{key}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -42,8 +39,3 @@ def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
 
 def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
-
-
-def _cpu_flags() -> set[str]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}

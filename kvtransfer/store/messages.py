@@ -13,7 +13,7 @@ from typing import Literal
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.wire import Codec, Message, Part
 
-STORE_PROTOCOL = 1
+STORE_PROTOCOL = 2
 HEADER_BYTES = 4096
 
 Tier = Literal["dram", "nvme", "remote"]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from serving import TINY
 
 from cluster.app import build_application
 from cluster.capacity import BRAIN_CPUS
-from cluster.config import PoolConfig, default_config
+from cluster.config import default_config
 from cluster.errors import ConfigError, StartError
 from cluster.scaling.lever import deployment_name
 from cluster.serve import check_hosts, check_reachable
-from cluster.stores.settings import resolve_dtype
-from workers.model.random_checkpoint import write_random_checkpoint
 
 
 def test_each_pool_is_a_deployment_of_placement_groups_below_the_gateway() -> None:
@@ -31,16 +27,6 @@ def test_each_pool_is_a_deployment_of_placement_groups_below_the_gateway() -> No
         assert settings.graceful_shutdown_timeout_s > config.pools[0].drain_s
         assert pool._replica_config.placement_group_bundles == [{"CPU": BRAIN_CPUS}, {"CPU": cpus}]
         assert pool._replica_config.placement_group_strategy == "STRICT_PACK"
-
-
-@pytest.mark.parametrize(
-    ("saved", "resolved"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")]
-)
-def test_auto_is_what_the_checkpoint_was_saved_in(tmp_path: Path, saved: str, resolved: str) -> None:
-    write_random_checkpoint(tmp_path, "llama", seed=1, dtype=saved)
-    pool = PoolConfig(name="p", role="both")
-    assert resolve_dtype(pool, tmp_path) == resolved
-    assert resolve_dtype(pool.model_copy(update={"dtype": "fp32"}), tmp_path) == "fp32"
 
 
 def test_deployment_names_are_what_operators_scale() -> None:

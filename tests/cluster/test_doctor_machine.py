@@ -225,9 +225,10 @@ def test_processors_are_those_of_the_process_and_its_group(
     ("flags", "dtype", "severity"),
     [
         ("avx2 avx512_bf16", "bf16", OK),
-        ("avx2", "bf16", NOTE),
+        ("avx2 avx512_bf16", "auto", OK),
+        ("avx2 avx512_bf16", "fp32", OK),
         ("avx2", "fp32", OK),
-        ("avx2 amx_bf16", "fp16", WARNING),
+        ("avx2", "auto", OK),
         ("sse2", "bf16", WARNING),
     ],
 )
@@ -235,6 +236,30 @@ def test_the_cpu_can_what_the_dtype_wants(tmp_path: Path, flags: str, dtype: str
     machine = FakeMachine(tmp_path, {"proc/cpuinfo": f"flags\t: fpu {flags}\n"}).view()
     config = config_of(pools=[{"name": "d", "role": "decode", "dtype": dtype}])
     assert only(processors.features, case_of(machine, config)).severity is severity
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "better", "factor"),
+    [("avx2", "bf16", "fp32", 6.6), ("avx2 amx_bf16", "fp16", "bf16", 12.0), ("avx2", "fp16", "fp32", 5.5)],
+)
+def test_a_dtype_that_the_cpu_emulates_is_told_with_the_measured_factor(
+    tmp_path: Path, flags: str, dtype: str, better: str, factor: float
+) -> None:
+    rates = {dtype: 10e9, better: factor * 10e9}
+    machine = FakeMachine(tmp_path, {"proc/cpuinfo": f"flags\t: fpu {flags}\n"}).view(product_rates=rates)
+    verdict = only(
+        processors.features,
+        case_of(machine, config_of(pools=[{"name": "d", "role": "decode", "dtype": dtype}])),
+    )
+    assert verdict.severity is WARNING
+    assert f"products of {dtype} take {factor} times as long as those of {better}" in verdict.seen
+    assert verdict.figures["factor"] == factor
+
+
+def test_products_are_measured_on_the_machine_itself() -> None:
+    rates = Machine().product_rates(("fp32", "bf16"))
+    assert rates.keys() == {"fp32", "bf16"}
+    assert min(rates.values()) > 1e8
 
 
 def test_arm_is_known_by_its_own_names(tmp_path: Path) -> None:

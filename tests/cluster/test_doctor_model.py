@@ -55,6 +55,14 @@ def test_an_architecture_that_is_not_supported_is_named(folder: Path) -> None:
     assert "MambaForCausalLM" in verdict.seen
 
 
+def test_a_key_that_changes_results_and_is_ignored_is_named(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"logits_scaling": 8.0}))
+    well, ignored = model.config_json(case(folder))
+    assert (well.severity, ignored.severity) == (OK, WARNING)
+    assert "logits_scaling" in ignored.seen
+
+
 def test_weights_that_were_cut_short_are_named(folder: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     whole = file.read_bytes()

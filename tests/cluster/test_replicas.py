@@ -34,7 +34,7 @@ async def test_a_replica_of_another_model_is_refused_and_the_others_serve(
 ) -> None:
     await house.add_replica("d0", "decode")
     gateway, address = await house.add_gateway()
-    other = CompatibilityRecord(1, b"another model...", "float32", 16, 2, 2, 8)
+    other = CompatibilityRecord(1, b"another model...", "float32", "float32", 16, 2, 2, 8)
     monkeypatch.setattr(type(house.replicas["d0"]), "compatibility", lambda self: other)
     await house.add_replica("d1", "decode")
     await until(lambda: states(gateway) == ["ready", "refused"], "the stranger is refused")

@@ -22,7 +22,7 @@ from cluster.roster.wire import RemoteRoster, RosterActor
 from kvtransfer.clock import ManualClock, SystemClock
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
-COMPATIBILITY = CompatibilityRecord(1, b"f" * 16, "fp32", 16, 4, 2, 32)
+COMPATIBILITY = CompatibilityRecord(1, b"f" * 16, "fp32", "fp32", 16, 4, 2, 32)
 
 
 def replica(replica_id: str = "decode-a", epoch: int = 1, *, leaving: bool = False) -> ReplicaRecord:

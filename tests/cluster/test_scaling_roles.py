@@ -28,7 +28,7 @@ def replica(
         role=role or home,
         address="127.0.0.1:1",
         model="tiny",
-        compatibility=CompatibilityRecord(1, b"f" * 16, "fp32", 16, 4, 2, 32),
+        compatibility=CompatibilityRecord(1, b"f" * 16, "fp32", "fp32", 16, 4, 2, 32),
         process_id=1,
         rank_process_ids=(2,),
         leaving=leaving,

@@ -79,7 +79,7 @@ class ScalerHouse:
             role=role or pool,
             address="127.0.0.1:1",
             model="tiny",
-            compatibility=CompatibilityRecord(1, b"f" * 16, "fp32", 16, 4, 2, 32),
+            compatibility=CompatibilityRecord(1, b"f" * 16, "fp32", "fp32", 16, 4, 2, 32),
             process_id=1,
             rank_process_ids=(2,),
             home_role=pool,

@@ -18,7 +18,6 @@ from cluster.stores.settings import (
     check_store,
     draw_life,
     granule_bytes,
-    resolve_dtype,
     smallest_record_bytes,
     store_name,
     store_settings,
@@ -77,15 +76,13 @@ def test_the_smallest_rank_of_a_pool_has_the_smallest_records(
     assert smallest_record_bytes(made.pools, made.model) == HEADER_BYTES + 2 * values
 
 
-def test_the_smallest_pool_counts_and_auto_is_the_checkpoints_dtype() -> None:
+def test_the_smallest_pool_counts() -> None:
     engine = {"block_tokens": 16}
     pools = [
         {"name": "p", "role": "prefill", "engine": engine},
         {"name": "d", "role": "decode", "tp": 4, "engine": engine},
     ]
     made = parse_config({"model": str(TINY), "pools": pools}, "test")
-    assert read_model_config(TINY).checkpoint_dtype == "bfloat16"
-    assert resolve_dtype(made.pools[0], TINY) == "bf16"
     alone = parse_config({"model": str(TINY), "pools": pools[1:]}, "test")
     assert smallest_record_bytes(made.pools, TINY) == smallest_record_bytes(alone.pools, TINY)
 

@@ -30,7 +30,8 @@ SHAPES: dict[str, Object] = {
     },
     "three in a pod": {"pools": {"decode": {"config": {"replicas": 7, "tp": 2}, "replicasPerPod": 3}}},
     "host and device": {
-        "pools": {"decode": {"config": {"pp": 2, "devices": ["cuda", "cpu"], "cpus_per_rank": 2.5}}}
+        "poolDefaults": {"config": {"dtype": "bf16"}},
+        "pools": {"decode": {"config": {"pp": 2, "devices": ["cuda", "cpu"], "cpus_per_rank": 2.5}}},
     },
     "shared GPUs": {"poolDefaults": {"config": {"gpus_per_rank": 0.5, "tp": 2}}},
     "an odd name": {"pools": {"long-context": {"config": {"role": "both"}}}},

@@ -24,7 +24,7 @@ def args(tmp_path: Path) -> dict[str, Any]:
     """Complete, for the bundled model."""
     (tmp_path / "secret").write_text(f"{SECRET}\n")
     (tmp_path / "url").write_text("redis://:pass@redis:6379/0\n")
-    pool = {"cpus_per_rank": 0.5, "engine": {"block_tokens": 16}}
+    pool = {"cpus_per_rank": 0.5, "dtype": "bf16", "engine": {"block_tokens": 16}}
     return {
         "secret_file": str(tmp_path / "secret"),
         "redis_url_file": str(tmp_path / "url"),
@@ -101,16 +101,22 @@ def test_what_is_wrong_is_named(args: dict[str, Any], path: str, value: Any, mes
 def test_what_tandem_serve_would_settle_must_be_said(args: dict[str, Any], tmp_path: Path) -> None:
     del args["secret_file"], args["redis_url_file"]
     del args["config"]["pools"][1]["cpus_per_rank"]
+    for pool in args["config"]["pools"]:
+        del pool["dtype"]
     with pytest.raises(ConfigError) as caught:
         build(args)
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[1] for line in lines] == [
         "secret_file",
+        "pools[0].dtype",
         "pools[1].cpus_per_rank",
+        "pools[1].dtype",
         "store.redis_url",
     ]
     assert all(line.startswith("args.config: ") for line in lines)
     args["config"]["pools"][1]["cpus_per_rank"] = 1
+    for pool in args["config"]["pools"]:
+        pool["dtype"] = "bf16"
     without_index = with_value(args, "config.store", {"index": False})
     assert not declared_config({**without_index, "secret_file": str(tmp_path / "secret")}).store.index
 
@@ -139,5 +145,12 @@ def test_the_model_is_looked_at(args: dict[str, Any], tmp_path: Path) -> None:
         build(with_value(args, "config.model", str(tmp_path / "no-model")))
 
 
-def test_a_file_of_tandem_serve_is_a_declared_one_with_three_things_said(args: dict[str, Any]) -> None:
+def test_a_file_of_tandem_serve_is_a_declared_one_with_four_things_said(args: dict[str, Any]) -> None:
     assert declared_config(args).pools == parse_config(args["config"], "file").pools
+
+
+def test_on_gpus_auto_needs_nobody_to_look_at_processors(args: dict[str, Any]) -> None:
+    for pool in args["config"]["pools"]:
+        del pool["dtype"]
+        pool["device"] = "cuda"
+    assert {pool.dtype for pool in declared_config(args).pools} == {"auto"}

@@ -35,7 +35,7 @@ INFO = RecordInfo(
     RecordId(b"s" * 8, b"k" * 16, SHARD), b"p" * 16, b"c" * 16, "tenant", b"m" * 32, 1 << 20, (1 << 64) - 1
 )
 PAGE = encode_header(INFO, "allocated", 7, Writer(12, 34, b"session"), Place(b"a" * 16, 1 << 40))
-COMPATIBILITY = CompatibilityRecord(3, b"f" * 32, "bfloat16", 16, 28, 8, 128)
+COMPATIBILITY = CompatibilityRecord(3, b"f" * 32, "bfloat16", "bfloat16", 16, 28, 8, 128)
 
 counts = st.integers(0, (1 << 63) - 1)
 infos = st.builds(
@@ -128,7 +128,7 @@ def test_the_format_stays_as_it_is() -> None:
         "63646566" + "94001c0008c400c405636861696ea461636d65c4056d6f64656ccd200063a9636f6d6d697474656405c092"
         "c4056172656e61ce00010000"
     ).ljust(HEADER_BYTES, b"\0")
-    assert space_id(COMPATIBILITY).hex() == "bea629c6406d0fd0"
+    assert space_id(COMPATIBILITY).hex() == "026145d37a8bb1ec"
 
 
 def test_a_tenant_whose_name_is_too_long_is_refused_by_name() -> None:
@@ -150,6 +150,7 @@ def test_a_space_is_all_of_compatibility_but_the_protocol() -> None:
     changed = [
         replace(COMPATIBILITY, model_fingerprint=b"g" * 32),
         replace(COMPATIBILITY, dtype="float32"),
+        replace(COMPATIBILITY, weight_dtype="float32"),
         *(
             replace(COMPATIBILITY, **{name: 7})
             for name in ("block_tokens", "num_layers", "num_kv_heads", "head_dim")

@@ -60,7 +60,13 @@ class FakeMachine:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
 
-    def view(self, programs: Iterable[str] = ("c++",), clock: KernelClock | None = None) -> Machine:
+    def view(
+        self,
+        programs: Iterable[str] = ("c++",),
+        clock: KernelClock | None = None,
+        product_rates: Mapping[str, float] | None = None,
+    ) -> Machine:
+        """Products are measured only where their rates are given, by dtype."""
         known = set(programs)
         return Machine(
             root=self.root,
@@ -68,6 +74,7 @@ class FakeMachine:
             find_program=lambda name: f"/usr/bin/{name}" if name in known else None,
             home=self.root / "root",
             kernel_clock=lambda: clock,
+            product_rates=lambda dtypes: {name: (product_rates or {})[name] for name in dtypes},
         )
 
     def _run(self, command: Sequence[str]) -> str | None:

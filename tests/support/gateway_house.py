@@ -116,7 +116,7 @@ class ScriptedReplica:
         )
 
     def compatibility(self) -> CompatibilityRecord:
-        return CompatibilityRecord(PROTOCOL_VERSION, FINGERPRINT, "float32", BLOCK_TOKENS, 2, 2, 8)
+        return CompatibilityRecord(PROTOCOL_VERSION, FINGERPRINT, "float32", "float32", BLOCK_TOKENS, 2, 2, 8)
 
     def hold(self, prompt: bytes, tenant: str) -> None:
         """Tell the gateways that the prompt's blocks are cached here."""

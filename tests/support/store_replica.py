@@ -57,7 +57,7 @@ MODEL = Shard(0, 4, 0, 4)
 """All layers and heads of the model of these tests."""
 LEFT, RIGHT = Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)
 TOP, BOTTOM = Shard(0, 2, 0, 4), Shard(2, 4, 0, 4)
-COMPATIBILITY = CompatibilityRecord(1, b"model of tests..", "float32", 16, 4, 4, 16)
+COMPATIBILITY = CompatibilityRecord(1, b"model of tests..", "float32", "float32", 16, 4, 4, 16)
 NUM_BLOCKS = 256
 """Blocks of each rank's pool."""
 

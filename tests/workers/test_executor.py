@@ -31,7 +31,8 @@ from workers.messages import (
     StepPlan,
     StepReport,
 )
-from workers.model.config import model_fingerprint
+from workers.model.file_digests import DigestCache
+from workers.model.fingerprint import model_fingerprint
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.model.weights import ShardSpec
 
@@ -213,10 +214,9 @@ def test_ready_fields(model_dir: Path, executor: Executor) -> None:
     fields = executor.ready_fields
     assert (fields.num_blocks, fields.vocab_size, fields.eos_token_ids) == (40, 256, (1, 9))
     assert fields.max_context_tokens == 40 * BLOCK
-    fingerprint = model_fingerprint(model_dir)
-    assert fields.compatibility == CompatibilityRecord(
-        PROTOCOL_VERSION, fingerprint, "float32", BLOCK, 2, 2, 16
-    )
+    fingerprint = model_fingerprint(model_dir, DigestCache(None, ManualClock()))
+    expected = CompatibilityRecord(PROTOCOL_VERSION, fingerprint, "float32", "float32", BLOCK, 2, 2, 16)
+    assert fields.compatibility == expected
     assert make_executor(model_dir, num_kv_tokens=4096).ready_fields.max_context_tokens == 2048
 
 
@@ -370,6 +370,7 @@ def test_waiting_is_not_busy_time(model_dir: Path) -> None:
     prompt = draw(20)
     plan = step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)])
     first, second = ranks.executors
+    clock.reads = threading.Semaphore(0)  # loading has read it as well
     with ThreadPoolExecutor(1) as thread:
         late = thread.submit(second.run, plan)
         for _ in range(2):  # when it began, and when it began to wait

@@ -1,4 +1,4 @@
-"""What is read from a checkpoint's config.json, what is refused, and the fingerprint."""
+"""What is read from a checkpoint's config.json, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import transformers
 
 from workers.errors import CheckpointError
-from workers.model.config import model_fingerprint, read_model_config
+from workers.model.config import read_model_config
+from workers.model.ignored import ignored_keys
 
 MakeCheckpoint = Callable[..., Path]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -68,6 +69,47 @@ def test_old_and_new_names_of_rope_are_the_same(tmp_path: Path) -> None:
     assert first.rope.original_max_positions == 2048
 
 
+@pytest.mark.parametrize(
+    ("rope", "num_tokens"),
+    [
+        ({"type": "linear", "factor": 4.0}, 16384),
+        ({"rope_type": "linear", "factor": 2.5}, 10240),
+        ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "default"}, 4096),
+        (None, 4096),
+    ],
+)
+def test_linear_scaling_stretches_the_context(
+    rope: dict[str, Any] | None, num_tokens: int, tmp_path: Path
+) -> None:
+    """As in vicuna-16k, whose config.json names the 4096 positions of its base model."""
+    _write(tmp_path, model_type="llama", max_position_embeddings=4096, rope_scaling=rope, **SPARSE)
+    assert read_model_config(tmp_path).max_context_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        ({}, set()),
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, {"dual_chunk_attention_config"}),
+        ({"dual_chunk_attention_config": None, "logit_scale": 1.0, "clip_qkv": None}, set()),
+        ({"logits_scaling": 8.0, "use_qk_norm": True}, {"logits_scaling", "use_qk_norm"}),
+        ({"no_rope_layers": [1, 0]}, {"no_rope_layers"}),
+        ({"sliding_window": 4096}, {"sliding_window"}),
+        ({"model_type": "mistral", "sliding_window": 4096}, set()),
+        ({"rope_scaling": LLAMA3}, set()),
+        (
+            {"rope_scaling": {"type": "default", "mrope_section": [16, 24]}},
+            {"rope_scaling.mrope_section"},
+        ),
+    ],
+)
+def test_keys_that_are_left_out_are_named(config: dict[str, Any], keys: set[str], tmp_path: Path) -> None:
+    _write(tmp_path, **{"model_type": "llama", **SPARSE, **config})
+    read_model_config(tmp_path)
+    assert set(ignored_keys(tmp_path)) == keys
+
+
 def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
     _write(tmp_path, model_type="llama", eos_token_id=2, **SPARSE)
     assert read_model_config(tmp_path).eos_token_ids == (2,)
@@ -91,6 +133,10 @@ def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size None is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 60},
+            "head_dim 15 (hidden_size 60 // 4 heads) is odd",
+        ),
         ({"rms_norm_eps": "small"}, "rms_norm_eps 'small' is not a positive number"),
         ({"layer_types": ["full_attention"]}, "layer_types ['full_attention'] does not name the 2 layers"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
@@ -121,46 +167,6 @@ def test_an_unreadable_config_is_refused_by_name(text: str | None, tmp_path: Pat
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_model_config(tmp_path)
-
-
-def test_the_fingerprint_is_of_what_makes_the_kv(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    source = make_checkpoint("llama", seed=3)
-    model_dir = shutil.copytree(source, tmp_path / "model")
-    first = model_fingerprint(model_dir)
-    assert len(first) == 16
-    assert first == model_fingerprint(source)
-    _edit(model_dir, eos_token_id=77, transformers_version="9", max_position_embeddings=4096)
-    assert model_fingerprint(model_dir) == first
-    _edit(model_dir, rope_theta=20000.0)
-    assert model_fingerprint(model_dir) != first
-    assert model_fingerprint(make_checkpoint("llama", seed=4)) != first
-    assert model_fingerprint(make_checkpoint("llama", seed=3, dtype="bfloat16")) != first
-
-
-def test_one_fine_tuned_tensor_changes_the_fingerprint(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path
-) -> None:
-    from safetensors.torch import load_file, save_file
-
-    source = make_checkpoint("qwen2", sharded=True)
-    model_dir = shutil.copytree(source, tmp_path / "model")
-    file = model_dir / "model-00002-of-00002.safetensors"
-    tensors = load_file(file)
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert model_fingerprint(model_dir) == model_fingerprint(source)
-    name = sorted(tensors)[-1]
-    save_file(tensors | {name: tensors[name] * 1.5}, file, metadata={"format": "pt"})
-    assert model_fingerprint(model_dir) != model_fingerprint(source)
-
-
-def test_a_weight_file_cut_short_has_no_fingerprint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    model_dir = shutil.copytree(make_checkpoint("llama"), tmp_path / "model")
-    file = model_dir / "model.safetensors"
-    whole = file.read_bytes()
-    for length in (0, 4, 100, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: .*short"):
-            model_fingerprint(model_dir)
 
 
 def test_brains_and_gateways_get_no_torch_by_it() -> None:

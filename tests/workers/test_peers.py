@@ -40,7 +40,7 @@ from workers.peers import Peers
 
 SECRET = draw_secret()
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
-RECORD = CompatibilityRecord(1, b"model", "float32", 16, 2, 2, 8)
+RECORD = CompatibilityRecord(1, b"model", "float32", "float32", 16, 2, 2, 8)
 
 
 def ranks(*shards: Shard) -> tuple[RankEndpoints, ...]:

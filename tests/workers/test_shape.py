@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,16 @@ def test_configured_layers_win_over_measures(tmp_path: Path) -> None:
     wrong = shape(tmp_path, Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, 4)))
     with pytest.raises(WorkerError, match="num_hidden_layers"):
         wrong.plan_stages(joined(StageCost(1.0), StageCost(1.0)))
+
+
+def test_what_is_left_out_of_the_configuration_is_logged_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = shape(tmp_path, Parallel())
+    file = tmp_path / "config.json"
+    keys = {"dual_chunk_attention_config": {"chunk_size": 262144}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    with caplog.at_level(logging.WARNING, "tandem.brain"):
+        whole.plan_stages(joined(StageCost()))
+    (record,) = caplog.records
+    assert "r: dual_chunk_attention_config of config.json is ignored" in record.getMessage()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.clock import ManualClock, SystemClock
+from workers.engine import limits
 from workers.engine.batch import PromptDone, StepOutcome
 from workers.engine.limits import MeasureSizes, device_memory, measure_limits
 from workers.messages import BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
@@ -130,11 +131,23 @@ def test_hits_are_told_by_where_the_kv_was() -> None:
     assert figures.num_sampled_tokens == 1
 
 
-def test_limits_are_of_the_best_run() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_in_float32_are_a_route_to_those_of_any_dtype(dtype: torch.dtype) -> None:
+    """Where a CPU emulates bf16, the limit of that dtype alone was a fraction of what the engine reaches."""
+    found = limits.routes(torch.device("cpu"), dtype)
+    assert {limits.Route(torch.float32, False), limits.Route(dtype, False)} <= set(found)
+    assert limits.routes(torch.device("cuda"), dtype) == [limits.Route(dtype, False)]
+
+
+def test_limits_are_of_the_fastest_route_and_of_its_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second route is tried on a small matrix, takes nine times as long, and is not measured further."""
+    both = [limits.Route(torch.float32, False), limits.Route(torch.bfloat16, False)]
+    monkeypatch.setattr(limits, "routes", lambda *_: both)
+
     class Jumping(ManualClock):
         """Each look at it is later than the last by the next of these."""
 
-        steps = [9.0, 2.0, 0.5, 1.0, 9.0, 4.0, 2.0, 8.0]
+        steps = [0.0, 1.0, 0.0, 9.0, 9.0, 2.0, 0.5, 1.0, 9.0, 4.0, 2.0, 8.0]
         looks = 0
 
         def now(self) -> float:
@@ -143,14 +156,14 @@ def test_limits_are_of_the_best_run() -> None:
                 self.advance(self.steps[self.looks // 2 - 1])
             return super().now()
 
-    limits = measure_limits(torch.device("cpu"), torch.float32, Jumping(0.0), MeasureSizes(4, 1024, 3))
-    assert limits.flop_s == pytest.approx(2 * 4**3 / 0.5)
-    assert limits.byte_s == pytest.approx(1024 / 2.0)
+    found = measure_limits(torch.device("cpu"), torch.bfloat16, Jumping(0.0), MeasureSizes(4, 1024, 3))
+    assert found.flop_s == pytest.approx(2 * 4**3 / 0.5)
+    assert found.byte_s == pytest.approx(1024 / 2.0)
 
 
 def test_a_device_has_limits_and_memory() -> None:
-    limits = measure_limits(torch.device("cpu"), torch.bfloat16, SystemClock(), MeasureSizes(64, 1 << 20, 2))
-    assert limits.flop_s > 0
-    assert limits.byte_s > 0
+    found = measure_limits(torch.device("cpu"), torch.bfloat16, SystemClock(), MeasureSizes(64, 1 << 20, 2))
+    assert found.flop_s > 0
+    assert found.byte_s > 0
     memory = device_memory(torch.device("cpu"))
     assert 0 < memory.used_bytes < memory.total_bytes

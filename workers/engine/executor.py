@@ -37,8 +37,9 @@ from workers.messages import (
     StepReport,
 )
 from workers.model.batch import AttentionBatch, SequenceSpan
-from workers.model.config import ModelConfig, model_fingerprint
+from workers.model.config import ModelConfig
 from workers.model.decoder import load_decoder
+from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.parallel import parallelize
 from workers.model.split import kv_heads
@@ -119,7 +120,9 @@ class Executor:
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
         progress("loading weights")
-        self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
+        with FingerprintTask(model_dir, clock) as fingerprint_task:
+            self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
+            fingerprint = fingerprint_task.result(progress)
         parallelize(self._decoder, self._groups)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
@@ -146,8 +149,9 @@ class Executor:
             eos_token_ids=config.eos_token_ids,
             compatibility=CompatibilityRecord(
                 protocol=PROTOCOL_VERSION,
-                model_fingerprint=model_fingerprint(model_dir),
+                model_fingerprint=fingerprint,
                 dtype=str(dtype).removeprefix("torch."),
+                weight_dtype=str(dtype).removeprefix("torch."),
                 block_tokens=block_tokens,
                 num_layers=config.num_layers,
                 num_kv_heads=config.num_kv_heads,

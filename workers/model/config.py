@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its model: shapes, rope, windows, end tokens, and its fingerprint.
+"""What a checkpoint folder says of its model: shapes, rope, windows, end tokens, weight files.
 
 Read by brains and gateways as well as ranks, so nothing here imports torch.
 """
@@ -6,7 +6,6 @@ Read by brains and gateways as well as ranks, so nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import struct
 from pathlib import Path
@@ -17,8 +16,6 @@ from workers.errors import CheckpointError
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "llama3"]
 
-FINGERPRINT_BYTES = 16
-_PAGE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000
 _ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -29,7 +26,6 @@ _ARCHITECTURES: dict[str, Family] = {
 _FAMILIES: dict[str, Family] = {family: family for family in _ARCHITECTURES.values()}
 _ROPE_TYPES: dict[str, RopeType] = {"default": "default", "linear": "linear", "llama3": "llama3"}
 _ACTIVATIONS = ("silu", "swish")
-_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids")
 # What transformers assumes where config.json is silent, as far as it differs between the families.
 _DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -97,7 +93,7 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
         return (single,)
     if not index.is_file():
         raise CheckpointError(f"{model_dir}: neither model.safetensors nor model.safetensors.index.json")
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
     files = tuple(model_dir / name for name in sorted({str(name) for name in weight_map.values()}))
@@ -105,20 +101,6 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
         if file.parent != model_dir or not file.is_file():
             raise CheckpointError(f"{index}: names {file.name}, which is not in the folder")
     return files
-
-
-def model_fingerprint(model_dir: Path) -> bytes:
-    """16 bytes that differ wherever two checkpoints would compute different KV.
-
-    SHA-256 over the configuration's fields and, of every weight file, its header, size and the middle
-    page (4096 bytes) of every tensor: a few megabytes of reads for a checkpoint of 100 GB.
-    """
-    config = dataclasses.asdict(read_model_config(model_dir))
-    fields = {name: value for name, value in config.items() if name not in _NOT_OF_KV}
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-    for file in weight_files(model_dir):
-        _digest_weights(file, digest)
-    return digest.digest()[:FINGERPRINT_BYTES]
 
 
 def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
@@ -138,22 +120,20 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
     return raw, header
 
 
-def _digest_weights(file: Path, digest: hashlib._Hash) -> None:
+def file_problem(file: Path) -> str:
+    """Why a safetensors file is not whole, by its header; "" when it is. Raises `CheckpointError` where it
+    has no header that can be read."""
     raw, header = read_header(file)
-    size = file.stat().st_size
-    digest.update(struct.pack("<QQ", len(raw), size))
-    digest.update(raw)
-    data_start = 8 + len(raw)
-    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-    with file.open("rb") as stream:
-        for begin, end in sorted(spans):
-            if data_start + end > size:
-                raise CheckpointError(f"{file}: cut short: {size} bytes, its header needs {data_start + end}")
-            stream.seek(data_start + begin + max(0, (end - begin - _PAGE_BYTES) // 2))
-            digest.update(stream.read(min(_PAGE_BYTES, end - begin)))
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{file}: unreadable safetensors header: {error!r}") from error
+    needed, size = 8 + len(raw) + max(ends, default=0), file.stat().st_size
+    return f"{file}: cut short: {size} bytes, its header needs {needed}" if size < needed else ""
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in the file. Raises `CheckpointError`, naming it, where there is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -170,7 +150,7 @@ class _ConfigReader:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.raw = _read_json(file)
+        self.raw = read_json(file)
         self.family = self._family()
         self.raw = _DEFAULTS[self.family] | self.raw
 
@@ -183,7 +163,8 @@ class _ConfigReader:
             self._refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
         head_dim = self._count("head_dim", hidden_size // num_heads)
         if head_dim % 2:
-            self._refuse("head_dim", "is odd: rotary embedding needs pairs")
+            self._refuse_odd(head_dim, hidden_size, num_heads)
+        rope = self._rope()
         attention_bias = self.family in ("llama", "qwen3") and bool(self.raw.get("attention_bias"))
         return ModelConfig(
             family=self.family,
@@ -195,8 +176,8 @@ class _ConfigReader:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=self._number("rms_norm_eps", self.raw, 1e-6),
-            max_context_tokens=self._count("max_position_embeddings"),
-            rope=self._rope(),
+            max_context_tokens=self._max_context_tokens(rope),
+            rope=rope,
             sliding_windows=self._sliding_windows(num_layers),
             qkv_bias=attention_bias or self.family == "qwen2",
             output_bias=attention_bias,
@@ -209,6 +190,16 @@ class _ConfigReader:
 
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
+
+    def _refuse_odd(self, head_dim: int, hidden_size: int, num_heads: int) -> NoReturn:
+        given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
+        raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} is odd: rotary embedding needs pairs")
+
+    def _max_context_tokens(self, rope: RopeConfig) -> int:
+        """`max_position_embeddings`: with linear scaling that of the base model, which is then stretched;
+        with llama3 it is the stretched one already."""
+        num_positions = self._count("max_position_embeddings")
+        return int(num_positions * rope.factor) if rope.rope_type == "linear" else num_positions
 
     def _family(self) -> Family:
         architectures = self.raw.get("architectures")
@@ -306,7 +297,7 @@ class _ConfigReader:
     def _eos_token_ids(self) -> tuple[int, ...]:
         """generation_config.json's, as `generate` takes them, or else config.json's."""
         generation = self.file.with_name("generation_config.json")
-        value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        value = read_json(generation).get("eos_token_id") if generation.is_file() else None
         if value is None:
             value = self.raw.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]

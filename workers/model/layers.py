@@ -17,12 +17,9 @@ from workers.model import native
 from workers.model.attention import paged_attention, write_kv
 from workers.model.batch import AttentionBatch
 from workers.model.config import RopeConfig
+from workers.model.packed import can_pack, pack, packed_product
 from workers.model.weights import LayerWeights, LinearWeights
 
-# oneDNN packs a weight for an expected number of rows; this one serves one row and hundreds alike.
-# It also compiles code for every number of rows it meets, and keeps it (some 0.4 MB each): more rows than
-# this are padded to a multiple of it, so that a rank meets few numbers.
-_PACK_ROWS = 16
 # Everything but attention works on so many rows at a time, which keeps them in a core's cache: on a CPU
 # 512 rows take an eighth less time in two tiles than in one.
 _TILE_ROWS = 256
@@ -51,25 +48,16 @@ class Linear:
         self._packed = _can_pack(weights.weight)
         self._weight = weights.weight
         if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weights.weight, _PACK_ROWS)
+            self._weight = pack(weights.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
-            num_rows = x.shape[0]
-            if num_rows > _PACK_ROWS and num_rows % _PACK_ROWS:
-                x = F.pad(x, (0, 0, 0, -num_rows % _PACK_ROWS))
-            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return result[:num_rows]
+            return packed_product(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """float16 gained nothing where it was measured."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.enabled:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return can_pack(weight.device, weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

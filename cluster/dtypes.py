@@ -1,0 +1,109 @@
+"""What `dtype: auto` stands for: settled once for all pools, because KV moves between all of them.
+
+bf16 products are native on processors with AVX512-BF16, AMX or Arm's BF16; elsewhere they are emulated, three
+to six times as slow as fp32 where it was measured (AVX2). So the weakest node decides. No Ray, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cluster.config import ClusterConfig, DtypeName, PoolConfig
+from kvtransfer.host import cpu_flags
+from workers.model.config import read_model_config
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_SAVED: dict[str, DtypeName] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
+_VECTOR_UNITS = (*_NATIVE_BF16, "avx512f", "avx2", "asimd")
+
+
+class Settled(NamedTuple):
+    """A configuration whose pools all name their dtype, and one line that says why this one."""
+
+    config: ClusterConfig
+    reason: str
+
+
+def settle_dtype(config: ClusterConfig, node_to_flags: Mapping[str, frozenset[str]]) -> Settled:
+    """Replace `auto` in all pools. `node_to_flags` are the CPU flags of the nodes where CPU ranks may run, by
+    a name for people; they are looked at only where `needs_flags` says so."""
+    if config.pools[0].dtype != "auto":
+        return Settled(config, f"{config.pools[0].dtype}, as configured")
+    dtype = resolve_dtype(config.pools, config.model, node_to_flags.values())
+    saved = read_model_config(config.model).checkpoint_dtype or "nothing in config.json"
+    if not needs_flags(config):
+        return Settled(with_dtype(config, dtype), f"{dtype}: the checkpoint's ({saved})")
+    emulating = [name for name, flags in node_to_flags.items() if not has_native_bf16(flags)]
+    if dtype == "bf16":
+        units = ", ".join(sorted({vector_unit(flags) for flags in node_to_flags.values()}))
+        reason = f"{dtype}: every node has native bf16 products ({units}); the checkpoint is {saved}"
+    else:
+        units = ", ".join(sorted({vector_unit(node_to_flags[name]) or "unknown" for name in emulating}))
+        reason = (
+            f"{dtype}: {len(emulating)} of {len(node_to_flags)} nodes would emulate bf16 ({units}), such as "
+            f"{emulating[0] if emulating else 'none'}; the checkpoint is {saved}"
+        )
+    return Settled(with_dtype(config, dtype), reason)
+
+
+def may_compute(pools: Sequence[PoolConfig], node: dict[str, Any]) -> bool:
+    """Whether a CPU rank of some pool may be placed on this entry of `ray.nodes()`."""
+    resources = node["Resources"]
+    return (
+        node["Alive"]
+        and resources.get("CPU", 0) > 0
+        and any(
+            all(resources.get(name, 0) > 0 for name in pool.resources)
+            for pool in pools
+            if "cpu" in pool.stage_devices
+        )
+    )
+
+
+def needs_flags(config: ClusterConfig) -> bool:
+    """Whether `auto` depends on processors: some rank computes on one, and the checkpoint has 16 bits."""
+    return config.pools[0].dtype == "auto" and _on_cpu(config.pools) and _saved(config.model) != "fp32"
+
+
+def resolve_dtype(
+    pools: Sequence[PoolConfig], model_dir: Path, cpus: Iterable[frozenset[str]] | None = None
+) -> DtypeName:
+    """The dtype of all pools, where `cpus` are the flags of each node (None: of this machine).
+
+    On GPUs `auto` is what the checkpoint was saved in. On CPUs, 16 bits become bf16 where every node has
+    native products of it, and fp32 elsewhere.
+    """
+    named = pools[0].dtype
+    if named != "auto":
+        return named
+    saved = _saved(model_dir)
+    if saved == "fp32" or not _on_cpu(pools):
+        return saved
+    return "bf16" if all(map(has_native_bf16, [cpu_flags()] if cpus is None else cpus)) else "fp32"
+
+
+def with_dtype(config: ClusterConfig, dtype: DtypeName) -> ClusterConfig:
+    """The same with this dtype in all pools."""
+    pools = tuple(pool.model_copy(update={"dtype": dtype}) for pool in config.pools)
+    return config.model_copy(update={"pools": pools})
+
+
+def has_native_bf16(flags: frozenset[str]) -> bool:
+    """Whether a processor multiplies bf16 without a detour through fp32."""
+    return not flags.isdisjoint(_NATIVE_BF16)
+
+
+def vector_unit(flags: frozenset[str]) -> str:
+    """The best that the kernels use; "" where none is known."""
+    return next((name for name in _VECTOR_UNITS if name in flags), "")
+
+
+def _saved(model_dir: Path) -> DtypeName:
+    return _SAVED.get(read_model_config(model_dir).checkpoint_dtype, "fp32")
+
+
+def _on_cpu(pools: Sequence[PoolConfig]) -> bool:
+    return any("cpu" in pool.stage_devices for pool in pools)
