@@ -27,6 +27,7 @@ from cluster.observe.gateway_metrics import GatewayMetrics
 from cluster.observe.logs import log_to_stderr
 from cluster.observe.replica_metrics import ReplicaMetrics
 from cluster.rank_actors import RayRankLauncher, node_host, only
+from cluster.ray_private import with_version
 from cluster.rollout.rolling import gateway_version, pool_version, with_replicas
 from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
@@ -73,7 +74,10 @@ def build_application(
     config_json, life = config.model_dump_json(), life or draw_life()
     mark = f"{round(SystemClock().wall() * 1000):015d}"
     pools = [
-        serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(ReplicaActor)
+        with_version(
+            serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(ReplicaActor),
+            pool_version(config, pool.name),
+        )
         .options(
             name=deployment_name(pool.name),
             num_replicas=(counts or {}).get(pool.name, pool.replicas),
@@ -86,12 +90,13 @@ def build_application(
             max_constructor_retry_count=2,
             max_surge_percent=_ONE_MORE if pool.surge else 0,
         )
-        .options(version=pool_version(config, pool.name), _internal=True)
         .bind(config_json, pool.name, secret, life)
         for pool in config.pools
     ]
     return (
-        serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(GatewayActor)
+        with_version(
+            serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(GatewayActor), gateway_version(config)
+        )
         .options(
             name=MARK_DEPLOYMENT,
             num_replicas=config.gateway.replicas,
@@ -107,7 +112,6 @@ def build_application(
                 _REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
             },
         )
-        .options(version=gateway_version(config), _internal=True)
         .bind(config_json, secret, mark, *pools)
     )
 

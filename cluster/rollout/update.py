@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import ray
 from ray import serve
-from ray._private.state import available_resources_per_node
 from ray.serve.schema import ApplicationStatusOverview
 
 from cluster.app import build_application
@@ -24,6 +23,7 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import ConfigError, StartError
 from cluster.gateway.text import ModelText
 from cluster.observe.tracing import check_tracing
+from cluster.ray_private import free_resources
 from cluster.rollout.deployed import Deployed, recall, remember
 from cluster.rollout.rolling import Change, Roll, carried_over, changes, check_update, plan_rolls
 from cluster.roster.actor import read_roster
@@ -104,7 +104,7 @@ class Update:
         new = [pool for roll, pool in self._rolled() if roll.action == "start"]
         wanted += demands(new, self._cpus)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if missing := shortages(wanted, list(available_resources_per_node().values()), nodes):
+        if missing := shortages(wanted, free_resources(), nodes):
             raise StartError(
                 "the Ray cluster lacks room for the new replicas beside the old ones: "
                 + "; ".join(missing)
@@ -188,7 +188,7 @@ class Update:
     def _plan_cpus(self) -> dict[str, float]:
         """Pools that there were keep their share, where the file does not say another."""
         new = [pool for pool in self._config.pools if pool.name not in self._before.cpus]
-        planned = plan_cpus(new, 0, list(available_resources_per_node().values())) if new else {}
+        planned = plan_cpus(new, 0, free_resources()) if new else {}
         shares = {**planned, **self._before.cpus}
         return {pool.name: pool.cpus_per_rank or shares[pool.name] for pool in self._config.pools}
 

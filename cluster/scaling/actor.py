@@ -12,24 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray._common.constants import HEAD_NODE_RESOURCE_NAME
-from ray._private import ray_constants
-from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.experimental import internal_kv
 
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
 from cluster.observe.logs import log_to_stderr
 from cluster.proto import tandem_pb2 as pb
+from cluster.ray_private import HEAD_RESOURCE, dashboard_address, ray_token
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.scaling.lever import Lever
 from cluster.scaling.scaler import Scaler
 from kvtransfer.clock import SystemClock
 
 _CALL_S = 5.0
-_BEARER = "Bearer "
 _A_PLACE_THERE = 0.001
 _log = logging.getLogger(__name__)
 
@@ -43,18 +39,9 @@ async def dashboard_url() -> str:
 
 def _dashboard_address() -> str:
     try:
-        found: bytes | None = internal_kv._internal_kv_get(
-            ray_constants.DASHBOARD_ADDRESS, namespace=ray_constants.KV_NAMESPACE_DASHBOARD
-        )
+        return dashboard_address()
     except (RayError, RuntimeError) as error:
         raise DashboardAwayError(f"Ray's GCS does not tell where the dashboard is: {error}") from error
-    return found.decode() if found else ""
-
-
-def ray_token() -> str:
-    """The Ray token of this process; "" where Ray uses none."""
-    headers: dict[str, str] = get_auth_headers_if_auth_enabled({})
-    return headers.get("authorization", headers.get("Authorization", "")).removeprefix(_BEARER)
 
 
 class RayScaler:
@@ -128,7 +115,7 @@ class ScalerReports:
                 max_restarts=-1,
                 num_cpus=0,
                 # Ray's dashboard listens on the head node, by default for that node alone.
-                resources={HEAD_NODE_RESOURCE_NAME: _A_PLACE_THERE},
+                resources={HEAD_RESOURCE: _A_PLACE_THERE},
             )
             .remote
         )
