@@ -33,7 +33,7 @@ from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.roster import keep_registered
 from cluster.scaling.actor import ScalerReports, dashboard_url
-from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, deployment_name
+from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
 from cluster.scaling.roles import role_of
 from cluster.stores.actors import keep_store, own_store_name
 from cluster.stores.settings import draw_life, resolve_dtype
@@ -50,7 +50,6 @@ _SELF_CHECK_S = 0.25
 _METRICS_S = 2.0
 _GRACE_S = 10.0
 """Added to a replica's drain: Serve kills it only when it overstays this."""
-_REPLICAS_KEY = "replicas"
 _ONE_BY_ONE = 0.01
 """The share of a deployment that is replaced at a time; at least one replica."""
 _ONE_MORE = 1
@@ -64,9 +63,11 @@ def build_application(
     *,
     life: str = "",
     counts: Mapping[str, int] | None = None,
+    counts_key: str = "",
 ) -> serve.Application:
     """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool;
-    `life` is that of the application where it is not a new one; `counts` go before the file's replicas.
+    `life` is that of the application where it is not a new one; `counts` go before the file's replicas;
+    orders are kept in the store's Redis under `counts_key` ("": not).
 
     Deployed over a running one, Serve replaces the replicas of those deployments whose version differs, one
     after the other (`cluster.rollout.rolling`).
@@ -109,10 +110,10 @@ def build_application(
             max_surge_percent=0 if config.gateway.port else _ONE_MORE,
             user_config={
                 MARK_KEY: mark,
-                _REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
+                REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
             },
         )
-        .bind(config_json, secret, mark, *pools)
+        .bind(config_json, secret, mark, counts_key, *pools)
     )
 
 
@@ -242,12 +243,12 @@ class GatewayActor:
     """One gateway: the gRPC server in the Serve replica's own event loop, and its registration."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, secret: bytes, mark: str, *_pools: object
+        self, config_json: str, secret: bytes, mark: str, counts_key: str, *_pools: object
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
-        self._config, self._mark = config, mark
+        self._config, self._mark, self._counts_key = config, mark, counts_key
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         self._host = node_host(config.gateway.host)
@@ -277,12 +278,13 @@ class GatewayActor:
     async def reconfigure(self, settings: dict[str, Any]) -> None:
         """Serve calls this after the constructor, and when the `user_config` of a later deploy differs: so
         gateways need no restart for other counts. A declared one has the counts alone."""
-        self._config = with_replicas(self._config, settings[_REPLICAS_KEY])
+        self._config = with_replicas(self._config, settings[REPLICAS_KEY])
         self._gateway.configure(self._config)
         if self._reporting is not None:
             self._reporting.cancel()
         name = f"{self._gateway_id}/{self._epoch}"
-        reports = ScalerReports(self._config, settings.get(MARK_KEY, self._mark), name)
+        mark = settings.get(MARK_KEY, self._mark)
+        reports = ScalerReports(self._config, mark, name, self._counts_key)
         self._reporting = asyncio.create_task(self._report(reports))
 
     async def _export_metrics(self) -> None:

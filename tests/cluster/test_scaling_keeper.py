@@ -30,6 +30,7 @@ class House:
     def __init__(self, counts: dict[str, int], autoscaled: frozenset[str] = NOBODY) -> None:
         self.configured = dict(counts)
         self.targets = dict(counts)
+        self.declared: dict[str, int] = {}
         self.mark = "m0"
         self.status = "RUNNING"
         self.autoscaled = autoscaled
@@ -50,7 +51,10 @@ class House:
     def seen(self) -> AppTargets | None:
         if not self.is_there:
             return None
-        pools = {pool: PoolTarget(self.targets[pool], self.configured[pool]) for pool in self.targets}
+        pools = {
+            pool: PoolTarget(target, self.configured[pool], declared=self.declared.get(pool))
+            for pool, target in self.targets.items()
+        }
         return AppTargets(self.status, self.mark, True, pools)
 
     def look(self, after_s: float = 2.0) -> None:
@@ -69,8 +73,8 @@ class House:
                     self.told.append((move.pool, move.before, move.after, move.by))
                 case RecallLent():
                     self.num_recalls += 1
-                case Observed(mark, targets):
-                    self.wishes.set_observed(mark, targets)
+                case Observed():
+                    self.wishes.set_observed(*action)
                 case Pull(pool, count):
                     self.pull(action, pool, count)
 
@@ -80,8 +84,7 @@ class House:
             self.keeper.failed(action, self.now)
             return
         self.targets[pool] = count
-        observed = self.keeper.pulled(action)
-        self.wishes.set_observed(observed.deploy_mark, observed.targets)
+        self.wishes.set_observed(*self.keeper.pulled(action))
 
     def autoscale(self, pool: str, count: int) -> None:
         """As the scaler does: only after a look that found nothing to do."""
@@ -106,6 +109,48 @@ def test_nothing_is_done_while_serve_has_what_the_configuration_says() -> None:
     house.look()
     house.look()
     assert (house.desired, house.told, house.pulls) == ({}, [], [])
+
+
+def test_another_count_in_the_configuration_is_followed_by_a_pool_that_nobody_pinned() -> None:
+    house = House({"decode": 2, "prefill": 1, "auto": 3}, frozenset({"auto"}))
+    house.declared = {"decode": 2, "prefill": 1, "auto": 3}
+    house.look()
+    house.targets["prefill"] = 4
+    house.look()
+    assert (house.desired, house.pinned) == ({"prefill": 4}, ("prefill",))
+    house.mark, house.declared = "m1", {"decode": 3, "prefill": 2, "auto": 5}
+    house.lever_works = False
+    house.look()
+    house.lever_works = True
+    house.look(after_s=3.0)
+    house.look()
+    assert house.targets == {"decode": 3, "prefill": 4, "auto": 3}
+    assert house.told[1:] == [("decode", 2, 3, "deploy")]
+    assert house.pinned == ("prefill",)
+
+
+def test_a_configuration_that_binds_its_own_new_count_orders_nothing_more() -> None:
+    house = House({"decode": 2})
+    house.declared = {"decode": 2}
+    house.look()
+    house.deploy("m1", {"decode": 4})
+    house.declared = {"decode": 4}
+    house.look()
+    house.look(after_s=10.0)
+    assert (house.desired, house.pulls, house.told) == ({}, [], [])
+
+
+def test_desired_counts_that_a_deploy_binds_are_nobodys_order() -> None:
+    house = House({"decode": 2})
+    house.declared = {"decode": 2}
+    house.look()
+    house.targets["decode"] = 5
+    house.look()
+    house.deploy("m1", {"decode": 5})
+    house.look()
+    house.look(after_s=10.0)
+    assert (house.desired, house.pinned, house.pulls) == ({"decode": 5}, ("decode",), [])
+    assert [move[3] for move in house.told] == ["operator"]
 
 
 def test_an_operators_order_is_the_desired_count_pins_the_pool_and_recalls_lent_replicas() -> None:
