@@ -29,7 +29,12 @@ def run(container: Object, folder: Path, **changed: str) -> subprocess.Completed
     return subprocess.run(
         container["command"],
         cwd=folder,
-        env={"PATH": "/usr/local/bin:/usr/bin:/bin", **environment(container), **changed},
+        env={
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            **environment(container),
+            "HOME": str(folder),
+            **changed,
+        },
         capture_output=True,
         text=True,
         timeout=30,
@@ -58,6 +63,74 @@ def test_a_model_is_fetched_once_and_then_waited_for_no_more(tmp_path: Path) -> 
     assert (tmp_path / "runs").read_text().split() == ["run"] * 2
     assert (place / "model").read_text() == "whole\n"
     assert run(wait, tmp_path, MODEL_PATH=str(place)).stdout == ""
+    assert sorted(path.name for path in place.iterdir()) == [".attempts", ".complete", "model"]
+
+
+def test_pods_that_wait_for_a_failed_download_say_why_and_end_when_it_has_given_up(tmp_path: Path) -> None:
+    def parts(**download: Any) -> tuple[Object, Object]:
+        values = {"model": {**DOWNLOAD, "download": {**FETCHED, **download}}}
+        items = objects(values)
+        (fetch,) = only(items, "Job")["spec"]["template"]["spec"]["containers"]
+        (wait,) = dict(pods(items))["pool-decode"]["spec"]["initContainers"]
+        return fetch, wait
+
+    fetch, wait = parts(backoffLimit=2)
+    assert wait["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    place = tmp_path / "model"
+    here = {"MODEL_PATH": str(place), "HOME": str(tmp_path)}
+    once = {**wait, "command": ["bash", "-c", wait["command"][-1].replace("sleep 5", "exit 9")]}
+    (tmp_path / "fetch.sh").write_text('echo "401 for $MODEL: gated" >&2; exit 3')
+
+    assert run(fetch, tmp_path, **here, JOB="first").returncode == 3
+    waiting = run(once, tmp_path, **here)
+    assert waiting.returncode == 9
+    assert waiting.stdout.splitlines() == [
+        "the download of org/name@main fails: attempt 1 of 2 ended with status 3 (again soon):",
+        "401 for org/name@main: gated",
+    ]
+    assert run(fetch, tmp_path, **here, JOB="first").returncode == 3
+    ended = run(wait, tmp_path, **here)
+    assert ended.returncode == 1
+    assert "attempt 2 of 2 ended with status 3 (given up):\n401 for org/name@main: gated\n" in ended.stdout
+    assert "tokenSecret" in ended.stdout
+
+    # Another Job: what the first one said is over as soon as it runs, and it may succeed.
+    (tmp_path / "fetch.sh").write_text('test ! -e "$MODEL_PATH/.failed" && echo whole > "$MODEL_PATH/model"')
+    assert run(fetch, tmp_path, **here, JOB="second").returncode == 0
+    assert run(wait, tmp_path, **here).returncode == 0
+
+
+def test_another_pod_of_the_download_is_another_job_and_the_same_one_is_the_same() -> None:
+    def seen(values: Object, **download: Any) -> tuple[str, Object]:
+        model = {**DOWNLOAD, "download": {**FETCHED, **download}}
+        job = only(objects({"model": model, **values}), "Job")
+        return job["metadata"]["name"], job["spec"]["template"]
+
+    first = seen({})
+    others = [
+        seen({}, tokenSecret={"name": "hub"}),
+        seen({}, resources={"memory": "4Gi"}),
+        seen({}, endpoint="https://mirror"),
+        seen({"commonLabels": {"team": "a"}}),
+        seen({"image": {"tag": "other"}}),
+        seen({"podSecurityContext": {"runAsUser": 7}}),
+    ]
+    names = [name for name, _ in (first, *others)]
+    assert len(set(names)) == len(names)
+    assert all(template != first[1] for _, template in others)
+    assert max(map(len, names)) <= 63
+    assert seen({"gateway": {"replicas": 3}}, ttlSecondsAfterFinished=60) == first
+    # Those change with every version of the chart, and a Job's template must not.
+    assert not [label for label in first[1]["metadata"]["labels"] if label.startswith("helm.sh/")]
+    assert "app.kubernetes.io/version" not in first[1]["metadata"]["labels"]
+
+
+def test_a_finished_job_goes_when_the_values_say_so() -> None:
+    def ttl(**download: Any) -> object:
+        model = {**DOWNLOAD, "download": {**FETCHED, **download}}
+        return only(objects({"model": model}), "Job")["spec"].get("ttlSecondsAfterFinished")
+
+    assert (ttl(), ttl(ttlSecondsAfterFinished=0), ttl(ttlSecondsAfterFinished=60)) == (None, 0, 60)
 
 
 def test_pods_wait_for_the_revision_that_they_serve(tmp_path: Path) -> None:

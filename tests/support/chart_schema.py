@@ -73,6 +73,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "minAvailable": _FROM_ZERO_OR_NULL,
     "terminationGracePeriodSeconds": _COUNT_OR_NULL,
     "clusterDeletionDelaySeconds": _COUNT_OR_NULL,
+    "ttlSecondsAfterFinished": _FROM_ZERO_OR_NULL,
     "maxConnectionAgeSeconds": {"type": ["number", "null"], "exclusiveMinimum": 0},
     "poolDefaults.resources.cpu": {**_QUANTITY, "type": ["string", "number", "null"]},
     "cpu": _QUANTITY,

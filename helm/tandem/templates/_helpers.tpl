@@ -107,13 +107,13 @@ once. */}}
 {{- set $pool "sized" $sized | toYaml -}}
 {{- end -}}
 
-{{- define "tandem.usesGpus" -}}
-{{- range $name, $pool := include "tandem.pools" . | fromYaml -}}{{- if gt (int $pool.sized.gpus) 0 -}}yes{{- end -}}{{- end -}}
-{{- end -}}
-
+{{/* The image of pods with ("cuda") or without ("cpu") GPUs. Call with (list $ kind). */}}
 {{- define "tandem.image" -}}
-{{- $kind := ternary "cuda" "cpu" (ne (include "tandem.usesGpus" .) "") -}}
-{{- printf "%s:%s" .Values.image.repository (default (printf "%s-%s" .Chart.AppVersion $kind) .Values.image.tag) -}}
+{{- $root := index . 0 -}}{{- $kind := index . 1 -}}
+{{- $image := $root.Values.image -}}
+{{- $tag := default (printf "%s-%s" $root.Chart.AppVersion $kind) $image.tag -}}
+{{- if eq $kind "cpu" -}}{{- $tag = default $tag $image.cpuTag -}}{{- end -}}
+{{- printf "%s:%s" $image.repository $tag -}}
 {{- end -}}
 
 {{/* The Ray resource that ties a pool's replicas to its pods. */}}
