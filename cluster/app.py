@@ -21,6 +21,8 @@ from ray import serve
 
 from cluster.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.config import ClusterConfig
+from cluster.doctor.machine import Machine
+from cluster.doctor.room import check_container_memory
 from cluster.gateway.server import Gateway
 from cluster.observe.export import ray_board
 from cluster.observe.gateway_metrics import GatewayMetrics
@@ -131,6 +133,7 @@ class ReplicaActor:
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"{pool_name}-{unique_id}", pool_name)
         self._pool = next(pool for pool in config.pools if pool.name == pool_name)
+        check_container_memory(config, pool_name, Machine())
         self._model_name = config.model_name
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
