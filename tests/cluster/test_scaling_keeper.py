@@ -5,103 +5,10 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from keeper_harness import NOBODY, House
 
-from cluster.roster.messages import RosterView, ScalingMove
 from cluster.roster.wishes import Wishes
-from cluster.scaling.keeper import (
-    SETTLE_S,
-    Action,
-    Forget,
-    Keeper,
-    Observed,
-    Pull,
-    RecallLent,
-    SetDesired,
-    Tell,
-)
-from cluster.scaling.lever import AppTargets, PoolTarget
-
-NOBODY: frozenset[str] = frozenset()
-
-
-class House:
-    """Serve, the roster and a keeper, as plain values: `look` carries out what the keeper says."""
-
-    def __init__(self, counts: dict[str, int], autoscaled: frozenset[str] = NOBODY) -> None:
-        self.configured = dict(counts)
-        self.targets = dict(counts)
-        self.declared: dict[str, int] = {}
-        self.mark = "m0"
-        self.status = "RUNNING"
-        self.autoscaled = autoscaled
-        self.version = 0
-        self.wishes = Wishes(0)
-        self.keeper = Keeper()
-        self.now = 100.0
-        self.lever_works = True
-        self.is_there = True
-        self.told: list[tuple[str, int, int, str]] = []
-        self.pulls: list[tuple[str, int]] = []
-        self.num_recalls = 0
-
-    def view(self) -> RosterView:
-        self.version += 1
-        return self.wishes.fill(RosterView(version=self.version))
-
-    def seen(self) -> AppTargets | None:
-        if not self.is_there:
-            return None
-        pools = {
-            pool: PoolTarget(target, self.configured[pool], declared=self.declared.get(pool))
-            for pool, target in self.targets.items()
-        }
-        return AppTargets(self.status, self.mark, True, pools)
-
-    def look(self, after_s: float = 2.0) -> None:
-        self.now += after_s
-        self.carry_out(self.keeper.look(self.seen(), self.view(), self.autoscaled, self.now, self.now))
-
-    def carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case SetDesired(pool, count, pinned):
-                    self.wishes.set_desired(pool, count, pinned=pinned)
-                case Forget(pool):
-                    self.wishes.forget(pool)
-                case Tell(move):
-                    self.wishes.add_move(move)
-                    self.told.append((move.pool, move.before, move.after, move.by))
-                case RecallLent():
-                    self.num_recalls += 1
-                case Observed():
-                    self.wishes.set_observed(*action)
-                case Pull(pool, count):
-                    self.pull(action, pool, count)
-
-    def pull(self, action: Pull, pool: str, count: int) -> None:
-        self.pulls.append((pool, count))
-        if not self.lever_works:
-            self.keeper.failed(action, self.now)
-            return
-        self.targets[pool] = count
-        self.wishes.set_observed(*self.keeper.pulled(action))
-
-    def autoscale(self, pool: str, count: int) -> None:
-        """As the scaler does: only after a look that found nothing to do."""
-        before = self.wishes.fill(RosterView(version=0)).desired.get(pool, self.targets[pool])
-        move = ScalingMove(self.now, pool, before, count, "autoscaler", "more load")
-        self.carry_out(self.keeper.order(move))
-
-    def deploy(self, mark: str, counts: dict[str, int]) -> None:
-        self.mark, self.configured, self.targets = mark, dict(counts), dict(counts)
-
-    @property
-    def desired(self) -> dict[str, int]:
-        return self.wishes.fill(RosterView(version=0)).desired
-
-    @property
-    def pinned(self) -> tuple[str, ...]:
-        return self.wishes.fill(RosterView(version=0)).pinned
+from cluster.scaling.keeper import SETTLE_S, Keeper
 
 
 def test_nothing_is_done_while_serve_has_what_the_configuration_says() -> None:
@@ -109,48 +16,6 @@ def test_nothing_is_done_while_serve_has_what_the_configuration_says() -> None:
     house.look()
     house.look()
     assert (house.desired, house.told, house.pulls) == ({}, [], [])
-
-
-def test_another_count_in_the_configuration_is_followed_by_a_pool_that_nobody_pinned() -> None:
-    house = House({"decode": 2, "prefill": 1, "auto": 3}, frozenset({"auto"}))
-    house.declared = {"decode": 2, "prefill": 1, "auto": 3}
-    house.look()
-    house.targets["prefill"] = 4
-    house.look()
-    assert (house.desired, house.pinned) == ({"prefill": 4}, ("prefill",))
-    house.mark, house.declared = "m1", {"decode": 3, "prefill": 2, "auto": 5}
-    house.lever_works = False
-    house.look()
-    house.lever_works = True
-    house.look(after_s=3.0)
-    house.look()
-    assert house.targets == {"decode": 3, "prefill": 4, "auto": 3}
-    assert house.told[1:] == [("decode", 2, 3, "deploy")]
-    assert house.pinned == ("prefill",)
-
-
-def test_a_configuration_that_binds_its_own_new_count_orders_nothing_more() -> None:
-    house = House({"decode": 2})
-    house.declared = {"decode": 2}
-    house.look()
-    house.deploy("m1", {"decode": 4})
-    house.declared = {"decode": 4}
-    house.look()
-    house.look(after_s=10.0)
-    assert (house.desired, house.pulls, house.told) == ({}, [], [])
-
-
-def test_desired_counts_that_a_deploy_binds_are_nobodys_order() -> None:
-    house = House({"decode": 2})
-    house.declared = {"decode": 2}
-    house.look()
-    house.targets["decode"] = 5
-    house.look()
-    house.deploy("m1", {"decode": 5})
-    house.look()
-    house.look(after_s=10.0)
-    assert (house.desired, house.pinned, house.pulls) == ({"decode": 5}, ("decode",), [])
-    assert [move[3] for move in house.told] == ["operator"]
 
 
 def test_an_operators_order_is_the_desired_count_pins_the_pool_and_recalls_lent_replicas() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import socket
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -16,6 +18,7 @@ from redis.retry import Retry
 from serving import free_port
 
 from kvtransfer.clock import SystemClock
+from kvtransfer.store.index.redis_server import find_binary
 
 FETCHED = {"repo": "org/name", "command": ["bash", "fetch.sh"]}
 DOWNLOAD = {"source": "download", "download": FETCHED}
@@ -187,9 +190,50 @@ def test_the_bundled_redis_wants_its_password_and_never_evicts(tmp_path: Path, i
         server.wait()
 
 
+def test_the_index_has_a_bounded_server_of_its_own(tmp_path: Path) -> None:
+    """What grows in it is forgotten, and takes no memory of Ray's control state."""
+    items = objects()
+    stateful = only(items, "StatefulSet")["spec"]["template"]["spec"]
+    servers = {container["name"]: container for container in stateful["containers"]}
+    assert servers.keys() == {"redis", "index"}
+    (limit,) = servers["index"]["env"]
+    assert limit["valueFrom"]["resourceFieldRef"] == {"resource": "limits.memory"}
+    url = base64.b64decode(only(items, "Secret", "tandem-redis")["data"]["url"]).decode()
+    assert urlsplit(url).port == servers["index"]["ports"][0]["containerPort"] == 6380
+    assert "index" in [port["name"] for port in only(items, "Service", "tandem-redis")["spec"]["ports"]]
+    data = only(items, "ConfigMap", "tandem-redis")["data"]
+    port = free_port()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "redis-server").symlink_to(find_binary())
+    (tmp_path / "password").write_text("secret-of-the-test")
+    conf = data["index.conf"].replace("/run/redis", str(tmp_path)).replace("6380", str(port))
+    (tmp_path / "index.conf").write_text(f"{conf}\nbind 127.0.0.1\n")
+    path = f"{tmp_path / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+    server = subprocess.Popen(
+        ["sh", "-c", _moved(data["start-index.sh"], tmp_path)],
+        env={"PATH": path, "MEMORY_LIMIT": str(1 << 30)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(port)
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port, retry=Retry(NoBackoff(), 0)).ping()
+        with redis.Redis(port=port, password="secret-of-the-test") as client:
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
+            assert 0.69 < int(client.config_get("maxmemory")["maxmemory"]) / (1 << 30) <= 0.7
+            assert client.config_get("appendonly") == {"appendonly": "no"}
+        server.terminate()
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
 def _moved(script: str, folder: Path) -> str:
     """With the container's places in this folder."""
     for place, here in (
+        ("/run/redis/index.conf", "run.conf"),
+        ("/etc/redis/index.conf", "index.conf"),
         ("/run/redis/redis.conf", "run.conf"),
         ("/etc/redis-secret/password", "password"),
         ("/etc/redis/redis.conf", "redis.conf"),
