@@ -21,6 +21,8 @@ from ray import serve
 
 from cluster.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.config import ClusterConfig
+from cluster.doctor.machine import Machine
+from cluster.doctor.room import check_container_memory
 from cluster.dtypes import resolve_dtype
 from cluster.gateway.server import Gateway
 from cluster.observe.export import ray_board
@@ -28,12 +30,13 @@ from cluster.observe.gateway_metrics import GatewayMetrics
 from cluster.observe.logs import log_to_stderr
 from cluster.observe.replica_metrics import ReplicaMetrics
 from cluster.rank_actors import RayRankLauncher, node_host, only
+from cluster.ray_private import with_version
 from cluster.rollout.rolling import gateway_version, pool_version, with_replicas
 from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.roster import keep_registered
 from cluster.scaling.actor import ScalerReports, dashboard_url
-from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, deployment_name
+from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
 from cluster.scaling.roles import role_of
 from cluster.stores.actors import keep_store, own_store_name
 from cluster.stores.settings import draw_life
@@ -50,7 +53,6 @@ _SELF_CHECK_S = 0.25
 _METRICS_S = 2.0
 _GRACE_S = 10.0
 """Added to a replica's drain: Serve kills it only when it overstays this."""
-_REPLICAS_KEY = "replicas"
 _ONE_BY_ONE = 0.01
 """The share of a deployment that is replaced at a time; at least one replica."""
 _ONE_MORE = 1
@@ -64,9 +66,11 @@ def build_application(
     *,
     life: str = "",
     counts: Mapping[str, int] | None = None,
+    counts_key: str = "",
 ) -> serve.Application:
     """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool;
-    `life` is that of the application where it is not a new one; `counts` go before the file's replicas.
+    `life` is that of the application where it is not a new one; `counts` go before the file's replicas;
+    orders are kept in the store's Redis under `counts_key` ("": not).
 
     Deployed over a running one, Serve replaces the replicas of those deployments whose version differs, one
     after the other (`cluster.rollout.rolling`).
@@ -74,7 +78,10 @@ def build_application(
     config_json, life = config.model_dump_json(), life or draw_life()
     mark = f"{round(SystemClock().wall() * 1000):015d}"
     pools = [
-        serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(ReplicaActor)
+        with_version(
+            serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(ReplicaActor),
+            pool_version(config, pool.name),
+        )
         .options(
             name=deployment_name(pool.name),
             num_replicas=(counts or {}).get(pool.name, pool.replicas),
@@ -87,12 +94,13 @@ def build_application(
             max_constructor_retry_count=2,
             max_surge_percent=_ONE_MORE if pool.surge else 0,
         )
-        .options(version=pool_version(config, pool.name), _internal=True)
         .bind(config_json, pool.name, secret, life)
         for pool in config.pools
     ]
     return (
-        serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(GatewayActor)
+        with_version(
+            serve.deployment(rolling_update_percentage=_ONE_BY_ONE)(GatewayActor), gateway_version(config)
+        )
         .options(
             name=MARK_DEPLOYMENT,
             num_replicas=config.gateway.replicas,
@@ -105,11 +113,10 @@ def build_application(
             max_surge_percent=0 if config.gateway.port else _ONE_MORE,
             user_config={
                 MARK_KEY: mark,
-                _REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
+                REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
             },
         )
-        .options(version=gateway_version(config), _internal=True)
-        .bind(config_json, secret, mark, *pools)
+        .bind(config_json, secret, mark, counts_key, *pools)
     )
 
 
@@ -127,6 +134,7 @@ class ReplicaActor:
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"{pool_name}-{unique_id}", pool_name)
         self._pool = next(pool for pool in config.pools if pool.name == pool_name)
+        check_container_memory(config, pool_name, Machine())
         self._model_name = config.model_name
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
@@ -239,12 +247,12 @@ class GatewayActor:
     """One gateway: the gRPC server in the Serve replica's own event loop, and its registration."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, secret: bytes, mark: str, *_pools: object
+        self, config_json: str, secret: bytes, mark: str, counts_key: str, *_pools: object
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
-        self._config, self._mark = config, mark
+        self._config, self._mark, self._counts_key = config, mark, counts_key
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         self._host = node_host(config.gateway.host)
@@ -274,12 +282,13 @@ class GatewayActor:
     async def reconfigure(self, settings: dict[str, Any]) -> None:
         """Serve calls this after the constructor, and when the `user_config` of a later deploy differs: so
         gateways need no restart for other counts. A declared one has the counts alone."""
-        self._config = with_replicas(self._config, settings[_REPLICAS_KEY])
+        self._config = with_replicas(self._config, settings[REPLICAS_KEY])
         self._gateway.configure(self._config)
         if self._reporting is not None:
             self._reporting.cancel()
         name = f"{self._gateway_id}/{self._epoch}"
-        reports = ScalerReports(self._config, settings.get(MARK_KEY, self._mark), name)
+        mark = settings.get(MARK_KEY, self._mark)
+        reports = ScalerReports(self._config, mark, name, self._counts_key)
         self._reporting = asyncio.create_task(self._report(reports))
 
     async def _export_metrics(self) -> None:

@@ -6,22 +6,35 @@ configuration is built by Serve wherever it likes, more than once, and nobody st
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 
 from cluster.app import build_application
 from cluster.config import ClusterConfig, parse_config
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.gateway.text import ModelText
+from cluster.ray_private import deployed_config
+from cluster.rollout.counts import KnownCounts, counts_of, counts_to_deploy
+from cluster.rollout.remembered import RememberedCounts, counts_key
+from cluster.rollout.rolling import with_replicas
+from cluster.roster.actor import await_roster
+from cluster.scaling.lever import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
 from cluster.secret_files import read_cluster_secret, read_redis_url
 from cluster.stores.settings import NODE_ID_CHARS, check_redis_url
+from kvtransfer.errors import WireError
+from kvtransfer.store.index.redis_link import IndexAwayError
 from workers.model.config import read_model_config
 
 _KEYS = ("config", "secret_file", "redis_url_file")
+_ROSTER_S = 20.0
+"""How long a build waits for the counts that the roster knows."""
 _log = logging.getLogger("tandem.declared")
 
 
@@ -39,8 +52,50 @@ def build(args: dict[str, Any]) -> serve.Application:
         pool.check_model(model)
     ModelText.load(config.model)
     cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
-    _log.info("building %s for the model %s", config.app, config.model)
-    return build_application(config, cpus, secret, life=declared_life(config.app, secret))
+    life = declared_life(config.app, secret)
+    config = with_declared_counts(config, deployed_config(config.app))
+    key = counts_key(config.store.redis_namespace, life) if config.store.redis_url else ""
+    counts = counts_to_deploy(config, known_counts(config, key))
+    _log.info("building %s for the model %s with %s", config.app, config.model, counts)
+    return build_application(config, cpus, secret, life=life, counts=counts, counts_key=key)
+
+
+def with_declared_counts(config: ClusterConfig, deployed: Mapping[str, Any] | None) -> ClusterConfig:
+    """The configuration with the counts that its entry among Serve's applications has for the gateways
+    (`user_config`), where it has any: unlike `args`, they may change without a restart of replicas."""
+    deployments = {entry["name"]: entry for entry in (deployed or {}).get("deployments", [])}
+    for pool in config.pools:
+        entry = deployments.get(name := deployment_name(pool.name), {})
+        if entry.get("num_replicas") is not None:
+            raise ConfigError(
+                f"deployments: {name}.num_replicas: leave it out: it would stop the replicas that were "
+                f"ordered since the last deploy; say it in the user_config of {MARK_DEPLOYMENT}, as "
+                f"{REPLICAS_KEY}: {{{pool.name}: {entry['num_replicas']}}}"
+            )
+    return with_replicas(config, declared_counts(deployments.get(MARK_DEPLOYMENT, {}).get("user_config")))
+
+
+def known_counts(config: ClusterConfig, key: str) -> KnownCounts:
+    """What was ordered of the pools: by the roster of this Ray cluster or, where that has nothing to say yet,
+    as an earlier Ray cluster left it in Redis under `key` ("": nowhere)."""
+    if not ray.is_initialized():
+        return KnownCounts()
+    problem = ""
+    try:
+        view = await_roster(config.app, _ROSTER_S)
+        if view is not None and view.deploy_mark:
+            return counts_of(view)
+    except RosterAwayError as error:
+        problem = str(error)
+    remembered = None
+    if key:
+        try:
+            remembered = asyncio.run(RememberedCounts(config.store.redis_url, key).read())
+        except (IndexAwayError, WireError) as error:
+            _log.warning("the counts that an earlier Ray cluster left cannot be read: %s", error)
+    if remembered is None and problem:
+        raise StartError(f"{problem}; deploying now could stop replicas that were ordered; deploy again")
+    return remembered or KnownCounts()
 
 
 def declared_config(args: dict[str, Any]) -> ClusterConfig:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 from ray import serve
-from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -32,6 +31,7 @@ from cluster.errors import ConfigError, StartError
 from cluster.gateway.text import ModelText
 from cluster.observe.tracing import check_tracing
 from cluster.rank_actors import node_host
+from cluster.ray_private import free_resources, session_logs
 from cluster.rollout.deployed import Deployed, forget, remember
 from cluster.roster.actor import read_roster, start_roster, stop_roster
 from cluster.scaling.actor import stop_scaler
@@ -170,7 +170,7 @@ class Service:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             check_hosts(self._config, len(nodes))
             total = [node["Resources"] for node in nodes]
-            free = list(available_resources_per_node().values())
+            free = free_resources()
             gateways = [
                 ReplicaDemand("gateway", (gateway_bundle(self._config.gateway),))
                 for _ in range(self._config.gateway.replicas)
@@ -254,13 +254,12 @@ class Service:
 
     def _addresses(self) -> Addresses:
         view = read_roster(self._config.app)
-        logs = ray._private.worker._global_node
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
             consoles=tuple(f"http://{record.console}/console" for record in view.gateways if record.console),
             ray=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
-            logs=logs.get_logs_dir_path() if logs is not None else "",
+            logs=session_logs(),
         )
 
 
@@ -331,7 +330,7 @@ def unplaced() -> list[str]:
     if not wanted:
         return []
     total = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return shortages(wanted, list(available_resources_per_node().values()), total)
+    return shortages(wanted, free_resources(), total)
 
 
 def failure(status: ApplicationStatusOverview) -> str:

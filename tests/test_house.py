@@ -137,9 +137,24 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
 
 def test_ray_is_applied_in_few_files() -> None:
     users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
-    names = ["app", "declared", "observe/export", "rank_actors", "rollout/deployed", "rollout/update"]
+    names = ["app", "declared", "observe/export", "rank_actors", "ray_private", "rollout/update"]
     names += ["roster/actor", "scaling/actor", "serve", "stores/actors"]
     assert users == [f"cluster/{name}.py" for name in names]
+
+
+def test_private_parts_of_ray_are_used_in_one_file() -> None:
+    private = re.compile(r"\bray(\.\w+)*\.(_\w+|experimental)\b")
+    found = {
+        str(path): {name for name in imported(path) | attributes(path) if private.search(name)}
+        | {
+            f"line {node.value.lineno}: _internal"
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.keyword) and node.arg == "_internal"
+        }
+        for path in sources(*PACKAGES, "benchmarks")
+        if path.as_posix() != "cluster/ray_private.py"
+    }
+    assert_none(found)
 
 
 def test_files_have_a_docstring_and_a_size() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Figures, Verdict, error, note, ok, warning
+from cluster.doctor.findings import Figures, Verdict, error, gb, note, ok, warning
 from cluster.errors import ConfigError
-from cluster.stores.settings import check_redis_url
+from cluster.stores.settings import check_redis_url, smallest_record_bytes
 from kvtransfer.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.index.redis_link import IndexAwayError, RedisLink, redacted
@@ -22,7 +22,15 @@ _NUM_LOOKUPS = 50
 _BLOCKS_A_LOOKUP = 64
 _MIN_VERSION = (6, 2)
 _MAX_SKEW_S = 1.0
-_GOOD_POLICIES = ("allkeys-lru", "allkeys-lfu", "volatile-lru", "volatile-lfu", "volatile-ttl")
+_FORGETTING = ("allkeys-lru", "allkeys-lfu", "volatile-lru", "volatile-lfu", "volatile-ttl")
+_BYTES_A_BLOCK = 200
+"""Of the index's server, for each block that a node holds."""
+_FULL = 0.8
+_OWN_SERVER = (
+    "a server of its own for the index, with a maxmemory and maxmemory-policy allkeys-lru; one that keeps "
+    "Ray's control state as well (RAY_REDIS_ADDRESS, the chart's redis.external.address) must stay at "
+    "noeviction"
+)
 
 
 class IndexReply(NamedTuple):
@@ -54,7 +62,7 @@ async def ask_index(url: str, clock: Clock) -> IndexReply:
 
 
 def server(case: Case) -> Iterator[Verdict]:
-    """Reached, new enough, quick enough, allowed to forget."""
+    """Reached, new enough, quick enough, with room for the index."""
     store = case.config.store
     if not store.index or not store.dram_gb:
         return
@@ -74,7 +82,7 @@ def server(case: Case) -> Iterator[Verdict]:
     place = redacted(store.redis_url)
     yield from version(place, reply.info)
     yield from speed(place, reply.lookups_ms, store.lookup_budget_ms)
-    yield from eviction(place, reply.info)
+    yield from room(place, reply.info, index_bytes(case))
     yield from lead(place, reply.skew_s)
 
 
@@ -110,24 +118,48 @@ def speed(place: str, lookups_ms: tuple[float, ...], budget_ms: float) -> Iterat
         yield ok(f"{seen}, within store.lookup_budget_ms {budget_ms:g}", **figures)
 
 
-def eviction(place: str, info: Mapping[str, Any]) -> Iterator[Verdict]:
+def index_bytes(case: Case) -> int:
+    """What the index takes when one node's tiers are full; 0 where the model cannot be read."""
+    if case.needs is None:
+        return 0
+    store = case.config.store
+    held_bytes = (store.dram_gb + store.nvme_gb) * 1e9
+    return round(held_bytes / smallest_record_bytes(case.config.pools, case.config.model) * _BYTES_A_BLOCK)
+
+
+def room(place: str, info: Mapping[str, Any], bytes_a_node: int) -> Iterator[Verdict]:
+    """What happens when the index grows. An eviction policy is never the remedy for a given server: it may
+    drop Ray's control state with the index."""
     policy, limit = str(info.get("maxmemory_policy") or ""), int(info.get("maxmemory") or 0)
+    used = int(info.get("used_memory") or 0)
+    grows = f"the index takes up to {gb(bytes_a_node)} for each node, about {_BYTES_A_BLOCK} bytes a block"
+    figures: Figures = {"used_bytes": used, "limit_bytes": limit, "index_bytes_a_node": bytes_a_node}
     if not policy:
-        yield note(f"{place} does not say what it does when its memory is full")
+        yield note(f"{place} does not say what it does when its memory is full", grows, _OWN_SERVER)
     elif limit == 0:
-        yield note(
-            f"{place} has no maxmemory",
-            "the index grows with what the nodes hold, about 200 bytes a block",
-            "set maxmemory, with maxmemory-policy allkeys-lru",
-        )
-    elif policy not in _GOOD_POLICIES:
         yield warning(
-            f"{place} has maxmemory {limit / 1e6:.0f} MB and maxmemory-policy {policy}",
-            "when it is full it refuses new entries, or forgets any",
-            "`CONFIG SET maxmemory-policy allkeys-lru`",
+            f"{place} has no maxmemory, and uses {gb(used)}",
+            f"{grows}; when its machine or container is full the server is ended, with all that it keeps",
+            _OWN_SERVER,
+            **figures,
+        )
+    elif policy in _FORGETTING:
+        seen = f"{place} has maxmemory {gb(limit)} with {policy}, and uses {gb(used)}"
+        yield ok(f"{seen}; nothing but the index may be on it, not Ray's control state", **figures)
+    elif used > _FULL * limit:
+        yield warning(
+            f"{place} uses {gb(used)} of maxmemory {gb(limit)}, with maxmemory-policy {policy}",
+            f"{grows}; when it is full it refuses new entries, those of Ray too where it is Ray's as well",
+            f"raise its maxmemory, or {_OWN_SERVER}",
+            **figures,
         )
     else:
-        yield ok(f"{place} has maxmemory {limit / 1e6:.0f} MB with {policy}")
+        yield note(
+            f"{place} uses {gb(used)} of maxmemory {gb(limit)}, with maxmemory-policy {policy}",
+            f"{grows}; when it is full it refuses new entries, and blocks are computed that other nodes hold",
+            f"enough maxmemory for all nodes, or {_OWN_SERVER}",
+            **figures,
+        )
 
 
 def lead(place: str, skew_s: float) -> Iterator[Verdict]:
@@ -157,7 +189,7 @@ CHECKS = (
     Check(
         "redis",
         GROUP,
-        "The index's server: reached, version, look-ups against `lookup_budget_ms`, eviction, its clock",
+        "The index's server: reached, version, look-ups against `lookup_budget_ms`, room to grow, its clock",
         server,
     ),
 )

@@ -5,9 +5,8 @@ Ray Serve keeps the same in the same place for restarting replicas; it has no wa
 
 from __future__ import annotations
 
-from ray.experimental import internal_kv
-
 from cluster.config import ClusterConfig
+from cluster.ray_private import delete_value, read_value, write_value
 from kvtransfer.wire import Codec, Part
 
 _NAMESPACE = b"tandem"
@@ -33,18 +32,18 @@ _CODEC: Codec[Deployed] = Codec(Deployed)
 
 def remember(app: str, deployed: Deployed) -> None:
     """Replaces what was there."""
-    internal_kv._internal_kv_put(_key(app), _CODEC.encode(deployed), overwrite=True, namespace=_NAMESPACE)
+    write_value(_key(app), _CODEC.encode(deployed), _NAMESPACE)
 
 
 def recall(app: str) -> Deployed | None:
     """None where no `tandem serve` has deployed such an application to this Ray cluster."""
-    frame = internal_kv._internal_kv_get(_key(app), namespace=_NAMESPACE)
+    frame = read_value(_key(app), _NAMESPACE)
     return None if frame is None else _CODEC.decode(frame)
 
 
 def forget(app: str) -> None:
     """The application is gone."""
-    internal_kv._internal_kv_del(_key(app), namespace=_NAMESPACE)
+    delete_value(_key(app), _NAMESPACE)
 
 
 def _key(app: str) -> bytes:

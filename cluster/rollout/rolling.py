@@ -14,6 +14,7 @@ from cluster.capacity import bundles, placement_strategy
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype, with_dtype
 from cluster.errors import ConfigError
+from cluster.rollout.counts import KnownCounts, counts_to_deploy
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
 _ANEW = "stop the application and start it anew"
@@ -142,9 +143,11 @@ def plan_rolls(
     pinned: frozenset[str] = frozenset(),
 ) -> list[Roll]:
     """What becomes of each pool and of the gateways. `cpus` are the shares per rank, by pool, before and
-    after; `desired` the counts that somebody asked for since, which outlive the update."""
+    after; `desired` the counts that somebody asked for since, which outlive the update (`rollout.counts`)."""
     rolls = []
     before = {pool.name: pool for pool in old.pools}
+    declared = {pool.name: pool.replicas for pool in old.pools}
+    counts = counts_to_deploy(new, KnownCounts(dict(desired), tuple(pinned), declared))
     for pool in new.pools:
         known = before.get(pool.name)
         if known is None:
@@ -153,11 +156,12 @@ def plan_rolls(
             same = pool_version(old, pool.name) == pool_version(new, pool.name)
             placed = [_placement(it, cpus[number][it.name]) for number, it in enumerate((known, pool))]
             action = "stay" if same and placed[0] == placed[1] else "roll"
-        num = desired.get(pool.name, pool.replicas)
+        num = counts[pool.name]
         kept = ""
         if num != pool.replicas:
-            who = "an operator" if pool.name in pinned else "the autoscaler"
-            kept = f"{num}, as {who} chose; the file says {pool.replicas}"
+            who = "an operator chose" if pool.name in pinned else "was ordered last"
+            who = "the autoscaler chose" if pool.name in new.scaling.autoscaled else who
+            kept = f"{num}, as {who}; the file says {pool.replicas}"
         rolls.append(Roll(pool.name, action, num, pool.surge, kept))
     named = {pool.name for pool in new.pools}
     rolls += [Roll(name, "stop", 0, False) for name in before if name not in named]

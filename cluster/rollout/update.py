@@ -15,18 +15,20 @@ from typing import NamedTuple
 
 import ray
 from ray import serve
-from ray._private.state import available_resources_per_node
 from ray.serve.schema import ApplicationStatusOverview
 
 from cluster.app import build_application
 from cluster.capacity import ReplicaDemand, bundles, demands, plan_cpus, shortages
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.errors import ConfigError, StartError
+from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.gateway.text import ModelText
 from cluster.observe.tracing import check_tracing
+from cluster.ray_private import free_resources
+from cluster.rollout.counts import KnownCounts, counts_to_deploy
 from cluster.rollout.deployed import Deployed, recall, remember
 from cluster.rollout.rolling import Change, Roll, carried_over, changes, check_update, plan_rolls
-from cluster.roster.actor import read_roster
+from cluster.roster.actor import await_roster, read_roster
+from cluster.roster.messages import RosterView
 from cluster.scaling.lever import MARK_DEPLOYMENT, deployment_name
 from cluster.secret_files import read_cluster_secret
 from cluster.serve import SCHEDULE_S, Progress, check_hosts, check_reachable, failure, unplaced
@@ -34,6 +36,7 @@ from kvtransfer.clock import Clock
 from workers.model.config import read_model_config
 
 _POLL_S = 0.25
+_ROSTER_S = 20.0
 _ILL_S = 60.0
 """How long an application may be unhealthy in a roll before that counts as its failure."""
 
@@ -79,7 +82,7 @@ class Update:
         _check(config, deployed)
         self._config = carried_over(self._old, config)
         check_update(self._old, self._config)
-        self._view = read_roster(config.app)
+        self._view = _roster_view(config.app)
         self._cpus = self._plan_cpus()
         self.plan = UpdatePlan(
             tuple(changes(self._old, self._config)),
@@ -104,7 +107,7 @@ class Update:
         new = [pool for roll, pool in self._rolled() if roll.action == "start"]
         wanted += demands(new, self._cpus)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if missing := shortages(wanted, list(available_resources_per_node().values()), nodes):
+        if missing := shortages(wanted, free_resources(), nodes):
             raise StartError(
                 "the Ray cluster lacks room for the new replicas beside the old ones: "
                 + "; ".join(missing)
@@ -119,7 +122,7 @@ class Update:
             self._config.app,
             Deployed(self._config.model_dump_json(), self._cpus, self._before.secret, self._before.life),
         )
-        counts = {roll.pool: roll.num_replicas for roll, _ in self._rolled()}
+        counts = counts_to_deploy(self._config, self._known(_roster_view(self._config.app)))
         target = serve.RunTarget(
             build_application(
                 self._config, self._cpus, self._before.secret, life=self._before.life, counts=counts
@@ -185,12 +188,27 @@ class Update:
         pools = {pool.name: pool for pool in self._config.pools}
         return [(roll, pools[roll.pool]) for roll in self.plan.rolls if roll.pool in pools]
 
+    def _known(self, view: RosterView) -> KnownCounts:
+        declared = {pool.name: pool.replicas for pool in self._old.pools}
+        return KnownCounts(view.desired, view.pinned, declared)
+
     def _plan_cpus(self) -> dict[str, float]:
         """Pools that there were keep their share, where the file does not say another."""
         new = [pool for pool in self._config.pools if pool.name not in self._before.cpus]
-        planned = plan_cpus(new, 0, list(available_resources_per_node().values())) if new else {}
+        planned = plan_cpus(new, 0, free_resources()) if new else {}
         shares = {**planned, **self._before.cpus}
         return {pool.name: pool.cpus_per_rank or shares[pool.name] for pool in self._config.pools}
+
+
+def _roster_view(app: str) -> RosterView:
+    """With the counts that were ordered; `StartError` where nobody can tell them now."""
+    try:
+        view = await_roster(app, _ROSTER_S)
+    except RosterAwayError as error:
+        raise StartError(
+            f"{error}; an update now could stop replicas that were ordered; try again"
+        ) from error
+    return view or RosterView(version=0)
 
 
 def _check(config: ClusterConfig, deployed: Deployed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvtransfer.clock import SystemClock
 NAMESPACE = "tandem"
 """Of all our named actors."""
 _CALL_S = 5.0
+_AGAIN_S = 0.5
 
 
 class RayRosterActor(RosterActor):
@@ -59,6 +61,35 @@ def read_roster(app: str) -> RosterView:
         return VIEW_CODEC.decode(ray.get(actor.view.remote(0, 0.0), timeout=_CALL_S))
     except (RayError, ValueError):
         return RosterView(version=0)
+
+
+def await_roster(app: str, wait_s: float) -> RosterView | None:
+    """The roster's view; None where the application has no roster.
+
+    A restarted roster is waited for until its watchers have given back what it was told, and a new one until
+    the scaler has looked once. After `wait_s` the view is taken as it is (`deploy_mark` is then "");
+    `RosterAwayError` where there is none.
+    """
+    clock, pause = SystemClock(), threading.Event()
+    give_up_at = clock.now() + wait_s
+    problem = "it was restarted, and collects its members"
+    last: RosterView | None = None
+    while clock.now() < give_up_at:
+        try:
+            actor = ray.get_actor(_roster_name(app), namespace=NAMESPACE)
+        except ValueError:
+            return None
+        try:
+            view = VIEW_CODEC.decode(ray.get(actor.view.remote(0, _CALL_S), timeout=2 * _CALL_S))
+            last = view if view.version > 0 else last
+            if view.deploy_mark:
+                return view
+        except RayError as error:
+            problem = repr(error)
+        pause.wait(_AGAIN_S)
+    if last is None:
+        raise RosterAwayError(f"the roster of {app} does not answer: {problem}")
+    return last
 
 
 class _RosterCall:

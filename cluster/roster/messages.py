@@ -98,6 +98,8 @@ class RosterView(Part, frozen=True):
     """By application: the share of this application's requests that it gets; empty: all stay here."""
     targets: dict[str, int] = {}
     """By pool: Ray Serve's target as the scaler last saw it."""
+    declared: dict[str, int] = {}
+    """By pool: the count in the configuration of the deploy that the scaler last saw."""
     deploy_mark: str = ""
     """Of the deploy whose targets those are; "": the scaler has not looked yet."""
     incarnation: int = 0

@@ -78,7 +78,7 @@ class ScalingRoster(RosterClient, Protocol):
     async def set_traffic(self, shares: dict[str, float]) -> None:
         """The share of this application's requests that each application gets; empty: all stay."""
 
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int]) -> None:
+    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
         """What the scaler saw of Ray Serve, for its next life."""
 
 
@@ -224,8 +224,8 @@ class LocalRoster:
     async def set_traffic(self, shares: dict[str, float]) -> None:
         await self._tell(lambda wishes: wishes.set_traffic(shares))
 
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int]) -> None:
-        await self._tell(lambda wishes: wishes.set_observed(deploy_mark, targets))
+    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
+        await self._tell(lambda wishes: wishes.set_observed(deploy_mark, targets, declared))
 
     async def restore(self, memory: RosterView) -> RosterView:
         """Give this life of the roster what an earlier one was told; the view with it."""

@@ -66,8 +66,8 @@ class RosterActor:
     async def set_traffic(self, shares: dict[str, float]) -> None:
         await self._roster.set_traffic(shares)
 
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int]) -> None:
-        await self._roster.set_observed(deploy_mark, targets)
+    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
+        await self._roster.set_observed(deploy_mark, targets, declared)
 
     async def restore(self, frame: bytes) -> bytes:
         return VIEW_CODEC.encode(await self._roster.restore(VIEW_CODEC.decode(frame)))
@@ -128,8 +128,8 @@ class RemoteRoster:
     async def set_traffic(self, shares: dict[str, float]) -> None:
         await self._call("set_traffic", shares)
 
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int]) -> None:
-        await self._call("set_observed", deploy_mark, targets)
+    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
+        await self._call("set_observed", deploy_mark, targets, declared)
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
         """The last view when the actor is away or rebuilding, after a wait, so that callers do not spin."""

@@ -38,6 +38,7 @@ class Wishes:
         self._moves: tuple[ScalingMove, ...] = ()
         self._traffic: dict[str, float] = {}
         self._targets: dict[str, int] = {}
+        self._declared: dict[str, int] = {}
         self._deploy_mark = ""
         self._told: set[tuple[str, str]] = set()
         """Kind and key of what this life was told."""
@@ -55,6 +56,7 @@ class Wishes:
             moves=self._moves,
             traffic=dict(self._traffic),
             targets=dict(self._targets),
+            declared=dict(self._declared),
             deploy_mark=self._deploy_mark,
             incarnation=self._first_version,
         )
@@ -112,12 +114,12 @@ class Wishes:
         self._traffic = dict(shares)
         return changed
 
-    def set_observed(self, deploy_mark: str, targets: Mapping[str, int]) -> bool:
+    def set_observed(self, deploy_mark: str, targets: Mapping[str, int], declared: Mapping[str, int]) -> bool:
         """What the scaler saw of Ray Serve."""
         self._told.add(("observed", ""))
-        changed = (self._deploy_mark, self._targets) != (deploy_mark, targets)
-        self._deploy_mark, self._targets = deploy_mark, dict(targets)
-        return changed
+        before = self._deploy_mark, self._targets, self._declared
+        self._deploy_mark, self._targets, self._declared = deploy_mark, dict(targets), dict(declared)
+        return before != (deploy_mark, self._targets, self._declared)
 
     def restore(self, memory: RosterView) -> bool:
         """Take what this life was not told from what a watcher saw of an earlier one."""
@@ -138,6 +140,7 @@ class Wishes:
             self._traffic = dict(memory.traffic)
         if ("observed", "") not in self._told:
             self._deploy_mark, self._targets = memory.deploy_mark, dict(memory.targets)
+            self._declared = dict(memory.declared)
         return self.fill(memory) != before
 
     def _with_told(self, kind: str, own: dict[str, T], remembered: Mapping[str, T]) -> dict[str, T]:

@@ -12,25 +12,24 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray._common.constants import HEAD_NODE_RESOURCE_NAME
-from ray._private import ray_constants
-from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.experimental import internal_kv
 
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
 from cluster.observe.logs import log_to_stderr
 from cluster.proto import tandem_pb2 as pb
+from cluster.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
+from cluster.rollout.remembered import RememberedCounts
 from cluster.roster.actor import NAMESPACE, open_roster
+from cluster.scaling.kept_counts import KeptCounts
 from cluster.scaling.lever import Lever
 from cluster.scaling.scaler import Scaler
 from kvtransfer.clock import SystemClock
 
 _CALL_S = 5.0
-_BEARER = "Bearer "
 _A_PLACE_THERE = 0.001
+_KV_NAMESPACE = b"tandem"
 _log = logging.getLogger(__name__)
 
 
@@ -43,29 +42,26 @@ async def dashboard_url() -> str:
 
 def _dashboard_address() -> str:
     try:
-        found: bytes | None = internal_kv._internal_kv_get(
-            ray_constants.DASHBOARD_ADDRESS, namespace=ray_constants.KV_NAMESPACE_DASHBOARD
-        )
+        return dashboard_address()
     except (RayError, RuntimeError) as error:
         raise DashboardAwayError(f"Ray's GCS does not tell where the dashboard is: {error}") from error
-    return found.decode() if found else ""
-
-
-def ray_token() -> str:
-    """The Ray token of this process; "" where Ray uses none."""
-    headers: dict[str, str] = get_auth_headers_if_auth_enabled({})
-    return headers.get("authorization", headers.get("Authorization", "")).removeprefix(_BEARER)
 
 
 class RayScaler:
     """`Scaler` in an actor. `mark` is that of the deploy whose configuration it follows: the latest one."""
 
-    def __init__(self, config_json: str, mark: str) -> None:
+    def __init__(self, config_json: str, mark: str, counts_key: str) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         log_to_stderr(config.logs, f"scaler-{config.app}")
         self._app = config.app
         self._mark = mark
-        self._scaler = Scaler(config, open_roster(config.app), self._open_lever, SystemClock())
+        keeping: KeptCounts | None = None
+        if counts_key and config.store.redis_url:
+            remembered = RememberedCounts(config.store.redis_url, counts_key)
+            keeping = KeptCounts(remembered, _began_at_ms(config.app), SystemClock())
+        self._scaler = Scaler(
+            config, open_roster(config.app), self._open_lever, SystemClock(), counts=keeping
+        )
         self._running: asyncio.Task[None] | None = None
 
     async def report(self, gateway: str, frame: bytes) -> str:
@@ -97,7 +93,9 @@ class RayScaler:
 class ScalerReports:
     """A gateway's way to the scaler, which is made when it is missing."""
 
-    def __init__(self, config: ClusterConfig, mark: str, gateway: str) -> None:
+    def __init__(self, config: ClusterConfig, mark: str, gateway: str, counts_key: str = "") -> None:
+        """`counts_key`: where orders are kept for the next Ray cluster (`rollout.remembered`); "": not."""
+        self._counts_key = counts_key
         self._config_json = config.model_dump_json()
         self._app = config.app
         self._mark = mark
@@ -128,11 +126,11 @@ class ScalerReports:
                 max_restarts=-1,
                 num_cpus=0,
                 # Ray's dashboard listens on the head node, by default for that node alone.
-                resources={HEAD_NODE_RESOURCE_NAME: _A_PLACE_THERE},
+                resources={HEAD_RESOURCE: _A_PLACE_THERE},
             )
             .remote
         )
-        actor: ActorHandle[RayScaler] = make(self._config_json, self._mark)
+        actor: ActorHandle[RayScaler] = make(self._config_json, self._mark, self._counts_key)
         return actor
 
 
@@ -142,6 +140,16 @@ def _slim(status: pb.StatusResponse) -> pb.StatusResponse:
     for replica in slim.replicas:
         replica.ClearField("paths")
     return slim
+
+
+def _began_at_ms(app: str) -> int:
+    """When the first scaler of the application began in this Ray cluster, as Unix time."""
+    key = f"began/{app}".encode()
+    if (known := read_value(key, _KV_NAMESPACE)) is not None:
+        return int(known)
+    began_at_ms = round(SystemClock().wall() * 1000)
+    write_value(key, str(began_at_ms).encode(), _KV_NAMESPACE)
+    return began_at_ms
 
 
 def stop_scaler(app: str) -> None:

@@ -49,3 +49,8 @@ class ScalingConfig(BaseModel):
     """After a pool changed in either direction, until it may shrink."""
     lend_after_s: float = Field(default=20.0, ge=0)
     """How long a replica must have been idle, and the other role short, before it is lent."""
+
+    @property
+    def autoscaled(self) -> frozenset[str]:
+        """The pools that the autoscaler may move."""
+        return frozenset(self.pools) if self.autoscale else frozenset()

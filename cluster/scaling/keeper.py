@@ -7,6 +7,10 @@ Serve says only what its targets are, not who set them. What the roster remember
     target as configured, after a deploy      the deploy has reset it: restore the desired count
     anything else                             an operator's order: that is desired now, and pinned
 
+A deploy of ours binds the desired counts, so that it resets nothing; what the configuration itself says
+stands beside them (`PoolTarget.declared`). Where that changes, pools that nobody pinned and that are not
+autoscaled follow it.
+
 So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
 be told apart: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the reset
 by the deploy itself; the count is restored then. An order of the count that the pool has already cannot be
@@ -61,6 +65,7 @@ class Observed(NamedTuple):
 
     deploy_mark: str
     targets: dict[str, int]
+    declared: dict[str, int]
 
 
 class Pull(NamedTuple):
@@ -92,7 +97,7 @@ class Keeper:
         self._mark = ""
         self._mark_since = 0.0
         self._retries: dict[str, _Retry] = {}
-        self._observed = Observed("", {})
+        self._observed = Observed("", {}, {})
 
     def look(
         self,
@@ -115,9 +120,11 @@ class Keeper:
         if seen.status == _RUNNING:
             judge.forget_removed(seen.pools)
         targets = {pool: target.target for pool, target in seen.pools.items()}
-        self._observed = Observed(seen.deploy_mark if is_settled else roster.deploy_mark, targets)
+        declared = {pool: it.declared for pool, it in seen.pools.items() if it.declared is not None}
+        mark = seen.deploy_mark if is_settled else roster.deploy_mark
+        self._observed = Observed(mark, targets, declared)
         before: list[Action] = list(judge.actions)
-        if self._observed != (roster.deploy_mark, roster.targets):
+        if self._observed != (roster.deploy_mark, roster.targets, roster.declared):
             before.append(self._observed)
         return before + [pull for pull in judge.pulls if self._may_pull(pull.pool, now)]
 
@@ -133,8 +140,8 @@ class Keeper:
     def pulled(self, pull: Pull) -> Observed:
         """Serve has taken the order: from now on another target is somebody else's."""
         self._retries.pop(pull.pool, None)
-        mark, targets = self._observed
-        self._observed = Observed(mark, {**targets, pull.pool: pull.num_replicas})
+        targets = {**self._observed.targets, pull.pool: pull.num_replicas}
+        self._observed = self._observed._replace(targets=targets)
         return self._observed
 
     def failed(self, pull: Pull, now: float) -> None:
@@ -171,7 +178,10 @@ class _Judge:
     def judge(self, pool: str, seen: PoolTarget) -> None:
         desired = self._roster.desired.get(pool)
         last = self._roster.targets.get(pool)
-        if desired is None:
+        before = self._roster.declared.get(pool)
+        if seen.declared not in (None, before) and before is not None and self._follows_the_file(pool):
+            self._declared_anew(pool, seen, before)
+        elif desired is None:
             self._nothing_wanted(pool, seen, last)
         elif seen.target == desired:
             return
@@ -185,6 +195,20 @@ class _Judge:
     def forget_removed(self, there: Mapping[str, PoolTarget]) -> None:
         """A pool that a deploy removed shall not be remembered when another adds one of its name."""
         self.actions += [Forget(pool) for pool in self._roster.desired if pool not in there]
+
+    def _follows_the_file(self, pool: str) -> bool:
+        return pool not in self._roster.pinned and pool not in self._autoscaled
+
+    def _declared_anew(self, pool: str, seen: PoolTarget, before: int) -> None:
+        """Another count in the configuration is an order for the pools that are nobody's choice."""
+        assert seen.declared is not None
+        if self._roster.desired.get(pool, seen.target) != seen.declared or seen.target != seen.declared:
+            self.actions.append(SetDesired(pool, seen.declared, pinned=False))
+        if seen.target != seen.declared:
+            self.actions.append(RecallLent(f"the configuration sets pool {pool} to {seen.declared}"))
+            reason = f"the configuration says {seen.declared}, it said {before}"
+            self._tell(pool, seen.target, seen.declared, "deploy", reason)
+            self.pulls.append(Pull(pool, seen.declared))
 
     def _nothing_wanted(self, pool: str, seen: PoolTarget, last: int | None) -> None:
         if seen.target == seen.configured:

@@ -27,6 +27,8 @@ from cluster.errors import (
 MARK_DEPLOYMENT = "Gateway"
 """The deployment whose `user_config` carries the mark of the deploy."""
 MARK_KEY = "deploy_mark"
+REPLICAS_KEY = "replicas"
+"""In the same `user_config`: the configuration's count of each pool, which may change without a build."""
 _POOL_PREFIX = "Pool-"
 _ANSWER_S = 10.0
 _MAX_TEXT_CHARS = 300
@@ -46,6 +48,8 @@ class PoolTarget(NamedTuple):
     num_running: int = 0
     states: dict[str, int] = {}
     """Replicas by Serve's state, such as STARTING, RUNNING, STOPPING."""
+    declared: int | None = None
+    """In the configuration of the last deploy, which binds the desired count in its place; None: unknown."""
 
 
 class AppTargets(NamedTuple):
@@ -185,16 +189,26 @@ class _Instance(msgspec.Struct):
 
 
 def _targets(found: _Application) -> AppTargets:
+    gateway = found.deployments.get(MARK_DEPLOYMENT)
+    declared = declared_counts(gateway.deployment_config.user_config) if gateway is not None else {}
     return AppTargets(
         status=found.status,
         deploy_mark=_mark(found),
         is_scalable=found.external_scaler_enabled,
         pools={
-            name.removeprefix(_POOL_PREFIX): _pool(deployment)
+            name.removeprefix(_POOL_PREFIX): _pool(deployment, declared.get(name.removeprefix(_POOL_PREFIX)))
             for name, deployment in found.deployments.items()
             if name.startswith(_POOL_PREFIX)
         },
     )
+
+
+def declared_counts(user_config: Any) -> dict[str, int]:
+    """The counts in the `user_config` of the gateways; what cannot be one is left out."""
+    counts = user_config.get(REPLICAS_KEY) if isinstance(user_config, dict) else None
+    if not isinstance(counts, dict):
+        return {}
+    return {str(pool): count for pool, count in counts.items() if isinstance(count, int)}
 
 
 def _mark(found: _Application) -> str:
@@ -207,14 +221,18 @@ def _mark(found: _Application) -> str:
     return f"{own}@{found.last_deployed_time_s:.3f}" if found.source == "declarative" or not own else own
 
 
-def _pool(deployment: _Deployment) -> PoolTarget:
+def _pool(deployment: _Deployment, declared: int | None) -> PoolTarget:
     states: dict[str, int] = {}
     for replica in deployment.replicas:
         states[replica.state] = states.get(replica.state, 0) + 1
     configured = deployment.deployment_config.num_replicas
     target = deployment.target_num_replicas
     return PoolTarget(
-        target, configured if isinstance(configured, int) else target, states.get("RUNNING", 0), states
+        target=target,
+        configured=configured if isinstance(configured, int) else target,
+        num_running=states.get("RUNNING", 0),
+        states=states,
+        declared=declared,
     )
 
 

@@ -23,6 +23,7 @@ from cluster.scaling.keeper import (
     SetDesired,
     Tell,
 )
+from cluster.scaling.kept_counts import KeptCounts
 from cluster.scaling.lever import AppTargets, Lever
 from cluster.scaling.observation import Reports, pool_views
 from cluster.scaling.policy import Lend, Plan, decide, history_span_s
@@ -46,7 +47,10 @@ class Scaler:
         open_lever: Callable[[], Awaitable[Lever]],
         clock: Clock,
         policy: Policy = decide,
+        counts: KeptCounts | None = None,
     ) -> None:
+        """`counts`: where the ordered counts are kept for the next Ray cluster; None: nowhere."""
+        self._counts = counts
         self._policy = policy
         self._roster = roster
         self._open_lever = open_lever
@@ -87,16 +91,26 @@ class Scaler:
         await self._end_leases(view)
         async with await self._open_lever() as lever:
             seen = await lever.application()
+            if self._counts is not None and seen is not None:
+                view = await self._take_over(self._counts, seen, view)
             now, wall = self._clock.now(), self._clock.wall()
             actions = self._keeper.look(seen, view, self._autoscaled(), now, wall)
             await self._carry_out(actions, lever)
             is_calm = all(isinstance(action, Observed) for action in actions)
             if seen is not None and is_calm:
                 await self._follow_policy(await self._roster.view(0, 0.0), seen, lever)
+        if self._counts is not None:
+            await self._counts.keep(await self._roster.view(0, 0.0))
+
+    async def _take_over(self, kept: KeptCounts, seen: AppTargets, view: RosterView) -> RosterView:
+        """What an earlier Ray cluster was told goes on in this one, whose roster is new."""
+        left = await kept.left(self._config, seen, view)
+        for pool, num_replicas in left.desired.items():
+            await self._roster.set_desired(pool, num_replicas, pool in left.pinned)
+        return await self._roster.view(0, 0.0) if left.desired else view
 
     def _autoscaled(self) -> frozenset[str]:
-        scaling = self._config.scaling
-        return frozenset(scaling.pools) if scaling.autoscale else frozenset()
+        return self._config.scaling.autoscaled
 
     async def _end_leases(self, view: RosterView) -> None:
         book = RoleBook(view, self._clock.wall())
@@ -160,8 +174,8 @@ class Scaler:
                 case RecallLent(reason):
                     view = await self._roster.view(0, 0.0)
                     await self._set_leases(RoleBook(view, self._clock.wall()).recall_all(reason), view)
-                case Observed(mark, targets):
-                    await self._roster.set_observed(mark, targets)
+                case Observed():
+                    await self._roster.set_observed(*action)
                 case Pull():
                     await self._pull(action, lever)
 
@@ -173,7 +187,7 @@ class Scaler:
             _log.warning("pool %s cannot be set to %d now: %s", pull.pool, pull.num_replicas, error)
             return
         observed = self._keeper.pulled(pull)
-        await self._roster.set_observed(observed.deploy_mark, observed.targets)
+        await self._roster.set_observed(*observed)
 
 
 def move_fields(move: ScalingMove) -> tuple[str, int, int, str, str]:

@@ -14,6 +14,7 @@ from cluster.doctor import index
 from cluster.doctor.case import Case
 from cluster.doctor.findings import Severity, Verdict
 from cluster.doctor.machine import Machine
+from cluster.stores.settings import smallest_record_bytes
 from kvtransfer.errors import StoreError
 
 OK, NOTE, WARNING, ERROR = Severity
@@ -53,12 +54,29 @@ def test_look_ups_beyond_the_budget_are_told(server: RawRedis) -> None:
     assert "lookup_budget_ms" in slow.remedy
 
 
-def test_what_it_forgets_is_told(server: RawRedis) -> None:
+def test_an_index_that_grows_is_given_room_and_never_an_eviction_policy(server: RawRedis) -> None:
+    """Ray's control state may be on the same server, and an eviction would drop it."""
     client = server.client()
+
+    def verdict() -> Verdict:
+        return look(given(server.url, lookup_budget_ms=100, dram_gb=10, nvme_gb=0))[-1]
+
+    assert verdict().severity is OK
+    assert "not Ray's control state" in verdict().seen
     client.config_set("maxmemory-policy", "noeviction")
-    assert look(given(server.url, lookup_budget_ms=100))[-1].severity is WARNING
+    assert verdict().severity is NOTE
+    record_bytes = smallest_record_bytes(config_of().pools, config_of().model)
+    assert verdict().figures["index_bytes_a_node"] == pytest.approx(10e9 / record_bytes * 200, rel=1e-3)
+    client.config_set("maxmemory", int(client.info("memory")["used_memory"] * 1.1))
+    assert verdict().severity is WARNING
+    assert "raise its maxmemory" in verdict().remedy
     client.config_set("maxmemory", 0)
-    assert look(given(server.url, lookup_budget_ms=100))[-1].severity is NOTE
+    assert verdict().severity is WARNING
+    for policy, limit in (("noeviction", 0), ("noeviction", 64 << 20), ("allkeys-random", 64 << 20)):
+        client.config_set("maxmemory-policy", policy)
+        client.config_set("maxmemory", limit)
+        assert "must stay at noeviction" in verdict().remedy
+        assert "CONFIG SET" not in verdict().remedy
 
 
 def test_a_wrong_password_is_named_and_not_shown(tmp_path: Path) -> None:

@@ -126,8 +126,18 @@ def test_what_somebody_asked_for_outlives_the_update() -> None:
     counts = {roll.pool: (roll.num_replicas, roll.kept) for roll in rolls}
     assert counts["prefill"] == (1, "")
     assert counts["decode"] == (3, "3, as an operator chose; the file says 2")
-    (_, decode, _) = plan_rolls(make(), new, (CPUS, CPUS), {"decode": 3})
+    limits = {"decode": {"min": 1, "max": 4}}
+    autoscaled = make(decode={"replicas": 2}, scaling={"autoscale": True, "pools": limits})
+    (_, decode, _) = plan_rolls(make(), autoscaled, (CPUS, CPUS), {"decode": 3})
     assert decode.kept == "3, as the autoscaler chose; the file says 2"
+    (_, decode, _) = plan_rolls(make(), make(logs={"format": "json"}), (CPUS, CPUS), {"decode": 3})
+    assert decode.kept == "3, as was ordered last; the file says 1"
+
+
+def test_a_pool_that_nobody_pins_follows_another_count_in_the_file() -> None:
+    new = make(decode={"replicas": 2})
+    (_, decode, _) = plan_rolls(make(), new, (CPUS, CPUS), {"decode": 3})
+    assert (decode.num_replicas, decode.kept) == (2, "")
 
 
 def test_a_gateway_with_a_port_of_its_own_cannot_have_another_beside_it() -> None:

@@ -5,100 +5,10 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from keeper_harness import NOBODY, House
 
-from cluster.roster.messages import RosterView, ScalingMove
 from cluster.roster.wishes import Wishes
-from cluster.scaling.keeper import (
-    SETTLE_S,
-    Action,
-    Forget,
-    Keeper,
-    Observed,
-    Pull,
-    RecallLent,
-    SetDesired,
-    Tell,
-)
-from cluster.scaling.lever import AppTargets, PoolTarget
-
-NOBODY: frozenset[str] = frozenset()
-
-
-class House:
-    """Serve, the roster and a keeper, as plain values: `look` carries out what the keeper says."""
-
-    def __init__(self, counts: dict[str, int], autoscaled: frozenset[str] = NOBODY) -> None:
-        self.configured = dict(counts)
-        self.targets = dict(counts)
-        self.mark = "m0"
-        self.status = "RUNNING"
-        self.autoscaled = autoscaled
-        self.version = 0
-        self.wishes = Wishes(0)
-        self.keeper = Keeper()
-        self.now = 100.0
-        self.lever_works = True
-        self.is_there = True
-        self.told: list[tuple[str, int, int, str]] = []
-        self.pulls: list[tuple[str, int]] = []
-        self.num_recalls = 0
-
-    def view(self) -> RosterView:
-        self.version += 1
-        return self.wishes.fill(RosterView(version=self.version))
-
-    def seen(self) -> AppTargets | None:
-        if not self.is_there:
-            return None
-        pools = {pool: PoolTarget(self.targets[pool], self.configured[pool]) for pool in self.targets}
-        return AppTargets(self.status, self.mark, True, pools)
-
-    def look(self, after_s: float = 2.0) -> None:
-        self.now += after_s
-        self.carry_out(self.keeper.look(self.seen(), self.view(), self.autoscaled, self.now, self.now))
-
-    def carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case SetDesired(pool, count, pinned):
-                    self.wishes.set_desired(pool, count, pinned=pinned)
-                case Forget(pool):
-                    self.wishes.forget(pool)
-                case Tell(move):
-                    self.wishes.add_move(move)
-                    self.told.append((move.pool, move.before, move.after, move.by))
-                case RecallLent():
-                    self.num_recalls += 1
-                case Observed(mark, targets):
-                    self.wishes.set_observed(mark, targets)
-                case Pull(pool, count):
-                    self.pull(action, pool, count)
-
-    def pull(self, action: Pull, pool: str, count: int) -> None:
-        self.pulls.append((pool, count))
-        if not self.lever_works:
-            self.keeper.failed(action, self.now)
-            return
-        self.targets[pool] = count
-        observed = self.keeper.pulled(action)
-        self.wishes.set_observed(observed.deploy_mark, observed.targets)
-
-    def autoscale(self, pool: str, count: int) -> None:
-        """As the scaler does: only after a look that found nothing to do."""
-        before = self.wishes.fill(RosterView(version=0)).desired.get(pool, self.targets[pool])
-        move = ScalingMove(self.now, pool, before, count, "autoscaler", "more load")
-        self.carry_out(self.keeper.order(move))
-
-    def deploy(self, mark: str, counts: dict[str, int]) -> None:
-        self.mark, self.configured, self.targets = mark, dict(counts), dict(counts)
-
-    @property
-    def desired(self) -> dict[str, int]:
-        return self.wishes.fill(RosterView(version=0)).desired
-
-    @property
-    def pinned(self) -> tuple[str, ...]:
-        return self.wishes.fill(RosterView(version=0)).pinned
+from cluster.scaling.keeper import SETTLE_S, Keeper
 
 
 def test_nothing_is_done_while_serve_has_what_the_configuration_says() -> None:

@@ -49,7 +49,7 @@ async def tell_everything(roster: ScalingRoster) -> None:
     await roster.set_lease(lease(5))
     await roster.add_move(move(1.0))
     await roster.set_traffic({"tandem": 0.9, "tandem-v2": 0.1})
-    await roster.set_observed("mark", {"decode": 3, "prefill": 1})
+    await roster.set_observed("mark", {"decode": 3, "prefill": 1}, {"decode": 1})
 
 
 def assert_everything(view: RosterView) -> None:
@@ -124,13 +124,13 @@ def test_what_a_new_life_was_told_goes_before_any_memory() -> None:
     old.set_desired("prefill", 2, pinned=True)
     old.set_lease(lease(5))
     old.set_traffic({"a": 1.0})
-    old.set_observed("old", {"decode": 3})
+    old.set_observed("old", {"decode": 3}, {"decode": 1})
     new = Wishes(100)
     new.set_desired("decode", 1, pinned=False)
     new.forget("prefill")
     new.set_lease(lease(6, role="prefill"))
     new.set_traffic({})
-    new.set_observed("new", {})
+    new.set_observed("new", {}, {})
     assert not new.restore(wishes_view(old, 50))
     view = wishes_view(new, 101)
     assert (view.desired, view.pinned, view.traffic) == ({"decode": 1}, (), {})

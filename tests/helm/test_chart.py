@@ -31,8 +31,10 @@ from chart_schema import BEGIN, CHART, END, schema, table, values
 CASES: dict[str, Object] = {"defaults": {}, **EXAMPLES}
 NEEDS: dict[str, Object] = {
     "gateway.tls.enabled": {"gateway": {"tls": {"secretName": "tandem-tls"}}},
+    # Tandem's own autoscaler would have no pods to grow into.
+    "autoscaler.enabled": {"config": {"scaling": {"autoscale": False}}},
 }
-"""What must be said besides, when a boolean is true."""
+"""What must be said besides, when a boolean is changed."""
 
 
 def booleans(below: Any = None, path: str = "") -> Iterator[tuple[str, bool]]:
@@ -124,7 +126,11 @@ def test_the_schema_and_the_table_of_values_are_up_to_date() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_selector_finds_its_pods(case: str) -> None:
     everything = with_value(CASES[case], "monitoring.serviceMonitor.enabled", True)
-    everything = with_value(everything, "pools.more", {"config": {"role": "both", "replicas": 3}})
+    everything = with_value(
+        everything,
+        "pools.more",
+        {"config": {"role": "both", "replicas": 3}, "resources": {"memory": "300Gi"}},
+    )
     items = objects(with_value(everything, "gateway.replicas", 3))
     found = dict(pods(items))
     groups = {name for name in found if name == "gateway" or name.startswith("pool-")}

@@ -105,8 +105,6 @@ def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: O
     for deployment in other["applications"][0]["deployments"]:
         if deployment["name"] == "Gateway":
             deployment["user_config"]["replicas"]["decode"] = 2
-        if deployment["name"] == "Pool-decode":
-            deployment["num_replicas"] = 2
     nodes.deploy(other)
     gateway = config["applications"][0]["args"]["config"]["gateway"]
     with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:

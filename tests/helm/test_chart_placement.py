@@ -16,9 +16,9 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.__main__ import _ENVIRONMENT
 from cluster.capacity import ReplicaDemand, demands, gateway_bundle, shortages
 from cluster.config import ClusterConfig
-from cluster.declared import declared_config
+from cluster.declared import declared_config, with_declared_counts
 from cluster.scaling.lever import MARK_DEPLOYMENT as GATEWAY_DEPLOYMENT
-from cluster.scaling.lever import deployment_name
+from cluster.scaling.lever import declared_counts
 
 SHAPES: dict[str, Object] = {
     "defaults": {},
@@ -47,17 +47,18 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return secret, url
 
 
-def application(service: Object, files: tuple[Path, Path]) -> tuple[ClusterConfig, dict[str, int]]:
-    """The configuration as Serve would build it, and the counts of its deployments."""
+def application(service: Object, files: tuple[Path, Path]) -> tuple[ClusterConfig, int]:
+    """The configuration as Serve would build it, and how many gateways there are."""
     (app,) = ServeDeploySchema.model_validate(serve_config(service)).applications
     assert app.import_path == "cluster.declared:build"
     assert app.external_scaler_enabled
     args = app.args | {"secret_file": str(files[0]), "redis_url_file": str(files[1])}
-    config = declared_config(args)
+    config = with_declared_counts(declared_config(args), app.model_dump(exclude_unset=True))
     assert app.name == config.app
-    counts = {deployment.name: int(deployment.num_replicas) for deployment in app.deployments}
-    assert counts.keys() == {GATEWAY_DEPLOYMENT, *(deployment_name(pool.name) for pool in config.pools)}
-    return config, counts
+    (gateways,) = app.deployments
+    assert gateways.name == GATEWAY_DEPLOYMENT
+    assert declared_counts(gateways.user_config).keys() == {pool.name for pool in config.pools}
+    return config, int(gateways.num_replicas)
 
 
 def node_types(service: Object) -> dict[str, Any]:
@@ -74,16 +75,12 @@ def groups(service: Object) -> dict[str, Object]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_replica_has_a_place_in_its_own_group(shape: str, files: tuple[Path, Path]) -> None:
     service = ray_service(SHAPES[shape])
-    config, counts = application(service, files)
+    config, num_gateways = application(service, files)
     types = node_types(service)
-    pools = [
-        pool.model_copy(update={"replicas": counts[deployment_name(pool.name)]}) for pool in config.pools
-    ]
-    cpus = {pool.name: pool.cpus_per_rank or math.nan for pool in pools}
-    wanted = {f"pool-{pool.name}": demands([pool], cpus) for pool in pools}
-    wanted["gateway"] = [
-        ReplicaDemand("gateway", (gateway_bundle(config.gateway),)) for _ in range(counts[GATEWAY_DEPLOYMENT])
-    ]
+    cpus = {pool.name: pool.cpus_per_rank or math.nan for pool in config.pools}
+    wanted = {f"pool-{pool.name}": demands([pool], cpus) for pool in config.pools}
+    gateway = ReplicaDemand("gateway", (gateway_bundle(config.gateway),))
+    wanted["gateway"] = [gateway] * num_gateways
     assert groups(service).keys() == wanted.keys()
     for name, group in groups(service).items():
         nodes = [types[name]["resources"]] * group["replicas"]
@@ -129,10 +126,9 @@ def test_another_count_is_no_other_configuration() -> None:
     def args(replicas: int) -> Object:
         changed = {"pools": {"decode": {"config": {"replicas": replicas}}}, "gateway": {"replicas": replicas}}
         (app,) = serve_config(ray_service(changed))["applications"]
-        counts = {deployment["name"]: deployment["num_replicas"] for deployment in app["deployments"]}
-        assert counts == {"Gateway": replicas, "Pool-decode": replicas, "Pool-prefill": 1}
-        (told,) = [each["user_config"] for each in app["deployments"] if "user_config" in each]
-        assert told == {"replicas": {"decode": replicas, "prefill": 1}}
+        # Of the pools alone: a num_replicas of theirs would go before what was ordered since.
+        told = {"replicas": {"decode": replicas, "prefill": 1}}
+        assert app["deployments"] == [{"name": "Gateway", "num_replicas": replicas, "user_config": told}]
         found: Object = app["args"]
         return found
 
@@ -237,3 +233,28 @@ def test_a_gateway_service_can_be_held_to_one_ray_cluster() -> None:
     for item in objects(values):
         if item["kind"] == "Service" and item["metadata"]["name"] == "tandem":
             assert item["spec"]["selector"]["ray.io/cluster"] == "tandem-x7k2p"
+
+
+def test_only_pods_with_gpus_have_the_image_for_them() -> None:
+    def images(values: Object) -> dict[str, str]:
+        download = {"model": {"source": "download", "download": {"repo": "org/name"}}}
+        found = {}
+        for name, pod in pods(objects(merged(download, values))):
+            each = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]
+            (found[name],) = {container["image"] for container in each}
+        return {("job" if "-download-" in name else name): image for name, image in found.items()}
+
+    cpu_pool = {"pools": {"prefill": {"config": {"device": "cpu"}}}}
+    found = images(merged(cpu_pool, {"image": {"repository": "r"}}))
+    (version,) = {found["gateway"].removeprefix("r:").removesuffix("-cpu")}
+    assert found.pop("tandem-redis").startswith("docker.io/")
+    assert found.pop("pool-decode") == f"r:{version}-cuda"
+    assert found.keys() == {"headgroup", "gateway", "pool-prefill", "job"}
+    assert set(found.values()) == {f"r:{version}-cpu"}
+    assert images({"image": {"tag": "t"}})["gateway"] == images({"image": {"tag": "t"}})["pool-decode"]
+    both = images(merged(cpu_pool, {"image": {"tag": "gpu", "cpuTag": "small"}}))
+    assert [both[name].partition(":")[2] for name in ("headgroup", "pool-prefill", "pool-decode")] == [
+        "small",
+        "small",
+        "gpu",
+    ]

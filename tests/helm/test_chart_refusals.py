@@ -8,6 +8,8 @@ import helm_python
 import pytest
 from chart_house import EXAMPLES, render, with_value
 
+from cluster.doctor.needs import BRAIN_BYTES, RANK_BYTES
+
 BY_THE_SCHEMA = {
     "pools.decode.config.tp": (0, "minimum: got 0, want 1"),
     "pools.decode.config.role": ("decoder", "must be one of 'prefill', 'decode', 'both'"),
@@ -66,6 +68,34 @@ BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
         "pools.decode.config.cpus_per_rank: must be given",
     ),
     (
+        {"config": {"store": {"dram_gb": 200}}},
+        "pools.decode.resources.memory: 16Gi holds 17.2 GB, and a pod takes more than 200.5 GB "
+        "(config.store.dram_gb 200.0, processes 0.5): raise it to 187Gi and what the model "
+        "takes, or lower config.store.dram_gb",
+    ),
+    (
+        {
+            "pools": {
+                "decode": {"resources": {"memory": "4Gi"}, "hugePages": {"size": "2Mi", "amount": "2Gi"}}
+            }
+        },
+        "pools.decode.resources.memory: 4Gi holds 4.3 GB, and a pod takes more than 4.5 GB",
+    ),
+    (
+        {"config": {"scaling": {"autoscale": True, "pools": {"decode": {"max": 8}}}}},
+        "config.scaling.pools.decode.max: 8 replicas take 8 pods, there are 1, and nobody adds any: set "
+        "autoscaler.enabled, raise pools.decode.pods to 8, or lower max",
+    ),
+    (
+        {
+            "config": {"scaling": {"autoscale": True, "pools": {"decode": {"max": 8}}}},
+            "autoscaler": {"enabled": True},
+            "pools": {"decode": {"maxPods": 2}},
+        },
+        "config.scaling.pools.decode.max: 8 replicas take 8 pods, and pools.decode.maxPods allows 2",
+    ),
+    ({"pools": {"decode": None}}, "pools: at least one needs config.role decode or both"),
+    (
         {"gateway": {"terminationGracePeriodSeconds": 5}},
         "gateway.terminationGracePeriodSeconds: 5 must be at least config.gateway.drain_s 0 and 20 s",
     ),
@@ -93,6 +123,40 @@ def test_what_the_schema_cannot_see_is_refused_too(values: dict[str, Any], reaso
     with pytest.raises(helm_python.HelmError) as caught:
         render(values)
     assert reason in str(caught.value)
+
+
+def test_the_memory_of_a_pod_is_reckoned_as_the_doctor_does() -> None:
+    """The same sizes of processes, down to the byte."""
+    dram_bytes, num_ranks = 4_000_000_000, 2 * 2 * 3
+    enough = dram_bytes + num_ranks * RANK_BYTES + 3 * BRAIN_BYTES
+    config = {"role": "decode", "tp": 2, "pp": 2}
+    pool = {"config": config, "replicasPerPod": 3, "resources": {"memory": str(enough)}}
+    render({"pools": {"decode": pool}})
+    for memory in (str(enough - 1), f"{enough // 1024 - 1}Ki", "8G", "8192Mi"):
+        with pytest.raises(helm_python.HelmError, match=r"pools\.decode\.resources\.memory"):
+            render(with_value({"pools": {"decode": pool}}, "pools.decode.resources.memory", memory))
+    huge = {"resources": {"memory": "4Gi"}, "hugePages": {"size": "2Mi", "amount": "4Gi"}}
+    render({"pools": {"decode": huge}})
+
+
+def test_room_for_the_autoscaler_is_asked_for_only_where_it_may_use_it() -> None:
+    limits = {"pools": {"decode": {"max": 8}}}
+    render({"config": {"scaling": limits}})
+    render({"config": {"scaling": {"autoscale": True, **limits}}, "autoscaler": {"enabled": True}})
+    render({"config": {"scaling": {"autoscale": True, **limits}}, "pools": {"decode": {"pods": 8}}})
+
+
+@pytest.mark.parametrize(
+    ("values", "warnings"),
+    [
+        ({}, 0),
+        ({"config": {"debug": {"allow_pins": True}}}, 1),
+        ({"gateway": {"service": {"type": "LoadBalancer"}}}, 2),
+        ({"gateway": {"service": {"type": "LoadBalancer", "console": False}}}, 1),
+    ],
+)
+def test_what_is_unwise_is_said_after_the_installation(values: dict[str, Any], warnings: int) -> None:
+    assert render(values)["tandem/templates/NOTES.txt"].count("WARNING") == warnings
 
 
 def test_a_default_pool_can_be_removed_but_not_all() -> None:

@@ -11,9 +11,11 @@ from ray import serve
 from ray.serve._private.build_app import build_app
 from serving import TINY
 
+from cluster.app import build_application
 from cluster.config import parse_config
-from cluster.declared import build, declared_config, declared_life
+from cluster.declared import build, declared_config, declared_life, with_declared_counts
 from cluster.errors import ConfigError
+from cluster.scaling.lever import declared_counts
 from workers.errors import WorkerError
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -54,6 +56,40 @@ def test_it_builds_one_deployment_a_pool_and_the_gateway(args: dict[str, Any]) -
         {"CPU": 0.05, "tandem_pool_decode": 0.001},
         {"CPU": 0.5, "tandem_pool_decode": 0.001},
     ]
+
+
+def test_counts_come_from_the_entry_of_the_gateways_which_may_change_without_a_build(
+    args: dict[str, Any],
+) -> None:
+    config = declared_config(args)
+    entry = {"name": "Gateway", "user_config": {"replicas": {"decode": 3, "gone": 2, "prefill": "two"}}}
+    told = with_declared_counts(config, {"name": "tandem", "deployments": [entry]})
+    assert [(pool.name, pool.replicas) for pool in told.pools] == [("prefill", 1), ("decode", 3)]
+    for nothing in (None, {"name": "tandem"}, {"deployments": [{"name": "Gateway"}]}):
+        assert with_declared_counts(config, nothing) == config
+
+
+def test_a_count_that_would_go_before_what_was_ordered_is_refused(args: dict[str, Any]) -> None:
+    entry = {"deployments": [{"name": "Pool-decode", "num_replicas": 4}]}
+    with pytest.raises(
+        ConfigError, match=r"Pool-decode\.num_replicas: leave it out.* replicas: \{decode: 4\}"
+    ):
+        with_declared_counts(declared_config(args), entry)
+
+
+def test_what_was_ordered_is_bound_and_what_is_declared_is_told(args: dict[str, Any]) -> None:
+    config = with_value(args["config"], "scaling", {})
+    application = build_application(
+        declared_config({**args, "config": config}),
+        {"prefill": 1.0, "decode": 1.0},
+        b"s" * 16,
+        counts={"decode": 5},
+    )
+    deployments = {each.name: each for each in build_app(application, name="tandem").deployments}
+    assert deployments["Pool-decode"]._deployment_config.num_replicas == 5
+    assert deployments["Pool-prefill"]._deployment_config.num_replicas == 1
+    user_config = deployments["Gateway"]._deployment_config.user_config
+    assert declared_counts(user_config) == {"prefill": 1, "decode": 1}
 
 
 def test_what_the_files_hold_is_used(args: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ _SET_BY_THE_CHART = {
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 _ANYTHING = {"type": "object"}
 _ITEMS = {"type": "array", "items": {"type": "object"}}
-_QUANTITY = {"type": ["string", "number"], "pattern": r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$"}
+_QUANTITY = {"type": ["string", "number"], "pattern": r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$"}
 _COUNT = {"type": "integer", "minimum": 1}
 _COUNT_OR_NULL = {"type": ["integer", "null"], "minimum": 1}
 _FROM_ZERO_OR_NULL = {"type": ["integer", "null"], "minimum": 0}
@@ -73,6 +73,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "minAvailable": _FROM_ZERO_OR_NULL,
     "terminationGracePeriodSeconds": _COUNT_OR_NULL,
     "clusterDeletionDelaySeconds": _COUNT_OR_NULL,
+    "ttlSecondsAfterFinished": _FROM_ZERO_OR_NULL,
     "maxConnectionAgeSeconds": {"type": ["number", "null"], "exclusiveMinimum": 0},
     "poolDefaults.resources.cpu": {**_QUANTITY, "type": ["string", "number", "null"]},
     "cpu": _QUANTITY,

@@ -20,16 +20,13 @@ applications:
     deployments:
       - name: Gateway
         num_replicas: {{ .Values.gateway.replicas }}
-        # What `tandem status` shows as configured; gateways take it without a restart.
+        # The counts of the pools. Gateways and scaler take others without a restart; a num_replicas of the pools
+        # would stop what was ordered since, and is refused.
         user_config:
           replicas:
             {{- range $name, $pool := include "tandem.pools" . | fromYaml }}
             {{ $name }}: {{ $pool.sized.replicas }}
             {{- end }}
-      {{- range $name, $pool := include "tandem.pools" . | fromYaml }}
-      - name: Pool-{{ $name }}
-        num_replicas: {{ $pool.sized.replicas }}
-      {{- end }}
 {{- end -}}
 
 {{/* The cluster's file. Counts of replicas are not in it, so that another count is no other configuration. */}}

@@ -76,5 +76,5 @@
 {{- $alive := "wget -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success" -}}
 {{- $readiness := dict "exec" (dict "command" (list "bash" "-c" $alive)) "initialDelaySeconds" 5 "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 3 -}}
 {{- $ports := dict "metrics" 8080 "serve" 8000 -}}
-{{- include "tandem.rayPod" (dict "root" $root "part" "pool" "pool" $name "pod" $pod "limits" $limits "ports" $ports "grace" $pool.sized.grace "drain" (sub $pool.sized.grace 10) "readiness" $readiness "volumes" $volumes "mounts" $mounts "capabilities" $capabilities "host" $host) -}}
+{{- include "tandem.rayPod" (dict "root" $root "part" "pool" "pool" $name "usesGpus" (gt (int $pool.sized.gpus) 0) "pod" $pod "limits" $limits "ports" $ports "grace" $pool.sized.grace "drain" (sub $pool.sized.grace 10) "readiness" $readiness "volumes" $volumes "mounts" $mounts "capabilities" $capabilities "host" $host) -}}
 {{- end -}}

@@ -51,6 +51,11 @@ once. */}}
 {{- end -}}
 {{- end -}}
 {{- if not $pools -}}{{- fail "pools: at least one pool is needed" -}}{{- end -}}
+{{- $roles := list -}}
+{{- range $pools -}}{{- $roles = append $roles .config.role -}}{{- end -}}
+{{- if not (or (has "decode" $roles) (has "both" $roles)) -}}
+{{- fail "pools: at least one needs config.role decode or both: nothing else continues a prompt" -}}
+{{- end -}}
 {{- $_ := set .Values "sizedPools" (toYaml $pools) -}}
 {{- end -}}
 {{- .Values.sizedPools -}}
@@ -97,6 +102,8 @@ once. */}}
 {{- if or (lt $maxPods $pods) (gt $minPods $pods) -}}
 {{- fail (printf "%s: minPods %d, pods %d and maxPods %d must not fall" $where $minPods $pods $maxPods) -}}
 {{- end -}}
+{{- include "tandem.checkAutoscaler" (list $root $name $pods $wanted $maxPods $limits) -}}
+{{- include "tandem.checkMemory" (list $root $name $pool $ranks $perPod) -}}
 {{- $drain := default 10 $c.drain_s -}}
 {{- $least := int (addf (ceil $drain) 40) -}}
 {{- $grace := int (default $least $pool.terminationGracePeriodSeconds) -}}
@@ -107,13 +114,53 @@ once. */}}
 {{- set $pool "sized" $sized | toYaml -}}
 {{- end -}}
 
-{{- define "tandem.usesGpus" -}}
-{{- range $name, $pool := include "tandem.pools" . | fromYaml -}}{{- if gt (int $pool.sized.gpus) 0 -}}yes{{- end -}}{{- end -}}
+{{/* Whether there can be pods for the replicas that the pool's own autoscaler may order. */}}
+{{- define "tandem.checkAutoscaler" -}}
+{{- $root := index . 0 -}}{{- $name := index . 1 -}}{{- $pods := int (index . 2) -}}{{- $wanted := int (index . 3) -}}
+{{- $maxPods := int (index . 4) -}}{{- $limits := index . 5 -}}
+{{- if and $limits (default dict $root.Values.config.scaling).autoscale -}}
+{{- $seen := printf "config.scaling.pools.%s.max: %d replicas take %d pods" $name (int (default 1 $limits.max)) $wanted -}}
+{{- if and (not $root.Values.autoscaler.enabled) (gt $wanted $pods) -}}
+{{- fail (printf "%s, there are %d, and nobody adds any: set autoscaler.enabled, raise pools.%s.pods to %d, or lower max" $seen $pods $name $wanted) -}}
+{{- end -}}
+{{- if and $root.Values.autoscaler.enabled (gt $wanted $maxPods) -}}
+{{- fail (printf "%s, and pools.%s.maxPods allows %d: raise it, leave it out, or lower max" $seen $name $maxPods) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
+{{/* Whether a pod has the memory that is taken for certain, whatever the model: a replica checks the rest when it
+starts. The sizes of processes are those of cluster/doctor/needs.py. */}}
+{{- define "tandem.checkMemory" -}}
+{{- $root := index . 0 -}}{{- $name := index . 1 -}}{{- $pool := index . 2 -}}
+{{- $store := mulf 1e9 (default 0 (default dict $root.Values.config.store).dram_gb) -}}
+{{- $processes := addf (mulf 350e6 (index . 3)) (mulf 150e6 (index . 4)) -}}
+{{- $huge := ternary (include "tandem.bytes" (default "0" $pool.hugePages.amount)) "0" (eq $pool.hugePages.size "2Mi") | float64 -}}
+{{- /* Reserved pages are no memory of the container; too few of them are not used. */ -}}
+{{- $ofGroup := ternary 0.0 $store (ge $huge $store) -}}
+{{- $needed := addf $ofGroup $processes -}}
+{{- $memory := include "tandem.bytes" $pool.resources.memory | float64 -}}
+{{- if gt $needed $memory -}}
+{{- $where := printf "pools.%s.resources.memory" $name -}}
+{{- fail (printf "%s: %v holds %.1f GB, and a pod takes more than %.1f GB (config.store.dram_gb %.1f, processes %.1f): raise it to %.0fGi and what the model takes, or lower config.store.dram_gb" $where $pool.resources.memory (divf $memory 1e9) (divf $needed 1e9) (divf $ofGroup 1e9) (divf $processes 1e9) (ceil (divf $needed 1073741824))) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A quantity of Kubernetes as a number of bytes. */}}
+{{- define "tandem.bytes" -}}
+{{- $text := toString . -}}
+{{- $number := regexFind "^[0-9.]+" $text | float64 -}}
+{{- $units := dict "" 1.0 "m" 1e-3 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- mulf $number (get $units (regexFind "[a-zA-Z]*$" $text)) -}}
+{{- end -}}
+
+{{/* The image of pods with ("cuda") or without ("cpu") GPUs. Call with (list $ kind). */}}
 {{- define "tandem.image" -}}
-{{- $kind := ternary "cuda" "cpu" (ne (include "tandem.usesGpus" .) "") -}}
-{{- printf "%s:%s" .Values.image.repository (default (printf "%s-%s" .Chart.AppVersion $kind) .Values.image.tag) -}}
+{{- $root := index . 0 -}}{{- $kind := index . 1 -}}
+{{- $image := $root.Values.image -}}
+{{- $tag := default (printf "%s-%s" $root.Chart.AppVersion $kind) $image.tag -}}
+{{- if eq $kind "cpu" -}}{{- $tag = default $tag $image.cpuTag -}}{{- end -}}
+{{- printf "%s:%s" $image.repository $tag -}}
 {{- end -}}
 
 {{/* The Ray resource that ties a pool's replicas to its pods. */}}

@@ -1,13 +1,14 @@
 {{/*
 The template of a Ray pod. Call with a dict:
   root, part (head, gateway, pool), pool (name), pod (values of the group), limits (of the Ray container),
-  ports, grace, drain (seconds), readiness (probe or ""), volumes, mounts, capabilities, host (hostNetwork,
+  usesGpus (which image), ports, grace, drain (seconds), readiness (probe or ""), volumes, mounts, capabilities, host (hostNetwork,
   hostIPC, hostname).
 */}}
 {{- define "tandem.rayPod" -}}
 {{- $root := .root -}}
 {{- $pod := .pod -}}
 {{- $model := include "tandem.model" $root | fromYaml -}}
+{{- $image := include "tandem.image" (list $root (ternary "cuda" "cpu" (default false .usesGpus))) -}}
 {{- $redis := include "tandem.redis" $root | fromYaml -}}
 {{- $context := deepCopy $root.Values.containerSecurityContext -}}
 {{- with .capabilities -}}
@@ -56,12 +57,13 @@ spec:
   {{- if $model.marker }}
   initContainers:
     - name: wait-model
-      image: {{ include "tandem.image" $root }}
+      image: {{ $image }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      terminationMessagePolicy: FallbackToLogsOnError
       command:
         - bash
         - -c
-        - until grep -qxsF "$MODEL" "$MODEL_PATH/.complete"; do echo "waiting for $MODEL"; sleep 5; done
+        {{- include "tandem.waitModel" $root | nindent 8 }}
       env:
         - name: MODEL
           value: {{ $model.marker | quote }}
@@ -80,7 +82,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ ternary "ray-head" "ray-worker" (eq .part "head") }}
-      image: {{ include "tandem.image" $root }}
+      image: {{ $image }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       env:
         {{- include "tandem.environment" $root | nindent 8 }}

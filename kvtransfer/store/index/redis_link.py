@@ -265,7 +265,8 @@ def _remedy(error: Exception, reason: str) -> str:
     if isinstance(error, redis.exceptions.NoPermissionError):
         return "let this user run INFO, GET, SET, DEL, MGET, EVAL and EVALSHA on the keys of its namespace"
     if isinstance(error, redis.exceptions.OutOfMemoryError):
-        return "raise its maxmemory, or set its maxmemory-policy to allkeys-lru"
+        # Not an eviction policy for this one: Ray's control state may be on it.
+        return "raise its maxmemory, or give the index a server of its own, with maxmemory-policy allkeys-lru"
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "it is a replica: store.redis_url must be the primary's"
     if "certificate verify failed" in text:

@@ -1,0 +1,154 @@
+"""Each symbol of Ray beyond its public API that we use: that it is there, and what it does in a real Ray
+cluster. A version of Ray in which one is gone, or behaves differently, fails here by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray_probe
+from packaging.requirements import Requirement
+from ray import serve
+from serving import ROOT, environment
+
+from cluster.ray_private import HEAD_RESOURCE, with_version
+
+TOKEN = "token-of-the-probe-0123456789"
+PARAMETERS = {
+    "ray._private.state.available_resources_per_node": [],
+    "ray._private.node.Node.get_logs_dir_path": ["self"],
+    "ray._private.authentication.http_token_authentication.get_auth_headers_if_auth_enabled": [
+        "user_headers"
+    ],
+    "ray.experimental.internal_kv._internal_kv_get": ["key", "namespace"],
+    "ray.experimental.internal_kv._internal_kv_put": ["key", "value", "overwrite", "namespace"],
+    "ray.experimental.internal_kv._internal_kv_del": ["key", "del_by_prefix", "namespace"],
+    "ray.serve._private.controller.ServeController.get_app_configs": ["self"],
+}
+"""Each function, with its parameters."""
+VALUES: dict[str, object] = {
+    "ray._common.constants.HEAD_NODE_RESOURCE_NAME": "node:__internal_head__",
+    "ray._private.ray_constants.DASHBOARD_ADDRESS": "dashboard",
+    "ray._private.ray_constants.KV_NAMESPACE_DASHBOARD": b"dashboard",
+    "ray._private.worker._global_node": None,
+    "ray.serve._private.constants.SERVE_CONTROLLER_NAME": "SERVE_CONTROLLER_ACTOR",
+    "ray.serve._private.constants.SERVE_NAMESPACE": "serve",
+}
+"""Each name, with its value in a process outside of a Ray cluster."""
+
+
+def symbol(path: str) -> Any:
+    """The object of this dotted path."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return getattr(symbol(module), name)
+
+
+def test_one_minor_version_of_ray_is_asked_for() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    (wanted,) = [Requirement(line.strip(' ",')) for line in lines if line.strip().startswith('"ray[')]
+    assert wanted.specifier.contains("2.60.3")
+    assert not wanted.specifier.contains("2.61.0")
+    assert not wanted.specifier.contains("2.59.9")
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_a_function_takes_what_we_give_it(path: str) -> None:
+    assert list(inspect.signature(symbol(path)).parameters) == PARAMETERS[path]
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_a_name_has_its_value(path: str) -> None:
+    assert symbol(path) == VALUES[path]
+
+
+def test_a_deployment_takes_a_version_from_within() -> None:
+    deployment = with_version(serve.deployment(ray_probe.Probe), "one")
+    assert deployment._version == "one"
+    assert with_version(deployment, "two")._version == "two"
+
+
+def behaves(test: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Mark a test that needs the Ray cluster of `told`."""
+    for mark in (pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    """What the probe's process found in a Ray cluster of its own."""
+    support = str(Path(ray_probe.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, ray_probe.__file__],
+        env={
+            **environment(),
+            "PYTHONPATH": f"{ROOT}:{support}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": TOKEN,
+        },
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@behaves
+def test_free_resources_are_those_that_nobody_holds(told: Any) -> None:
+    assert told["free_cpus"] == [2.0]
+
+
+@behaves
+def test_the_sessions_logs_are_found_once_ray_runs(told: Any) -> None:
+    assert told["logs_before"] == ""
+    assert told["logs"].endswith("/logs")
+
+
+@behaves
+def test_the_head_node_has_a_resource_of_its_own(told: Any) -> None:
+    assert HEAD_RESOURCE in told["node_resources"]
+
+
+@behaves
+def test_the_dashboard_is_where_ray_says(told: Any) -> None:
+    assert told["dashboard"] == told["dashboard_of_init"]
+
+
+@behaves
+def test_the_token_is_that_of_the_process(told: Any) -> None:
+    assert told["token"] == TOKEN
+
+
+@behaves
+def test_values_are_stored_replaced_and_removed(told: Any) -> None:
+    assert told["values"] == ["one", "two", None]
+
+
+@behaves
+def test_replicas_are_replaced_when_their_version_changes_and_only_then(told: Any) -> None:
+    first, same, other = told["versions"]
+    assert first == same
+    assert first != other
+
+
+@behaves
+def test_a_build_sees_the_configuration_that_it_belongs_to(told: Any) -> None:
+    seen = told["config"]
+    assert {key: seen[key] for key in ray_probe.DECLARED} == ray_probe.DECLARED
+
+
+@behaves
+def test_there_is_no_configuration_without_serve_or_of_what_was_not_declared(told: Any) -> None:
+    assert told["config_before"] is told["config_without_serve"] is told["config_of_another"] is None
