@@ -15,14 +15,15 @@ from typing import Any
 
 import psutil
 import pytest
-from browser import Browser, missing
+from browser import Browser
+from optional_programs import needs_chromium
 from serving import TINY, RunningCluster, free_port, tandem
 
 from cluster.blocking_client import BlockingClient
 from cluster.client import GenerateOptions
 from cluster.proto import tandem_pb2 as pb
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, *needs_chromium]
 MORE = 'section[aria-labelledby="pool-decode"] [data-act="more"]'
 LESS = 'section[aria-labelledby="pool-decode"] [data-act="less"]'
 DECODE_ROWS = 'section[aria-labelledby="pool-decode"] tbody tr'
@@ -39,8 +40,6 @@ SCALE_S = 60.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    if problem := missing():
-        pytest.skip(problem)
     file = tmp_path_factory.mktemp("console") / "cluster.yaml"
     file.write_text(FILE)
     running = RunningCluster("--file", str(file), "--port", str(free_port()))

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from child_processes import closed_on_error, killed_on_error
 from cluster_operator import Operator, pool_of, ready
+from optional_programs import uses_redis_or_valkey
 from request_load import Steady
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.store.index.redis_server import RedisServer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]
 SETTLE_S = 120.0
 SECRET = b"of this test alone"
 
@@ -40,8 +42,8 @@ class Head:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._family: list[psutil.Process] = []
-        told = self._hear()
+        with closed_on_error(self._redis), killed_on_error(self._process):
+            told = self._hear()
         self.address, self.dashboard = told["ray"], told["dashboard"]
 
     def restart_gcs(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import redis
 from chart_house import Object, objects, only, pods
+from optional_programs import needs_redis_server
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from serving import free_port
@@ -84,7 +84,7 @@ def test_another_revision_lies_beside_the_old_and_is_fetched_by_another_job() ->
     assert seen() == first
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server on PATH")
+@needs_redis_server
 @pytest.mark.parametrize("is_persistent", [True, False])
 def test_the_bundled_redis_wants_its_password_and_never_evicts(tmp_path: Path, is_persistent: bool) -> None:
     values = {"redis": {"bundled": {"persistence": {"enabled": is_persistent}}}}

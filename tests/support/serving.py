@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from child_processes import killed_on_error
 
 from cluster.blocking_client import BlockingClient
 from cluster.errors import CallError
@@ -26,6 +27,7 @@ from workers.model.random_checkpoint import write_random_checkpoint
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "models" / "tiny"
 START_S = 120.0
+STOP_S = 60.0
 _COUNTERS = """
 import json, logging, sys
 import ray
@@ -99,9 +101,10 @@ class RunningCluster:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(start_s) or self._process.poll() is not None:
-            self.stop()
-            raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
+        with killed_on_error(self._process):
+            if not self._ready.wait(start_s) or self._process.poll() is not None:
+                self.stop()
+                raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
         pattern = re.compile(r"(gateway|console|Ray token|Ray|dashboard|logs)\s+(\S.*)")
         self.addresses: dict[str, str] = {
             match[1]: match[2] for line in self.lines if (match := pattern.match(line))
@@ -160,7 +163,8 @@ class RunningCluster:
         """Ctrl-C; returns the exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        status = self._process.wait(60)
+        with killed_on_error(self._process):
+            status = self._process.wait(STOP_S)
         self._reader.join()
         return status
 

@@ -87,11 +87,16 @@ class StoreHouse:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         spec = SPEC_CODEC.encode(OwnerSpec(self.settings, faults, offer_wait_s))
-        self._process.stdin.write(_LENGTH.pack(len(spec)) + spec)
-        async with asyncio.timeout(WAIT_S):
-            line = await self._process.stdout.readline()
-        self.address = line.decode().strip()
-        assert self.address, "the owner did not start"
+        self.address = ""
+        try:
+            self._process.stdin.write(_LENGTH.pack(len(spec)) + spec)
+            async with asyncio.timeout(WAIT_S):
+                line = await self._process.stdout.readline()
+            self.address = line.decode().strip()
+            assert self.address, "the owner did not start"
+        finally:
+            if not self.address:
+                await self.close()
 
     @property
     def pid(self) -> int:

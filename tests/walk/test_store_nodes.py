@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from index_house import RawRedis
+from optional_programs import uses_redis_or_valkey
 from store_house import StoreHouse
 from walk_house import BLOCK_TOKENS, Heard, House, Replica, until
 
@@ -22,7 +23,7 @@ from kvtransfer.clock import SystemClock
 from kvtransfer.faults import FaultRule
 from kvtransfer.store.messages import IndexStat, StatRequest, StoreStat
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, uses_redis_or_valkey]
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77, "max_tokens": 8}
 NUM_TOKENS = 200

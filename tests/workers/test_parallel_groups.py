@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from child_processes import killed_on_error
 from parallel_ranks import CPU, HOST
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -187,11 +188,12 @@ class _IdleRanks:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
         )
-        self.made = {
-            name: _groups(PrefixStore(name, store), tp, pp, 1 - other) for name, tp, pp, other in places
-        }
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"formed\n"
+        with killed_on_error(self.process):
+            self.made = {
+                name: _groups(PrefixStore(name, store), tp, pp, 1 - other) for name, tp, pp, other in places
+            }
+            assert self.process.stdout.readline() == b"formed\n"
 
     def end(self) -> None:
         self.process.kill()
