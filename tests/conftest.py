@@ -21,8 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the workers of `-n`: one runs all tests of a file, and one all tests with a Ray cluster."""
     for item in items:
         check_marks(item)
+        is_cluster = item.get_closest_marker("cluster") is not None
+        item.add_marker(pytest.mark.xdist_group("ray" if is_cluster else item.path.stem))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from puppet_ranks import SECRET, Puppet, PuppetLauncher
+from rank_nursery import NurseryLauncher
 from step_plans import BLOCK, walk
 
 from kvtransfer.clock import SystemClock
@@ -32,11 +33,12 @@ from workers.messages import (
     StepPlan,
     StepReport,
 )
-from workers.ranks import PlanStages, ProcessHandle, ProcessLauncher, RankGroup, RankHandle
+from workers.ranks import PlanStages, ProcessHandle, ProcessLauncher, RankGroup, RankHandle, RankLauncher
 from workers.stages import given_layers, split_layers
 
 NUM_LAYERS = 3
 PATIENCE_S = 60.0
+FORKS = NurseryLauncher()
 
 
 class MakeCheckpoint(Protocol):
@@ -83,14 +85,15 @@ def by_cost(num_stages: int) -> PlanStages:
     return plan
 
 
-class KeepingLauncher(ProcessLauncher):
-    """Keeps what it started, so that a test can see how each process ended."""
+class KeepingLauncher:
+    """Keeps what another has started, so that a test can see how each process ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: RankLauncher) -> None:
+        self._launcher = launcher
         self.handles: list[RankHandle] = []
 
     async def launch(self, spec: RankSpec) -> RankHandle:
-        self.handles.append(await super().launch(spec))
+        self.handles.append(await self._launcher.launch(spec))
         return self.handles[-1]
 
     async def endings(self) -> list[str]:
@@ -100,8 +103,8 @@ class KeepingLauncher(ProcessLauncher):
 class Brain:
     """Holds the group of one replica and keeps what it hears."""
 
-    def __init__(self) -> None:
-        self.launcher = KeepingLauncher()
+    def __init__(self, launcher: RankLauncher) -> None:
+        self.launcher = KeepingLauncher(launcher)
         self.group = RankGroup(SECRET, self.launcher, self._on_message, self._on_died)
         self.reports: dict[int, list[StepReport]] = defaultdict(list)
         self.deaths: list[str] = []
@@ -135,8 +138,8 @@ class Brain:
 
 
 @asynccontextmanager
-async def holding() -> AsyncIterator[Brain]:
-    brain = Brain()
+async def holding(launcher: RankLauncher = FORKS) -> AsyncIterator[Brain]:
+    brain = Brain(launcher)
     try:
         yield brain
     finally:
@@ -145,10 +148,16 @@ async def holding() -> AsyncIterator[Brain]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "layers", "num_in_flight"), [(1, (3,), 2), (2, (3,), 2), (1, (2, 1), 3), (2, (1, 2), 2)]
+    ("tp", "layers", "num_in_flight", "launcher"),
+    [
+        (1, (3,), 2, FORKS),
+        (2, (3,), 2, ProcessLauncher()),
+        (1, (2, 1), 3, FORKS),
+        (2, (1, 2), 2, FORKS),
+    ],
 )
 async def test_ranks_in_processes_give_the_tokens_of_one_executor(
-    model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int
+    model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int, launcher: RankLauncher
 ) -> None:
     whole = Executor(
         model_dir=model_dir,
@@ -161,7 +170,7 @@ async def test_ranks_in_processes_give_the_tokens_of_one_executor(
     )
     plans, pp = walk(), len(layers)
     expected = [[(token.slot, token.token) for token in whole.run(plan).tokens] for plan in plans]
-    async with holding() as brain:
+    async with holding(launcher) as brain:
         stages = given_layers(NUM_LAYERS, layers)
         ready = await brain.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", lambda _: stages)
         assert [it.rank for it in ready] == list(range(tp * pp))
@@ -253,7 +262,7 @@ async def test_the_rank_that_died_in_a_step_is_named(
     """The other three meet broken connections at the same time, and say so, in a line each."""
     marker = tmp_path / "marker"
     faults = (FaultRule("rank.step.decode", "kill", str(marker)),)
-    async with holding() as brain:
+    async with holding(ProcessLauncher()) as brain:  # the standard error of forks is elsewhere
         stages = given_layers(NUM_LAYERS, (1, 2))
         ready = await brain.group.start(
             make_specs(model_dir, 2, 2, faults=faults), "127.0.0.1", lambda _: stages
