@@ -20,12 +20,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the workers of `-n`: one runs all tests of a file, and one all tests with a Ray cluster."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         check_marks(item)
-        is_cluster = item.get_closest_marker("cluster") is not None
-        item.add_marker(pytest.mark.xdist_group("ray" if is_cluster else item.path.stem))
+    if hasattr(config, "workerinput"):  # this is a worker of `-n`: the longest come first
+        from parallel_files import starts_ray
+
+        items.sort(key=lambda item: not starts_ray(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from parallel_files import FileScheduling
+
+    return FileScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

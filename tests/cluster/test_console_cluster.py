@@ -17,6 +17,7 @@ import psutil
 import pytest
 from browser import Browser
 from optional_programs import needs_chromium
+from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, tandem
 
 from cluster.blocking_client import BlockingClient
@@ -46,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     processes = running.processes()
     yield running
     assert running.stop() == 0
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -145,7 +146,7 @@ def test_the_page_shows_what_the_command_line_says(cluster: RunningCluster, brow
         explained = client.explain("one")
     browser.open(url)
     browser.wait_text("#requests", "one")
-    cluster.wait_for(lambda status: all(it.load.num_running == 0 for it in status.replicas), 20)
+    cluster.wait_for(lambda status: all(it.load.num_running == 0 for it in status.replicas))
     told = status_json(cluster)
     expected = rows_of(told)
     browser.wait(lambda: shown_rows(browser) == expected, f"{shown_rows(browser)} becomes {expected}")
@@ -187,7 +188,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
         browser.wait_text("#moves", "operator")
         browser.wait(lambda: browser.texts(".pinned") == ["pinned by an operator"], "the pool is pinned")
         if picture := request.config.getoption("--screenshot"):
-            cluster.wait_for(lambda status: status.num_finished_requests >= 300, 240)
+            cluster.wait_for(lambda status: status.num_finished_requests >= 300)
             browser.screenshot(Path(picture))
             browser.resize(1280, 900)
         victim = next(it for it in cluster.status().replicas if it.pool == "decode")

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from patience import WAIT_S
 
 from cluster.stores.index_server import IndexServer
 from kvtransfer.clock import SystemClock
 from kvtransfer.secret import draw_secret
-
-WAIT_S = 20.0
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import redis
 from chart_house import Object, objects, only, pods
 from optional_programs import needs_redis_server
+from patience import WAIT_S
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from serving import free_port
@@ -32,7 +33,7 @@ def run(container: Object, folder: Path, **changed: str) -> subprocess.Completed
         env={"PATH": "/usr/local/bin:/usr/bin:/bin", **environment(container), **changed},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=WAIT_S,
         check=False,
     )
 
@@ -107,7 +108,7 @@ def test_the_bundled_redis_wants_its_password_and_never_evicts(tmp_path: Path, i
         assert subprocess.run(["sh", "-c", ping], check=False).returncode == 0
         assert (tmp_path / "run.conf").stat().st_mode & 0o077 == 0
         server.terminate()  # as the kubelet does, to the first process of the container
-        assert server.wait(20) == 0
+        assert server.wait(WAIT_S) == 0
         assert subprocess.run(["sh", "-c", ping], check=False, capture_output=True).returncode != 0
     finally:
         server.kill()
@@ -127,7 +128,7 @@ def _moved(script: str, folder: Path) -> str:
 
 def _wait_for(port: int) -> None:
     clock = SystemClock()
-    end = clock.now() + 20
+    end = clock.now() + WAIT_S
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()

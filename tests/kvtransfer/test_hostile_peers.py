@@ -38,7 +38,7 @@ def reach(target: Rank, transport: str) -> socket.socket:
     else:
         host, _, port = address.rpartition(":")
         sock = socket.create_connection((host, int(port)))
-    sock.settimeout(5)
+    sock.settimeout(WAIT_S)
     return sock
 
 

@@ -17,6 +17,7 @@ from typing import IO, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 from child_processes import killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.errors import TransferError
@@ -53,7 +54,6 @@ R = TypeVar("R")
 
 SECRET = bytes(range(32))
 SESSION = b"session of tests"
-WAIT_S = 30.0
 MODEL = Shard(0, 4, 0, 4)
 LEFT, RIGHT = Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)
 NUM_BLOCKS = 8

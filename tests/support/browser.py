@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from child_processes import closed_on_error
 from optional_programs import find_program
+from patience import WAIT_S
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
@@ -19,7 +20,6 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from kvtransfer.clock import SystemClock
 
-WAIT_S = 20.0
 _CONTRAST = """
 const parse = (color) => {
   const parts = color.match(/[\\d.]+/g).map(Number);

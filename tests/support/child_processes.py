@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import psutil
+from patience import WAIT_S
 
-LIMIT_S = 20.0
 LASTING = ("rank_nursery.py", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Words of the command lines of those that end with the session."""
 
@@ -26,9 +26,9 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
-def assert_ended(processes: set[psutil.Process]) -> None:
+def assert_ended(processes: set[psutil.Process], timeout_s: float = WAIT_S) -> None:
     """Fail with the command lines of those that do not end soon, and kill them."""
-    _, alive = psutil.wait_procs([each for each in processes if not _is_lasting(each)], timeout=LIMIT_S)
+    _, alive = psutil.wait_procs([each for each in processes if not _is_lasting(each)], timeout=timeout_s)
     left = [(each.pid, command) for each in alive if (command := _command(each))]
     for each in alive:
         with suppress(psutil.NoSuchProcess):
@@ -76,7 +76,7 @@ def kill_family(process: Process) -> None:
     for each in family:
         with suppress(psutil.NoSuchProcess):
             each.kill()
-    psutil.wait_procs(family, timeout=LIMIT_S)
+    psutil.wait_procs(family, timeout=WAIT_S)
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             with suppress(BrokenPipeError):

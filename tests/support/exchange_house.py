@@ -15,6 +15,7 @@ from typing import Self
 
 import numpy as np
 from child_processes import killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.checksum import checksum
 from kvtransfer.clock import Clock, SystemClock
@@ -34,7 +35,6 @@ SECRET = bytes(range(32))
 SHARD = Shard(0, 2, 0, 2)
 GRANULE_BYTES = 16 << 10
 ARENA_BYTES = 4 << 20
-WAIT_S = 30.0
 _LENGTH = struct.Struct("<I")
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 import psutil
 import redis
 from child_processes import killed_on_error
+from patience import WAIT_S
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
@@ -32,7 +33,7 @@ SPACE = b"space-01"
 CHAIN = b"chain-of-16bytes"
 WHOLE = Shard(0, 4, 0, 2)
 QUICK = AnnounceLimits(linger_s=0.0, rebuild_pause_s=0.0, retry_s=0.02)
-PATIENT_S = 30.0
+PATIENT_S = WAIT_S
 _SHORTLY = Retry(ConstantBackoff(0.02), 10)
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 from child_processes import killed_on_error
+from patience import WAIT_S
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -28,7 +29,6 @@ from workers.model.split import kv_heads
 from workers.model.weights import ShardSpec
 
 HOST = "127.0.0.1"
-WAIT_S = 60.0
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 

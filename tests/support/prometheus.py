@@ -14,11 +14,12 @@ from urllib.error import URLError
 
 from child_processes import killed_on_error
 from optional_programs import find_program
+from patience import START_S
 from serving import free_port
 
 from kvtransfer.clock import SystemClock
 
-_START_S = 30.0
+_START_S = START_S
 _CONFIG = """
 global: {{scrape_interval: {scrape_s}s, scrape_timeout: {scrape_s}s, evaluation_interval: 5s}}
 scrape_configs:

@@ -22,12 +22,13 @@ from collections.abc import Callable
 from typing import IO, NamedTuple
 
 import msgspec
+from patience import START_S
 
 from workers.messages import RANK_SPEC_CODEC, RankSpec
 from workers.ranks import RankHandle
 
 _LENGTH = struct.Struct("<I")
-_START_S = 60.0
+_START_S = START_S
 Loop = asyncio.AbstractEventLoop
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
+from patience import WAIT_S
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.faults import FaultRule
@@ -36,7 +37,6 @@ R = TypeVar("R")
 
 ROOT = Path(__file__).parents[2]
 SECRET = bytes(range(32))
-WAIT_S = 60.0
 _LENGTH = struct.Struct("<I")
 
 

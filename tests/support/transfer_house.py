@@ -32,6 +32,7 @@ from agent_process import (
     write,
 )
 from child_processes import close_all, closed_on_error, killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.faults import FaultRule
 from kvtransfer.layout import BlockLayout, piece_runs
@@ -57,7 +58,6 @@ from kvtransfer.messages import (
 )
 from kvtransfer.secret import draw_id
 
-WAIT_S = 30.0
 SHARD = Shard(0, 4, 0, 4)
 LAYOUT = BlockLayout(SHARD, head_dim=32, block_tokens=16, item_bytes=4)
 NUM_BLOCKS = 24

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from patience import WAIT_S
 from rank_nursery import NurseryLauncher
 
 from kvtransfer.clock import SystemClock
@@ -45,7 +46,6 @@ from workers.messages import (
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
-WAIT_S = 20.0
 
 
 async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:

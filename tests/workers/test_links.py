@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from patience import WAIT_S
 
 from kvtransfer.errors import TransferError
 from kvtransfer.secret import draw_secret
@@ -47,7 +48,7 @@ async def connected(host: Host) -> tuple[FrameStream, FrameStream]:
 
 async def drained(stream: FrameStream) -> list[bytes]:
     frames = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while (frame := await stream.receive()) is not None:
             frames.append(frame)
     return frames
@@ -72,7 +73,7 @@ async def test_what_a_client_sent_before_it_closed_arrives_although_it_was_readi
         client.send(frame)
     client.close()
     assert await reading is None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await host.ended.wait()
     assert host.received == frames
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import pytest
 import torch
 from msgspec.structs import replace
+from patience import WAIT_S
 from puppet_ranks import SECRET, Puppet, PuppetLauncher
 from rank_nursery import NurseryLauncher
 from step_plans import BLOCK, walk
@@ -37,7 +38,7 @@ from workers.ranks import PlanStages, ProcessHandle, ProcessLauncher, RankGroup,
 from workers.stages import given_layers, split_layers
 
 NUM_LAYERS = 3
-PATIENCE_S = 60.0
+PATIENCE_S = WAIT_S
 FORKS = NurseryLauncher()
 
 
