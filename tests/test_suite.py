@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,13 +18,16 @@ from optional_programs import PROGRAM_TO_PACKAGE, check_marks, find_program, mis
 from serving import RunningCluster
 from store_house import StoreHouse
 from transfer_house import AgentProcess, TransferHouse
+from walk_house import House, Replica
+
+from workers.model.random_checkpoint import write_random_checkpoint
 
 
 class Broken(Exception):
     """What the tests make a set-up fail with."""
 
 
-def fail(*_: object, **__: object) -> None:
+def fail(*_: object, **__: object) -> Any:
     raise Broken
 
 
@@ -58,9 +62,27 @@ def a_redis_that_does_not_take_its_settings(patch: pytest.MonkeyPatch, folder: P
         raise Broken
 
 
+def a_replica_that_nobody_reaches(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    async def start() -> None:
+        write_random_checkpoint(folder, "llama", seed=3)
+        async with House(folder) as house:
+            await house.add_all({"a": "prefill", "b": "decode"})
+
+    before = ranks_of_the_nursery()
+    patch.setattr(Replica, "connect", fail)
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(start())
+    assert ranks_of_the_nursery() == before
+    raise failed.value.exceptions[0]
+
+
 def a_rank_that_gets_no_order(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(RankProcess, "_send", fail)
     RankProcess(MODEL, seed=1)
+
+
+def ranks_of_the_nursery() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True)) - children()
 
 
 SETUPS = (
@@ -68,6 +90,7 @@ SETUPS = (
     a_store,
     two_agents_of_which_one_starts,
     a_redis_that_does_not_take_its_settings,
+    a_replica_that_nobody_reaches,
     a_rank_that_gets_no_order,
 )
 
@@ -79,7 +102,7 @@ def test_a_set_up_that_fails_leaves_no_process(
     before = children()
     with pytest.raises((Broken, AssertionError)):
         set_up(monkeypatch, tmp_path)
-    assert children() == before
+    assert_ended(children() - before, timeout_s=0)
 
 
 def test_who_fails_takes_the_family_along() -> None:

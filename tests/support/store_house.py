@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from msgspec.structs import replace
 from patience import WAIT_S
@@ -124,6 +124,12 @@ class StoreHouse:
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert await self.ended() == 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Whatever state it is in."""
