@@ -155,7 +155,7 @@ def test_optional_programs_are_looked_up_in_one_place() -> None:
         for node in nodes:
             if isinstance(node, ast.Call) and node.args and _last_name(node.func) in calls:
                 first = node.args[0].elts[:1] if isinstance(node.args[0], ast.List) else node.args[:1]
-                started = {each.value for each in first if isinstance(each, ast.Constant)}
+                started = {str(each.value) for each in first if isinstance(each, ast.Constant)}
                 found.setdefault(str(path), set()).update(started & PROGRAM_TO_PACKAGE.keys())
     assert_none(found)
 

@@ -15,8 +15,9 @@ from typing import IO, TypeVar
 
 import numpy as np
 import torch
-from channel_ranks import WAIT_S, WRITER, Connected, Setup, TargetEnd, WriterEnd, eventually
+from channel_ranks import WRITER, Connected, Setup, TargetEnd, WriterEnd, eventually
 from child_processes import close_all, killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import LandingClosed, OpenLanding, Shard, WriterGone

@@ -61,8 +61,12 @@ def close_all(opened: Iterable[_Closable]) -> list[object]:
     results: list[object] = []
     with ExitStack() as stack:
         for each in reversed(list(opened)):
-            stack.callback(lambda each=each: results.append(each.close()))
+            stack.callback(_close_into, results, each)
     return results
+
+
+def _close_into(results: list[object], opened: _Closable) -> None:
+    results.append(opened.close())
 
 
 def kill_family(process: Process) -> None:

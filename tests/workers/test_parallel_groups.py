@@ -181,7 +181,7 @@ def _listening() -> set[tuple[Any, ...]]:
 
 
 def _all_listening() -> set[tuple[Any, ...]]:
-    """As `_listening`, again until nothing is added: a listing misses some while other sockets come and go."""
+    """As `_listening`, until nothing is added: a listing misses some while other sockets come and go."""
     found, more = set[tuple[Any, ...]](), _listening()
     while more - found:
         found |= more
