@@ -36,10 +36,8 @@ def a_cluster(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def a_store(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    async def start() -> None:
-        await StoreHouse(folder, host="no.such.host.invalid").start()
-
-    asyncio.run(start())
+    patch.setattr(asyncio.StreamReader, "readline", fail)
+    asyncio.run(StoreHouse(folder).start())
 
 
 def two_agents_of_which_one_starts(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -65,15 +63,15 @@ def a_redis_that_does_not_take_its_settings(patch: pytest.MonkeyPatch, folder: P
 def a_replica_that_nobody_reaches(patch: pytest.MonkeyPatch, folder: Path) -> None:
     async def start() -> None:
         write_random_checkpoint(folder, "llama", seed=3)
-        async with House(folder) as house:
-            await house.add_all({"a": "prefill", "b": "decode"})
+        before = ranks_of_the_nursery()
+        with pytest.raises(ExceptionGroup) as failed:
+            async with House(folder) as house:
+                await house.add_all({"a": "prefill", "b": "decode"})
+        assert_ended(ranks_of_the_nursery() - before, timeout_s=10)
+        raise failed.value.exceptions[0]
 
-    before = ranks_of_the_nursery()
     patch.setattr(Replica, "connect", fail)
-    with pytest.raises(ExceptionGroup) as failed:
-        asyncio.run(start())
-    assert ranks_of_the_nursery() == before
-    raise failed.value.exceptions[0]
+    asyncio.run(start())
 
 
 def a_rank_that_gets_no_order(patch: pytest.MonkeyPatch, folder: Path) -> None:
