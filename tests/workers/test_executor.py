@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from optional_programs import uses_compiler
 from step_plans import BLOCK, GREEDY, draw, entry, packed, started, step, walk
 from transformers import AutoModelForCausalLM
 
@@ -35,8 +34,6 @@ from workers.messages import (
 from workers.model.config import model_fingerprint
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.model.weights import ShardSpec
-
-pytestmark = uses_compiler
 
 
 @pytest.fixture(scope="module")
