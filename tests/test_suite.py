@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from transfer_house import AgentProcess, TransferHouse
 from walk_house import House, Replica
 
 from workers.model.random_checkpoint import write_random_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Broken(Exception):
@@ -181,3 +185,21 @@ def test_a_mark_that_says_nothing_is_refused(request: pytest.FixtureRequest, wor
     item.add_marker(eval(f"pytest.mark.optional_program({words})"))
     with pytest.raises(pytest.UsageError, match="optional_program takes names of redis-server"):
         check_marks(item)
+
+
+def test_the_bare_path_has_no_optional_program() -> None:
+    """`.ci/bare` looks for the very programs that tests may be marked with."""
+    bare = ROOT / ".ci" / "bare"
+    (listed,) = re.findall(r"^optional=\((.*)\)$", bare.read_text(), re.MULTILINE)
+    assert set(listed.split()) == PROGRAM_TO_PACKAGE.keys()
+    script = f"""
+        for name in {listed}; do if command -v "$name"; then exit 3; fi; done
+        git --version && make --version && test "${{CXX-none}}" = none || exit 4
+        test -z "$(ls "$TMPDIR")" || exit 5
+        python3 -c 'import sys; sys.exit(7)'
+    """
+    command = ["/bin/bash", str(bare), "sh", "-c", script]
+    done = subprocess.run(
+        command, env={**os.environ, "CXX": "c++"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 7, done.stdout + done.stderr
