@@ -164,12 +164,16 @@ def test_one_rank_alone_forms_nothing() -> None:
 
 
 def test_nothing_listens_on_other_interfaces(address: str, links: str) -> None:
-    before = _all_listening()
-    seen: set[tuple[Any, ...]] = set()
-    _together(address, 2, 2, lambda groups: seen.update(_listening()))
-    ours = seen - before
-    if links:
-        ours -= _all_listening()
+    before = _listening()
+    all_formed = threading.Barrier(4)  # what listens while groups form has ended
+
+    def listing(groups: RankGroups) -> set[tuple[Any, ...]]:
+        all_formed.wait()
+        return _listening()
+
+    ours = set().union(*_together(address, 2, 2, listing)) - before
+    if links:  # a listing while other sockets come and go may miss some that were there all the time
+        ours -= _listening()
     assert bool(ours) == (not links), "gloo listens, ranks that share memory do not"
     assert {ip for ip, _ in ours} <= {HOST}
 
@@ -178,15 +182,6 @@ def _listening() -> set[tuple[Any, ...]]:
     """Where this process listens."""
     ends = psutil.Process().net_connections("tcp")
     return {(*end.laddr,) for end in ends if end.status == "LISTEN"}
-
-
-def _all_listening() -> set[tuple[Any, ...]]:
-    """As `_listening`, until nothing is added: a listing misses some while other sockets come and go."""
-    found, more = set[tuple[Any, ...]](), _listening()
-    while more - found:
-        found |= more
-        more = _listening() | _listening()
-    return found
 
 
 class _IdleRanks:
