@@ -1,6 +1,7 @@
 # Everything happens in .venv; `make demo` is the place to start.
 PYTHON ?= python3
 VENV := .venv
+TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 # Modules are compiled when first imported, and kept: all of torch at once takes longer than its download.
 unexport PYTHONDONTWRITEBYTECODE
@@ -42,11 +43,12 @@ demo: $(VENV)/.runtime
 serve: $(VENV)/.runtime
 	@$(BIN)/tandem serve --model models/tiny
 
+# The fast tests run in two processes, which take file by file (tests/support/parallel_files.py).
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --durations=10 $(PYTEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,10 +1,13 @@
-"""Options of the whole suite."""
+"""Options of the whole suite, and what holds for every test: optional programs, and processes that end."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from child_processes import assert_ended, children
+from optional_programs import MARK, check_marks, missing_programs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,3 +18,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FOLDER",
         help="with KubeRay's rayservices.yaml, against which the chart's RayService is checked",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        check_marks(item)
+    if hasattr(config, "workerinput"):  # this is a worker of `-n`: the longest come first
+        from parallel_files import starts_ray
+
+        items.sort(key=lambda item: not starts_ray(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from parallel_files import FileScheduling
+
+    return FileScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip before any fixture is set up."""
+    if reason := missing_programs(item.iter_markers(MARK)):
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Fail the module that leaves a process behind, instead of whichever test the warning meets."""
+    before = children()
+    yield
+    assert_ended(children() - before)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from optional_programs import PROGRAM_TO_PACKAGE
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cluster", "workers", "router", "kvtransfer")
@@ -157,6 +158,23 @@ def test_private_parts_of_ray_are_used_in_one_file() -> None:
     assert_none(found)
 
 
+def test_optional_programs_are_looked_up_in_one_place() -> None:
+    """Tests find them by `optional_programs` and are marked, so that no machine needs one, nor hides that."""
+    calls = {"Popen", "run", "call", "check_call", "check_output", "create_subprocess_exec"}
+    found: dict[str, set[str]] = {}
+    for path in sources("tests"):
+        nodes = list(ast.walk(tree(path)))
+        looks = {ast.unparse(it) for it in nodes if isinstance(it, ast.Attribute) and it.attr == "which"}
+        if path != Path("tests/support/optional_programs.py"):
+            found[str(path)] = looks | ({"shutil.which"} & imported(path))
+        for node in nodes:
+            if isinstance(node, ast.Call) and node.args and _last_name(node.func) in calls:
+                first = node.args[0].elts[:1] if isinstance(node.args[0], ast.List) else node.args[:1]
+                started = {str(each.value) for each in first if isinstance(each, ast.Constant)}
+                found.setdefault(str(path), set()).update(started & PROGRAM_TO_PACKAGE.keys())
+    assert_none(found)
+
+
 def test_files_have_a_docstring_and_a_size() -> None:
     found: dict[str, set[str]] = {}
     for path in ALL:
@@ -209,3 +227,7 @@ def test_no_path_of_a_machine_is_written_down() -> None:
 def _names(node: ast.expr) -> Iterator[str]:
     elements = node.elts if isinstance(node, ast.Tuple) else [node]
     return (ast.unparse(element) for element in elements)
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -39,7 +39,7 @@ def test_a_burst_scales_decode_up_and_back(tmp_path: Path) -> None:
     cluster = start(tmp_path, scaling, 1)
     try:
         burst = Steady(cluster.address, num_threads=16, prompt_tokens=48, max_tokens=200)
-        status = cluster.wait_for(lambda status: pool_of(status, "decode").num_ready >= 2, 90)
+        status = cluster.wait_for(lambda status: pool_of(status, "decode").num_ready >= 2)
         assert pool_of(status, "prefill").desired == 1
         burst.end()
         cluster.wait_for(
@@ -66,7 +66,7 @@ def test_an_idle_prefill_replica_decodes_for_a_while_with_the_weights_it_has(tmp
     try:
         before = {replica.replica_id: replica.process_id for replica in cluster.status().replicas}
         burst = Steady(cluster.address, num_threads=16, prompt_tokens=48, max_tokens=200)
-        cluster.wait_for(lambda status: roles(status, "prefill") == ["decode", "prefill"], 90)
+        cluster.wait_for(lambda status: roles(status, "prefill") == ["decode", "prefill"])
         status = cluster.wait_for(
             lambda status: any(
                 replica.pool == "prefill" and replica.role == "decode" and replica.load.num_running > 0
@@ -81,7 +81,7 @@ def test_an_idle_prefill_replica_decodes_for_a_while_with_the_weights_it_has(tmp
             ("decode", 1, 0),
         ]
         burst.end()
-        status = cluster.wait_for(lambda status: roles(status, "prefill") == ["prefill", "prefill"], 90)
+        status = cluster.wait_for(lambda status: roles(status, "prefill") == ["prefill", "prefill"])
         assert {it.replica_id: it.process_id for it in status.replicas} == before
         assert status.num_failed_requests == 0
         assert {move.by for move in status.moves} == {"autoscaler"}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from optional_programs import uses_compiler, uses_redis_or_valkey
 from serving import ROOT, TINY, environment, free_port, tandem
 
 
@@ -87,6 +88,8 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_that_says_so(tmp_path: Pat
     assert "raylet" not in done.stdout + done.stderr
 
 
+@uses_compiler
+@uses_redis_or_valkey
 @pytest.mark.cluster
 def test_the_demo_shows_a_cached_prefix_and_leaves_nothing() -> None:
     done = tandem("demo", timeout_s=180)

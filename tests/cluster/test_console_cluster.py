@@ -15,14 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
-from browser import Browser, missing
+from browser import Browser
+from optional_programs import needs_chromium
+from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, tandem
 
 from cluster.blocking_client import BlockingClient
 from cluster.client import GenerateOptions
 from cluster.proto import tandem_pb2 as pb
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, *needs_chromium]
 MORE = 'section[aria-labelledby="pool-decode"] [data-act="more"]'
 LESS = 'section[aria-labelledby="pool-decode"] [data-act="less"]'
 DECODE_ROWS = 'section[aria-labelledby="pool-decode"] tbody tr'
@@ -39,15 +41,13 @@ SCALE_S = 60.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    if problem := missing():
-        pytest.skip(problem)
     file = tmp_path_factory.mktemp("console") / "cluster.yaml"
     file.write_text(FILE)
     running = RunningCluster("--file", str(file), "--port", str(free_port()))
     processes = running.processes()
     yield running
     assert running.stop() == 0
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -146,7 +146,7 @@ def test_the_page_shows_what_the_command_line_says(cluster: RunningCluster, brow
         explained = client.explain("one")
     browser.open(url)
     browser.wait_text("#requests", "one")
-    cluster.wait_for(lambda status: all(it.load.num_running == 0 for it in status.replicas), 20)
+    cluster.wait_for(lambda status: all(it.load.num_running == 0 for it in status.replicas))
     told = status_json(cluster)
     expected = rows_of(told)
     browser.wait(lambda: shown_rows(browser) == expected, f"{shown_rows(browser)} becomes {expected}")
@@ -188,7 +188,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
         browser.wait_text("#moves", "operator")
         browser.wait(lambda: browser.texts(".pinned") == ["pinned by an operator"], "the pool is pinned")
         if picture := request.config.getoption("--screenshot"):
-            cluster.wait_for(lambda status: status.num_finished_requests >= 300, 240)
+            cluster.wait_for(lambda status: status.num_finished_requests >= 300)
             browser.screenshot(Path(picture))
             browser.resize(1280, 900)
         victim = next(it for it in cluster.status().replicas if it.pool == "decode")

@@ -11,13 +11,14 @@ from browser import Browser
 from console_house import TOKEN, ConsoleHouse
 from gateway_house import until
 from gateway_model import PROMPT
+from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
 
 from cluster.client import GenerateOptions
 from cluster.roster.messages import GatewayRecord
 from workers.messages import PathMeasure
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, *needs_chromium]
 NUM_UPDATES = (
     "return performance.getEntriesByType('resource').filter((it) => it.name.endsWith('/api/curves')).length"
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from doctor_house import case_of, config_of, only, said
 from index_house import RawRedis
+from optional_programs import uses_redis_or_valkey
 
 from cluster.doctor import index
 from cluster.doctor.case import Case
@@ -17,6 +18,7 @@ from cluster.doctor.machine import Machine
 from cluster.stores.settings import smallest_record_bytes
 from kvtransfer.errors import StoreError
 
+pytestmark = uses_redis_or_valkey
 OK, NOTE, WARNING, ERROR = Severity
 
 

@@ -11,6 +11,7 @@ from gateway_house import GatewayHouse, Pair, until
 from gateway_model import PROMPT, decode, encode, expected, raw
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from patience import WAIT_S
 
 from cluster.client import Collector, GenerateOptions, GenerateStream, Turn
 from cluster.errors import CallError
@@ -303,7 +304,7 @@ async def test_a_decode_replica_that_cannot_be_written_to_does_all_itself(pair: 
 async def shown_paths(pair: Pair, num_paths: int) -> list[pb.Path]:
     """Of p0, as the status shows them as soon as it shows so many."""
     clock = SystemClock()
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(WAIT_S):
         while True:
             replicas = (await pair.client.status()).replicas
             paths = list(next(it for it in replicas if it.replica_id == "p0").paths)

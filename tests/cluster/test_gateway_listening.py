@@ -14,6 +14,7 @@ from certificates import name_of, write_certificate
 from gateway_house import GatewayHouse
 from gateway_model import PROMPT, expected
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from patience import WAIT_S
 from serving import free_port
 
 from cluster.client import Client, GenerateOptions
@@ -98,7 +99,7 @@ async def test_probes_that_speak_no_tls_have_a_port_with_health_alone(
     probe = f"127.0.0.1:{health_port}"
     async with grpc.aio.insecure_channel(probe) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=10)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=WAIT_S)
         assert answer.status == SERVING
     async with Client(probe) as client:
         with pytest.raises(CallError) as caught:
@@ -119,10 +120,10 @@ async def test_an_old_connection_is_left_but_not_by_its_streams(house: GatewayHo
     script.stop_after = 4
     async with grpc.aio.insecure_channel(address) as channel, Client(address) as client:
         stub = health_pb2_grpc.HealthStub(channel)
-        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
         stream = client.generate(PROMPT, GenerateOptions(seed=7, max_tokens=12))
         waiting = asyncio.create_task(collect(stream))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while channel.get_state() is grpc.ChannelConnectivity.READY:
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         script.resume.set()

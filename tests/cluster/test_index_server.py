@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from optional_programs import uses_redis_or_valkey
+from patience import WAIT_S
 
 from cluster.stores.index_server import IndexServer
 from kvtransfer.clock import SystemClock
 from kvtransfer.secret import draw_secret
 
-WAIT_S = 20.0
+pytestmark = uses_redis_or_valkey
 
 
 @pytest.fixture

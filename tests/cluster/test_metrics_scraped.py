@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from optional_programs import needs_prometheus
 from prometheus import Prometheus
 from promql import DASHBOARDS, RULES, SERIES, Query, panel_queries, series_of
 from serving import TINY, RunningCluster, free_port
@@ -23,10 +23,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        shutil.which("prometheus") is None,
-        reason="Prometheus is not installed (Debian: apt-get install prometheus)",
-    ),
+    needs_prometheus,
 ]
 FILE = f"""
 model: {TINY}

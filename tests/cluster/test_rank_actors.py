@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from patience import WAIT_S
 
 from cluster.rank_actors import end_process
 
@@ -25,7 +26,7 @@ def stopped() -> Iterator[psutil.Popen]:
 def test_a_stopped_process_is_ended(stopped: psutil.Popen) -> None:
     started_at = stopped.create_time()
     end_process(stopped.pid, started_at)
-    assert stopped.wait(10) == -signal.SIGKILL
+    assert stopped.wait(WAIT_S) == -signal.SIGKILL
     end_process(stopped.pid, started_at)  # it is gone
 
 

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from child_processes import closed_on_error, killed_on_error
 from cluster_operator import Operator, pool_of, ready
+from optional_programs import uses_redis_or_valkey
+from patience import SETTLE_S
 from request_load import Steady
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.store.index.redis_server import RedisServer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
-SETTLE_S = 120.0
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]
 SECRET = b"of this test alone"
 
 
@@ -40,8 +42,8 @@ class Head:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._family: list[psutil.Process] = []
-        told = self._hear()
+        with closed_on_error(self._redis), killed_on_error(self._process):
+            told = self._hear()
         self.address, self.dashboard = told["ray"], told["dashboard"]
 
     def restart_gcs(self) -> None:
@@ -101,7 +103,7 @@ def test_requests_and_counts_outlive_rays_own_processes(head: Head, cluster: Run
     steady, long = Steady(cluster.address), Steady(cluster.address, prompt_tokens=300, max_tokens=1600)
     operator.scale("decode", 3)
     status = cluster.wait_for(ready("decode", 3), SETTLE_S)
-    cluster.wait_for(lambda status: pool_of(status, "decode").pinned, 10)
+    cluster.wait_for(lambda status: pool_of(status, "decode").pinned)
     before = {replica.replica_id: replica.process_id for replica in status.replicas}
     assert operator.process_ids("ProxyActor")
     for class_name in ("ServeController", "ProxyActor"):
@@ -112,7 +114,7 @@ def test_requests_and_counts_outlive_rays_own_processes(head: Head, cluster: Run
     num_done = steady.num_done
     operator.scale("prefill", 2)
     cluster.wait_for(ready("prefill", 2), SETTLE_S)
-    status = cluster.wait_for(lambda status: pool_of(status, "prefill").pinned, 20)
+    status = cluster.wait_for(lambda status: pool_of(status, "prefill").pinned)
     assert steady.num_done > num_done
     left = {it.replica_id: it.process_id for it in status.replicas if it.replica_id in before}
     assert left == before

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import WAIT_S
 
 from cluster.errors import RosterAwayError
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, StoreRecord
@@ -231,7 +232,7 @@ async def test_a_registration_is_renewed_until_its_life_is_over() -> None:
     await roster.view(0, 5.0)
     await roster.register_replica(replica(epoch=2))
     clock.advance(2.0)
-    await asyncio.wait_for(renewing, 5.0)
+    await asyncio.wait_for(renewing, WAIT_S)
 
 
 async def test_setting_a_count_while_the_actor_is_away_is_told() -> None:

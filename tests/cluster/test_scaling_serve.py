@@ -14,13 +14,13 @@ from collections.abc import Iterator
 
 import pytest
 from cluster_operator import Operator, pool_of, ready
+from patience import SETTLE_S
 from request_load import Steady, Stream
 from serving import RunningCluster, environment, free_port, tandem, write_long_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_LONG_TOKENS = 24_000
 """At the 25 ms or more that a token takes here, that is over ten minutes: the stream ends with the test."""
-SETTLE_S = 120.0
 _DEPLOY = """
 import logging, sys
 import ray
@@ -86,7 +86,7 @@ def test_pools_grow_and_shrink_under_load_and_serves_own_processes_die(
     status = cluster.wait_for(ready("decode", 3), SETTLE_S)
     operator.scale("prefill", 2)
     cluster.wait_for(ready("prefill", 2), SETTLE_S)
-    status = cluster.wait_for(lambda status: pool_of(status, "prefill").pinned, 10)
+    status = cluster.wait_for(lambda status: pool_of(status, "prefill").pinned)
     assert [(pool.desired, pool.configured, pool.pinned) for pool in status.pools] == [
         (2, 1, True),
         (3, 1, True),
@@ -143,7 +143,7 @@ def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, o
     """Of somebody who knows nothing of the desired counts, and has changed what resets Serve's target. Those
     who keep the count have just died."""
     operator.scale("decode", 2)
-    cluster.wait_for(lambda status: pool_of(status, "decode").desired == 2, 10)
+    cluster.wait_for(lambda status: pool_of(status, "decode").desired == 2)
     keepers = [*operator.process_ids("RayScaler"), *operator.process_ids("RayRosterActor")]
     assert len(keepers) == 2
     for process_id in keepers:
@@ -157,7 +157,7 @@ def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, o
         text=True,
     )
     assert deployed.returncode == 0, deployed.stderr
-    status = cluster.wait_for(lambda status: status.moves[-1].by == "deploy", 30)
+    status = cluster.wait_for(lambda status: status.moves[-1].by == "deploy")
     move = status.moves[-1]
     assert (move.pool, move.before, move.after) == ("decode", 1, 2)
     assert operator.target("decode") == 2
@@ -193,7 +193,7 @@ def test_the_command_says_what_changes_and_waits_until_it_has(
     assert "operator (pinned)" in shown
     released = tandem("scale", "--release", "decode", *places)
     assert released.returncode == 0, released.stderr
-    cluster.wait_for(lambda status: not pool_of(status, "decode").pinned, 10)
+    cluster.wait_for(lambda status: not pool_of(status, "decode").pinned)
     assert operator.target("decode") == 1
     wrong = tandem("scale", "decoder=2", *places)
     assert wrong.returncode == 1

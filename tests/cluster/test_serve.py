@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, object_store_counters, tandem
 
 from cluster.blocking_client import BlockingClient
@@ -43,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     processes = running.processes()
     yield running
     assert running.stop() == 0
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -65,7 +66,7 @@ def roles(status: pb.StatusResponse) -> list[str]:
 
 
 def test_both_pools_serve_and_their_path_is_measured(cluster: RunningCluster) -> None:
-    status = cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas), 15)
+    status = cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas))
     assert roles(status) == ["decode", "prefill"]
     assert status.ready
     (path,) = cluster.replica("prefill").paths
@@ -97,10 +98,10 @@ def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
     cluster: RunningCluster, client: BlockingClient
 ) -> None:
     """Ray hands the figures on some seconds later."""
-    cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas), 15)
+    cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas))
     prefill, decode = cluster.replica("prefill"), cluster.replica("decode")
     pause = threading.Event()
-    cluster.wait_for(lambda _: store_is_open(client), 20)
+    cluster.wait_for(lambda _: store_is_open(client))
     for number in range(8):  # cancelled ever later, so that some have a landing
         stream = client.generate(f"# {number}\n{PROMPT * 8}", GenerateOptions(max_tokens=4), timeout_s=60)
         next(iter(stream))
@@ -109,7 +110,7 @@ def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
     client.complete(f"# last\n{PROMPT}", GenerateOptions(max_tokens=4), timeout_s=60)
     wanted = {"ray_tandem_lost_landings_total", "ray_tandem_moved_bytes_total", "ray_tandem_steps_total"}
     wanted |= {"ray_tandem_store_put_bytes_total", "ray_tandem_store_bytes", "ray_tandem_stored_blocks_total"}
-    for _ in range(120):
+    for _ in range(int(WAIT_S / 0.25)):
         series = cluster.metrics()
         if wanted <= series.keys():
             break
@@ -214,16 +215,16 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
 
     def serve_and_wait(tenant: str) -> tuple[tuple[int, ...], ...]:
         options = GenerateOptions(max_tokens=4, tenant=tenant)
-        cluster.wait_for(lambda _: store_is_open(client), 20)
+        cluster.wait_for(lambda _: store_is_open(client))
         done = client.complete(PROMPT, options, timeout_s=60)
-        cluster.wait_for(lambda _: held(tenant) >= 10, 20)
+        cluster.wait_for(lambda _: held(tenant) >= 10)
         return done.token_ids
 
-    (store,) = cluster.wait_for(lambda status: len(status.stores) == 1, 20).stores
+    (store,) = cluster.wait_for(lambda status: len(status.stores) == 1).stores
     tokens = serve_and_wait("first")
     assert psutil.Process(store.process_id).name() == "ray::StoreActor"
     os.kill(store.process_id, signal.SIGKILL)
-    restarted = cluster.wait_for(lambda status: [it.epoch for it in status.stores] > [store.epoch], 30)
+    restarted = cluster.wait_for(lambda status: [it.epoch for it in status.stores] > [store.epoch])
     assert restarted.stores[0].node_id == store.node_id
     assert serve_and_wait("second") == tokens
     purged = tandem("store", "purge", "--tenant", "second", "--yes", "--json", "--address", cluster.address)
@@ -292,9 +293,9 @@ def test_the_operators_lever_scales_a_pool_up_and_down(
         with urllib.request.urlopen(request, timeout=20) as reply:
             assert reply.status == 200
 
-    cluster.wait_for(lambda status: roles(status) == ["decode", "prefill"], 30)
+    cluster.wait_for(lambda status: roles(status) == ["decode", "prefill"])
     scale(2)
-    cluster.wait_for(lambda status: roles(status) == ["decode", "decode", "prefill"], 60)
+    cluster.wait_for(lambda status: roles(status) == ["decode", "decode", "prefill"])
     options = GenerateOptions(max_tokens=200, ignore_eos=True)
     whole = client.complete(PROMPT, options, timeout_s=60)
     tokens: list[int] = []
@@ -304,4 +305,4 @@ def test_the_operators_lever_scales_a_pool_up_and_down(
                 scale(1)
             tokens.extend(event.token_ids)
     assert tuple(tokens) == whole.token_ids[0]
-    cluster.wait_for(lambda status: roles(status) == ["decode", "prefill"] and len(status.replicas) == 2, 60)
+    cluster.wait_for(lambda status: roles(status) == ["decode", "prefill"] and len(status.replicas) == 2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port
 
 from cluster.blocking_client import BlockingClient
@@ -35,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     processes = running.processes()
     yield running
     assert running.stop() == 0
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 

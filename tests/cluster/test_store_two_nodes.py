@@ -105,7 +105,7 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
                 node.index.state == "up" and node.tiers[0].capacity_bytes for node in nodes
             )
 
-        status = cluster.wait_for(is_open, 120)
+        status = cluster.wait_for(is_open)
         assert len({store.node_id for store in status.stores}) == 2
         first, second = (replica.replica_id for replica in status.replicas)
 
@@ -130,7 +130,7 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
             tenant = f"tenant-{number}"
             computed = run(first, tenant)
             assert computed.finished.usage.cached.remote == 0
-            cluster.wait_for(lambda _: held(tenant) >= [0, num_blocks], 30)  # noqa: B023
+            cluster.wait_for(lambda _: held(tenant) >= [0, num_blocks])  # noqa: B023
             fetched = run(second, tenant)
             assert fetched.finished.decode_replica == second
             assert fetched.token_ids == computed.token_ids

@@ -275,7 +275,7 @@ def test_counts_change_without_any_restart(setup: Setup) -> None:
     setup.file.write_text(text.replace("replicas: 2", "replicas: 1"))
     told = setup.update()
     assert {it["action"] for it in told["deployments"]} == {"stay"}
-    after = setup.cluster.wait_for(lambda status: status.pools[1].configured == 1, 20)
+    after = setup.cluster.wait_for(lambda status: status.pools[1].configured == 1)
     assert len(ready(after, "decode")) == 1
     assert lives(after, "decode") < lives(before, "decode")
     assert [it.gateway_id for it in after.gateways] == [it.gateway_id for it in before.gateways]
@@ -294,7 +294,7 @@ def test_a_second_version_gets_its_share_and_gives_it_back(setup: Setup, tmp_pat
             assert answered_by(client, ids) <= own
             done = setup.command("traffic", "tandem=50", "tandem-v2=50")
             assert "tandem 50 %, tandem-v2 50 %" in done.stdout, done.stderr
-            setup.cluster.wait_for(lambda status: len(status.traffic) == 2, 10)
+            setup.cluster.wait_for(lambda status: len(status.traffic) == 2)
             shares = {"tandem": 0.5, "tandem-v2": 0.5}
             for request_id in ids:
                 is_there = application_of(shares, "tandem", "", request_id) == "tandem-v2"
@@ -305,7 +305,7 @@ def test_a_second_version_gets_its_share_and_gives_it_back(setup: Setup, tmp_pat
                 "tandem 50 %, tandem-v2 50 %" in tandem("status", "--address", setup.cluster.address).stdout
             )
             assert setup.command("traffic", "tandem=100").returncode == 0
-            setup.cluster.wait_for(lambda status: status.traffic["tandem"] == 1.0, 10)
+            setup.cluster.wait_for(lambda status: status.traffic["tandem"] == 1.0)
             assert answered_by(client, ids) <= own
     finally:
         assert first.stop() == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from chart_house import EXAMPLES, Object, merged, ray_service, serve_config, with_value
+from optional_programs import uses_redis_or_valkey
 from ray_groups import RayGroups, places_of
 from serving import TINY, free_port
 
@@ -20,7 +21,7 @@ from cluster.client import GenerateOptions
 from cluster.stores.index_server import IndexServer
 from kvtransfer.clock import SystemClock
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]
 SECRET = b"0123456789abcdef0123456789abcdef"
 START_S = 240.0
 PROMPT = "".join(f"def function_{number}(x):\n    return x + {number}\n" for number in range(12))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -13,6 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 from chart_house import Object, objects, only, pods
+from optional_programs import needs_redis_server
+from patience import WAIT_S
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from serving import free_port
@@ -40,7 +41,7 @@ def run(container: Object, folder: Path, **changed: str) -> subprocess.Completed
         },
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=WAIT_S,
         check=False,
     )
 
@@ -160,7 +161,7 @@ def test_another_revision_lies_beside_the_old_and_is_fetched_by_another_job() ->
     assert seen() == first
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server on PATH")
+@needs_redis_server
 @pytest.mark.parametrize("is_persistent", [True, False])
 def test_the_bundled_redis_wants_its_password_and_never_evicts(tmp_path: Path, is_persistent: bool) -> None:
     values = {"redis": {"bundled": {"persistence": {"enabled": is_persistent}}}}
@@ -183,7 +184,7 @@ def test_the_bundled_redis_wants_its_password_and_never_evicts(tmp_path: Path, i
         assert subprocess.run(["sh", "-c", ping], check=False).returncode == 0
         assert (tmp_path / "run.conf").stat().st_mode & 0o077 == 0
         server.terminate()  # as the kubelet does, to the first process of the container
-        assert server.wait(20) == 0
+        assert server.wait(WAIT_S) == 0
         assert subprocess.run(["sh", "-c", ping], check=False, capture_output=True).returncode != 0
     finally:
         server.kill()
@@ -244,7 +245,7 @@ def _moved(script: str, folder: Path) -> str:
 
 def _wait_for(port: int) -> None:
     clock = SystemClock()
-    end = clock.now() + 20
+    end = clock.now() + WAIT_S
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from channel_ranks import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
+from child_processes import killed_on_error
 
 from kvtransfer.checksum import checksum
 from kvtransfer.clock import SystemClock
@@ -178,7 +179,8 @@ class WriterProcess:
             text=True,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
-        self._await()
+        with killed_on_error(self._process):
+            self._await()
 
     def do(self, line: str) -> None:
         assert self._process.stdin is not None

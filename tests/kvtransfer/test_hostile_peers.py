@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from patience import WAIT_S
 from service_house import BOTH, LAYOUT, NUM_BLOCKS, SECRET, TARGET, WHOLE, WRITER, Rank
-from transfer_house import WAIT_S
 
 from kvtransfer.framing import prove_as_client, prove_as_server, receive_frame, send_frame
 from kvtransfer.host import host_id
@@ -38,7 +38,7 @@ def reach(target: Rank, transport: str) -> socket.socket:
     else:
         host, _, port = address.rpartition(":")
         sock = socket.create_connection((host, int(port)))
-    sock.settimeout(5)
+    sock.settimeout(WAIT_S)
     return sock
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from optional_programs import needs_compiler, uses_compiler
 
 from kvtransfer import native
 from kvtransfer.checksum import checksum
@@ -21,7 +22,14 @@ from kvtransfer.pool import HostPool
 from kvtransfer.runs import Place, RunTable, copy_runs, sum_runs
 
 # What this machine has, AVX2, plain SSE2 (flags of another architecture do not compile), and no compiler.
-PROCESSORS = ["-march=native", "-march=haswell", "-march=x86-64", "numpy"]
+PROCESSORS = [
+    *(
+        pytest.param(flag, marks=needs_compiler)
+        for flag in ("-march=native", "-march=haswell", "-march=x86-64")
+    ),
+    "numpy",
+]
+pytestmark = uses_compiler
 same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
@@ -32,7 +40,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param != "numpy":
         built = native.load(request.param)
         if built is None or (request.param == "-march=haswell" and not _has_avx2()):
-            pytest.skip(f"no compiler for {request.param}, or not this processor")
+            pytest.skip(f"not for this processor: {request.param}")
     monkeypatch.setattr(native, "load", lambda: built)
 
 
@@ -203,12 +211,12 @@ def test_memory_that_is_not_whole_blocks_is_refused() -> None:
     memory.close()
 
 
+@needs_compiler
 @pytest.mark.usefixtures("forget_kernel")
 def test_a_compiler_that_fails_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    if native.load() is None:
-        pytest.skip("this machine has no C++ compiler that could fail")
+    assert native.load() is not None
     native.load.cache_clear()
     monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
     assert native.load() is None

@@ -15,15 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 from agent_process import HOLD
-from transfer_house import (
-    SHARD,
-    WAIT_S,
-    Rank,
-    TransferHouse,
-    eventually,
-    lane,
-    settings,
-)
+from patience import WAIT_S
+from transfer_house import SHARD, Rank, TransferHouse, eventually, lane, settings
 
 from kvtransfer.errors import PathError
 from kvtransfer.faults import FaultRule

@@ -10,8 +10,9 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from patience import WAIT_S
 from service_house import BOTH, LAYOUT, NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
-from transfer_house import WAIT_S, eventually
+from transfer_house import eventually
 
 from kvtransfer.checksum import Checksummer
 from kvtransfer.clock import ManualClock

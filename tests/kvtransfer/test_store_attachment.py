@@ -11,7 +11,6 @@ from arena_house import (
     MODEL,
     SESSION,
     SLOT_BYTES,
-    WAIT_S,
     HandsRank,
     RankProcess,
     SharedArena,
@@ -21,6 +20,7 @@ from arena_house import (
     put,
     read,
 )
+from patience import WAIT_S
 from service_house import Hooks
 
 from kvtransfer.faults import FaultRule

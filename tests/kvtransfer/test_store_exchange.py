@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from exchange_house import GRANULE_BYTES, Node, NodeProcess, eventually, record_id, settings
+from patience import WAIT_S
 from service_house import Hooks
 
 from kvtransfer.clock import ManualClock
@@ -170,7 +171,7 @@ class Held:
 
     def _hold(self, passage: int) -> None:
         self.reached.set()
-        assert self._go.wait(30)
+        assert self._go.wait(WAIT_S)
 
     def go(self) -> None:
         self._go.set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from exchange_house import GRANULE_BYTES, WAIT_S, Node, eventually, record_id, settings
+from exchange_house import GRANULE_BYTES, Node, eventually, record_id, settings
+from patience import WAIT_S
 
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard

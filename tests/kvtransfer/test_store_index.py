@@ -22,6 +22,7 @@ from index_house import (
     until,
     until_found,
 )
+from optional_programs import uses_redis_or_valkey
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import Shard
@@ -30,12 +31,13 @@ from kvtransfer.store.index.index import Holder
 from kvtransfer.store.index.values import key_prefix, node_key, node_number
 from kvtransfer.store.messages import IndexStat
 
+pytestmark = uses_redis_or_valkey
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RawRedis]:
-    server = RawRedis(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.close()
+    with RawRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 @pytest.fixture

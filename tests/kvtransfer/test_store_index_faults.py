@@ -23,12 +23,13 @@ from index_house import (
     until,
     until_found,
 )
+from optional_programs import uses_redis_or_valkey
 
 from kvtransfer.store.index.breaker import FAILURE_BUDGET
 from kvtransfer.store.index.holders import CHUNK
 from kvtransfer.store.index.values import node_key, node_number
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, uses_redis_or_valkey]
 
 SHORT_S = 0.05
 """A budget that is over soon, and that an idle server keeps."""
@@ -36,10 +37,9 @@ SHORT_S = 0.05
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RawRedis]:
-    server = RawRedis(tmp_path)
-    server.client().ping()
-    yield server
-    server.close()
+    with RawRedis(tmp_path) as server:
+        server.client().ping()
+        yield server
 
 
 async def test_a_look_up_does_not_wait_for_an_answer_that_is_late(server: RawRedis) -> None:

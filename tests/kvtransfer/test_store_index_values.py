@@ -87,10 +87,8 @@ def test_keys_of_a_chain_are_one_slot_and_those_of_others_are_spread() -> None:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    server = RawRedis(tmp_path_factory.mktemp("redis"))
-    with server.client() as client:
+    with RawRedis(tmp_path_factory.mktemp("redis")) as server, server.client() as client:
         yield client
-    server.close()
 
 
 SHARDS = (Shard(0, 2, 0, 4), Shard(2, 4, 0, 4), Shard(0, 65535, 65535, 0))

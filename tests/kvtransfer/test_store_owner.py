@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from store_house import SECRET, WAIT_S, StoreHouse, eventually
+from patience import WAIT_S
+from store_house import SECRET, StoreHouse, eventually
 from store_replica import BOTTOM, LEFT, MODEL, RIGHT, TOP, Chain, Replica, block_bytes
 
 from kvtransfer.clock import SystemClock

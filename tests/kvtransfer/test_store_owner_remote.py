@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 import pytest
 from index_house import RawRedis
+from optional_programs import uses_redis_or_valkey
+from patience import WAIT_S
 from store_house import StoreHouse, eventually
 from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.store.messages import PurgeRequest, PurgeResult, StatRequest, StoreStat, Tier
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, uses_redis_or_valkey]
 
 
 class Nodes(NamedTuple):
@@ -54,7 +56,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
 
 async def found(replica: Replica, chain: Chain, tiers: tuple[Tier, ...]) -> None:
     """Wait until a look-up answers so."""
-    deadline = SystemClock().now() + 20
+    deadline = SystemClock().now() + WAIT_S
     while (answer := await replica.find(chain)) != tiers:
         assert SystemClock().now() < deadline, answer
         await SystemClock().sleep(0.05)

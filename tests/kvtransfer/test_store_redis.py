@@ -11,11 +11,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 import redis
+from certificates import write_certificate
+from child_processes import killed_on_error
 from index_house import (
     PATIENT_S,
     SPACE,
@@ -29,6 +33,7 @@ from index_house import (
     until,
     until_found,
 )
+from optional_programs import needs_redis_or_valkey, uses_redis_or_valkey
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -39,6 +44,7 @@ from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_link import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.redis_server import RedisServer, find_binary, server_password
 
+pytestmark = uses_redis_or_valkey
 SECRET = b"a cluster's secret"
 PASSWORD = "p@ss:w/rd-37"
 IN_URL = "p%40ss%3Aw%2Frd-37"
@@ -58,7 +64,7 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.fixture(params=("found", "bundled"))
+@pytest.fixture(params=(pytest.param("found", marks=needs_redis_or_valkey), "bundled"))
 def binary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The server of this machine, and that of the package."""
     if request.param == "bundled":
@@ -70,7 +76,7 @@ def binary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 async def test_the_embedded_server_serves_an_index(binary: str) -> None:
     server = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), max_bytes=64 << 20, binary=binary)
-    try:
+    with closing(server):
         a, b = make_index(server.url, "a"), make_index(server.url, "b")
         async with running(a, b):
             a.announce(record(1), "dram")
@@ -82,13 +88,10 @@ async def test_the_embedded_server_serves_an_index(binary: str) -> None:
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
             assert client.config_get("save") == {"save": ""}
             assert client.config_get("appendonly") == {"appendonly": "no"}
-    finally:
-        server.close()
 
 
 async def test_the_embedded_server_is_for_those_who_know_the_secret(binary: str) -> None:
-    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)
-    try:
+    with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)) as server:
         once = Retry(NoBackoff(), 0)
         with redis.Redis(port=server.port, retry=once) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()
@@ -99,30 +102,28 @@ async def test_the_embedded_server_is_for_those_who_know_the_secret(binary: str)
         assert password in server.url
         for process in server_processes(server):
             assert password not in " ".join(process.cmdline())
-    finally:
-        server.close()
 
 
 async def test_close_ends_it_and_it_starts_again_at_its_port(binary: str) -> None:
-    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)
-    processes = server_processes(server)
-    assert len(processes) == 2
-    server.close()
+    with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)) as server:
+        processes = server_processes(server)
+        assert len(processes) == 2
     assert all(has_ended(process) for process in processes)
     assert not server.is_running
-    again = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary, port=server.port)
-    assert again.url == server.url
-    again.close()
+    port = server.port
+    with closing(
+        await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary, port=port)
+    ) as again:
+        assert again.url == server.url
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["keeper", "server"])
 async def test_neither_outlives_the_other(victim: int) -> None:
-    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock())
-    processes = server_processes(server)
-    processes[victim].kill()
-    await until(lambda: not server.is_running)
-    await until(lambda: all(has_ended(process) for process in processes))
-    server.close()
+    with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock())) as server:
+        processes = server_processes(server)
+        processes[victim].kill()
+        await until(lambda: not server.is_running)
+        await until(lambda: all(has_ended(process) for process in processes))
 
 
 _STARTER = """
@@ -147,7 +148,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     )
     assert starter.stdin is not None
     assert starter.stdout is not None
-    with starter.stdin, starter.stdout:
+    with killed_on_error(starter), starter.stdin, starter.stdout:
         port = int(starter.stdout.readline())
         processes = psutil.Process(starter.pid).children(recursive=True)
         assert len(processes) == 2
@@ -166,9 +167,8 @@ async def test_a_port_that_is_taken_meanwhile_is_not_fatal(monkeypatch: pytest.M
         monkeypatch.setattr(
             redis_server, "_free_port", lambda host: ports.pop() if ports else free_port(host)
         )
-        server = await RedisServer.start("127.0.0.1", SECRET, SystemClock())
-        assert server.port != taken.getsockname()[1]
-        server.close()
+        with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock())) as server:
+            assert server.port != taken.getsockname()[1]
 
 
 async def test_what_cannot_start_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,14 +199,12 @@ async def until_down(index: Index, note: str) -> None:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[RawRedis]:
-    server = RawRedis(tmp_path, requirepass=f'"{PASSWORD}"')
-    with server.client(password=PASSWORD) as client:
-        client.acl_setuser(
-            "tandem", enabled=True, passwords=[f"+{PASSWORD}"], keys=["ns.1:*"], categories=["+@all"]
-        )
-        client.acl_setuser("limited", enabled=True, passwords=[f"+{PASSWORD}"], commands=["+mget", "+info"])
-    yield server
-    server.close()
+    with RawRedis(tmp_path, requirepass=f'"{PASSWORD}"') as server:
+        with server.client(password=PASSWORD) as client:
+            word = [f"+{PASSWORD}"]
+            client.acl_setuser("tandem", enabled=True, passwords=word, keys=["ns.1:*"], categories=["+@all"])
+            client.acl_setuser("limited", enabled=True, passwords=word, commands=["+mget", "+info"])
+        yield server
 
 
 async def test_user_and_password_come_from_the_url(guarded: RawRedis) -> None:
@@ -270,61 +268,60 @@ async def test_a_url_that_cannot_be_used_is_a_note(url: str) -> None:
         assert await nodes(index, [1]) == [set()]
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `ca.crt`, which signed itself, and its `ca.key`."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl here to make a certificate")
-    folder = tmp_path_factory.mktemp("certificates")
-    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.crt -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([openssl, *words.split(), *names], cwd=folder, check=True, capture_output=True)
-    return folder
+class Tls(NamedTuple):
+    """The port of a server that speaks TLS only, and the certificate that it must be trusted by."""
+
+    port: int
+    certificate: Path
 
 
 @pytest.fixture
-def tls(tmp_path: Path, certificates: Path) -> Iterator[int]:
-    """The port of a server that speaks TLS only."""
+def tls(tmp_path: Path) -> Iterator[Tls]:
+    certificate, private_key = write_certificate(tmp_path, "localhost")
     port = stable_port()
-    server = RawRedis(
+    with RawRedis(
         tmp_path,
         tls_port=port,
-        tls_cert_file=certificates / "ca.crt",
-        tls_key_file=certificates / "ca.key",
-        tls_ca_cert_file=certificates / "ca.crt",
+        tls_cert_file=certificate,
+        tls_key_file=private_key,
+        tls_ca_cert_file=certificate,
         tls_auth_clients="no",
-    )
-    try:
-        server.client().ping()
-    except redis.ConnectionError:
-        pytest.skip("this redis-server was built without TLS")
-    yield port
-    server.close()
+    ) as server:
+        if not server.is_up():
+            pytest.skip("this redis-server was built without TLS")
+        yield Tls(port, certificate)
 
 
-async def test_tls_with_a_certificate_that_is_trusted(tls: int, certificates: Path) -> None:
-    url = f"rediss://127.0.0.1:{tls}?ssl_ca_certs={certificates / 'ca.crt'}"
+async def test_tls_with_a_certificate_that_is_trusted(tls: Tls) -> None:
+    url = f"rediss://127.0.0.1:{tls.port}?ssl_ca_certs={tls.certificate}"
     a, b = make_index(url, "a"), make_index(url, "b")
     async with running(a, b):
         a.announce(record(1), "dram")
         await until_found(b, [1], [{"a"}])
 
 
-async def test_tls_that_fails_says_what_to_do(tls: int, certificates: Path, tmp_path: Path) -> None:
-    await until_down(make_index(f"rediss://127.0.0.1:{tls}"), "add ?ssl_ca_certs=FILE to store.redis_url")
-    await until_down(make_index(f"redis://127.0.0.1:{tls}"), "must begin with rediss://")
-    plain = RawRedis(tmp_path)
-    plain.client().ping()
-    url = f"rediss://127.0.0.1:{plain.port}?ssl_ca_certs={certificates / 'ca.crt'}"
-    await until_down(make_index(url), "does that port speak TLS?")
-    plain.close()
+async def test_tls_that_fails_says_what_to_do(tls: Tls, tmp_path: Path) -> None:
+    await until_down(
+        make_index(f"rediss://127.0.0.1:{tls.port}"), "add ?ssl_ca_certs=FILE to store.redis_url"
+    )
+    await until_down(make_index(f"redis://127.0.0.1:{tls.port}"), "must begin with rediss://")
+    with RawRedis(tmp_path) as plain:
+        plain.client().ping()
+        url = f"rediss://127.0.0.1:{plain.port}?ssl_ca_certs={tls.certificate}"
+        await until_down(make_index(url), "does that port speak TLS?")
+
+
+@contextmanager
+def alone_in_its_cluster(folder: Path) -> Iterator[RawRedis]:
+    """A server with cluster mode on, which holds all the slots."""
+    with RawRedis(folder, cluster_enabled="yes", cluster_node_timeout=2000) as server:
+        with server.client() as client:
+            client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        yield server
 
 
 async def test_a_cluster_that_failed_us_is_left_with_no_connection_open(tmp_path: Path) -> None:
-    server = RawRedis(tmp_path, cluster_enabled="yes", cluster_node_timeout=2000)
-    with server.client() as client:
-        client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+    with alone_in_its_cluster(tmp_path) as server, server.client() as client:
         await until(lambda: "cluster_state:ok" in str(client.execute_command("CLUSTER", "INFO"), "utf-8"))
         link = RedisLink(server.url, timeout_s=0.3)
         await link.connect()
@@ -339,34 +336,30 @@ async def test_a_cluster_that_failed_us_is_left_with_no_connection_open(tmp_path
             gc.collect()
     texts = [str(warning.message) for warning in caught]
     assert [text for text in texts if "nclosed" in text and str(server.port) in text] == []
-    server.close()
 
 
 async def test_a_redis_cluster_is_used_as_one(tmp_path: Path) -> None:
-    server = RawRedis(tmp_path, cluster_enabled="yes", cluster_node_timeout=2000)
-    with server.client() as client:
-        client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+    with alone_in_its_cluster(tmp_path) as server, server.client() as client:
         await until(lambda: "cluster_state:ok" in str(client.execute_command("CLUSTER", "INFO"), "utf-8"))
-    a, b = make_index(server.url, "a", lease_s=1.0), make_index(server.url, "b")
-    chains = [bytes([number] * 16) for number in range(8)]
-    a.on_rebuild = lambda: [(record(9), "nvme")]
-    async with running(a, b):
-        for chain in chains:
-            for number in range(3):
-                a.announce(record(number, chain=chain), "dram")
-        await until(lambda: a.stat().num_announced == 3 * len(chains) + 1)
-        for chain in chains:
-            found = await b.find(SPACE, chain, [key(number, chain) for number in range(4)])
-            assert [len(holders) for holders in found] == [1, 1, 1, 0]
-        await until_found(b, [9], [{"a"}])
-        server.client().flushall()
-        await until(lambda: a.stat().num_rebuilds > 0)
-        await until_found(b, [9], [{"a"}])
-        assert b.stat().num_errors == 0
-        server.kill()
-        for _ in range(10):
-            assert await nodes(b, [9]) == [set()]
-        await until(lambda: b.stat().state == "down")
-        server.start()
-        await until_found(b, [9], [{"a"}])
-    server.close()
+        a, b = make_index(server.url, "a", lease_s=1.0), make_index(server.url, "b")
+        chains = [bytes([number] * 16) for number in range(8)]
+        a.on_rebuild = lambda: [(record(9), "nvme")]
+        async with running(a, b):
+            for chain in chains:
+                for number in range(3):
+                    a.announce(record(number, chain=chain), "dram")
+            await until(lambda: a.stat().num_announced == 3 * len(chains) + 1)
+            for chain in chains:
+                found = await b.find(SPACE, chain, [key(number, chain) for number in range(4)])
+                assert [len(holders) for holders in found] == [1, 1, 1, 0]
+            await until_found(b, [9], [{"a"}])
+            server.client().flushall()
+            await until(lambda: a.stat().num_rebuilds > 0)
+            await until_found(b, [9], [{"a"}])
+            assert b.stat().num_errors == 0
+            server.kill()
+            for _ in range(10):
+                assert await nodes(b, [9]) == [set()]
+            await until(lambda: b.stat().state == "down")
+            server.start()
+            await until_found(b, [9], [{"a"}])

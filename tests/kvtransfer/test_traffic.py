@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import WAIT_S
 
 from kvtransfer.clock import ManualClock, SystemClock
 from kvtransfer.messages import TrafficClass, TransferSettings
 from kvtransfer.traffic import BATCH_BYTES, CLASSES, STALLED_S, ClassQueue, TrafficGovernor, TrafficRules
 
-WAIT_S = 30.0
 NO_LIMITS = TransferSettings("127.0.0.1", ())
 EVENTS = st.lists(
     st.one_of(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from patience import WAIT_S
 from transfer_house import (
     LAYOUT,
     SECRET,
@@ -46,11 +47,11 @@ def reach(target: Rank) -> socket.socket:
     (endpoint,) = target.endpoints.endpoints
     if endpoint.transport == "shm":
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(20)
+        sock.settimeout(WAIT_S)
         sock.connect(f"\0{endpoint.address}")
         return sock
     host, _, port = endpoint.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
 def hello(layout: BlockLayout = LAYOUT) -> ChannelHello:

@@ -16,6 +16,8 @@ from typing import IO, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from child_processes import killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.errors import TransferError
@@ -52,7 +54,6 @@ R = TypeVar("R")
 
 SECRET = bytes(range(32))
 SESSION = b"session of tests"
-WAIT_S = 30.0
 MODEL = Shard(0, 4, 0, 4)
 LEFT, RIGHT = Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)
 NUM_BLOCKS = 8
@@ -275,7 +276,8 @@ class RankProcess:
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
         )
-        self._send(StartHands(shard, seed, tuple(faults)))
+        with killed_on_error(self._process):
+            self._send(StartHands(shard, seed, tuple(faults)))
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -285,8 +287,9 @@ class RankProcess:
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(WAIT_S)
+        with killed_on_error(self._process):
+            self._process.stdin.close()
+            self._process.wait(WAIT_S)
         self._reader.join()
         self._process.stdout.close()
 

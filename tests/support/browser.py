@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
+from child_processes import closed_on_error
+from optional_programs import find_program
+from patience import WAIT_S
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
@@ -19,7 +20,6 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from kvtransfer.clock import SystemClock
 
-WAIT_S = 20.0
 _CONTRAST = """
 const parse = (color) => {
   const parts = color.match(/[\\d.]+/g).map(Number);
@@ -57,20 +57,12 @@ return [...document.querySelectorAll("button, a, input, section, dialog, svg, [r
 """
 
 
-def missing() -> str:
-    """What of a headless Chromium is not installed; "" when it all is."""
-    names = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    return f"not installed: {', '.join(names)} (Debian: chromium, chromium-driver)" if names else ""
-
-
 class Browser:
     """One window. Use as a context manager."""
 
     def __init__(self, width: int = 1280, height: int = 900) -> None:
-        if problem := missing():
-            pytest.skip(problem)
         options = webdriver.ChromeOptions()
-        options.binary_location = str(shutil.which("chromium"))
+        options.binary_location = find_program("chromium")
         for argument in (
             "headless=new",
             "no-sandbox",
@@ -80,14 +72,18 @@ class Browser:
         ):
             options.add_argument(f"--{argument}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        self._driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+        self._driver = webdriver.Chrome(options, Service(find_program("chromedriver")))
         self._clock = SystemClock()
-        self.resize(width, height)
+        with closed_on_error(self):
+            self.resize(width, height)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._driver.quit()
 
     def open(self, url: str) -> None:

@@ -15,7 +15,9 @@ from typing import IO, TypeVar
 
 import numpy as np
 import torch
-from channel_ranks import WAIT_S, WRITER, Connected, Setup, TargetEnd, WriterEnd, eventually
+from channel_ranks import WRITER, Connected, Setup, TargetEnd, WriterEnd, eventually
+from child_processes import close_all, killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import LandingClosed, OpenLanding, Shard, WriterGone
@@ -194,7 +196,8 @@ class RankProcess:
         with contextlib.suppress(ValueError):
             self._stdout.read()
         self._stdout.close()
-        return self._process.wait(WAIT_S)
+        with killed_on_error(self._process):
+            return self._process.wait(WAIT_S)
 
     def _call(self, command: Message, kind: type[R]) -> R:
         _write(self._stdin, command)
@@ -231,8 +234,7 @@ class RankProcesses:
                 process.close()
 
     def close(self) -> None:
-        for process in self._idle:
-            process.close()
+        close_all(self._idle)
 
 
 class RemoteError(Exception):

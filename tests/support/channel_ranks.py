@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from patience import WAIT_S
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.device import DevicePool
@@ -32,7 +33,6 @@ from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
 from kvtransfer.wire import Message
 
-WAIT_S = 60.0
 WRITER = ReplicaIdentity("writer", 1)
 SETTINGS = TransferSettings("127.0.0.1", ())
 LAYOUT = BlockLayout(Shard(0, 4, 0, 4), head_dim=32, block_tokens=8, item_bytes=4)

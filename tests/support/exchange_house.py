@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+from child_processes import killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.checksum import checksum
 from kvtransfer.clock import Clock, SystemClock
@@ -33,7 +35,6 @@ SECRET = bytes(range(32))
 SHARD = Shard(0, 2, 0, 2)
 GRANULE_BYTES = 16 << 10
 ARENA_BYTES = 4 << 20
-WAIT_S = 30.0
 _LENGTH = struct.Struct("<I")
 
 
@@ -229,9 +230,11 @@ class NodeProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         frame = _CODEC.encode(StartNode(settings, tuple(records), tuple(faults)))
-        self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
-        self._process.stdin.flush()
-        self.address = self._process.stdout.readline().decode().strip()
+        with killed_on_error(self._process):
+            self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
+            self._process.stdin.flush()
+            self.address = self._process.stdout.readline().decode().strip()
+            assert self.address, "the node did not start"
 
     def __enter__(self) -> Self:
         return self
@@ -239,8 +242,9 @@ class NodeProcess:
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(WAIT_S)
+        with killed_on_error(self._process):
+            self._process.stdin.close()
+            self._process.wait(WAIT_S)
         self._process.stdout.close()
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from gateway_model import BLOCK_TOKENS, FINGERPRINT, MAX_CONTEXT, raw, truth
 from gateway_script import Script
+from patience import WAIT_S
 
 from cluster.client import Client
 from cluster.config import ClusterConfig, parse_config
@@ -53,8 +54,6 @@ from workers.messages import (
     TokenDelta,
     TokenLogprob,
 )
-
-WAIT_S = 20.0
 
 
 async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:

@@ -8,18 +8,21 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from patience import WAIT_S
 from puppet_ranks import SECRET, Puppet, PuppetLauncher
+from rank_nursery import NurseryLauncher
 from step_plans import BLOCK
 
 from kvtransfer.clock import Clock, SystemClock
 from kvtransfer.faults import FaultRule
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from workers.messages import RankJoined, RankReady, RankSpec, RankUp, StepPlan, StepReport
-from workers.ranks import PlanStages, ProcessLauncher, RankGroup, RankHandle
+from workers.ranks import PlanStages, RankGroup, RankHandle, RankLauncher
 from workers.stages import split_layers
 
 NUM_LAYERS = 3
-PATIENCE_S = 60.0
+PATIENCE_S = WAIT_S
+FORKS = NurseryLauncher()
 START_STALL_S = 50.0
 
 
@@ -58,14 +61,15 @@ def by_cost(num_stages: int) -> PlanStages:
     return plan
 
 
-class KeepingLauncher(ProcessLauncher):
-    """Keeps what it started, so that a test can see how each process ended."""
+class KeepingLauncher:
+    """Keeps what another has started, so that a test can see how each process ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: RankLauncher) -> None:
+        self._launcher = launcher
         self.handles: list[RankHandle] = []
 
     async def launch(self, spec: RankSpec) -> RankHandle:
-        self.handles.append(await super().launch(spec))
+        self.handles.append(await self._launcher.launch(spec))
         return self.handles[-1]
 
     async def endings(self) -> list[str]:
@@ -75,8 +79,8 @@ class KeepingLauncher(ProcessLauncher):
 class Brain:
     """Holds the group of one replica and keeps what it hears."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.launcher = KeepingLauncher()
+    def __init__(self, launcher: RankLauncher, clock: Clock) -> None:
+        self.launcher = KeepingLauncher(launcher)
         self.group = RankGroup(
             SECRET,
             self.launcher,
@@ -117,8 +121,8 @@ class Brain:
 
 
 @asynccontextmanager
-async def holding(clock: Clock | None = None) -> AsyncIterator[Brain]:
-    brain = Brain(clock or SystemClock())
+async def holding(launcher: RankLauncher = FORKS, clock: Clock | None = None) -> AsyncIterator[Brain]:
+    brain = Brain(launcher, clock or SystemClock())
     try:
         yield brain
     finally:

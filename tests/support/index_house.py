@@ -11,10 +11,12 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import redis
+from child_processes import killed_on_error
+from patience import WAIT_S
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
@@ -31,11 +33,12 @@ SPACE = b"space-01"
 CHAIN = b"chain-of-16bytes"
 WHOLE = Shard(0, 4, 0, 2)
 QUICK = AnnounceLimits(linger_s=0.0, rebuild_pause_s=0.0, retry_s=0.02)
-PATIENT_S = 30.0
+PATIENT_S = WAIT_S
+_SHORTLY = Retry(ConstantBackoff(0.02), 10)
 
 
 class RawRedis:
-    """A `redis-server` with settings of the test's; ends with the test's process."""
+    """A `redis-server` with settings of the test's. Use as a context manager, or `close` it."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         """`settings` with underscores for dashes. It runs from here on."""
@@ -56,8 +59,23 @@ class RawRedis:
         command = [sys.executable, redis_keeper.__file__, find_binary()]
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert self._keeper.stdin is not None
-        self._keeper.stdin.write(config.encode() + b"\n")
-        self._keeper.stdin.flush()
+        with killed_on_error(self._keeper):
+            self._keeper.stdin.write(config.encode() + b"\n")
+            self._keeper.stdin.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def is_up(self) -> bool:
+        """Wait until the server answers. Returns False if it ends instead."""
+        assert self._keeper is not None
+        while self._keeper.poll() is None:
+            with suppress(redis.ConnectionError), redis.Redis(port=self.port, retry=_SHORTLY) as client:
+                return bool(client.ping())
+        return False
 
     def client(self, **options: Any) -> redis.Redis:
         """A connection of the test's own, once the server answers."""

@@ -13,6 +13,8 @@ from types import TracebackType
 import msgspec
 import numpy as np
 import torch
+from child_processes import killed_on_error
+from patience import WAIT_S
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -134,15 +136,17 @@ class RankProcesses:
     def __init__(self, count: int) -> None:
         self._store, address = open_store(HOST)
         command = [sys.executable, __file__]
-        self._processes = [
-            subprocess.Popen(
-                [*command, str(rank), address],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
-        ]
+        self._processes: list[subprocess.Popen[str]] = []
+        with killed_on_error(self._processes):
+            for rank in range(count):
+                self._processes.append(
+                    subprocess.Popen(
+                        [*command, str(rank), address],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                    )
+                )
 
     def run(self, case: Case) -> None:
         """Returns when all ranks of the case are done; their errors are on standard error."""
@@ -160,13 +164,14 @@ class RankProcesses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()  # upon which it ends
-        for process in self._processes:
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+        with killed_on_error(self._processes):
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.close()  # upon which it ends
+            for process in self._processes:
+                process.wait(WAIT_S)
+                assert process.stdout is not None
+                process.stdout.close()
 
 
 def _serve(rank: int, address: str) -> None:

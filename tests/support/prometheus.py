@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
 
+from child_processes import killed_on_error
+from optional_programs import find_program
+from patience import START_S
 from serving import free_port
 
 from kvtransfer.clock import SystemClock
 
-_START_S = 30.0
+_START_S = START_S
 _CONFIG = """
 global: {{scrape_interval: {scrape_s}s, scrape_timeout: {scrape_s}s, evaluation_interval: 5s}}
 scrape_configs:
@@ -49,7 +52,7 @@ class Prometheus:
         self._log = (folder / "prometheus.log").open("w")
         self._process = subprocess.Popen(
             [
-                "prometheus",
+                find_program("prometheus"),
                 f"--config.file={config}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address={self._address}",
@@ -57,7 +60,8 @@ class Prometheus:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        self._wait_ready()
+        with killed_on_error(self._process):
+            self._wait_ready()
 
     def query(self, text: str) -> list[Sample]:
         """The series that it answers with now, those whose value is not a number left out."""
@@ -73,9 +77,9 @@ class Prometheus:
 
     def stop(self) -> None:
         """End it, and wait for that."""
-        self._process.terminate()
-        self._process.wait(30)
-        self._log.close()
+        with self._log, killed_on_error(self._process):
+            self._process.terminate()
+            self._process.wait(30)
 
     def _wait_ready(self) -> None:
         deadline, pause = self._clock.now() + _START_S, threading.Event()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import functools
 import os
@@ -17,14 +18,17 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import IO, NamedTuple
 
 import msgspec
+from patience import START_S
 
 from workers.messages import RANK_SPEC_CODEC, RankSpec
 from workers.ranks import RankHandle
 
 _LENGTH = struct.Struct("<I")
+_START_S = START_S
 Loop = asyncio.AbstractEventLoop
 
 
@@ -33,9 +37,31 @@ class NurseryLauncher:
 
     async def launch(self, spec: RankSpec) -> RankHandle:
         loop = asyncio.get_running_loop()
-        birth = _Birth(loop, loop.create_future(), loop.create_future())
+        born: asyncio.Future[int] = loop.create_future()
+        ended: asyncio.Future[int] = loop.create_future()
+        birth = _Birth(functools.partial(_resolve, loop, born), functools.partial(_resolve, loop, ended))
         _nursery().order(birth, RANK_SPEC_CODEC.encode(spec))
-        return _Rank(await birth.born, birth.ended, spec.rank)
+        return _Rank(await born, ended, spec.rank)
+
+
+class ForkedRank:
+    """A rank that is a fork of the nursery, with what tests without a loop use of `subprocess.Popen`."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        born: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
+        birth = _Birth(born.set_result, self._ended.set_result)
+        _nursery().order(birth, RANK_SPEC_CODEC.encode(spec))
+        self.pid = born.result(_START_S)
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the rank's end. Returns its exit status; negative: the signal that killed it."""
+        return self._ended.result(timeout_s)
+
+    def kill(self) -> None:
+        if not self._ended.done():  # after its end the number may be another process's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class _Rank:
@@ -55,9 +81,10 @@ class _Rank:
 
 
 class _Birth(NamedTuple):
-    loop: Loop
-    born: asyncio.Future[int]
-    ended: asyncio.Future[int]
+    """What is called, in the reading thread, with the process id and with the exit status."""
+
+    on_born: Callable[[int], None]
+    on_ended: Callable[[int], None]
 
 
 class _Born(msgspec.Struct, tag=True):
@@ -106,10 +133,10 @@ class _Nursery:
                     with self._lock:
                         birth = self._births.pop(0)
                         self._alive[process_id] = birth
-                    _resolve(birth.loop, birth.born, process_id)
+                    birth.on_born(process_id)
                 case _Ended(process_id, status):
                     birth = self._alive.pop(process_id)
-                    _resolve(birth.loop, birth.ended, status)
+                    birth.on_ended(status)
 
 
 @functools.cache

@@ -18,13 +18,14 @@ from typing import Any
 
 import psutil
 from chart_house import Object
+from patience import START_S
 from serving import environment, free_port
 
 from kvtransfer.clock import SystemClock
 
 TOKEN = "the-token-of-the-test-cluster"
 _IS_UP = "To terminate the Ray runtime"
-_START_S = 120.0
+_START_S = START_S
 
 
 class RayGroups:

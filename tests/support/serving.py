@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from child_processes import killed_on_error
+from patience import SETTLE_S, START_S, WAIT_S
 
 from cluster.blocking_client import BlockingClient
 from cluster.errors import CallError
@@ -25,7 +27,8 @@ from workers.model.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "models" / "tiny"
-START_S = 120.0
+STOP_S = WAIT_S
+_IS_UP = "Ctrl-C"
 _COUNTERS = """
 import json, logging, sys
 import ray
@@ -96,12 +99,14 @@ class RunningCluster:
             text=True,
         )
         self.lines: list[str] = []
-        self._ready = threading.Event()
+        self._ended_or_ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(start_s) or self._process.poll() is not None:
-            self.stop()
-            raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
+        with killed_on_error(self._process):
+            self._ended_or_ready.wait(start_s)
+            if not any(line.startswith(_IS_UP) for line in self.lines):
+                self.stop()
+                raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
         pattern = re.compile(r"(gateway|console|Ray token|Ray|dashboard|logs)\s+(\S.*)")
         self.addresses: dict[str, str] = {
             match[1]: match[2] for line in self.lines if (match := pattern.match(line))
@@ -119,7 +124,9 @@ class RunningCluster:
         """The first replica of this role."""
         return next(replica for replica in self.status().replicas if replica.role == role)
 
-    def wait_for(self, condition: Callable[[pb.StatusResponse], bool], timeout_s: float) -> pb.StatusResponse:
+    def wait_for(
+        self, condition: Callable[[pb.StatusResponse], bool], timeout_s: float = SETTLE_S
+    ) -> pb.StatusResponse:
         """The first status that fulfils the condition."""
         deadline = self._clock.now() + timeout_s
         pause = threading.Event()
@@ -160,7 +167,8 @@ class RunningCluster:
         """Ctrl-C; returns the exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        status = self._process.wait(60)
+        with killed_on_error(self._process):
+            status = self._process.wait(STOP_S)
         self._reader.join()
         return status
 
@@ -168,10 +176,10 @@ class RunningCluster:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.lines.append(line)
-            if line.startswith("Ctrl-C"):
-                self._ready.set()
+            if line.startswith(_IS_UP):
+                self._ended_or_ready.set()
         self._process.stdout.close()
-        self._ready.set()
+        self._ended_or_ready.set()
 
 
 def object_store_counters(ray_address: str) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from msgspec.structs import replace
+from patience import WAIT_S
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.faults import FaultRule
@@ -36,7 +37,6 @@ R = TypeVar("R")
 
 ROOT = Path(__file__).parents[2]
 SECRET = bytes(range(32))
-WAIT_S = 60.0
 _LENGTH = struct.Struct("<I")
 
 
@@ -87,11 +87,16 @@ class StoreHouse:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         spec = SPEC_CODEC.encode(OwnerSpec(self.settings, faults, offer_wait_s))
-        self._process.stdin.write(_LENGTH.pack(len(spec)) + spec)
-        async with asyncio.timeout(WAIT_S):
-            line = await self._process.stdout.readline()
-        self.address = line.decode().strip()
-        assert self.address, "the owner did not start"
+        self.address = ""
+        try:
+            self._process.stdin.write(_LENGTH.pack(len(spec)) + spec)
+            async with asyncio.timeout(WAIT_S):
+                line = await self._process.stdout.readline()
+            self.address = line.decode().strip()
+            assert self.address, "the owner did not start"
+        finally:
+            if not self.address:
+                await self.close()
 
     @property
     def pid(self) -> int:
@@ -119,6 +124,12 @@ class StoreHouse:
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert await self.ended() == 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Whatever state it is in."""

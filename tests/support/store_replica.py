@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from store_house import SECRET, WAIT_S, StoreHouse, eventually
+from patience import WAIT_S
+from store_house import SECRET, StoreHouse, eventually
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.faults import Faults

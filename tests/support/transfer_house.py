@@ -31,6 +31,8 @@ from agent_process import (
     read,
     write,
 )
+from child_processes import close_all, closed_on_error, killed_on_error
+from patience import WAIT_S
 
 from kvtransfer.faults import FaultRule
 from kvtransfer.layout import BlockLayout, piece_runs
@@ -56,7 +58,6 @@ from kvtransfer.messages import (
 )
 from kvtransfer.secret import draw_id
 
-WAIT_S = 30.0
 SHARD = Shard(0, 4, 0, 4)
 LAYOUT = BlockLayout(SHARD, head_dim=32, block_tokens=16, item_bytes=4)
 NUM_BLOCKS = 24
@@ -314,7 +315,8 @@ class AgentProcess:
         self.signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
-        status = self._process.wait(WAIT_S)
+        with killed_on_error(self._process):
+            status = self._process.wait(WAIT_S)
         self._reader.join()
         self._stdout.close()
         return status
@@ -342,7 +344,8 @@ class TransferHouse:
         require(transport)
         self.transport = transport
         self.writers = AgentProcess()
-        self.targets = AgentProcess()
+        with closed_on_error(self.writers):
+            self.targets = AgentProcess()
         self._rooms: list[Rank] = []
         self._victims: list[AgentProcess] = []
 
@@ -365,20 +368,20 @@ class TransferHouse:
     @contextlib.contextmanager
     def room(self) -> Iterator[TransferHouse]:
         """One test's stay: its ranks and victims end with it."""
-        try:
+        with contextlib.ExitStack() as stays:
+            stays.callback(self._rooms.clear)
+            stays.callback(self._victims.clear)
+            stays.callback(self._end_ranks)
+            stays.callback(lambda: close_all(self._victims))
             yield self
-        finally:
-            for victim in self._victims:
-                victim.close()
-            for rank in reversed(self._rooms):
-                if rank.process in (self.writers, self.targets) and not rank.ended.is_set():
-                    rank.end()
-            self._victims.clear()
-            self._rooms.clear()
 
     def close(self) -> None:
-        for process in (self.writers, self.targets):
-            assert process.close() == 0
+        assert close_all((self.writers, self.targets)) == [0, 0]
+
+    def _end_ranks(self) -> None:
+        for rank in reversed(self._rooms):
+            if rank.process in (self.writers, self.targets) and not rank.ended.is_set():
+                rank.end()
 
     def _start(self, process: AgentProcess, identity: object, start: dict[str, object]) -> Rank:
         rank = process.start(self.transport, identity, **start)  # type: ignore[arg-type]

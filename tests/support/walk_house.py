@@ -9,9 +9,10 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from patience import WAIT_S
 from rank_nursery import NurseryLauncher
 
 from kvtransfer.clock import SystemClock
@@ -45,7 +46,6 @@ from workers.messages import (
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
-WAIT_S = 20.0
 
 
 async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
@@ -93,7 +93,7 @@ class Replica:
         self.events: list[KvEvents] = []
         self._heard = heard
         self._stream: FrameStream
-        self._task: asyncio.Task[None]
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def target(self) -> HandOverTarget:
@@ -111,8 +111,9 @@ class Replica:
         self._stream.send(LINK_DOWN_CODEC.encode(message))
 
     async def close(self) -> None:
-        self._stream.close()
-        await self._task
+        if self._task is not None:
+            self._stream.close()
+            await self._task
 
     async def _listen(self) -> None:
         while (frame := await self._stream.receive()) is not None:
@@ -182,10 +183,19 @@ class House:
             store=store,
             faults=faults,
         )
-        await brain.start()
+        async with contextlib.AsyncExitStack() as failed:
+            failed.push_async_callback(brain.stop)
+            await brain.start()
+            failed.pop_all()
         replica = self.replicas[name] = Replica(brain, self.heard)
         await replica.connect(self.secret)
         return replica
+
+    async def add_all(self, name_to_role: dict[str, str], **how: Any) -> list[Replica]:
+        """Add replicas with the same settings at once; if one cannot start, none stays half started."""
+        async with asyncio.TaskGroup() as starts:
+            added = [starts.create_task(self.add(name, role, **how)) for name, role in name_to_role.items()]
+        return [each.result() for each in added]
 
     def submission(
         self,
@@ -244,10 +254,19 @@ class House:
             brain.pool.check()
             brain.scheduler.check()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.wake_all()
+        await self.close()
+
     async def close(self) -> None:
-        for replica in self.replicas.values():
-            await replica.close()
-            await replica.brain.stop()
+        """End all replicas, also after one whose end fails."""
+        async with contextlib.AsyncExitStack() as ends:
+            for replica in reversed(self.replicas.values()):
+                ends.push_async_callback(replica.brain.stop)
+                ends.push_async_callback(replica.close)
 
     def wake_all(self) -> None:
         """Continue every rank that a test stopped, so that it can end."""

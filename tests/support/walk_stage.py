@@ -31,12 +31,10 @@ class Stage:
     async def opened(cls, folder: Path, engine: dict[str, Any]) -> AsyncIterator[Self]:
         """A stage whose replicas have these settings of the engine."""
         model_dir = copy_tiny(folder)
-        house = House(model_dir)
         names = {"p0": "prefill", "d0": "decode", "b0": "both"}
-        await asyncio.gather(*(house.add(name, role, engine=engine) for name, role in names.items()))
-        yield cls(house, model_dir, engine)
-        house.wake_all()
-        await house.close()
+        async with House(model_dir) as house:
+            await house.add_all(names, engine=engine)
+            yield cls(house, model_dir, engine)
 
     @property
     def p0(self) -> Replica:

@@ -22,18 +22,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def house(model_dir: Path) -> AsyncIterator[House]:
     """An empty house for a test that breaks things."""
-    built = House(model_dir)
-    yield built
-    built.wake_all()
-    await built.close()
+    async with House(model_dir) as built:
+        yield built
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_house(model_dir: Path) -> AsyncIterator[House]:
     """Replicas p0 (prefill), d0 (decode), b0 (both) for the tests of a module that leave them whole."""
-    built = House(model_dir)
-    await built.add("p0", "prefill")
-    await built.add("d0", "decode")
-    await built.add("b0", "both")
-    yield built
-    await built.close()
+    async with House(model_dir) as built:
+        await built.add("p0", "prefill")
+        await built.add("d0", "decode")
+        await built.add("b0", "both")
+        yield built

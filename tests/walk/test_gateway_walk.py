@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,15 @@ def reference(tiny_dir: Path) -> Reference:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front(tiny_dir: Path) -> AsyncIterator[Front]:
     """p0 (prefill) and d0 (decode) behind a gateway; b0 (both) beside it, for what one engine gives alone."""
-    house = House(tiny_dir)
-    p0, d0, _ = await asyncio.gather(
-        house.add("p0", "prefill", engine=ENGINE),
-        house.add("d0", "decode", engine=ENGINE),
-        house.add("b0", "both", engine=ENGINE),
-    )
-    built = Front(house, tiny_dir)
-    await built.open()
-    await built.register(p0, d0)
-    yield built
-    await built.close()
-    await house.close()
+    roles = {"p0": "prefill", "d0": "decode", "b0": "both"}
+    async with AsyncExitStack() as ends:
+        house = await ends.enter_async_context(House(tiny_dir))
+        p0, d0, _ = await house.add_all(roles, engine=ENGINE)
+        built = Front(house, tiny_dir)
+        await built.open()
+        ends.push_async_callback(built.close)
+        await built.register(p0, d0)
+        yield built
 
 
 def alone(front: Front) -> Callable[..., Any]:

@@ -7,11 +7,12 @@ import random
 from typing import Any
 
 import pytest
+from optional_programs import uses_compiler
 from walk_house import BLOCK_TOKENS, Heard, House, until
 
 from workers.messages import Cancel
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), uses_compiler]
 
 
 def prompt(seed: int, num_tokens: int = 100) -> list[int]:

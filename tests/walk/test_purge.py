@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,25 +66,27 @@ async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
     house = House(model_dir)
     store = StoreHouse(tmp_path / "store", secret=house.secret, dram_bytes=64 << 20)
-    await store.start()
-    name = store.settings.name
-    replicas = await asyncio.gather(
-        house.add("p0", "prefill", engine=ENGINE, store=name),
-        house.add("d0", "decode", engine=ENGINE, store=name),
-        house.add("b0", "both", engine=ENGINE),
-    )
-    front = Front(house, model_dir)
-    await front.open()
-    await front.register(*replicas[:2])
-    await front.roster.register_store(StoreRecord("n", 1, store.address, store.pid, "here"))
-    for replica in replicas[:2]:
-        tiers = replica.brain.tiers
-        assert tiers is not None
-        await until(lambda: tiers.is_open, "the store is open")  # noqa: B023
-    yield Purged(front, store, house)
-    await front.close()
-    await house.close()
-    await store.close()
+    async with AsyncExitStack() as ends:
+        await ends.enter_async_context(store)
+        await ends.enter_async_context(house)
+        await store.start()
+        name = store.settings.name
+        async with asyncio.TaskGroup() as starts:
+            starting = starts.create_task(
+                house.add_all({"p0": "prefill", "d0": "decode"}, engine=ENGINE, store=name)
+            )
+            starts.create_task(house.add("b0", "both", engine=ENGINE))
+        replicas = starting.result()
+        front = Front(house, model_dir)
+        await front.open()
+        ends.push_async_callback(front.close)
+        await front.register(*replicas)
+        await front.roster.register_store(StoreRecord("n", 1, store.address, store.pid, "here"))
+        for replica in replicas:
+            tiers = replica.brain.tiers
+            assert tiers is not None
+            await until(lambda: tiers.is_open, "the store is open")  # noqa: B023
+        yield Purged(front, store, house)
 
 
 def cached(call: Call) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,11 @@ async def build(model_dir: Path, family: Family, shapes: list[str]) -> House:
     """One replica of each shape; 4 ranks of 4x1 share 2 key-value heads, and 3 layers do not halve."""
     write_random_checkpoint(model_dir, family, seed=5, num_hidden_layers=3)
     house = House(model_dir)
-    for shape in shapes:
-        await house.add(shape, parallel=SHAPES[shape])
+    async with AsyncExitStack() as ends:
+        await ends.enter_async_context(house)
+        for shape in shapes:
+            await house.add(shape, parallel=SHAPES[shape])
+        ends.pop_all()
     return house
 
 

@@ -33,11 +33,8 @@ def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
 async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[House, StoreHouse]]:
     """An empty house of replicas, and a store that is not started."""
     house = House(model_dir)
-    store = StoreHouse(tmp_path, secret=house.secret)
-    yield house, store
-    house.wake_all()
-    await house.close()
-    await store.close()
+    async with StoreHouse(tmp_path, secret=house.secret) as store, house:
+        yield house, store
 
 
 async def add(house: House, store: StoreHouse, name: str, role: str = "both", **how: Any) -> Replica:

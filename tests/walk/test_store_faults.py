@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from patience import WAIT_S
 from store_house import StoreHouse
 from walk_house import Heard, House, Replica, until
 
@@ -35,7 +36,6 @@ PREFIX_TOKENS, NUM_TOKENS = 96, 168
 SEGMENT_BYTES = 256 << 10
 NUM_SEGMENTS, NUM_ROUNDS = 12, 6
 MAX_ROUNDS = 20
-WAIT_S = 60.0
 
 
 def some_tokens(draw: random.Random, num: int) -> list[int]:

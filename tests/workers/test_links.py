@@ -11,6 +11,7 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_ends import LinkEnd
+from patience import WAIT_S
 
 from kvtransfer.errors import TransferError
 from kvtransfer.framing import connect_tcp, prove_as_async_client, send_to
@@ -58,7 +59,7 @@ async def connected(host: Host) -> tuple[FrameStream, FrameStream]:
 
 async def drained(stream: FrameStream) -> list[bytes]:
     frames = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while (frame := await stream.receive()) is not None:
             frames.append(frame)
     return frames
@@ -83,7 +84,7 @@ async def test_what_a_client_sent_before_it_closed_arrives_although_it_was_readi
         client.send(frame)
     client.close()
     assert await reading is None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await host.ended.wait()
     assert host.received == frames
 

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from optional_programs import uses_compiler
 from torch import Tensor
 
 from workers.model.attention import paged_attention, write_kv
 from workers.model.batch import AttentionBatch, SequenceSpan
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
 
 CPU = torch.device("cpu")
 LAYERS, HEAD_DIM = 2, 8

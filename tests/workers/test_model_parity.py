@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from optional_programs import uses_compiler
 from torch import Tensor
 
 from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.decoder import Decoder, load_decoder
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from child_processes import killed_on_error
 from parallel_ranks import CPU, HOST
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -173,15 +174,13 @@ def test_one_rank_alone_forms_nothing() -> None:
 
 def test_nothing_listens_on_other_interfaces(address: str, links: str) -> None:
     before = _listening()
-    seen: set[tuple[Any, ...]] = set()
-    formed = threading.Barrier(4)
+    all_formed = threading.Barrier(4)  # what listens while groups form has ended
 
-    def look(_: RankGroups) -> None:
-        formed.wait(30)
-        seen.update(_listening())
+    def listing(groups: RankGroups) -> set[tuple[Any, ...]]:
+        all_formed.wait()
+        return _listening()
 
-    _together(address, 2, 2, look)
-    ours = seen - before
+    ours = set().union(*_together(address, 2, 2, listing)) - before
     if links:  # a listing while other sockets come and go may miss some that were there all the time
         ours -= _listening()
     assert bool(ours) == (not links), "gloo listens, ranks that share memory do not"
@@ -202,11 +201,12 @@ class _IdleRanks:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
         )
-        self.made = {
-            name: _groups(PrefixStore(name, store), tp, pp, 1 - other) for name, tp, pp, other in places
-        }
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"formed\n"
+        with killed_on_error(self.process):
+            self.made = {
+                name: _groups(PrefixStore(name, store), tp, pp, 1 - other) for name, tp, pp, other in places
+            }
+            assert self.process.stdout.readline() == b"formed\n"
 
     def end(self) -> None:
         self.process.kill()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 import torch
-from held_ranks import NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
+from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
 from msgspec.structs import replace
 from step_plans import BLOCK, walk
 
@@ -24,7 +24,7 @@ from workers.messages import (
     RankFailed,
     RankJoined,
 )
-from workers.ranks import ProcessHandle
+from workers.ranks import ProcessHandle, ProcessLauncher, RankLauncher
 from workers.stages import given_layers
 
 
@@ -38,10 +38,16 @@ def model_dir(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("tp", "layers", "num_in_flight"), [(1, (3,), 2), (2, (3,), 2), (1, (2, 1), 3), (2, (1, 2), 2)]
+    ("tp", "layers", "num_in_flight", "launcher"),
+    [
+        (1, (3,), 2, FORKS),
+        (2, (3,), 2, ProcessLauncher()),
+        (1, (2, 1), 3, FORKS),
+        (2, (1, 2), 2, FORKS),
+    ],
 )
 async def test_ranks_in_processes_give_the_tokens_of_one_executor(
-    model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int
+    model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int, launcher: RankLauncher
 ) -> None:
     whole = Executor(
         model_dir=model_dir,
@@ -54,7 +60,7 @@ async def test_ranks_in_processes_give_the_tokens_of_one_executor(
     )
     plans, pp = walk(), len(layers)
     expected = [[(token.slot, token.token) for token in whole.run(plan).tokens] for plan in plans]
-    async with holding() as brain:
+    async with holding(launcher) as brain:
         stages = given_layers(NUM_LAYERS, layers)
         ready = await brain.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", lambda _: stages)
         assert [it.rank for it in ready] == list(range(tp * pp))
@@ -146,7 +152,7 @@ async def test_the_rank_that_died_in_a_step_is_named(
     """The other three meet broken connections at the same time, and say so, in a line each."""
     marker = tmp_path / "marker"
     faults = (FaultRule("rank.step.decode", "kill", str(marker)),)
-    async with holding() as brain:
+    async with holding(ProcessLauncher()) as brain:  # the standard error of forks is elsewhere
         stages = given_layers(NUM_LAYERS, (1, 2))
         ready = await brain.group.start(
             make_specs(model_dir, 2, 2, faults=faults), "127.0.0.1", lambda _: stages

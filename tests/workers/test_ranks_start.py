@@ -63,7 +63,7 @@ async def test_a_rank_that_hangs_while_it_starts_is_named_with_its_phase(
     marker, clock = tmp_path / "marker", ManualClock()
     specs = make_specs(model_dir, 2, 1)
     faults = (FaultRule(f"rank.start.{phase}", "stop", str(marker)),)
-    async with holding(clock) as brain:
+    async with holding(clock=clock) as brain:
         hung = [specs[0], replace(specs[1], faults=faults)]
         started = asyncio.create_task(brain.group.start(hung, "127.0.0.1", lambda _: ((0, NUM_LAYERS),)))
         async with asyncio.timeout(PATIENCE_S):

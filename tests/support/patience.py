@@ -1,0 +1,13 @@
+"""How long tests wait. Each wait is on a condition, so that a limit costs nothing where a test passes; the
+limits hold on a machine that is much slower and busier than usual."""
+
+from __future__ import annotations
+
+WAIT_S = 90.0
+"""For what takes up to a few seconds on an idle machine: a message, an answer, the end of a process."""
+START_S = 180.0
+"""For the start of processes that import torch, or of Ray with a cluster in it."""
+SETTLE_S = 240.0
+"""For a cluster that replaces or moves replicas. Below pytest's limit for a whole test."""
+SLACK_S = 9.0
+"""What a busy machine may add to a time that the product promises."""
