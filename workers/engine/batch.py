@@ -142,10 +142,10 @@ class Batch:
     added. Entries get their block tables when it is complete: until then blocks of any sequence may be moved
     out of the device's memory."""
 
-    def __init__(self, step: int, budget_tokens: int, budget_bytes: int = PLAN_BYTES) -> None:
+    def __init__(self, step: int, budget_tokens: int) -> None:
         self.step = step
         self.budget_tokens = budget_tokens
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = PLAN_BYTES
         self.planned: list[PlannedEntry] = []
         self._request_to_samples: dict[Request, list[SlotSample]] = {}
         self._copies: list[BlockCopy] = []
