@@ -204,6 +204,7 @@ class Batch:
     def plan(self, free_slots: tuple[int, ...]) -> StepPlan:
         """The message to the ranks."""
         assert self.planned or not self._copies, "a plan that computes nothing moves blocks"
+        assert self.budget_bytes >= 0, "more was planned than a frame holds"
         entries = tuple(
             BatchEntry(
                 slot=entry.sequence.slot,
