@@ -1,4 +1,4 @@
-"""The sampler that computes everything for the whole vocabulary: the engine's own until it learnt shorter ways.
+"""The sampler that computes everything for the whole vocabulary, as the engine's did at first.
 
 Tokens must stay those that this one draws. Letters: R rows of a step, V vocabulary.
 """

@@ -20,7 +20,6 @@ from hash_rank import (
     SlotState,
     alone,
     pack,
-    sample,
     unpack,
 )
 

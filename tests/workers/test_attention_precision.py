@@ -1,4 +1,4 @@
-"""Attention in bfloat16 against float64, with scores from flat to sharply peaked, with and without kernels."""
+"""Attention in bfloat16 against float64, with flat and sharply peaked scores, with and without kernels."""
 
 from __future__ import annotations
 

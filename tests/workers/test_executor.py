@@ -141,8 +141,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: Executor) -> 
     whole += [executor.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
     sampled = [report.tokens[0] for report in whole]
     known = [*prompt, *(token.token for token in sampled[:6])]
-    sample = SlotSample(2, 7, known[-1], num_output_tokens=6, output=packed(known[20:]))
-    start = SlotStart(sampling, (sample,), packed(prompt))
+    start = SlotStart(sampling, (SlotSample(2, 7, known[-1], 6, packed(known[20:])),), packed(prompt))
     again = [executor.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
     again += [executor.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
     for before, after in zip(sampled[6:], (report.tokens[0] for report in again), strict=True):
@@ -170,7 +169,7 @@ def test_a_started_slot_implies_its_last_known_token(executor: Executor) -> None
     prompt = draw(18)
     token = run(executor, step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))[1]
     expected = run(executor, step(entry(1, 18, [], (0, 1), [1])))[1]
-    start = SlotStart(GREEDY, (SlotSample(2, 0, last_token=token, num_output_tokens=1),))
+    start = SlotStart(GREEDY, (SlotSample(2, 0, token, 1),))
     assert run(executor, step(entry(2, 18, [], (0, 1), [2]), starts=[start])) == {2: expected}
 
 

@@ -128,7 +128,7 @@ def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
     num_blocks: int,
     num_bytes: int,
 ) -> None:
-    """With samples, preemption and a budget that holds a few starts: what waits for room is computed later."""
+    """With samples, preemption and a budget of a few starts: what waits for room is computed later."""
     monkeypatch.setattr(batch, "PLAN_BYTES", num_bytes)
     side = engine(num_blocks=num_blocks)
     asked = []

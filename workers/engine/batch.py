@@ -24,7 +24,6 @@ from workers.messages import (
     TokenDelta,
 )
 
-
 PLAN_BYTES = MAX_FRAME_BYTES // 2
 """What starts and entries of one plan may take. The other half is for what cannot wait: a freed slot takes 5
 bytes and a block's copy 11."""
@@ -231,7 +230,7 @@ def _slot_start(request: Request, samples: list[SlotSample]) -> SlotStart:
     return SlotStart(submission.sampling, tuple(samples), prompt)
 
 
-# Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids of tokens and blocks 5, headers 5.
+# Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
 
 
 def entry_bytes(num_tokens: int, num_blocks: int, num_samplers: int) -> int:

@@ -2,6 +2,7 @@
 
 The token is the one that `Warp.dense` and noise for the whole vocabulary would give. Where rounding could
 decide otherwise, or the candidates may not be all, the row is not sure, and is drawn again from everything.
+Not yet validated on CUDA.
 Letters: R rows, V vocabulary, C candidates.
 """
 
@@ -84,9 +85,9 @@ def draw_by_rejection(
 ) -> Draw:
     """[R] tokens from `logits` [R, V] on a CPU whose rows all have a top-p and no top-k, without sorting any.
 
-    `draw(rows, least)` is the best of all tokens of these rows that are scaled to at least `least` [r, 1]. The
-    best of all is the best of the nucleus if it is in there. Otherwise nothing as unlikely is, so the draw is
-    repeated among what is likelier.
+    `draw(rows, least)` is the best of all tokens of these rows that are scaled to at least `least` [r, 1].
+    The best of all is the best of the nucleus if it is in there. Otherwise nothing as unlikely is, so the
+    draw is repeated among what is likelier.
     """
     tokens, is_sole = draw(slice(None), least)
     is_sure = torch.zeros_like(is_sole)

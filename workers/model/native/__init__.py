@@ -104,9 +104,9 @@ class Kernels:
         self, logits: Tensor, temperature: Tensor, least: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The token of each row of float32 logits [R, V] with the largest logits / temperature + noise, of
-        those whose logits / temperature is at least `least`; the other arguments are [R, 1] float32 and `keys`
-        [R] of `workers.engine.noise`. Returns tokens, best scores and next best scores, [R]; the scores are
-        exact up to the rounding of logarithms."""
+        those whose logits / temperature is at least `least`; both are [R, 1] float32, and `keys` [R] are of
+        `workers.engine.noise`. Returns tokens, best scores and next best scores, [R]; the scores are exact
+        up to the rounding of logarithms."""
         num_rows, vocab_size = logits.shape
         assert logits.dtype == torch.float32
         assert logits.is_contiguous()
