@@ -102,4 +102,5 @@ def _exactly(query: Tensor, kv: Tensor, span: SequenceSpan, window: int) -> Tens
     if window:
         hidden |= key <= position - window
     probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return (probabilities @ values).transpose(0, 1).flatten(1)
+    mixed: Tensor = probabilities @ values
+    return mixed.transpose(0, 1).flatten(1)

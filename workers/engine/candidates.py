@@ -126,7 +126,7 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values, ids
     num_blocks = vocab_size // size
     # Block b is b, b + num_blocks, b + 2 * num_blocks, ...: its maximum is taken across vectors.
-    body = logits[:, : size * num_blocks].unflatten(1, (size, num_blocks))
+    body = logits[:, : size * num_blocks].view(len(logits), size, num_blocks)
     blocks = body.amax(1).topk(count, dim=-1).indices
     steps = torch.arange(0, size * num_blocks, num_blocks, device=logits.device)
     rest = torch.arange(size * num_blocks, vocab_size, device=logits.device)

@@ -24,9 +24,11 @@ class PromptTokens:
         self._sorted = np.flatnonzero(is_there)
         self.ids = torch.from_numpy(self._sorted).to(device)
 
-    def __contains__(self, token: int) -> bool:
-        place = int(np.searchsorted(self._sorted, token))
-        return place < len(self._sorted) and int(self._sorted[place]) == token
+    def contains(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the tokens the prompt has."""
+        places = np.searchsorted(self._sorted, tokens).clip(max=len(self._sorted) - 1)
+        are_there: NDArray[np.bool_] = self._sorted[places] == tokens
+        return are_there
 
 
 class TokenPenalties:
@@ -39,12 +41,11 @@ class TokenPenalties:
     def __init__(self, sampling: SamplingParams, prompt: PromptTokens | None, output: bytes) -> None:
         self.sampling = sampling
         self.prompt = prompt
-        self._token_to_place: dict[int, int] = {}
-        self._ids = np.zeros(16, dtype=np.int64)
-        self._counts = np.zeros(16, dtype=np.float32)
-        self._repetitions = np.zeros(16, dtype=np.float32)
-        for token in np.frombuffer(output, dtype="<u4").tolist():
-            self.count(token)
+        ids, counts = np.unique(np.frombuffer(output, dtype="<u4"), return_counts=True)
+        self._ids = ids.astype(np.int64)
+        self._counts = counts.astype(np.float32)
+        self._repetitions = self._repetitions_of(self._ids)
+        self._token_to_place = {token: place for place, token in enumerate(ids.tolist())}
 
     def count(self, token: int) -> None:
         """The output has one more of this token."""
@@ -52,14 +53,20 @@ class TokenPenalties:
         if place is None:
             place = self._token_to_place[token] = len(self._token_to_place)
             if place == len(self._ids):
+                num_more = max(16, place)
                 self._ids, self._counts, self._repetitions = (
-                    np.concatenate((values, np.zeros_like(values)))
+                    np.concatenate((values, np.zeros(num_more, values.dtype)))
                     for values in (self._ids, self._counts, self._repetitions)
                 )
-            is_in_prompt = self.prompt is not None and token in self.prompt
             self._ids[place] = token
-            self._repetitions[place] = 1.0 if is_in_prompt else self.sampling.repetition_penalty
+            self._repetitions[place] = self._repetitions_of(self._ids[place : place + 1])[0]
         self._counts[place] += 1
+
+    def _repetitions_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        repetitions = np.full(len(ids), self.sampling.repetition_penalty, dtype=np.float32)
+        if self.prompt is not None:
+            repetitions[self.prompt.contains(ids)] = 1.0
+        return repetitions
 
     @property
     def output(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
