@@ -182,7 +182,7 @@ class BareExecutor:
         """The slots that the last plans left taken."""
         taken: set[int] = set()
         for plan in plans:
-            taken = taken - set(plan.free_slots) | {start.slot for start in plan.starts}
+            taken = taken - set(plan.free_slots) | set(plan.started_slots)
         self._executor.run(StepPlan(0, tuple(taken), (), (), ()))
 
 

@@ -20,7 +20,7 @@ from kvtransfer.clock import Clock, SystemClock
 from workers.engine.executor import Executor, read_dtype
 from workers.engine.limits import DeviceLimits, MeasureSizes, measure_limits
 from workers.errors import CapacityError
-from workers.messages import BatchEntry, SamplingParams, SlotStart, StepPlan
+from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.work import ModelWork
 
@@ -205,7 +205,10 @@ class _Engine:
 
     def _prefill(self, batch: int, num_tokens: int, num_total: int) -> None:
         prompts = [self.draw(num_tokens) for _ in range(batch)]
-        starts = [SlotStart(slot, prompts[slot], num_tokens, 0, SamplingParams()) for slot in range(batch)]
+        samples = [
+            SlotSample(slot, 0, int.from_bytes(prompt[-4:], "little")) for slot, prompt in enumerate(prompts)
+        ]
+        starts = [SlotStart(SamplingParams(), (sample,)) for sample in samples]
         self._run((), starts=starts)
         for slot, prompt in enumerate(prompts):
             for begin in range(0, num_tokens, _CHUNK_TOKENS):

@@ -26,11 +26,14 @@ from kvtransfer.wire import Codec, Message, Part
 
 # ---------------------------------------------------------------------------------- what is asked for
 
+_GREEDY_TEMPERATURE = 1e-5
+
 
 class SamplingParams(Part, frozen=True):
     """How tokens are chosen, in the order of application: logit bias, repetition penalty (over prompt and
     output), presence and frequency penalties (over output), minimum length, temperature, top-k, top-p,
-    min-p, then Gumbel-max with noise from (seed, output index). Temperature 0 is greedy.
+    min-p, then Gumbel-max with noise from (seed, output index). A temperature below 1e-5 is greedy: the
+    likeliest token wins whatever the noise, and smaller ones would overflow.
 
     `top_k` 0, `top_p` 1, `min_p` 0 and penalties 1, 0, 0 are off. `num_logprobs` None: no log-probabilities;
     n: those of the chosen token and of the n most likely, of the model's own distribution (before any
@@ -51,6 +54,20 @@ class SamplingParams(Part, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_TEMPERATURE
+
+    @property
+    def penalizes_prompt(self) -> bool:
+        """Whether a token's chances depend on its being in the prompt."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def penalizes_output(self) -> bool:
+        """Whether a token's chances depend on the output so far."""
+        return self.penalizes_prompt or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class SampleState(Part, frozen=True):
@@ -490,15 +507,25 @@ class RankFailed(Message, frozen=True):
     lost_peer: bool = False
 
 
-class SlotStart(Part, frozen=True):
-    """A sequence takes slot `slot` of the rank: what the sampler must know of it. `num_prompt_tokens` of
-    `tokens` are prompt, the rest is output it already has (resume, hand-over, preemption)."""
+class SlotSample(Part, frozen=True):
+    """A sample takes slot `slot` of the rank. `last_token` is the newest of prompt and output, of which it
+    has `num_output_tokens` already (resume, hand-over, preemption); `output` are these where penalties count
+    them, else b""."""
 
     slot: int
-    tokens: bytes
-    num_prompt_tokens: int
     seed: int
+    last_token: int
+    num_output_tokens: int = 0
+    output: bytes = b""
+
+
+class SlotStart(Part, frozen=True):
+    """Samples of one request begin: what the sampler must know of them. `prompt` is b"" unless the repetition
+    penalty looks at it."""
+
     sampling: SamplingParams
+    samples: tuple[SlotSample, ...]
+    prompt: bytes = b""
 
 
 class BatchEntry(Part, frozen=True):
@@ -533,6 +560,10 @@ class StepPlan(Message, frozen=True):
     starts: tuple[SlotStart, ...]
     copies: tuple[BlockCopy, ...]
     entries: tuple[BatchEntry, ...]
+
+    @property
+    def started_slots(self) -> list[int]:
+        return [sample.slot for start in self.starts for sample in start.samples]
 
 
 class SampledToken(Part, frozen=True):

@@ -25,7 +25,8 @@ from kvtransfer.clock import Clock, SystemClock
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.framing import read_frame, write_frame
 from kvtransfer.listener import ProvenListener
-from workers.errors import RankDiedError
+from kvtransfer.wire import MAX_FRAME_BYTES
+from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
     RANK_SPEC_CODEC,
@@ -177,14 +178,14 @@ class RankGroup:
 
     def send(self, message: RankDown) -> None:
         """Send to every rank."""
-        frame = RANK_DOWN_CODEC.encode(message)
+        frame = _encoded(message)
         for writer in self._writers.values():
             write_frame(writer, frame)
 
     def send_to(self, rank: int, message: RankDown) -> None:
         """Send to one rank; to one that has left, nothing."""
         if rank in self._writers:
-            write_frame(self._writers[rank], RANK_DOWN_CODEC.encode(message))
+            write_frame(self._writers[rank], _encoded(message))
 
     def kill(self) -> None:
         """End all rank processes at once."""
@@ -338,6 +339,16 @@ class RankGroup:
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         return task
+
+
+def _encoded(message: RankDown) -> bytes:
+    """Raise `WorkerError` rather than send what no rank would read: it would end them all."""
+    frame = RANK_DOWN_CODEC.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WorkerError(
+            f"a {type(message).__name__} of {len(frame)} bytes for the ranks exceeds {MAX_FRAME_BYTES}"
+        )
+    return frame
 
 
 def _refuse_unlike(ready: Sequence[RankReady]) -> None:

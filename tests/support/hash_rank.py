@@ -40,9 +40,36 @@ def alone(prompt: list[int], seed: int, limit: int, sampling: SamplingParams) ->
 
 @dataclass
 class SlotState:
+    """`context` is None until it is known: plans say it only where penalties look at it."""
+
     seed: int
-    context: list[int]
+    last_token: int
+    context: list[int] | None
     sampled_in_step: int = 0
+
+    @staticmethod
+    def started_by(plan: StepPlan) -> dict[int, SlotState]:
+        """Of each slot that the plan starts."""
+        slot_to_state: dict[int, SlotState] = {}
+        for start in plan.starts:
+            assert bool(start.prompt) == start.sampling.penalizes_prompt
+            for it in start.samples:
+                context = unpack(start.prompt) + unpack(it.output) if start.prompt else None
+                if context is not None:
+                    assert len(it.output) == 4 * it.num_output_tokens
+                    assert context[-1] == it.last_token
+                assert it.slot not in slot_to_state
+                slot_to_state[it.slot] = SlotState(it.seed, it.last_token, context)
+        return slot_to_state
+
+    def sample(self, context: list[int], step: int) -> int:
+        """The next token after the context that the KV holds."""
+        if self.context is not None:
+            assert context == self.context, "the KV under the table is not the slot's context"
+        assert context[-1] == self.last_token, "the KV under the table is not the slot's context"
+        token = sample(context, self.seed)
+        self.context, self.last_token, self.sampled_in_step = [*context, token], token, step
+        return token
 
 
 class HashRank:
@@ -58,9 +85,9 @@ class HashRank:
         self.step = plan.step
         for slot in plan.free_slots:
             del self.slots[slot]
-        for start in plan.starts:
-            assert start.slot not in self.slots
-            self.slots[start.slot] = SlotState(start.seed, unpack(start.tokens))
+        started = SlotState.started_by(plan)
+        assert not started.keys() & self.slots.keys()
+        self.slots.update(started)
         copied = {
             (copy.dst_block, offset): self.kv[copy.src_block, offset]
             for copy in plan.copies
@@ -76,11 +103,7 @@ class HashRank:
                     self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
                     for position in range(entry.start + entry.num_tokens)
                 ]
-                state = self.slots[slot]
-                assert context == state.context, "the KV under the table is not the slot's context"
-                token = sample(context, state.seed)
-                state.context.append(token)
-                state.sampled_in_step = plan.step
+                token = self.slots[slot].sample(context, plan.step)
                 tokens.append(SampledToken(slot=slot, token=token, logprob=None))
         return StepReport(step=plan.step, tokens=tuple(tokens), started_at=0.0, finished_at=0.0)
 
@@ -92,7 +115,7 @@ class HashRank:
             if not tokens:
                 state = self.slots[entry.slot]
                 assert 0 < state.sampled_in_step < plan.step, "the slot has not sampled anything"
-                tokens = state.context[-1:]
+                tokens = [state.last_token]
             assert len(tokens) == entry.num_tokens
             for position, token in enumerate(tokens, entry.start):
                 place = entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS

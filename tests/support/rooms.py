@@ -173,7 +173,9 @@ class Rooms:
             prompt=pack(list(prompt)),
             block_keys=(),
             samples=tuple(SampleState(i, i, pack(list(output))) for i, output in enumerate(outputs)),
-            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            sampling=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, repetition_penalty=1.0 + len(prompt) % 2
+            ),
             decode=None if decode is None else HandOverTarget(decode, "address"),
             deadline_s=deadline_s,
         )

@@ -20,7 +20,6 @@ from hash_rank import (
     SlotState,
     alone,
     pack,
-    sample,
     unpack,
 )
 
@@ -171,7 +170,7 @@ class StagedEngine:
     def _embed(self, plan: StepPlan) -> list[tuple[list[int], list[int]]] | None:
         """The tokens of each entry, those that earlier plans sampled included; None when one is not here."""
         source = dict(self._slot_to_source)
-        for slot in (*plan.free_slots, *(start.slot for start in plan.starts)):
+        for slot in (*plan.free_slots, *plan.started_slots):
             source.pop(slot, None)
         rows: list[tuple[list[int], list[int]]] = []
         for entry in plan.entries:
@@ -201,15 +200,12 @@ class StagedEngine:
     def _sample(self, step: Step) -> None:
         for slot in step.plan.free_slots:
             del self._slots[slot]
-        for start in step.plan.starts:
-            assert start.slot not in self._slots
-            self._slots[start.slot] = SlotState(start.seed, unpack(start.tokens))
+        started = SlotState.started_by(step.plan)
+        assert not started.keys() & self._slots.keys()
+        self._slots.update(started)
         for entry, (_, context) in zip(step.plan.entries, step.rows, strict=True):
             for slot in entry.sample_slots:
-                state = self._slots[slot]
-                assert context == state.context, "the KV under the table is not the slot's context"
-                token = sample(context, state.seed)
-                state.context.append(token)
+                token = self._slots[slot].sample(context, step.plan.step)
                 step.sampled[slot] = token
                 self._slot_to_token[slot] = step.plan.step, token
 
@@ -264,6 +260,7 @@ def ask(
     deadline_s: float | None = None,
     decode: str = "",
 ) -> Submission:
+    """Of the names every other one has a penalty, so that its plans carry its tokens."""
     tokens = pack(prompt)
     return Submission(
         request_id=name,
@@ -273,7 +270,9 @@ def ask(
         prompt=tokens,
         block_keys=block_keys(tokens, BLOCK_TOKENS, FINGERPRINT, ""),
         samples=tuple(SampleState(index, 7 + index, pack(list(output))) for index in range(n)),
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, repetition_penalty=1.0 + ord(name[-1]) % 2
+        ),
         decode=HandOverTarget(ReplicaIdentity(decode, 1), decode) if decode else None,
         deadline_s=deadline_s,
     )

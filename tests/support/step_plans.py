@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from workers.messages import BatchEntry, BlockCopy, SamplingParams, SlotStart, StepPlan
+from workers.messages import BatchEntry, BlockCopy, SamplingParams, SlotSample, SlotStart, StepPlan
 
 BLOCK = 16
 GREEDY = SamplingParams()
@@ -25,7 +25,9 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def started(slot: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY, seed: int = 0) -> SlotStart:
-    return SlotStart(slot, packed(prompt), len(prompt), seed, sampling)
+    return SlotStart(
+        sampling, (SlotSample(slot, seed, prompt[-1]),), packed(prompt) if sampling.penalizes_prompt else b""
+    )
 
 
 def entry(

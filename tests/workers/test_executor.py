@@ -27,6 +27,7 @@ from workers.messages import (
     BlockCopy,
     SampledToken,
     SamplingParams,
+    SlotSample,
     SlotStart,
     StepPlan,
     StepReport,
@@ -141,7 +142,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: Executor) -> 
     whole += [executor.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
     sampled = [report.tokens[0] for report in whole]
     known = [*prompt, *(token.token for token in sampled[:6])]
-    start = SlotStart(2, packed(known), len(prompt), 7, sampling)
+    start = SlotStart(sampling, (SlotSample(2, 7, known[-1], 6, packed(known[20:])),), packed(prompt))
     again = [executor.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
     again += [executor.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
     for before, after in zip(sampled[6:], (report.tokens[0] for report in again), strict=True):
@@ -169,7 +170,7 @@ def test_a_started_slot_implies_its_last_known_token(executor: Executor) -> None
     prompt = draw(18)
     token = run(executor, step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))[1]
     expected = run(executor, step(entry(1, 18, [], (0, 1), [1])))[1]
-    start = SlotStart(2, packed([*prompt, token]), len(prompt), 0, GREEDY)
+    start = SlotStart(GREEDY, (SlotSample(2, 0, token, 1),))
     assert run(executor, step(entry(2, 18, [], (0, 1), [2]), starts=[start])) == {2: expected}
 
 

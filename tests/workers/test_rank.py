@@ -35,6 +35,7 @@ from workers.messages import (
     RankUp,
     SamplingParams,
     Shutdown,
+    SlotSample,
     SlotStart,
     StageCost,
     StepPlan,
@@ -190,7 +191,7 @@ PROMPT = np.arange(20, dtype="<u4").tobytes()
 
 
 def prefill(step: int, slot: int = 0) -> StepPlan:
-    start = SlotStart(slot, PROMPT, 20, 0, SamplingParams())
+    start = SlotStart(SamplingParams(), (SlotSample(slot, seed=0, last_token=19),))
     return StepPlan(step, (), (start,), (), (BatchEntry(slot, 0, 20, PROMPT, (0, 1), (slot,)),))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import pytest
 import torch
+from step_plans import packed
 from torch import Tensor
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from workers.engine.sampler import Sampler
-from workers.messages import SampledToken, SamplingParams, SlotStart
+from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart
 
 VOCAB = 1000
 EOS = (7, 11)
@@ -49,8 +49,10 @@ def start(
     output: Sequence[int] = OUTPUT,
     seed: int = 0,
 ) -> SlotStart:
-    tokens = np.array([*prompt, *output], dtype="<u4").tobytes()
-    return SlotStart(slot, tokens, len(prompt), seed, sampling)
+    last_token = [*prompt, *output][-1]
+    known = packed(output) if sampling.penalizes_output else b""
+    sample = SlotSample(slot, seed, last_token, len(output), known)
+    return SlotStart(sampling, (sample,), packed(prompt) if sampling.penalizes_prompt else b"")
 
 
 def draw_logits(num_rows: int, seed: int = 0, vocab_size: int = VOCAB) -> Tensor:

@@ -77,7 +77,9 @@ def test_samples_share_the_prompt_and_copy_its_last_block() -> None:
     submission = ask(n=3, max_tokens=2)
     side.scheduler.submit(submission, 0.0)
     first = plan(side)
-    assert len(first.starts) == 3
+    (start,) = first.starts
+    assert len(start.samples) == 3
+    assert start.prompt == submission.prompt, "a penalty looks at it, and it is said once"
     assert [len(entry.sample_slots) for entry in first.entries] == [3]
     second = plan(side)
     assert len(second.copies) == 2, "the last holder writes in place"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvtransfer.keys import TOKEN_BYTES
-from workers.engine.batch import LandingWish, LoadWish
+from workers.engine.batch import PLAN_BYTES, LandingWish, LoadWish, entry_bytes, sample_bytes, start_bytes
 from workers.engine.sequence import Landing, Load, Sequence
 from workers.engine.tables import BlockTables
 from workers.errors import CapacityError
@@ -62,6 +62,23 @@ class Limits:
                     f"samples[{sample.index}].output: {_num_tokens(sample.output)} tokens leave nothing to "
                     f"compute, at most {limit} fit max_tokens, context and KV"
                 )
+        self._check_plan(submission, limit)
+
+    def _check_plan(self, submission: Submission, output_limit: int) -> None:
+        """Whatever becomes of the request, here or where it goes on, what a plan says of it fits a frame."""
+        sampling, num_prompt_tokens = submission.sampling, _num_tokens(submission.prompt)
+        num_tokens = num_prompt_tokens + output_limit
+        num_bytes = (
+            start_bytes(sampling, num_prompt_tokens)
+            + sample_bytes(sampling, output_limit)
+            + len(submission.samples) * sample_bytes(sampling, 0)
+            + entry_bytes(num_tokens, num_tokens // self.block_tokens + 1, len(submission.samples))
+        )
+        if num_bytes > PLAN_BYTES:
+            raise CapacityError(
+                f"prompt: its {num_prompt_tokens} tokens and up to {output_limit} of output take {num_bytes} "
+                f"bytes of a step's plan, {PLAN_BYTES} are the limit; without penalties they take less"
+            )
 
 
 def landing_wishes(

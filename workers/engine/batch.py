@@ -4,21 +4,29 @@ the outcome that the brain turns into frames.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workers.engine.sequence import Sequence
+from kvtransfer.wire import MAX_FRAME_BYTES
+from workers.engine.sequence import Request, Sequence
 from workers.messages import (
     BatchEntry,
     BlockCopy,
     RequestFailed,
     SampledToken,
     SampleState,
+    SamplingParams,
+    SlotSample,
     SlotStart,
     StageTimes,
     StepPlan,
     Submission,
     TokenDelta,
 )
+
+PLAN_BYTES = MAX_FRAME_BYTES // 2
+"""What starts and entries of one plan may take. The other half is for what cannot wait: a freed slot takes 5
+bytes and a block's copy 11."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +137,44 @@ class PlannedEntry:
 
 
 class Batch:
-    """A step under construction; `budget_tokens` is what may still be added. Entries get their block tables
-    when it is complete: until then blocks of any sequence may be moved out of the device's memory."""
+    """A step under construction; `budget_tokens` and `budget_bytes`, of the message, are what may still be
+    added. Entries get their block tables when it is complete: until then blocks of any sequence may be moved
+    out of the device's memory."""
 
     def __init__(self, step: int, budget_tokens: int) -> None:
         self.step = step
         self.budget_tokens = budget_tokens
+        self.budget_bytes = PLAN_BYTES
         self.planned: list[PlannedEntry] = []
-        self._starts: list[SlotStart] = []
+        self._request_to_samples: dict[Request, list[SlotSample]] = {}
         self._copies: list[BlockCopy] = []
+
+    def has_room(
+        self, sequence: Sequence, num_tokens: int, num_blocks: int, starting: Iterable[Sequence]
+    ) -> bool:
+        """Whether the message takes the sequence's next `num_tokens`, its table of `num_blocks`, and the
+        starts of `starting`."""
+        num_bytes = entry_bytes(num_tokens, num_blocks, len(sequence.samplers))
+        for number, sample in enumerate(starting):
+            if number == 0 and sample.request not in self._request_to_samples:
+                num_bytes += _request_bytes(sample.request)
+            num_bytes += _sample_bytes(sample)
+        return num_bytes <= self.budget_bytes
 
     def start(self, sequence: Sequence) -> None:
         """The sequence takes its slot in this step."""
-        self._starts.append(
-            SlotStart(
+        request = sequence.request
+        if request not in self._request_to_samples:
+            self._request_to_samples[request] = []
+            self.budget_bytes -= _request_bytes(request)
+        self.budget_bytes -= _sample_bytes(sequence)
+        self._request_to_samples[request].append(
+            SlotSample(
                 slot=sequence.slot,
-                tokens=bytes(sequence.tokens),
-                num_prompt_tokens=sequence.request.num_prompt_tokens,
                 seed=sequence.seed,
-                sampling=sequence.request.submission.sampling,
+                last_token=sequence.token_at(sequence.num_tokens - 1),
+                num_output_tokens=sequence.num_output_tokens,
+                output=sequence.output_bytes if request.submission.sampling.penalizes_output else b"",
             )
         )
 
@@ -162,6 +189,7 @@ class Batch:
         slots = tuple((sampler.slot, sampler) for sampler in samplers)
         self.planned.append(PlannedEntry(sequence, start, end, sequence.token_bytes(start, end), slots))
         self.budget_tokens -= num_tokens
+        self.budget_bytes -= entry_bytes(num_tokens, len(sequence.block_ids), len(samplers))
         sequence.num_scheduled = end
         sequence.last_step = self.step
         for sampler in samplers:
@@ -175,6 +203,7 @@ class Batch:
     def plan(self, free_slots: tuple[int, ...]) -> StepPlan:
         """The message to the ranks."""
         assert self.planned or not self._copies, "a plan that computes nothing moves blocks"
+        assert self.budget_bytes >= 0, "more was planned than a frame holds"
         entries = tuple(
             BatchEntry(
                 slot=entry.sequence.slot,
@@ -189,7 +218,40 @@ class Batch:
         return StepPlan(
             step=self.step,
             free_slots=free_slots,
-            starts=tuple(self._starts),
+            starts=tuple(_slot_start(*started) for started in self._request_to_samples.items()),
             copies=tuple(self._copies),
             entries=entries,
         )
+
+
+def _slot_start(request: Request, samples: list[SlotSample]) -> SlotStart:
+    submission = request.submission
+    prompt = submission.prompt if submission.sampling.penalizes_prompt else b""
+    return SlotStart(submission.sampling, tuple(samples), prompt)
+
+
+# Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
+
+
+def entry_bytes(num_tokens: int, num_blocks: int, num_samplers: int) -> int:
+    """At most what a `BatchEntry` takes."""
+    return 64 + 4 * num_tokens + 5 * num_blocks + 9 * num_samplers
+
+
+def start_bytes(sampling: SamplingParams, num_prompt_tokens: int) -> int:
+    """At most what a `SlotStart` takes beside its samples."""
+    num_words = 16 + 2 * len(sampling.logit_bias) + len(sampling.stop_token_ids)
+    return 64 + 9 * num_words + (4 * num_prompt_tokens if sampling.penalizes_prompt else 0)
+
+
+def sample_bytes(sampling: SamplingParams, num_output_tokens: int) -> int:
+    """At most what a `SlotSample` takes."""
+    return 64 + (4 * num_output_tokens if sampling.penalizes_output else 0)
+
+
+def _request_bytes(request: Request) -> int:
+    return start_bytes(request.submission.sampling, request.num_prompt_tokens)
+
+
+def _sample_bytes(sequence: Sequence) -> int:
+    return sample_bytes(sequence.request.submission.sampling, sequence.num_output_tokens)

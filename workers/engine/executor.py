@@ -32,6 +32,7 @@ from workers.messages import (
     BlockCopy,
     SampledToken,
     SamplingParams,
+    SlotSample,
     SlotStart,
     StepPlan,
     StepReport,
@@ -205,7 +206,8 @@ class Executor:
         num_tokens = max(1, min(_WARM_UP_TOKENS, most - 1, fields.vocab_size))
         tokens = np.arange(num_tokens, dtype="<u4").tobytes()
         blocks = tuple(range(-(-(num_tokens + 1) // self._block_tokens)))[: fields.num_blocks]
-        start = SlotStart(-1, tokens, num_tokens, 0, SamplingParams(temperature=1.0))
+        sample = SlotSample(slot=-1, seed=0, last_token=num_tokens - 1)
+        start = SlotStart(SamplingParams(temperature=1.0), (sample,))
         prefill = BatchEntry(-1, 0, num_tokens, tokens, blocks, (-1,))
         self.run(StepPlan(0, (), (start,), (), (prefill,)))
         if num_tokens < most:

@@ -34,9 +34,9 @@ class InputTokens:
             assert slot in self._slot_to_token, f"slot {slot} is freed but was never started"
             del self._slot_to_token[slot]
             self._slot_to_message.pop(slot, None)
-        for start in plan.starts:
-            assert start.slot not in self._slot_to_token, f"slot {start.slot} is already in use"
-            self._slot_to_token[start.slot] = int.from_bytes(start.tokens[-4:], "little")
+        for sample in (sample for start in plan.starts for sample in start.samples):
+            assert sample.slot not in self._slot_to_token, f"slot {sample.slot} is already in use"
+            self._slot_to_token[sample.slot] = sample.last_token
 
     def tokens(self, entries: tuple[BatchEntry, ...]) -> NDArray[np.int64]:
         """[T]: the input tokens; an entry without any continues with its slot's last token."""

@@ -50,8 +50,8 @@ def row_keys(seeds: Sequence[int], output_indices: Sequence[int]) -> Tensor:
 
 
 def hashes(keys: Tensor, token_counters: Tensor) -> Tensor:
-    """[R, V] int64: the hash of each row's key [R] and each token's counter [V]."""
-    return mix_(keys[:, None] + token_counters[None, :])
+    """[R, V] int64: the hash of each row's key [R] and each token's counter, [V] or for every row [R, V]."""
+    return mix_(keys[:, None] + token_counters)
 
 
 def gumbel(keys: Tensor, token_counters: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.config import EngineConfig
-from workers.engine.batch import Batch
+from workers.engine.batch import Batch, entry_bytes
 from workers.engine.lifecycle import Lifecycle
 from workers.engine.microbatches import MicroBatches
 from workers.engine.offload import Offloader
@@ -27,7 +27,10 @@ class Planner:
         decoding = self._life.with_slots([sequence for sequence in ready if sequence.num_remaining == 1])
         chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
         num_turns = self._micro.num_turns(len(decoding), batch.step)
-        for sequence in self._micro.in_turn(decoding, batch.step, batch.budget_tokens):
+        in_turn = self._micro.in_turn(decoding, batch.step, batch.budget_tokens)
+        if sum(entry_bytes(1, len(it.block_ids) + 1, 1) for it in in_turn) > batch.budget_bytes:
+            in_turn.sort(key=lambda sequence: sequence.last_step)  # their tables take several plans
+        for sequence in in_turn:
             if len(batch.planned) < num_turns:
                 self._plan_sequence(batch, sequence)
         for sequence in chunks:
@@ -44,7 +47,7 @@ class Planner:
             self._offloader.check(self._life.running)
 
     def _plan_sequence(self, batch: Batch, sequence: Sequence) -> None:
-        """Add the sequence's next chunk to the batch if budget, slots and blocks allow."""
+        """Add the sequence's next chunk to the batch if its budgets, slots and blocks allow."""
         longest = self._micro.chunk_tokens(sequence.num_scheduled)
         num_tokens = min(sequence.num_remaining, longest, batch.budget_tokens)
         if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
@@ -52,17 +55,20 @@ class Planner:
         if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
             return
         end = sequence.num_scheduled + num_tokens
+        samplers = sequence.samplers
+        starting = (samplers or (sequence,)) if sequence.slot < 0 else ()
+        num_blocks = max(len(sequence.block_ids), self._num_blocks(end))
+        if not batch.has_room(sequence, num_tokens, num_blocks, starting):
+            return
         if self._life.tables.num_blocks_needed(sequence, end):
             end = self._make_room(batch, sequence, end)
             num_tokens = end - sequence.num_scheduled
             if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
                 return
             self._life.tables.make_writable(batch, sequence, end)
-        samplers = sequence.samplers
-        if sequence.slot < 0:
-            for starting in samplers or (sequence,):
-                self._life.take_slot(starting)
-                batch.start(starting)
+        for sample in starting:
+            self._life.take_slot(sample)
+            batch.start(sample)
         is_last = num_tokens == sequence.num_remaining
         batch.add(sequence, num_tokens, samplers if is_last else ())
         if is_last and sequence.forks:
@@ -137,6 +143,10 @@ class Planner:
             if request.landing is not Landing.READY or sequence.load is not Load.DONE:
                 continue
             if batch.budget_tokens <= 0 or self._life.num_free_slots < sequence.num_slots_needed:
+                return
+            most_tokens = min(sequence.num_tokens, batch.budget_tokens)
+            num_blocks = self._num_blocks(sequence.num_tokens)
+            if not batch.has_room(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
                 return
             if not self._take_blocks(sequence):
                 return

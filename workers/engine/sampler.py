@@ -1,12 +1,15 @@
 """From logits to tokens, for all sampling rows of a step at once; keeps what each slot's sampling depends on.
 
 The order of processing is that of `workers.messages.SamplingParams`. Every operation works row by row, so a
-slot's token does not depend on its neighbours in the batch. Letters: R rows of a step, V vocabulary.
+slot's token does not depend on its neighbours in the batch. Shorter ways are taken where they give the same
+token: candidates first (`candidates`), and a kernel that computes noise only where it could win. Where
+rounding could make a difference they say so, and the row is drawn again by `Warp.dense` and noise for the
+whole vocabulary. Letters: R rows of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine import noise
-from workers.messages import SampledToken, SamplingParams, SlotStart, TokenLogprob
-
-_NUCLEUS_TOKENS = 256
-"""Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails."""
+from workers.engine.candidates import (
+    MOST_COUNTED,
+    Draw,
+    draw_by_rejection,
+    draw_from_candidates,
+    is_apart,
+)
+from workers.engine.penalties import PromptTokens, TokenPenalties, penalize_
+from workers.engine.warping import Warp
+from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart, TokenLogprob
+from workers.model import native
 
 
 @dataclass(slots=True)
@@ -28,8 +38,7 @@ class _Slot:
     sampling: SamplingParams
     seed: int
     num_output: int
-    has_static_work: bool
-    penalty_row: int
+    penalties: TokenPenalties | None
     end_ids: NDArray[np.int64]
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
@@ -37,11 +46,6 @@ class _Slot:
     @property
     def below_min_tokens(self) -> bool:
         return self.num_output < self.sampling.min_tokens
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the next token is simply the likeliest of the raw logits."""
-        return not self.has_static_work and not self.below_min_tokens
 
 
 class Sampler:
@@ -53,36 +57,19 @@ class Sampler:
         self._device = device
         self._slots: dict[int, _Slot] = {}
         self._counters = noise.counters(vocab_size, device)
-        self._penalties = _PenaltyTable(vocab_size, device)
 
     def start(self, start: SlotStart) -> None:
-        """Take over a slot; its output so far counts for penalties, minimum length and noise."""
-        assert start.slot not in self._slots, f"slot {start.slot} is already in use"
-        sampling = start.sampling
-        tokens = np.frombuffer(start.tokens, dtype="<u4").astype(np.int64)
-        has_penalties = (
-            sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty != 0.0
-            or sampling.frequency_penalty != 0.0
-        )
-        bias = {id_: value for id_, value in sampling.logit_bias.items() if 0 <= id_ < self._vocab_size}
-        self._slots[start.slot] = _Slot(
-            sampling=sampling,
-            seed=start.seed,
-            num_output=len(tokens) - start.num_prompt_tokens,
-            has_static_work=has_penalties or bool(bias) or sampling.temperature > 0.0,
-            penalty_row=self._penalties.add(tokens, start.num_prompt_tokens) if has_penalties else -1,
-            end_ids=self._end_ids(sampling),
-            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
-            bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
-        )
+        """Take over slots; their output so far counts for penalties, minimum length and noise."""
+        prompt = None
+        if start.sampling.penalizes_prompt:
+            prompt = PromptTokens(start.prompt, self._vocab_size, self._device)
+        for sample in start.samples:
+            self._start(sample, start.sampling, prompt)
 
     def free(self, slot: int) -> None:
         """Forget a slot."""
-        state = self._slots.pop(slot, None)
-        assert state is not None, f"slot {slot} is not in use"
-        if state.penalty_row >= 0:
-            self._penalties.remove(state.penalty_row)
+        assert slot in self._slots, f"slot {slot} is not in use"
+        del self._slots[slot]
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> list[SampledToken]:
         """One token for each slot from `logits` [R, V] float32, which may be overwritten; synchronizes."""
@@ -90,128 +77,148 @@ class Sampler:
         for slot in slots:
             assert slot in self._slots, f"slot {slot} samples but was never started"
         states = [self._slots[slot] for slot in slots]
-        worked = [row for row, state in enumerate(states) if not state.is_argmax]
-        logprob_rows = [row for row, state in enumerate(states) if state.sampling.num_logprobs is not None]
-        raw = logits.clone() if logprob_rows and len(worked) == len(slots) else logits
-        if not worked:
-            chosen = logits.argmax(dim=-1)
-        elif len(worked) == len(slots):
-            chosen = self._processed(logits, states, with_noise=True).argmax(dim=-1)
-        else:
-            chosen = logits.argmax(dim=-1)
-            index = self._index(worked)
-            part = self._processed(logits[index], [states[row] for row in worked], with_noise=True)
-            chosen[index] = part.argmax(dim=-1)
-        self._count(states, chosen)
-        return self._read(slots, states, chosen, raw, logprob_rows)
+        logprobs = _Logprobs(logits, [state.sampling.num_logprobs for state in states])
+        self._process(logits, states)
+        draw = self._draw(logits, states)
+        while True:
+            tokens, unsure, row_to_logprob = logprobs.read(draw)
+            if not unsure:
+                break
+            index = self._index(unsure)
+            draw.tokens[index] = self._draw_exactly(logits[index], [states[row] for row in unsure])
+            draw.is_sure[index] = True
+        for state, token in zip(states, tokens, strict=True):
+            state.num_output += 1
+            if state.penalties is not None:
+                state.penalties.count(token)
+        return [
+            SampledToken(slot, token, row_to_logprob.get(row))
+            for row, (slot, token) in enumerate(zip(slots, tokens, strict=True))
+        ]
 
     def processed_logits(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """[R, V]: what the noise would be added to; excluded tokens are -inf. `logits` may be overwritten."""
-        return self._processed(logits, [self._slots[slot] for slot in slots], with_noise=False)
+        states = [self._slots[slot] for slot in slots]
+        self._process(logits, states)
+        rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
+        if rows:
+            index = self._index(rows)
+            logits[index] = self._warp(states[row] for row in rows).dense(logits[index])
+        return logits
+
+    def _start(self, sample: SlotSample, sampling: SamplingParams, prompt: PromptTokens | None) -> None:
+        assert sample.slot not in self._slots, f"slot {sample.slot} is already in use"
+        bias = {id_: value for id_, value in sampling.logit_bias.items() if 0 <= id_ < self._vocab_size}
+        has_penalties = sampling.penalizes_output
+        self._slots[sample.slot] = _Slot(
+            sampling=sampling,
+            seed=sample.seed,
+            num_output=sample.num_output_tokens,
+            penalties=TokenPenalties(sampling, prompt, sample.output) if has_penalties else None,
+            end_ids=self._end_ids(sampling),
+            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
+            bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
+        )
 
     # ------------------------------------------------------------------------------------ processing
 
-    def _processed(self, logits: Tensor, states: list[_Slot], with_noise: bool) -> Tensor:
-        self._add_bias(logits, states)
-        self._penalize(logits, states)
-        self._suppress_ends(logits, states)
-        samples = [row for row, state in enumerate(states) if state.sampling.temperature > 0.0]
-        if not samples:
-            return logits
-        drawn = [states[row] for row in samples]
-        if len(samples) == len(states):
-            return self._warped(logits, drawn, with_noise)
-        index = self._index(samples)
-        logits[index] = self._warped(logits[index], drawn, with_noise)
-        return logits
-
-    def _add_bias(self, logits: Tensor, states: list[_Slot]) -> None:
+    def _process(self, logits: Tensor, states: list[_Slot]) -> None:
+        """Bias, penalties and minimum length, in place."""
         rows = [row for row, state in enumerate(states) if len(state.bias_ids)]
         if rows:
             where = self._positions(rows, [states[row].bias_ids for row in rows])
             values = torch.from_numpy(np.concatenate([states[row].bias_values for row in rows]))
             logits.index_put_(where, values.to(self._device), accumulate=True)
-
-    def _penalize(self, logits: Tensor, states: list[_Slot]) -> None:
-        rows = [row for row, state in enumerate(states) if state.penalty_row >= 0]
-        if not rows:
-            return
-        chosen = [states[row].sampling for row in rows]
-        repetition = self._column([sampling.repetition_penalty for sampling in chosen])
-        presence = self._column([sampling.presence_penalty for sampling in chosen])
-        frequency = self._column([sampling.frequency_penalty for sampling in chosen])
-        in_prompt, counts = self._penalties.rows(self._index([states[row].penalty_row for row in rows]))
-
-        def penalized(part: Tensor) -> Tensor:
-            in_output = counts > 0
-            repeated = torch.where(part < 0, part * repetition, part / repetition)
-            part = torch.where(in_prompt | in_output, repeated, part)
-            return part - counts * frequency - in_output * presence
-
-        self._replace(logits, rows, penalized)
-
-    def _suppress_ends(self, logits: Tensor, states: list[_Slot]) -> None:
+        row_to_penalties = {row: it.penalties for row, it in enumerate(states) if it.penalties is not None}
+        if row_to_penalties:
+            penalize_(logits, list(row_to_penalties), list(row_to_penalties.values()))
         rows = [row for row, state in enumerate(states) if state.below_min_tokens and len(state.end_ids)]
         if rows:
             where = self._positions(rows, [states[row].end_ids for row in rows])
             logits.index_put_(where, logits.new_tensor(-torch.inf))
 
-    def _warped(self, logits: Tensor, states: list[_Slot], with_noise: bool) -> Tensor:
-        """Temperature, top-k, top-p, min-p and noise, for rows that all have a temperature."""
-        sampling = [state.sampling for state in states]
-        logits = logits / self._column([params.temperature for params in sampling])
-        rows = [row for row, params in enumerate(sampling) if 0 < params.top_k < self._vocab_size]
-        if rows:
-            top_k = [sampling[row].top_k for row in rows]
-            self._replace(logits, rows, lambda part: _keep_top_k(part, self._index(top_k), max(top_k)))
-        rows = [row for row, params in enumerate(sampling) if params.top_p < 1.0]
-        if rows:
-            top_p = self._column([sampling[row].top_p for row in rows])
-            self._replace(logits, rows, lambda part: _keep_top_p(part, top_p))
-        rows = [row for row, params in enumerate(sampling) if params.min_p > 0.0]
-        if rows:
-            min_p = self._column([sampling[row].min_p for row in rows])
-            self._replace(logits, rows, lambda part: _keep_min_p(part, min_p))
-        if with_noise:
-            keys = noise.row_keys([state.seed for state in states], [state.num_output for state in states])
-            logits += noise.gumbel(keys.to(self._device), self._counters)
-        return logits
+    # --------------------------------------------------------------------------------------- drawing
 
-    # --------------------------------------------------------------------------------------- results
+    def _draw(self, logits: Tensor, states: list[_Slot]) -> Draw:
+        """Each row in the shortest way there is for it; see the module's text."""
+        way_to_rows: dict[Callable[[Tensor, list[_Slot]], Draw], list[int]] = {}
+        for row, state in enumerate(states):
+            way_to_rows.setdefault(self._way(state.sampling), []).append(row)
+        if len(way_to_rows) == 1:
+            (way,) = way_to_rows
+            return way(logits, states)
+        tokens = torch.empty(len(states), dtype=torch.int64, device=self._device)
+        is_sure = torch.empty(len(states), dtype=torch.bool, device=self._device)
+        for way, rows in way_to_rows.items():
+            index = self._index(rows)
+            tokens[index], is_sure[index] = way(logits[index], [states[row] for row in rows])
+        return Draw(tokens, is_sure)
 
-    def _count(self, states: list[_Slot], chosen: Tensor) -> None:
-        rows = [row for row, state in enumerate(states) if state.penalty_row >= 0]
-        if rows:
-            table_rows = self._index([states[row].penalty_row for row in rows])
-            self._penalties.count(table_rows, chosen[self._index(rows)])
-        for state in states:
-            state.num_output += 1
+    def _way(self, sampling: SamplingParams) -> Callable[[Tensor, list[_Slot]], Draw]:
+        if sampling.is_greedy:
+            return self._draw_likeliest
+        if 0 < sampling.top_k < self._vocab_size:
+            return self._draw_counted if sampling.top_k <= MOST_COUNTED else self._draw_filtered
+        if sampling.top_p < 1.0:
+            return self._draw_by_rejection if self._has_kernels else self._draw_from_nucleus
+        if self._has_kernels:
+            return self._draw_from_all
+        return self._draw_from_nucleus if sampling.min_p > 0.0 else self._draw_filtered
 
-    def _read(
-        self, slots: Sequence[int], states: list[_Slot], chosen: Tensor, raw: Tensor, logprob_rows: list[int]
-    ) -> list[SampledToken]:
-        """Bring the results to the host in one transfer."""
-        if not logprob_rows:
-            return [
-                SampledToken(slot, token, None) for slot, token in zip(slots, chosen.tolist(), strict=True)
-            ]
-        num_top = [states[row].sampling.num_logprobs or 0 for row in logprob_rows]
-        width = min(max(num_top), self._vocab_size)
-        index = self._index(logprob_rows)
-        logprobs = torch.log_softmax(raw[index], dim=-1)
-        of_chosen = logprobs.gather(1, chosen[index][:, None])
-        top = logprobs.topk(width, dim=-1)
-        # float64 holds every token id and every float32 exactly, so all of it fits one tensor
-        table = torch.cat((of_chosen.double(), top.values.double(), top.indices.double()), dim=1)
-        flat: list[float] = torch.cat((chosen.double(), table.flatten())).tolist()
-        row_to_logprob: dict[int, TokenLogprob] = {}
-        for number, (row, count) in enumerate(zip(logprob_rows, num_top, strict=True)):
-            begin = len(slots) + number * (1 + 2 * width)
-            values = flat[begin + 1 : begin + 1 + width]
-            ids = flat[begin + 1 + width : begin + 1 + 2 * width]
-            pairs = tuple((int(id_), value) for id_, value in zip(ids[:count], values[:count], strict=True))
-            row_to_logprob[row] = TokenLogprob(flat[begin], pairs)
-        return [SampledToken(slot, int(flat[row]), row_to_logprob.get(row)) for row, slot in enumerate(slots)]
+    @property
+    def _has_kernels(self) -> bool:
+        return native.serves(self._device, torch.float32)
+
+    def _draw_likeliest(self, logits: Tensor, states: list[_Slot]) -> Draw:
+        return _certainly(logits.argmax(dim=-1))
+
+    def _draw_counted(self, logits: Tensor, states: list[_Slot]) -> Draw:
+        return draw_from_candidates(logits, self._warp(states), self._keys(states), self._counters)
+
+    def _draw_from_nucleus(self, logits: Tensor, states: list[_Slot]) -> Draw:
+        return draw_from_candidates(logits, self._warp(states), self._keys(states), self._counters)
+
+    def _draw_from_all(self, logits: Tensor, states: list[_Slot]) -> Draw:
+        warp = self._warp(states)
+        return self._draw_by_kernel(logits, warp.temperature, warp.least(logits), self._keys(states))
+
+    def _draw_by_rejection(self, logits: Tensor, states: list[_Slot]) -> Draw:
+        warp, keys = self._warp(states), self._keys(states)
+
+        def draw(rows: slice, least: Tensor) -> Draw:
+            return self._draw_by_kernel(logits[rows], warp.temperature[rows], least, keys[rows])
+
+        return draw_by_rejection(logits, warp, warp.least(logits), draw)
+
+    def _draw_filtered(self, logits: Tensor, states: list[_Slot]) -> Draw:
+        if not self._has_kernels:
+            return _certainly(self._draw_exactly(logits, states))
+        warped = self._warp(states).dense(logits)
+        one = torch.ones((len(states), 1))
+        return self._draw_by_kernel(warped, one, one * -torch.inf, self._keys(states))
+
+    def _draw_by_kernel(self, logits: Tensor, temperature: Tensor, least: Tensor, keys: Tensor) -> Draw:
+        kernels = native.load()
+        assert kernels is not None
+        tokens, best, second = kernels.gumbel_argmax(logits.contiguous(), temperature, least, keys)
+        return Draw(tokens, is_apart(best, second))
+
+    def _draw_exactly(self, logits: Tensor, states: list[_Slot]) -> Tensor:
+        """[R]: noise for every token of the vocabulary."""
+        warped, keys = self._warp(states).dense(logits), self._keys(states)
+        # On a CPU one row's noise at a time, which stays in cache: all at once took twice as long.
+        num_rows = 1 if self._device.type == "cpu" else len(states)
+        for begin in range(0, len(states), num_rows):
+            rows = slice(begin, begin + num_rows)
+            warped[rows] += noise.gumbel(keys[rows], self._counters)
+        return warped.argmax(dim=-1)
+
+    def _warp(self, states: Iterable[_Slot]) -> Warp:
+        return Warp([state.sampling for state in states], self._vocab_size, self._device)
+
+    def _keys(self, states: list[_Slot]) -> Tensor:
+        keys = noise.row_keys([state.seed for state in states], [state.num_output for state in states])
+        return keys.to(self._device, non_blocking=True)
 
     # --------------------------------------------------------------------------------- host to device
 
@@ -222,97 +229,46 @@ class Sampler:
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)[:, None]
-
     def _positions(self, rows: list[int], ids: list[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
         """(row, token id) of every element, as `index_put_` wants them."""
         row_of_id = np.repeat(np.array(rows), [len(part) for part in ids])
         both = torch.from_numpy(np.stack((row_of_id, np.concatenate(ids)))).to(self._device)
         return both[0], both[1]
 
-    def _replace(self, logits: Tensor, rows: list[int], change: Callable[[Tensor], Tensor]) -> None:
-        """logits[rows] = change(logits[rows]), without the gather when `rows` are all."""
-        if len(rows) == len(logits):
-            logits.copy_(change(logits))
-        else:
-            index = self._index(rows)
-            logits[index] = change(logits[index])
+
+class _Logprobs:
+    """Log-probabilities of the model's own distribution, for the rows that want them; to be made before the
+    logits are changed. `num_top` is None for the others."""
+
+    def __init__(self, logits: Tensor, num_top: Sequence[int | None]) -> None:
+        self._row_to_num_top = {row: num for row, num in enumerate(num_top) if num is not None}
+        if self._row_to_num_top:
+            self._width = min(max(self._row_to_num_top.values()), logits.shape[1])
+            self._index = torch.tensor(list(self._row_to_num_top)).to(logits.device)
+            self._logprobs = torch.log_softmax(logits[self._index], dim=-1)
+            self._top = self._logprobs.topk(self._width, dim=-1)
+
+    def read(self, draw: Draw) -> tuple[list[int], list[int], dict[int, TokenLogprob]]:
+        """The tokens, the rows that are not sure, and the log-probabilities by row, in one transfer."""
+        num_rows = len(draw.tokens)
+        # float64 holds every token id and every float32 exactly, so all of it fits one tensor
+        parts = [draw.tokens.double(), draw.is_sure.double()]
+        if self._row_to_num_top:
+            of_chosen = self._logprobs.gather(1, draw.tokens[self._index][:, None])
+            top = (self._top.values.double(), self._top.indices.double())
+            parts.append(torch.cat((of_chosen.double(), *top), dim=1).flatten())
+        flat: list[float] = torch.cat(parts).tolist()
+        tokens = [int(token) for token in flat[:num_rows]]
+        unsure = [row for row, is_sure in enumerate(flat[num_rows : 2 * num_rows]) if not is_sure]
+        row_to_logprob: dict[int, TokenLogprob] = {}
+        for number, (row, num_top) in enumerate(self._row_to_num_top.items()):
+            begin = 2 * num_rows + number * (1 + 2 * self._width)
+            values = flat[begin + 1 : begin + 1 + self._width]
+            ids = flat[begin + 1 + self._width : begin + 1 + 2 * self._width]
+            pairs = zip(ids[:num_top], values[:num_top], strict=True)
+            row_to_logprob[row] = TokenLogprob(flat[begin], tuple((int(id_), value) for id_, value in pairs))
+        return tokens, unsure, row_to_logprob
 
 
-class _PenaltyTable:
-    """For each slot with penalties a row of [V]: is the token in the prompt, how often in the output."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
-        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._free_rows: list[int] = []
-
-    def add(self, tokens: NDArray[np.int64], num_prompt_tokens: int) -> int:
-        """The row of a new slot that has these tokens."""
-        if not self._free_rows:
-            self._grow()
-        row = self._free_rows.pop()
-        device = self._counts.device
-        self._in_prompt[row] = False
-        self._in_prompt[row, torch.from_numpy(tokens[:num_prompt_tokens]).to(device)] = True
-        output = np.bincount(tokens[num_prompt_tokens:], minlength=self._counts.shape[1]).astype(np.int32)
-        self._counts[row] = torch.from_numpy(output).to(device)
-        return row
-
-    def remove(self, row: int) -> None:
-        self._free_rows.append(row)
-
-    def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """(in prompt [R, V] bool, count in output [R, V] int32) of the rows `index` [R]."""
-        return self._in_prompt[index], self._counts[index]
-
-    def count(self, index: Tensor, tokens: Tensor) -> None:
-        """One more of tokens[i] in row index[i]."""
-        one = torch.ones((), dtype=torch.int32, device=self._counts.device)
-        self._counts.index_put_((index, tokens), one, accumulate=True)
-
-    def _grow(self) -> None:
-        num_rows = len(self._counts)
-        num_new = max(8, num_rows)
-        self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros((num_new, self.vocab_size))))
-        self._counts = torch.cat((self._counts, self._counts.new_zeros((num_new, self.vocab_size))))
-        self._free_rows.extend(reversed(range(num_rows, num_rows + num_new)))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._counts.shape[1]
-
-
-def _keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
-    """All tokens at least as likely as the k-th; ties with it stay, so the result has no arbitrary part."""
-    best = logits.topk(largest, dim=-1).values
-    return logits.masked_fill(logits < best.gather(1, top_k[:, None] - 1), -torch.inf)
-
-
-def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The likeliest tokens whose predecessors sum to less than p, at least one; ties with the last stay."""
-    probabilities = logits.softmax(dim=-1)
-    width = min(_NUCLEUS_TOKENS, logits.shape[1])
-    if logits.device.type != "cpu":  # asking which rows the short list covers would cost a synchronization
-        width = logits.shape[1]
-    best = probabilities.topk(width, dim=-1).values
-    threshold = _nucleus_threshold(best, top_p)
-    if width < logits.shape[1]:
-        uncovered = (best.sum(dim=-1) < top_p[:, 0]).nonzero()[:, 0]
-        if len(uncovered):
-            every = probabilities[uncovered].sort(dim=-1, descending=True).values
-            threshold[uncovered] = _nucleus_threshold(every, top_p[uncovered])
-    return logits.masked_fill(probabilities < threshold, -torch.inf)
-
-
-def _nucleus_threshold(descending: Tensor, top_p: Tensor) -> Tensor:
-    """[R, 1]: the probability of the last token of the nucleus, from the sorted probabilities [R, n]."""
-    before = descending.cumsum(dim=-1) - descending
-    num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    return descending.gather(1, num_kept - 1)
-
-
-def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """All tokens at least `min_p` times as likely as the likeliest."""
-    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
+def _certainly(tokens: Tensor) -> Draw:
+    return Draw(tokens, torch.ones_like(tokens, dtype=torch.bool))

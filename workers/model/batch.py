@@ -59,8 +59,8 @@ class HostSpots:
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Sequences with one new token each. `rows` [B] are their rows in the batch, `kv_rows` [2 * B * K * n]
-    the KV rows of layer 0 (keys, then values), `bias` [B * K, 1, S] is 0 or -inf. Rows at `spots` mean
-    nothing."""
+    the KV rows of layer 0 (keys, then values), `bias` [B * K, 1, S] float32 is 0 or -inf. Rows at `spots`
+    mean nothing."""
 
     rows: Tensor
     kv_rows: Tensor
@@ -194,7 +194,7 @@ def _make_plan(batch: AttentionBatch, window: int, shape: KvShape, dtype: torch.
     if decodes and native.serves(batch.positions.device, dtype):
         return AttentionPlan(_make_paged(batch, decodes, window, shape), (), tuple(chunks), host_ids)
     groups = _split_by_length(batch, decodes, window, shape)
-    made = [_make_group(batch, sorted(group), window, shape, dtype) for group in groups]
+    made = [_make_group(batch, sorted(group), window, shape) for group in groups]
     return AttentionPlan(None, tuple(made), tuple(chunks), host_ids)
 
 
@@ -290,13 +290,13 @@ def _tables(
 
 
 def _make_group(
-    batch: AttentionBatch, decodes: list[tuple[int, int]], window: int, shape: KvShape, dtype: torch.dtype
+    batch: AttentionBatch, decodes: list[tuple[int, int]], window: int, shape: KvShape
 ) -> DecodeGroup:
     tables, firsts, ends = _tables(batch, decodes, window, shape)
     device = batch.positions.device
     key = torch.arange(tables.shape[1] * shape.block_tokens, device=device)
     hidden = (key >= ends[:, None]) | (key < firsts[:, None])
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
     tables, spots = _host_spots(tables, batch.host)
     return DecodeGroup(
         rows=torch.tensor([row for _, row in decodes], device=device),

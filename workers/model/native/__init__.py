@@ -100,6 +100,26 @@ class Kernels:
         )  # fmt: skip
         return out
 
+    def gumbel_argmax(
+        self, logits: Tensor, temperature: Tensor, least: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The token of each row of float32 logits [R, V] with the largest logits / temperature + noise, of
+        those whose logits / temperature is at least `least`; both are [R, 1] float32, and `keys` [R] are of
+        `workers.engine.noise`. Returns tokens, best scores and next best scores, [R]; the scores are exact
+        up to the rounding of logarithms."""
+        num_rows, vocab_size = logits.shape
+        assert logits.dtype == torch.float32
+        assert logits.is_contiguous()
+        tokens = torch.empty(num_rows, dtype=torch.int64)
+        best, second = torch.empty(2, num_rows).unbind(0)
+        arguments = (logits, temperature.contiguous(), least.contiguous(), keys, tokens, best, second)
+        self._library.gumbel_argmax(
+            *(ctypes.c_void_p(argument.data_ptr()) for argument in arguments),
+            _size(num_rows),
+            _size(vocab_size),
+        )
+        return tokens, best, second
+
     def _call(
         self, name: str, typed_by: Tensor, *arguments: Tensor | ctypes.c_int64 | ctypes.c_float
     ) -> None:

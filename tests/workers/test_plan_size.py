@@ -1,0 +1,183 @@
+"""What a step's plan takes of a frame: a prompt at most once, and never more than a rank would read."""
+
+from __future__ import annotations
+
+import pytest
+from hash_rank import VOCABULARY, pack, unpack
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from staged_engine import ask, engine, right
+
+from kvtransfer.wire import MAX_FRAME_BYTES
+from workers.config import EngineConfig
+from workers.engine import batch
+from workers.engine.blocks import BlockPool
+from workers.engine.scheduler import Scheduler
+from workers.errors import CapacityError
+from workers.messages import (
+    RANK_DOWN_CODEC,
+    SampleState,
+    SamplingParams,
+    StepPlan,
+    StepReport,
+    Submission,
+)
+
+PENALTY = SamplingParams(temperature=0.7, repetition_penalty=1.1)
+
+
+def scheduler(num_tokens: int, num_requests: int = 1, num_samples: int = 1) -> Scheduler:
+    """With room for so many prompts of this length."""
+    config = EngineConfig(
+        chunk_tokens=256, max_batch_tokens=256 * num_requests, max_sequences=num_requests * num_samples
+    )
+    return Scheduler(
+        config,
+        BlockPool(num_requests * (num_tokens // 64 + 2) + num_samples, 64),
+        eos_token_ids=(),
+        max_context_tokens=2 * num_tokens,
+        fingerprint=b"model",
+    )
+
+
+def submission(prompt: bytes, sampling: SamplingParams, num_samples: int = 1, name: str = "a") -> Submission:
+    samples = tuple(SampleState(index, index) for index in range(num_samples))
+    return Submission(name, 1, "", 0, prompt, (), samples, sampling, None, None)
+
+
+def plan_of(side: Scheduler) -> StepPlan:
+    plan = side.plan(0.0)
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize("num_tokens", [131_072, 262_144])
+def test_a_long_prompt_with_many_samples_starts_in_a_small_plan(num_tokens: int) -> None:
+    """Repeated for every sample it would be 33.6 and 67.1 MB, and a rank reads 64 MiB at most."""
+    side = scheduler(num_tokens, num_samples=64)
+    side.submit(submission(bytes(4 * num_tokens), SamplingParams(), 64), 0.0)
+    frame = RANK_DOWN_CODEC.encode(plan_of(side))
+    assert len(frame) < 32_000, "a table of blocks, a chunk and 64 starts"
+
+
+def test_a_penalty_brings_the_prompt_once() -> None:
+    num_tokens = 262_144
+    prompt = b"".join(number.to_bytes(4, "little") for number in range(num_tokens))
+    side = scheduler(num_tokens, num_samples=64)
+    side.submit(submission(prompt, PENALTY, 64), 0.0)
+    plan = plan_of(side)
+    (start,) = plan.starts
+    assert (start.prompt, len(start.samples)) == (prompt, 64)
+    assert len(RANK_DOWN_CODEC.encode(plan)) < len(prompt) + 32_000
+
+
+def test_penalties_on_the_output_alone_need_no_prompt() -> None:
+    side = scheduler(4096)
+    output = pack([5, 6, 5])
+    sampling = SamplingParams(frequency_penalty=0.5)
+    asked = replace(submission(bytes(4096), sampling), samples=(SampleState(0, 3, output),))
+    side.submit(asked, 0.0)
+    (start,) = plan_of(side).starts
+    (sample,) = start.samples
+    assert (start.prompt, sample.output, sample.num_output_tokens, sample.last_token) == (b"", output, 3, 5)
+
+
+def test_long_prompts_with_penalties_are_spread_over_plans() -> None:
+    """40 of them start as soon as there is room for them: 42 MB of prompts, which two plans share."""
+    num_tokens, num_requests = 262_144, 40
+    side = scheduler(num_tokens, num_requests)
+    prompt = bytes(4 * num_tokens)
+    for number in range(num_requests):
+        side.submit(submission(prompt, PENALTY, name=f"r{number}"), 0.0)
+    started: list[int] = []
+    while sum(started) < num_requests:
+        plan = plan_of(side)
+        assert len(RANK_DOWN_CODEC.encode(plan)) <= batch.PLAN_BYTES
+        started.append(sum(len(start.samples) for start in plan.starts))
+        side.settle(StepReport(plan.step, (), 0.0, 0.0), 0.0)
+    assert started == [31, 9]
+
+
+def test_what_fits_no_plan_is_refused_by_name() -> None:
+    num_tokens = 4_500_000
+    side = scheduler(num_tokens)
+    with pytest.raises(CapacityError, match=r"prompt: its 4500000 tokens .* without penalties"):
+        side.submit(submission(bytes(4 * num_tokens), PENALTY), 0.0)
+    side.submit(submission(bytes(4 * num_tokens), SamplingParams()), 0.0)
+    assert len(RANK_DOWN_CODEC.encode(plan_of(side))) < 1 << 20
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 20),  # tokens of the prompt
+        st.integers(1, 3),  # samples
+        st.integers(0, 3),  # priority
+        st.booleans(),  # penalties
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=requests, num_blocks=st.integers(12, 60), num_bytes=st.integers(1100, 3000))
+def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+    requests: list[tuple[int, int, int, bool]],
+    num_blocks: int,
+    num_bytes: int,
+) -> None:
+    """With samples, preemption and a budget of a few starts: what waits for room is computed later."""
+    monkeypatch.setattr(batch, "PLAN_BYTES", num_bytes)
+    side = engine(num_blocks=num_blocks)
+    asked = []
+    for number, (num_tokens, num_samples, priority, has_penalties) in enumerate(requests):
+        prompt = [(number * 7 + place) % VOCABULARY for place in range(num_tokens)]
+        name = f"{number}{'a' if has_penalties else 'b'}"
+        asked.append(ask(name, prompt, n=num_samples, max_tokens=6, priority=priority))
+        side.scheduler.submit(asked[-1], 0.0)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    while side.plan(0.0) or side.plans:
+        if side.plans:
+            plan = side.plans[-1]
+            fixed = replace(plan, free_slots=(), copies=())
+            assert len(RANK_DOWN_CODEC.encode(fixed)) <= num_bytes
+        for delta in side.settle(0.0).tokens:
+            outputs.setdefault((delta.request_id, delta.sample), []).extend(unpack(delta.tokens))
+        side.check()
+    assert outputs == {
+        (it.request_id, index): right(it, index) for it in asked for index in range(len(it.samples))
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sampling=st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 2),
+        top_k=st.integers(0, 2**40),
+        min_p=st.floats(0, 1),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        frequency_penalty=st.sampled_from([0.0, 0.2]),
+        logit_bias=st.dictionaries(st.integers(0, 2**32), st.floats(-9, 9), max_size=40),
+        stop_token_ids=st.lists(st.integers(0, 2**32), max_size=9).map(tuple),
+        max_tokens=st.integers(1, 2**40),
+        num_logprobs=st.none() | st.integers(0, 20),
+    ),
+    num_samples=st.integers(1, 20),
+    num_tokens=st.integers(1, 3000),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+def test_the_bytes_that_are_counted_are_enough(
+    sampling: SamplingParams, num_samples: int, num_tokens: int, seed: int
+) -> None:
+    """Over the codec itself: at least what the message takes, and without long lists not far above."""
+    side = scheduler(num_tokens, num_samples=num_samples)
+    samples = tuple(SampleState(index, seed) for index in range(num_samples))
+    side.submit(replace(submission(bytes(4 * num_tokens), sampling), samples=samples), 0.0)
+    made = batch.Batch(1, 256)
+    side._planner.fill(made, 0.0)
+    plan = made.plan(())
+    assert len(RANK_DOWN_CODEC.encode(plan)) <= batch.PLAN_BYTES - made.budget_bytes
+    assert batch.PLAN_BYTES < MAX_FRAME_BYTES

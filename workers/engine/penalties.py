@@ -1,0 +1,118 @@
+"""Penalties on the tokens that a slot's prompt and output hold; no other logit is read or written.
+
+Letters: R rows of a step, V vocabulary, N tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.messages import SamplingParams
+
+
+class PromptTokens:
+    """The tokens of a prompt, each once; the samples of a request share them."""
+
+    def __init__(self, prompt: bytes, vocab_size: int, device: torch.device) -> None:
+        is_there = np.zeros(vocab_size, dtype=np.bool_)
+        is_there[np.frombuffer(prompt, dtype="<u4")] = True
+        self._sorted = np.flatnonzero(is_there)
+        self.ids = torch.from_numpy(self._sorted).to(device)
+
+    def contains(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the tokens the prompt has."""
+        places = np.searchsorted(self._sorted, tokens).clip(max=len(self._sorted) - 1)
+        are_there: NDArray[np.bool_] = self._sorted[places] == tokens
+        return are_there
+
+
+class TokenPenalties:
+    """What the tokens of one slot take from its next logits.
+
+    `prompt` is None when the repetition penalty is off. Output tokens are kept on the host, where they become
+    known; those of the prompt are on the device.
+    """
+
+    def __init__(self, sampling: SamplingParams, prompt: PromptTokens | None, output: bytes) -> None:
+        self.sampling = sampling
+        self.prompt = prompt
+        ids, counts = np.unique(np.frombuffer(output, dtype="<u4"), return_counts=True)
+        self._ids = ids.astype(np.int64)
+        self._counts = counts.astype(np.float32)
+        self._repetitions = self._repetitions_of(self._ids)
+        self._token_to_place = {token: place for place, token in enumerate(ids.tolist())}
+
+    def count(self, token: int) -> None:
+        """The output has one more of this token."""
+        place = self._token_to_place.get(token)
+        if place is None:
+            place = self._token_to_place[token] = len(self._token_to_place)
+            if place == len(self._ids):
+                num_more = max(16, place)
+                self._ids, self._counts, self._repetitions = (
+                    np.concatenate((values, np.zeros(num_more, values.dtype)))
+                    for values in (self._ids, self._counts, self._repetitions)
+                )
+            self._ids[place] = token
+            self._repetitions[place] = self._repetitions_of(self._ids[place : place + 1])[0]
+        self._counts[place] += 1
+
+    def _repetitions_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        repetitions = np.full(len(ids), self.sampling.repetition_penalty, dtype=np.float32)
+        if self.prompt is not None:
+            repetitions[self.prompt.contains(ids)] = 1.0
+        return repetitions
+
+    @property
+    def output(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+        """Of each different output token: its id, how often it came, and its repetition penalty, which is 1
+        when the prompt has it too."""
+        num = len(self._token_to_place)
+        return self._ids[:num], self._counts[:num], self._repetitions[:num]
+
+
+def penalize_(logits: Tensor, rows: Sequence[int], penalties: Sequence[TokenPenalties]) -> None:
+    """Change the rows of `logits` [R, V] in place, as `SamplingParams` describes; one of `penalties` each."""
+    _penalize_prompts(logits, rows, penalties)
+    outputs = [it.output for it in penalties]
+    lengths = [len(ids) for ids, _, _ in outputs]
+    if not sum(lengths):
+        return
+    ids, counts, repetitions = (np.concatenate(parts) for parts in zip(*outputs, strict=True))
+    chosen = [it.sampling for it in penalties]
+    frequencies = np.repeat(_float32([it.frequency_penalty for it in chosen]), lengths)
+    presences = np.repeat(_float32([it.presence_penalty for it in chosen]), lengths)
+    places = np.stack((np.repeat(np.array(rows), lengths), ids))
+    values = np.stack((counts, repetitions, frequencies, presences))
+    row, token = torch.from_numpy(places).to(logits.device, non_blocking=True)
+    count, repetition, frequency, presence = torch.from_numpy(values).to(logits.device, non_blocking=True)
+    part = _repeated(logits[row, token], repetition)
+    logits[row, token] = part - count * frequency - presence
+
+
+def _penalize_prompts(logits: Tensor, rows: Sequence[int], penalties: Sequence[TokenPenalties]) -> None:
+    those = [(row, it.prompt, it.sampling) for row, it in zip(rows, penalties, strict=True) if it.prompt]
+    if not those:
+        return
+    lengths = [len(prompt.ids) for _, prompt, _ in those]
+    device, num_tokens = logits.device, sum(lengths)
+    of_rows = torch.tensor([[row for row, _, _ in those], lengths]).to(device, non_blocking=True)
+    factors = torch.from_numpy(_float32([it.repetition_penalty for _, _, it in those])).to(device)
+    row = torch.repeat_interleave(of_rows[0], of_rows[1], output_size=num_tokens)
+    repetition = torch.repeat_interleave(factors, of_rows[1], output_size=num_tokens)
+    token = torch.cat([prompt.ids for _, prompt, _ in those])
+    logits[row, token] = _repeated(logits[row, token], repetition)
+
+
+def _repeated(part: Tensor, repetition: Tensor) -> Tensor:
+    """[N]: less likely by the penalty, on whichever side of zero."""
+    return torch.where(part < 0, part * repetition, part / repetition)
+
+
+def _float32(values: Sequence[float]) -> NDArray[np.float32]:
+    return np.array(values, dtype=np.float32)
