@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # `python -m cluster`: begin where the console script does
+    import sys
+
+    from cluster.entry import main as entry
+
+    entry()
+    sys.exit()
+
 import json
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +36,7 @@ from cluster.commands.terminal import (
     Timeout,
     catch_signals,
     die,
+    die_at_once,
     err,
     out,
     run,
@@ -36,7 +44,7 @@ from cluster.commands.terminal import (
 from cluster.commands.traffic import traffic
 from cluster.commands.update import update
 from cluster.config import ClusterConfig, default_config, load_config
-from cluster.errors import CallError, ClusterError
+from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.clock import SystemClock
 from workers.errors import WorkerError
 from workers.model.config import read_model_config
@@ -80,7 +88,7 @@ RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": a
 
 
 def main() -> None:
-    """The console script."""
+    """The command line, for `cluster.entry`."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -89,6 +97,9 @@ def main() -> None:
     except CallError as error:
         hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
         die(f"{error}{hint}")
+    except RayEndedError as error:
+        # Whoever waits for Ray when Python ends would wait for a minute.
+        die_at_once(str(error))
     except (ClusterError, WorkerError) as error:
         die(str(error))
 
@@ -105,17 +116,16 @@ def serve(
     ray_address: RayAddress = "auto",
 ) -> None:
     """Start the pools and the gateway, and serve until Ctrl-C."""
+    interrupted = catch_signals()
     from cluster.serve import Service  # here: only this command and the demo need Ray
 
     config = _config(file, model, prefill, decode, port, (nvme, nvme_gb))
-    interrupted = catch_signals(threading.Event())
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
         with stages(err, "starting") as tell:
             addresses = service.start(
                 lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
             )
-        catch_signals(interrupted)  # again: Ray set handlers of its own
         for name, place in (
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
             ("console", ", ".join(addresses.consoles) or "none"),
@@ -126,7 +136,11 @@ def serve(
         ):
             out.print(f"{name:<10} {place}", soft_wrap=True)
         out.print("Ctrl-C stops everything.")
-        interrupted.wait()
+        service.wait(interrupted)
+    except StartError as error:
+        if interrupted.is_set():
+            die(str(error), interrupted.status)
+        raise
     finally:
         with stages(err, "stopping"):
             service.stop()
@@ -136,10 +150,15 @@ def serve(
 @cli.command()
 def demo() -> None:
     """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
+    interrupted = catch_signals()
     from cluster.commands.demo import run_demo  # here, as above
 
-    interrupted = catch_signals(threading.Event())
-    run_demo(_bundled_model(), SystemClock(), interrupted, out)
+    try:
+        run_demo(_bundled_model(), SystemClock(), interrupted, out)
+    except StartError as error:
+        if interrupted.is_set():
+            die(str(error), interrupted.status)
+        raise
 
 
 @cli.command()
@@ -376,7 +395,3 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
     return value
-
-
-if __name__ == "__main__":
-    main()

@@ -272,6 +272,14 @@ class Client:
         reply: pb.StatusResponse = await self._unary("Status", pb.StatusRequest())
         return reply
 
+    async def paths(self, replica_ids: Sequence[str] = ()) -> list[pb.ReplicaPaths]:
+        """The measured paths from these replicas, by default from all."""
+        request = pb.PathsRequest(replica_ids=replica_ids)
+        try:
+            return [message async for message in self.stub().Paths(request, timeout=_UNARY_TIMEOUT_S)]
+        except grpc.aio.AioRpcError as error:
+            raise _call_error(error) from error
+
     async def explain(self, request_id: str) -> pb.ExplainResponse:
         reply: pb.ExplainResponse = await self._unary("Explain", pb.ExplainRequest(request_id=request_id))
         return reply

@@ -80,10 +80,11 @@ async def status(address: str, console: Console, *, as_json: bool) -> None:
     async with Client(address) as client:
         reply = await client.status()
         stores = (await client.store_stat()).nodes if reply.stores else []
+        paths = await client.paths()
     if as_json:
-        print(json.dumps(status_json(reply, stores)))
+        print(json.dumps(status_json(reply, stores, paths)))
     else:
-        console.print(status_view(reply, stores))
+        console.print(status_view(reply, stores, paths))
 
 
 async def explain(address: str, request_id: str, console: Console, *, as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,10 +39,9 @@ def update(
         config = config.model_copy(update={"model": model.resolve()})
     if port is not None:
         config = config.model_copy(update={"gateway": config.gateway.at_port(port)})
-    interrupted = threading.Event()
     with stages(err, "connecting to Ray"):
         connect(ray_address)
-    catch_signals(interrupted)  # after Ray, which sets handlers of its own
+    interrupted = catch_signals()  # after Ray, which sets handlers of its own
     change = Update(config, SystemClock())
     if not as_json:
         out.print(plan_view(change.plan))

@@ -138,10 +138,7 @@ class ScalerReports:
 
 def _slim(status: pb.StatusResponse) -> pb.StatusResponse:
     """What the scaler looks at: small enough to travel inside of Ray's call."""
-    slim = pb.StatusResponse(replicas=status.replicas, demand=status.demand)
-    for replica in slim.replicas:
-        replica.ClearField("paths")
-    return slim
+    return pb.StatusResponse(replicas=status.replicas, demand=status.demand)
 
 
 def stop_scaler(app: str) -> None:

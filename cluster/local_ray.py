@@ -1,0 +1,90 @@
+"""A Ray cluster of one host that lives and dies with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from cluster.ray_private import out_of_reach
+
+_VITAL = ("gcs_server", "raylet")
+_OBJECT_STORE_BYTES = 128 << 20
+_END_S = 5.0
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep the handlers of SIGINT and SIGTERM over what sets others; outside the main thread, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+class LocalRay:
+    """Starts Ray's processes and connects to them. They are in sessions of their own, so that a signal to our
+    process group (Ctrl-C, `timeout`, a shell's `kill %1`) leaves it to us to end them, after the streams.
+
+    They do not outlive this process, however it ends.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """`options` are those of `ray.init`."""
+        with own_signals(), out_of_reach() as started:
+            context = ray.init(
+                address="local", include_dashboard=True, object_store_memory=_OBJECT_STORE_BYTES, **options
+            )
+        self.dashboard_url: str = context.dashboard_url or ""
+        self._sessions = {process.pid for process in started}
+        self._vital = [process for process in started if _program(process) in _VITAL]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody else has ended it: the GCS or the raylet is gone."""
+        return any(process.poll() is not None for process in self._vital)
+
+    def shut_down(self) -> None:
+        """Disconnect and end all its processes."""
+        family = self._family()
+        ray.shutdown()
+        _, alive = psutil.wait_procs(family, timeout=_END_S)
+        _kill(alive)
+
+    def kill(self) -> None:
+        """End all its processes at once, without a word to any."""
+        _kill(self._family())
+
+    def _family(self) -> list[psutil.Process]:
+        """What is in the sessions that were opened for it, also what has lost its parent."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(process.pid) in self._sessions:
+                    found.append(process)
+        return found
+
+
+def _program(process: subprocess.Popen[bytes]) -> str:
+    command = process.args
+    return Path(command[0]).name if isinstance(command, list) else ""
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_END_S)
