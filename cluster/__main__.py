@@ -26,6 +26,7 @@ from cluster.commands.bench_scaling import bench_scaling
 from cluster.commands.display import engine_line, progress_line, stages
 from cluster.commands.doctor import doctor
 from cluster.commands.scale import scale
+from cluster.commands.serve_config import HOST_HELP, serve_config
 from cluster.commands.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
 from cluster.commands.store_bench import bench_store as run_store_bench
 from cluster.commands.store_cli import cli as store_cli
@@ -40,14 +41,14 @@ from cluster.commands.terminal import (
     err,
     out,
     run,
+    show_version,
 )
 from cluster.commands.traffic import traffic
 from cluster.commands.update import update
-from cluster.config import ClusterConfig, default_config, load_config
+from cluster.config import ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.clock import SystemClock
 from workers.errors import WorkerError
-from workers.model.config import read_model_config
 
 _TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 _DRAM_BLOCKS, _NVME_BLOCKS = (
@@ -84,6 +85,16 @@ cli.command()(traffic)
 cli.command()(scale)
 cli.command()(doctor)
 
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Say which this is.")
+    ] = False,
+) -> None:
+    """What stands before a command; its text is that of `cli`."""
+
+
 RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
 
 
@@ -110,6 +121,7 @@ def serve(
     model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill replicas; 0: no such pool.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None,
+    host: Annotated[str | None, typer.Option(help=HOST_HELP)] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None,
     nvme_gb: Annotated[float | None, typer.Option(help="How much of the disk, in 1e9 bytes.")] = None,
@@ -119,7 +131,10 @@ def serve(
     interrupted = catch_signals()
     from cluster.serve import Service  # here: only this command and the demo need Ray
 
-    config = _config(file, model, prefill, decode, port, (nvme, nvme_gb))
+    config = serve_config(
+        file, model or (None if file else _bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
+    )
+    config = _with_redis(config)
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
         with stages(err, "starting") as tell:
@@ -312,42 +327,6 @@ def bench_store(
     """Replay a trace through the store's policies, without a cluster: hit rates against the ideal, writes."""
     sizes = _whole_numbers(dram_blocks), _whole_numbers(nvme_blocks)
     run_store_bench(trace, device_blocks, *sizes, err if as_json else out, as_json=as_json)
-
-
-def _config(
-    file: Path | None,
-    model: Path | None,
-    prefill: int | None,
-    decode: int | None,
-    port: int | None,
-    nvme: tuple[Path | None, float | None],
-) -> ClusterConfig:
-    folder, num_gb = nvme
-    if (folder is None) != (num_gb is None):
-        raise typer.BadParameter("go together", param_hint="--nvme, --nvme-gb")
-    if file is not None:
-        if folder is not None:
-            raise typer.BadParameter("the file says it, under store:", param_hint="--nvme, --nvme-gb")
-        if prefill is not None or decode is not None:
-            raise typer.BadParameter(
-                "the file says how many replicas there are", param_hint="--prefill, --decode"
-            )
-        config = load_config(file)
-        if model is not None:
-            config = config.model_copy(update={"model": model.resolve()})
-        if port is not None:
-            config = config.model_copy(update={"gateway": config.gateway.at_port(port)})
-        return _with_redis(config)
-    model = model or _bundled_model()
-    config = default_config(
-        model,
-        prefill=1 if prefill is None else prefill,
-        decode=1 if decode is None else decode,
-        port=port,
-        context_tokens=read_model_config(model).max_context_tokens,
-        nvme=None if folder is None or num_gb is None else (folder, num_gb),
-    )
-    return _with_redis(config)
 
 
 def _with_redis(config: ClusterConfig) -> ClusterConfig:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 
+from cluster import ray_keeper
 from cluster.ray_private import out_of_reach
 
 _VITAL = ("gcs_server", "raylet")
@@ -39,18 +41,30 @@ class LocalRay:
     """Starts Ray's processes and connects to them. They are in sessions of their own, so that a signal to our
     process group (Ctrl-C, `timeout`, a shell's `kill %1`) leaves it to us to end them, after the streams.
 
-    They do not outlive this process, however it ends.
+    They do not outlive this process, however it ends: `ray_keeper` sees to that.
     """
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of `ray.init`."""
-        with own_signals(), out_of_reach() as started:
-            context = ray.init(
-                address="local", include_dashboard=True, object_store_memory=_OBJECT_STORE_BYTES, **options
-            )
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(ray_keeper.__file__))],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            with own_signals(), out_of_reach(self._on_start):
+                context = ray.init(
+                    address="local",
+                    include_dashboard=True,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    **options,
+                )
+        finally:
+            if not ray.is_initialized():
+                self._keeper.communicate()  # which ends what was started
         self.dashboard_url: str = context.dashboard_url or ""
-        self._sessions = {process.pid for process in started}
-        self._vital = [process for process in started if _program(process) in _VITAL]
+        self._vital = [process for process in self._started if _program(process) in _VITAL]
 
     @property
     def has_ended(self) -> bool:
@@ -63,17 +77,36 @@ class LocalRay:
         ray.shutdown()
         _, alive = psutil.wait_procs(family, timeout=_END_S)
         _kill(alive)
+        self._end_keeper()
 
     def kill(self) -> None:
         """End all its processes at once, without a word to any."""
         _kill(self._family())
+        self._end_keeper()
+
+    def _on_start(self, process: subprocess.Popen[bytes]) -> None:
+        self._started.append(process)
+        self._tell_keeper(str(process.pid))
+
+    def _tell_keeper(self, line: str) -> None:
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):  # somebody has killed it, or it has ended
+            self._keeper.stdin.write(f"{line}\n".encode())
+            self._keeper.stdin.flush()
+
+    def _end_keeper(self) -> None:
+        assert self._keeper.stdin is not None
+        self._tell_keeper(ray_keeper.ENDED)
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        self._keeper.wait()
 
     def _family(self) -> list[psutil.Process]:
         """What is in the sessions that were opened for it, also what has lost its parent."""
-        found = []
+        found, sessions = [], {process.pid for process in self._started}
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(process.pid) in self._sessions:
+                if os.getsid(process.pid) in sessions:
                     found.append(process)
         return found
 

@@ -15,19 +15,18 @@ _GIVE_UP_S = 5
 
 
 @contextlib.contextmanager
-def out_of_reach() -> Iterator[list[subprocess.Popen[bytes]]]:
+def out_of_reach(on_start: Callable[[subprocess.Popen[bytes]], None]) -> Iterator[None]:
     """Start what `ray.init` starts in sessions of their own, and leave our handlers of signals alone.
 
-    A signal to our process group then reaches us alone. Ray's processes still end when we die, by
-    PR_SET_PDEATHSIG, and what those started within seconds of the GCS. Yields the list of these processes.
+    A signal to our process group then reaches us alone. Ray's processes still die with us, by
+    PR_SET_PDEATHSIG; not all that those have started does. `on_start` is called with each process.
     """
-    started: list[subprocess.Popen[bytes]] = []
     popen, set_handler = services.ConsolePopen, ray._private.utils.set_sigterm_handler
 
     def start(*args: Any, env: Mapping[str, str], **kwargs: Any) -> subprocess.Popen[bytes]:
         env = {**env, "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GIVE_UP_S)}
         process: subprocess.Popen[bytes] = popen(*args, env=env, start_new_session=True, **kwargs)
-        started.append(process)
+        on_start(process)
         return process
 
     def set_no_handler(handler: Callable[..., object]) -> None:
@@ -35,6 +34,6 @@ def out_of_reach() -> Iterator[list[subprocess.Popen[bytes]]]:
 
     services.ConsolePopen, ray._private.utils.set_sigterm_handler = start, set_no_handler
     try:
-        yield started
+        yield
     finally:
         services.ConsolePopen, ray._private.utils.set_sigterm_handler = popen, set_handler

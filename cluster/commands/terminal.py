@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import signal
 import sys
@@ -26,6 +27,13 @@ JoinedRay = Annotated[
     str, typer.Option("--ray-address", help='The Ray cluster, host:port; "auto": the one of this host.')
 ]
 DEFAULT_ADDRESS = "127.0.0.1:8780"
+
+
+def show_version(wanted: bool) -> None:
+    """The command's version, and its end."""
+    if wanted:
+        print(f"tandem {importlib.metadata.version('tandem-serve')}")
+        raise typer.Exit
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -68,7 +68,8 @@ def test_a_signal_during_the_imports_ends_it_quietly(
 def test_rays_processes_are_out_of_reach_of_a_signal_to_our_group() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     command = [sys.executable, "-c", "import os; print(os.environ['RAY_gcs_rpc_server_reconnect_timeout_s'])"]
-    with out_of_reach() as started:
+    started: list[subprocess.Popen[bytes]] = []
+    with out_of_reach(started.append):
         services.ray._private.utils.set_sigterm_handler(lambda *_: None)
         read, write = os.pipe()
         with open(read) as output, open(write, "w") as sink:
@@ -101,10 +102,12 @@ def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
 
 
 def ended_within(cluster: RunningCluster, family: list[psutil.Process], limit_s: float) -> int:
-    """Wait for all; the exit status of `tandem serve`."""
-    _, alive = psutil.wait_procs(family, timeout=limit_s)
+    """Wait for all; the exit status of `tandem serve`, the first of them."""
+    _, alive = psutil.wait_procs(family[1:], timeout=limit_s)
     assert alive == [], "".join(cluster.lines)
-    return cluster.stop()
+    status = family[0].wait(END_S)
+    cluster.stop()  # nothing any more, but reading what it said
+    return int(status)
 
 
 @pytest.mark.slow
@@ -135,10 +138,12 @@ def test_a_signal_to_the_whole_group_lets_streams_finish(cluster: RunningCluster
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_signal_to_rays_processes_too_ends_it_at_once(cluster: RunningCluster) -> None:
+def test_ray_that_is_ended_under_it_ends_it_soon_and_says_so(cluster: RunningCluster) -> None:
+    """As happens where a supervisor signals all processes of the service: Ray's may be gone first."""
     family = cluster.processes()
-    for process in family:  # as systemd does by default, with all of a service's control group
-        process.terminate()
+    for process in family:
+        if process.name() == "gcs_server":
+            process.kill()
     assert ended_within(cluster, family, END_S) == 1
     assert "KillMode=mixed" in cluster.lines[-1]
     assert "Traceback" not in "".join(cluster.lines)
@@ -149,4 +154,4 @@ def test_a_signal_to_rays_processes_too_ends_it_at_once(cluster: RunningCluster)
 def test_nothing_outlives_a_killed_serve(cluster: RunningCluster) -> None:
     family = cluster.processes()
     family[0].kill()
-    assert ended_within(cluster, family, DRAIN_S + END_S) == -signal.SIGKILL
+    assert ended_within(cluster, family, END_S) == -signal.SIGKILL

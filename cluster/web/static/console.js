@@ -3,7 +3,7 @@
 import { draw } from "/console/charts.js";
 import { badge, byId, duration, el, keyed, millis, show, text } from "/console/dom.js";
 import { openExplain } from "/console/explain.js";
-import { confirm, ordered, release, scale, startOrders } from "/console/orders.js";
+import { askFewer, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
 import { notesOf, showPools } from "/console/pools.js";
 import { showGateways, showMoves, showPaths, showRequests, showTiers, showTraffic } from "/console/tables.js";
 
@@ -76,7 +76,9 @@ function showOwnPools() {
     step: (name, change) => {
       const shown = status.pools.find((pool) => pool.name === name);
       const from = ordered.get(name) ?? (shown ? shown.desired : 1);
-      scale(name, Math.max(1, from + change));
+      const to = Math.max(1, from + change);
+      if (to < from) askFewer(name, from, to, () => scale(name, to));
+      else scale(name, to);
     },
     release,
   });
