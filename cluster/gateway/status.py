@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -15,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from cluster.gateway.replica_view import ReplicaView
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
+from kvtransfer.clock import let_others_run
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import LoadReport, PathMeasure
 
@@ -87,7 +87,7 @@ class StatusThread:
             if known is None or not known[0].is_same(look):
                 known = look, _replica(look)
                 self.num_built += 1
-                time.sleep(0)  # the event loop may have been waiting
+                let_others_run()  # the event loop may have been waiting
             self._built[replica_id] = known
             if look.load is not None:
                 known[1].load.age_s = age_s
@@ -151,7 +151,7 @@ def _replica_paths(
         if path.peer in known:
             reply.paths.append(_path(path))
         if number % _NUM_PATHS == 0:
-            time.sleep(0)
+            let_others_run()
     return reply
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -15,6 +14,7 @@ from cluster.errors import OverloadedError
 from cluster.gateway.intake import Intake
 from cluster.gateway.validation import Limits, check_detokenize, check_tokenize
 from cluster.proto import tandem_pb2 as pb
+from kvtransfer.clock import let_others_run
 
 MAX_CALLS = 32
 """Of both kinds at once, running and waiting. The size of each is limited by the model's context."""
@@ -74,7 +74,7 @@ class TextCalls:
         response = pb.TokenizeResponse()
         for start in range(0, len(tokens), _NUM_TOKENS):
             response.token_ids.extend(tokens[start : start + _NUM_TOKENS].tolist())
-            time.sleep(0)
+            let_others_run()
         return response
 
     def _detokenized(self, request: pb.DetokenizeRequest, limits: Limits) -> pb.DetokenizeResponse:
@@ -89,5 +89,5 @@ def _as_bytes(ids: Sequence[int]) -> bytes:
     parts = []
     for start in range(0, len(ids), _NUM_TOKENS):
         parts.append(np.asarray(ids[start : start + _NUM_TOKENS], dtype="<u4").tobytes())
-        time.sleep(0)
+        let_others_run()
     return b"".join(parts)

@@ -261,17 +261,13 @@ async def test_what_costs_something_is_made_once_for_all_who_ask() -> None:
     assert list(await asyncio.gather(fresh.get(), fresh.get())) == [2, 2]
 
 
-# --------------------------------------------------------------------------------- the page, without a browser
+# ------------------------------------------------------------------------------ the page, without a browser
 
 
 def test_the_page_has_every_part_that_its_scripts_name() -> None:
-    page = (STATIC / "index.html").read_text()
-    ids = set(re.findall(r'id="([\w-]+)"', page))
-    named = {
-        name
-        for script in STATIC.glob("*.js")
-        for name in re.findall(r'byId\("([\w-]+)"\)', script.read_text())
-    }
+    ids = set(re.findall(r'id="([\w-]+)"', (STATIC / "index.html").read_text()))
+    scripts = [script.read_text() for script in STATIC.glob("*.js")]
+    named = {name for script in scripts for name in re.findall(r'byId\("([\w-]+)"\)', script)}
     assert {"fewer-dialog", "paths-more", "token-input"} <= named <= ids
 
 
@@ -286,7 +282,5 @@ def test_scripts_import_what_there_is() -> None:
 
 def test_no_token_is_read_from_an_address_and_fewer_replicas_are_asked_about() -> None:
     scripts = {script.name: script.read_text() for script in STATIC.glob("*.js")}
-    assert not [
-        name for name, text in scripts.items() if "location.hash" in text or "location.search" in text
-    ]
+    assert not [name for name, text in scripts.items() if re.search(r"location\.(hash|search|href)", text)]
     assert "if (to < from) askFewer(" in scripts["console.js"]

@@ -98,7 +98,7 @@ async def test_messages_are_built_beside_the_event_loop(thread: StatusThread) ->
     assert stages.seen == {"status_0"}
 
 
-async def test_paths_are_a_call_of_their_own_and_lead_to_replicas_that_there_are(
+async def test_paths_are_a_call_of_their_own_to_replicas_that_there_are(
     thread: StatusThread,
 ) -> None:
     assert "paths" not in pb.Replica.DESCRIPTOR.fields_by_name

@@ -87,14 +87,14 @@ async def test_what_is_too_large_names_the_field(pair: Pair) -> None:
     with pytest.raises(CallError, match=f"token_ids: has {MAX_CONTEXT + 1} tokens; at most") as found:
         await pair.client.detokenize([5] * (MAX_CONTEXT + 1))
     assert found.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    with pytest.raises(CallError, match="text: is .* bytes long; at most"):
+    with pytest.raises(CallError, match=r"text: is \d+ bytes long; at most"):
         await pair.client.tokenize("x" * (64 * MAX_CONTEXT))
 
 
 @pytest.mark.parametrize("what", ["encode", "decode"])
 def test_other_threads_run_while_a_long_text_is_converted(tmp_path: Path, what: str) -> None:
     text = ModelText.load(write_model(tmp_path / "m"))
-    long = "def main(): return the answer, the quick brown fox\n" * 20_000
+    long = "def main(): return the answer, the quick brown fox\n" * 6_000
     tokens = text.encode(long) if what == "decode" else b""
     began, ended = threading.Event(), threading.Event()
 
