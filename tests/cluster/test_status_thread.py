@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gateway_house import FINGERPRINT, Pair
+from gateway_house import Pair
+from gateway_model import FINGERPRINT
 
 from cluster.gateway.fresh import Fresh
 from cluster.gateway.replica_view import ReplicaState, ReplicaView
