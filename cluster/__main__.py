@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # `python -m cluster`: begin where the console script does
+    import sys
+
+    from cluster.entry import main as entry
+
+    entry()
+    sys.exit()
+
 import json
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +26,7 @@ from cluster.commands.bench_scaling import bench_scaling
 from cluster.commands.display import engine_line, progress_line, stages
 from cluster.commands.doctor import doctor
 from cluster.commands.scale import scale
+from cluster.commands.serve_config import HOST_HELP, serve_config
 from cluster.commands.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
 from cluster.commands.store_bench import bench_store as run_store_bench
 from cluster.commands.store_cli import cli as store_cli
@@ -29,17 +37,18 @@ from cluster.commands.terminal import (
     Timeout,
     catch_signals,
     die,
+    die_at_once,
     err,
     out,
     run,
+    show_version,
 )
 from cluster.commands.traffic import traffic
 from cluster.commands.update import update
-from cluster.config import ClusterConfig, default_config, load_config
-from cluster.errors import CallError, ClusterError
+from cluster.config import ClusterConfig
+from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.clock import SystemClock
 from workers.errors import WorkerError
-from workers.model.config import read_model_config
 
 _TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 _DRAM_BLOCKS, _NVME_BLOCKS = (
@@ -76,11 +85,21 @@ cli.command()(traffic)
 cli.command()(scale)
 cli.command()(doctor)
 
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Say which this is.")
+    ] = False,
+) -> None:
+    """What stands before a command; its text is that of `cli`."""
+
+
 RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
 
 
 def main() -> None:
-    """The console script."""
+    """The command line, for `cluster.entry`."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -89,6 +108,9 @@ def main() -> None:
     except CallError as error:
         hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
         die(f"{error}{hint}")
+    except RayEndedError as error:
+        # Whoever waits for Ray when Python ends would wait for a minute.
+        die_at_once(str(error))
     except (ClusterError, WorkerError) as error:
         die(str(error))
 
@@ -99,23 +121,26 @@ def serve(
     model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill replicas; 0: no such pool.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None,
+    host: Annotated[str | None, typer.Option(help=HOST_HELP)] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None,
     nvme_gb: Annotated[float | None, typer.Option(help="How much of the disk, in 1e9 bytes.")] = None,
     ray_address: RayAddress = "auto",
 ) -> None:
     """Start the pools and the gateway, and serve until Ctrl-C."""
+    interrupted = catch_signals()
     from cluster.serve import Service  # here: only this command and the demo need Ray
 
-    config = _config(file, model, prefill, decode, port, (nvme, nvme_gb))
-    interrupted = catch_signals(threading.Event())
+    config = serve_config(
+        file, model or (None if file else _bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
+    )
+    config = _with_redis(config)
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
         with stages(err, "starting") as tell:
             addresses = service.start(
                 lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
             )
-        catch_signals(interrupted)  # again: Ray set handlers of its own
         for name, place in (
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
             ("console", ", ".join(addresses.consoles) or "none"),
@@ -127,7 +152,11 @@ def serve(
         ):
             out.print(f"{name:<10} {place}", soft_wrap=True)
         out.print("Ctrl-C stops everything.")
-        interrupted.wait()
+        service.wait(interrupted)
+    except StartError as error:
+        if interrupted.is_set():
+            die(str(error), interrupted.status)
+        raise
     finally:
         with stages(err, "stopping"):
             service.stop()
@@ -137,10 +166,15 @@ def serve(
 @cli.command()
 def demo() -> None:
     """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
+    interrupted = catch_signals()
     from cluster.commands.demo import run_demo  # here, as above
 
-    interrupted = catch_signals(threading.Event())
-    run_demo(_bundled_model(), SystemClock(), interrupted, out)
+    try:
+        run_demo(_bundled_model(), SystemClock(), interrupted, out)
+    except StartError as error:
+        if interrupted.is_set():
+            die(str(error), interrupted.status)
+        raise
 
 
 @cli.command()
@@ -296,42 +330,6 @@ def bench_store(
     run_store_bench(trace, device_blocks, *sizes, err if as_json else out, as_json=as_json)
 
 
-def _config(
-    file: Path | None,
-    model: Path | None,
-    prefill: int | None,
-    decode: int | None,
-    port: int | None,
-    nvme: tuple[Path | None, float | None],
-) -> ClusterConfig:
-    folder, num_gb = nvme
-    if (folder is None) != (num_gb is None):
-        raise typer.BadParameter("go together", param_hint="--nvme, --nvme-gb")
-    if file is not None:
-        if folder is not None:
-            raise typer.BadParameter("the file says it, under store:", param_hint="--nvme, --nvme-gb")
-        if prefill is not None or decode is not None:
-            raise typer.BadParameter(
-                "the file says how many replicas there are", param_hint="--prefill, --decode"
-            )
-        config = load_config(file)
-        if model is not None:
-            config = config.model_copy(update={"model": model.resolve()})
-        if port is not None:
-            config = config.model_copy(update={"gateway": config.gateway.at_port(port)})
-        return _with_redis(config)
-    model = model or _bundled_model()
-    config = default_config(
-        model,
-        prefill=1 if prefill is None else prefill,
-        decode=1 if decode is None else decode,
-        port=port,
-        context_tokens=read_model_config(model).max_context_tokens,
-        nvme=None if folder is None or num_gb is None else (folder, num_gb),
-    )
-    return _with_redis(config)
-
-
 def _with_redis(config: ClusterConfig) -> ClusterConfig:
     """The index server of the environment, where the file names none."""
     url = config.store.redis_url or os.environ.get("REDIS_URL", "")
@@ -377,7 +375,3 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
     return value
-
-
-if __name__ == "__main__":
-    main()

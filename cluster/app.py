@@ -294,14 +294,15 @@ class GatewayActor:
     async def _export_metrics(self) -> None:
         while True:
             meters = self._gateway.desk.meters
-            for _ in self._metrics.update(meters, self._gateway.status(), self._clock.now()):
+            status = await self._gateway.status()
+            for _ in self._metrics.update(meters, status, self._clock.now()):
                 await self._clock.sleep(0)
             await self._clock.sleep(_METRICS_S)
 
     async def _report(self, reports: ScalerReports) -> None:
         """Tell the scaler what this gateway sees; make it where it is missing."""
         while True:
-            await reports.send(self._gateway.status())
+            await reports.send(await self._gateway.status())
             await self._clock.sleep(self._config.scaling.interval_s)
 
     def check_health(self) -> None:

@@ -80,6 +80,10 @@ class BlockingClient:
     def status(self) -> pb.StatusResponse:
         return self._wait(self._client.status())
 
+    def paths(self, replica_ids: Sequence[str] = ()) -> list[pb.ReplicaPaths]:
+        """The measured paths from these replicas, by default from all."""
+        return self._wait(self._client.paths(replica_ids))
+
     def explain(self, request_id: str) -> pb.ExplainResponse:
         return self._wait(self._client.explain(request_id))
 

@@ -259,9 +259,8 @@ class Client:
         return list(reply.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        reply: pb.DetokenizeResponse = await self._unary(
-            "Detokenize", pb.DetokenizeRequest(token_ids=token_ids)
-        )
+        request = pb.DetokenizeRequest(token_ids=token_ids)
+        reply: pb.DetokenizeResponse = await self._unary("Detokenize", request)
         return reply.text
 
     async def models(self) -> list[pb.Model]:
@@ -271,6 +270,14 @@ class Client:
     async def status(self) -> pb.StatusResponse:
         reply: pb.StatusResponse = await self._unary("Status", pb.StatusRequest())
         return reply
+
+    async def paths(self, replica_ids: Sequence[str] = ()) -> list[pb.ReplicaPaths]:
+        """The measured paths from these replicas, by default from all."""
+        call = self.stub().Paths(pb.PathsRequest(replica_ids=replica_ids), timeout=_UNARY_TIMEOUT_S)
+        try:
+            return [message async for message in call]
+        except grpc.aio.AioRpcError as error:
+            raise _call_error(error) from error
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
         reply: pb.ExplainResponse = await self._unary("Explain", pb.ExplainRequest(request_id=request_id))

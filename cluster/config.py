@@ -196,9 +196,11 @@ class GatewayConfig(_Settings):
             return {"console_port": 0, **fields}
         return fields
 
-    def at_port(self, port: int) -> Self:
-        """The same on another port."""
-        return self.model_validate({**self.model_dump(exclude_unset=True), "port": port})
+    def at(self, host: str | None, port: int | None) -> Self:
+        """The same at another host and port; None: as it is."""
+        changes = {"host": host, "port": port}
+        changed = {name: value for name, value in changes.items() if value is not None}
+        return self.model_validate({**self.model_dump(exclude_unset=True), **changed})
 
 
 class FaultConfig(_Settings):
@@ -322,6 +324,7 @@ def default_config(
     *,
     prefill: int = 1,
     decode: int = 1,
+    host: str | None = None,
     port: int | None = None,
     context_tokens: int = 0,
     nvme: tuple[Path, float] | None = None,
@@ -339,8 +342,8 @@ def default_config(
     else:
         pools.insert(0, {"name": "prefill", "role": "prefill", "replicas": prefill, "engine": engine})
     raw: dict[str, Any] = {"model": model.resolve(), "pools": pools}
-    if port is not None:
-        raw["gateway"] = {"port": port}
+    gateway = {"host": host, "port": port}
+    raw["gateway"] = {name: value for name, value in gateway.items() if value is not None}
     if nvme is not None:
         folder, num_gb = nvme
         raw["store"] = {"nvme_path": folder.resolve(), "nvme_gb": num_gb}

@@ -167,6 +167,10 @@ class StartError(ClusterError):
     """The pools cannot be brought up: a resource is missing, or a replica cannot serve its model."""
 
 
+class RayEndedError(ClusterError):
+    """The Ray cluster that this process had started was ended by somebody else."""
+
+
 class RosterAwayError(ClusterError):
     """The roster cannot be reached now; its last view stays in force."""
 

@@ -6,12 +6,16 @@ pin, run `tests/cluster/test_ray_private.py` against the new version: it has a t
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
+import ray._private.utils
 from ray import serve
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME as HEAD_RESOURCE
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 from ray._private.state import available_resources_per_node
 from ray.experimental import internal_kv
@@ -19,6 +23,8 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ServeApplicationSchema
 
 _CONTROLLER_S = 30.0
+_GIVE_UP_S = 5
+"""How long processes of a Ray cluster of ours live without its GCS, which nobody would start again."""
 _BEARER = "Bearer "
 
 __all__ = [
@@ -27,6 +33,7 @@ __all__ = [
     "delete_value",
     "deployed_config",
     "free_resources",
+    "out_of_reach",
     "ray_token",
     "read_value",
     "session_logs",
@@ -101,3 +108,28 @@ def deployed_config(app: str) -> dict[str, Any] | None:
         controller.get_app_configs.remote(), timeout=_CONTROLLER_S
     )
     return configs[app].model_dump(exclude_unset=True) if app in configs else None
+
+
+@contextlib.contextmanager
+def out_of_reach(on_start: Callable[[subprocess.Popen[bytes]], None]) -> Iterator[None]:
+    """Start what `ray.init` starts in sessions of their own, and leave our handlers of signals alone.
+
+    A signal to our process group then reaches us alone. Ray's processes still die with us, by
+    PR_SET_PDEATHSIG; not all that those have started does. `on_start` is called with each process.
+    """
+    popen, set_handler = services.ConsolePopen, ray._private.utils.set_sigterm_handler
+
+    def start(*args: Any, env: Mapping[str, str], **kwargs: Any) -> subprocess.Popen[bytes]:
+        env = {**env, "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GIVE_UP_S)}
+        process: subprocess.Popen[bytes] = popen(*args, env=env, start_new_session=True, **kwargs)
+        on_start(process)
+        return process
+
+    def set_no_handler(handler: Callable[..., object]) -> None:
+        """Instead of Ray's, which ends the process in the midst of what it does."""
+
+    services.ConsolePopen, ray._private.utils.set_sigterm_handler = start, set_no_handler
+    try:
+        yield
+    finally:
+        services.ConsolePopen, ray._private.utils.set_sigterm_handler = popen, set_handler

@@ -8,12 +8,12 @@ the resource, and so is a replica that cannot load its model.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import psutil
@@ -27,8 +27,9 @@ from cluster.app import build_application
 from cluster.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
-from cluster.errors import ConfigError, StartError
+from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.gateway.text import ModelText
+from cluster.local_ray import LocalRay, own_signals
 from cluster.observe.tracing import check_tracing
 from cluster.rank_actors import node_host
 from cluster.ray_private import free_resources, session_logs
@@ -49,11 +50,11 @@ from workers.model.config import read_model_config
 SCHEDULE_S = 20.0
 """How long resources may be missing before that is an error."""
 _POLL_S = 0.25
-_OBJECT_STORE_BYTES = 128 << 20
-_END_S = 5.0
+_LOOK_S = 0.2
 _REACH_S = 5.0
 _ANSWER_S = 60.0
 """How long a node may take to start a process and say what its processors can do."""
+_INTERRUPTED = "interrupted while starting"
 _log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -91,7 +92,7 @@ class Service:
         self._config = config
         self._clock = clock
         self._ray_address = ray_address
-        self._owns_ray = False
+        self._ray: LocalRay | None = None
         self._deployed = False
         self._dashboard = ""
         self._index_server: IndexServer | None = None
@@ -110,30 +111,65 @@ class Service:
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
         secret = self._secret()
+        _check_interrupted(interrupted)
         report(Progress("starting Ray", {}))
         self._connect()
+        _check_interrupted(interrupted)
         report(Progress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
         self._settle_dtype()
+        _check_interrupted(interrupted)
         report(Progress("deploying", {}))
         self._deploy(cpus, secret)
         return self._wait_until_serving(report, interrupted)
 
+    def wait(self, interrupted: threading.Event) -> None:
+        """Return when interrupted; `RayEndedError` when a Ray cluster of ours ends before."""
+        while not interrupted.wait(_LOOK_S):
+            self._check_ray()
+
     def stop(self) -> None:
-        """Let streams drain and stores flush; end all processes of the application, and of Ray if ours."""
-        if ray.is_initialized():
-            if self._deployed:
-                serve.delete(self._config.app)
-                stop_scaler(self._config.app)
-                stop_stores(self._config.app, self._config.store.flush_s)
-                stop_roster(self._config.app)
-                forget(self._config.app)
+        """Let streams drain and stores flush; end all processes of the application, and of Ray if ours.
+
+        `RayEndedError` when that Ray has ended before: everything of it is killed then.
+        """
+        try:
+            if ray.is_initialized():
+                self._check_ray()
+                self._take_down()
+                if self._ray is not None:
+                    self._ray.shut_down()
+                else:
+                    ray.shutdown()
+        finally:
             self._stop_index_server()
-            family = psutil.Process().children(recursive=True) if self._owns_ray else []
-            ray.shutdown()
-            _end(family)
-        self._stop_index_server()
-        self._deployed = False
+            self._deployed = False
+
+    def _take_down(self) -> None:
+        """In a thread: while Ray's processes are gone its calls return after a minute, if at all."""
+        if not self._deployed:
+            return
+        executor = ThreadPoolExecutor(1, "taking down")
+        done = executor.submit(self._delete)
+        while not wait([done], _LOOK_S).done:
+            self._check_ray()
+        executor.shutdown()
+        done.result()
+
+    def _delete(self) -> None:
+        serve.delete(self._config.app)
+        stop_scaler(self._config.app)
+        stop_stores(self._config.app, self._config.store.flush_s)
+        stop_roster(self._config.app)
+        forget(self._config.app)
+
+    def _check_ray(self) -> None:
+        if self._ray is not None and self._ray.has_ended:
+            self._ray.kill()
+            raise RayEndedError(
+                "Ray's processes were ended by somebody else, and the streams with them; "
+                "send signals to `tandem serve` alone (systemd: KillMode=mixed)"
+            )
 
     def _secret(self) -> bytes:
         file = self._config.secret_file
@@ -151,21 +187,22 @@ class Service:
             check_reachable(self._ray_address)
         if self._ray_address != "local":
             try:
-                context = ray.init(address=self._ray_address, **options)
+                with own_signals():
+                    context = ray.init(address=self._ray_address, **options)
             except ConnectionError as error:
                 if self._ray_address != "auto":
                     raise StartError(f"no Ray cluster answers at {self._ray_address}: {error}") from error
         if context is None:
             check_store(self._config.store, memory_bytes=psutil.virtual_memory().total)
-            self._owns_ray = True
-            context = ray.init(
-                address="local", include_dashboard=True, object_store_memory=_OBJECT_STORE_BYTES, **options
-            )
-        self._dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+            self._ray = LocalRay(**options)
+            dashboard = self._ray.dashboard_url
+        else:
+            dashboard = context.dashboard_url
+        self._dashboard = f"http://{dashboard}" if dashboard else ""
 
     def _wait_for_resources(self, interrupted: threading.Event) -> dict[str, float]:
         """CPUs per rank for each pool, once everything fits. A cluster of ours cannot grow: no wait."""
-        deadline = self._clock.now() + (0.0 if self._owns_ray else SCHEDULE_S)
+        deadline = self._clock.now() + (0.0 if self._ray is not None else SCHEDULE_S)
         while True:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             check_hosts(self._config, len(nodes))
@@ -229,6 +266,7 @@ class Service:
     ) -> Addresses:
         unplaced_since: float | None = None
         while not interrupted.wait(_POLL_S):
+            self._check_ray()
             status = serve.status().applications.get(self._config.app)
             ready = self._ready(status)
             report(Progress("loading", ready))
@@ -242,7 +280,7 @@ class Service:
                 addresses = self._addresses()
                 if addresses.gateways and all(num >= wanted for num, wanted in ready.values()):
                     return addresses
-        raise StartError("interrupted while starting")
+        raise StartError(_INTERRUPTED)
 
     def _ready(self, status: ApplicationStatusOverview | None) -> dict[str, tuple[int, int]]:
         ready = {}
@@ -348,10 +386,6 @@ def _innermost(message: str) -> str:
     return errors[-1] if errors else message.strip()
 
 
-def _end(processes: list[psutil.Process]) -> None:
-    """Wait for these processes to end, then end those that stay."""
-    _, alive = psutil.wait_procs(processes, timeout=_END_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=_END_S)
+def _check_interrupted(interrupted: threading.Event) -> None:
+    if interrupted.is_set():
+        raise StartError(_INTERRUPTED)

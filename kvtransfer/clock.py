@@ -61,3 +61,8 @@ class ManualClock:
             _, _, future = heapq.heappop(self._sleepers)
             if not future.done():
                 future.set_result(None)
+
+
+def let_others_run() -> None:
+    """In a thread with much to do: give the interpreter to one that waits for it, as an event loop may."""
+    time.sleep(0)

@@ -138,8 +138,8 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
 
 def test_ray_is_applied_in_few_files() -> None:
     users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
-    names = ["app", "declared", "observe/export", "rank_actors", "ray_private", "rollout/update"]
-    names += ["roster/actor", "scaling/actor", "serve", "stores/actors"]
+    names = ["app", "declared", "local_ray", "observe/export", "rank_actors", "ray_private"]
+    names += ["rollout/update", "roster/actor", "scaling/actor", "serve", "stores/actors"]
     assert users == [f"cluster/{name}.py" for name in names]
 
 

@@ -16,6 +16,8 @@ from cluster.commands.bench import Objectives, RequestRecord, Workload, knee, ru
 from cluster.commands.display import bench_table, explain_view, histogram, status_view, sweep_plot
 from cluster.commands.json_text import as_dict, status_json
 from cluster.errors import BenchError
+from cluster.gateway.validation import check_values
+from cluster.options import generate_request
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 
@@ -27,6 +29,7 @@ async def generate(
 
     Several samples do not stream: their texts would mix. They follow one another at the end.
     """
+    check_values(generate_request(prompt, options))
     collector = Collector()
     async with Client(address) as client:
         stream = client.generate(prompt, options, timeout_s=timeout_s)
@@ -80,10 +83,11 @@ async def status(address: str, console: Console, *, as_json: bool) -> None:
     async with Client(address) as client:
         reply = await client.status()
         stores = (await client.store_stat()).nodes if reply.stores else []
+        paths = await client.paths()
     if as_json:
-        print(json.dumps(status_json(reply, stores)))
+        print(json.dumps(status_json(reply, stores, paths)))
     else:
-        console.print(status_view(reply, stores))
+        console.print(status_view(reply, stores, paths))
 
 
 async def explain(address: str, request_id: str, console: Console, *, as_json: bool) -> None:

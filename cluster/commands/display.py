@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import plotext
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cluster.commands.bench import PERCENTILES
 from cluster.commands.pools_display import pool_parts
-from cluster.commands.store_display import loaded_text, tiers_table
+from cluster.commands.store_display import loaded_text, members_table, tiers_table
 from cluster.commands.tables import NONE, made_table
 from cluster.proto import tandem_pb2 as pb
 
@@ -94,8 +94,13 @@ def demo_table(rows: Sequence[DemoRow]) -> Table:
     return table
 
 
-def status_view(status: pb.StatusResponse, stores: Sequence[pb.StoreNodeStat] = ()) -> Group:
-    """The pools, the replicas, the matrix of measured paths between them, the stores' tiers, the gateways."""
+def status_view(
+    status: pb.StatusResponse,
+    stores: Sequence[pb.StoreNodeStat] = (),
+    paths: Sequence[pb.ReplicaPaths] = (),
+) -> Group:
+    """The pools, the replicas, the matrix of measured paths between them, the stores and their tiers, the
+    gateways."""
     model = status.model
     head = Text(
         f"{model.name}: {'ready' if status.ready else 'not ready'}; "
@@ -104,13 +109,16 @@ def status_view(status: pb.StatusResponse, stores: Sequence[pb.StoreNodeStat] = 
         f"{status.num_cancelled_requests} cancelled, {status.num_failed_requests} failed\n"
     )
     parts: list[RenderableType] = [head, *pool_parts(status), _replica_table(status.replicas)]
+    by_replica = {replica.replica_id: replica.paths for replica in paths}
     parts += [
         Text(f"{replica.replica_id}: {note}")
         for replica in status.replicas
-        for note in _replica_notes(replica)
+        for note in _replica_notes(replica, by_replica.get(replica.replica_id, ()))
     ]
-    if any(replica.paths for replica in status.replicas):
-        parts.append(_PathMatrix(status.replicas))
+    if any(by_replica.values()):
+        parts.append(_PathMatrix(paths))
+    if status.stores:
+        parts.append(members_table(status.stores))
     if stores:
         parts.append(tiers_table(stores))
     if len(status.traffic) > 1:
@@ -225,7 +233,7 @@ def _shape(replica: pb.Replica) -> str:
     return f"{replica.tp}x{len(layers)}{split}"
 
 
-def _replica_notes(replica: pb.Replica) -> list[str]:
+def _replica_notes(replica: pb.Replica, paths: Iterable[pb.Path]) -> list[str]:
     """What should not be: each a line, and none for a healthy replica."""
     load = replica.load
     counts = (
@@ -238,7 +246,7 @@ def _replica_notes(replica: pb.Replica) -> list[str]:
     notes = [replica.note] if replica.note else []
     if load.age_s > _LATE_S:
         notes.append(f"its last report is {load.age_s:.0f} s old")
-    notes += [_path_note(path) for path in replica.paths if path.instead_of]
+    notes += [_path_note(path) for path in paths if path.instead_of]
     return notes + [f"{number} {meaning}" for number, meaning in counts if number]
 
 
@@ -275,7 +283,7 @@ class _PathMatrix:
     """Rows write, columns receive; each cell sums up the paths between the ranks of the two. As many columns
     a table as the width allows."""
 
-    def __init__(self, replicas: Sequence[pb.Replica]) -> None:
+    def __init__(self, replicas: Sequence[pb.ReplicaPaths]) -> None:
         cells: dict[tuple[str, str], list[pb.Path]] = {}
         for replica in replicas:
             for path in replica.paths:

@@ -10,9 +10,14 @@ from typing import Any, NamedTuple
 from cluster.proto import tandem_pb2 as pb
 
 
-def status_json(status: pb.StatusResponse, stores: Sequence[pb.StoreNodeStat]) -> dict[str, Any]:
-    """The status with what each store tells of itself in place of its bare registration."""
-    return {**as_dict(status), "stores": [as_dict(node) for node in stores]}
+def status_json(
+    status: pb.StatusResponse,
+    stores: Sequence[pb.StoreNodeStat],
+    paths: Sequence[pb.ReplicaPaths] | None = None,
+) -> dict[str, Any]:
+    """The status, and what each store tells of its tiers as `store_stats`; with `paths`, these as well."""
+    whole = {**as_dict(status), "store_stats": [as_dict(node) for node in stores]}
+    return whole if paths is None else {**whole, "paths": [as_dict(replica) for replica in paths]}
 
 
 def as_dict(message: Any) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def plan_scale(
     for pool in (*orders, *released):
         if pool not in targets.pools:
             raise ConfigError(f"there is no pool {pool!r}, but {', '.join(sorted(targets.pools))}")
-    _check_decodes(targets, status, orders)
+    if status is not None:
+        check_decodes({name: pool.target for name, pool in targets.pools.items()}, status, orders)
     changes = tuple(_change(pool, after, targets, status) for pool, after in orders.items())
     has_change = any(not change.is_pin for change in changes)
     return ScalePlan(
@@ -124,11 +125,12 @@ def plan_json(plan: ScalePlan) -> dict[str, Any]:
     }
 
 
-def _check_decodes(targets: AppTargets, status: pb.StatusResponse | None, orders: Mapping[str, int]) -> None:
-    if status is None or not any(count == 0 for count in orders.values()):
+def check_decodes(counts: Mapping[str, int], status: pb.StatusResponse, orders: Mapping[str, int]) -> None:
+    """`ConfigError` where pools with these counts, changed by `orders`, would have none that decodes."""
+    if not any(count == 0 for count in orders.values()):
         return
     decoding = {pool.name for pool in status.pools if pool.role != "prefill"}
-    if not any(orders.get(pool, targets.pools[pool].target) for pool in decoding & targets.pools.keys()):
+    if not any(orders.get(pool, counts[pool]) for pool in decoding & counts.keys()):
         raise ConfigError("no pool that decodes would have a replica: keep one in at least one of them")
 
 

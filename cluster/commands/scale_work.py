@@ -12,7 +12,14 @@ from rich.console import Console
 
 from cluster.client import Client
 from cluster.commands.display import progress_line, stages
-from cluster.commands.scale_plan import ScalePlan, parse_orders, plan_json, plan_scale, plan_view
+from cluster.commands.scale_plan import (
+    ScalePlan,
+    check_decodes,
+    parse_orders,
+    plan_json,
+    plan_scale,
+    plan_view,
+)
 from cluster.commands.terminal import err
 from cluster.errors import CallError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
 from cluster.proto import tandem_pb2 as pb
@@ -49,9 +56,11 @@ class ScaleWork:
         self, texts: Sequence[str], released: Sequence[str], *, dry_run: bool, wait_s: float | None
     ) -> None:
         orders = parse_orders(texts)
+        status = await self._status()
+        if status is not None:
+            check_decodes({pool.name: pool.desired for pool in status.pools}, status, orders)
         async with self._door.lever() as lever:
             targets = await _application(lever, self._door.app)
-            status = await self._status()
             room = await read_room(lever, self._door.app) if orders else None
             plan = plan_scale(targets, status, room, orders, released)
             if not dry_run:

@@ -17,6 +17,14 @@ _MODEL_CHARS = 8
 _MAX_TENANTS = 20
 
 
+def members_table(members: Sequence[pb.StoreMember]) -> Table:
+    """The store processes, as registered."""
+    table = made_table("stores", "node", "host", "address", numbers=("process",))
+    for member in members:
+        table.add_row(member.node_id, member.host or NONE, member.address, str(member.process_id))
+    return table
+
+
 def tiers_table(nodes: Sequence[pb.StoreNodeStat]) -> Group:
     """One row a tier, for `tandem status`; below it what should not be."""
     table = made_table("store", "node", "tier", numbers=("used", "of", "records", "hits", "index"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import os
 import signal
 import sys
 import threading
 from collections.abc import Coroutine
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -26,6 +29,13 @@ JoinedRay = Annotated[
 DEFAULT_ADDRESS = "127.0.0.1:8780"
 
 
+def show_version(wanted: bool) -> None:
+    """The command's version, and its end."""
+    if wanted:
+        print(f"tandem {importlib.metadata.version('tandem-serve')}")
+        raise typer.Exit
+
+
 def run(work: Coroutine[Any, Any, None]) -> None:
     """To its end, or until Ctrl-C."""
     try:
@@ -34,10 +44,23 @@ def run(work: Coroutine[Any, Any, None]) -> None:
         die("interrupted", 130)
 
 
-def catch_signals(interrupted: threading.Event) -> threading.Event:
-    """Ctrl-C and SIGTERM set the event, and nothing else: the command ends in its own order."""
+class Interruption(threading.Event):
+    """Set by Ctrl-C and SIGTERM."""
+
+    status = 128 + signal.SIGINT
+    """The exit status of a command that was interrupted before its work began, as a shell would tell it."""
+
+    def catch(self, number: int, frame: FrameType | None) -> None:
+        """The handler of signals."""
+        self.status = 128 + number
+        self.set()
+
+
+def catch_signals() -> Interruption:
+    """From now on Ctrl-C and SIGTERM set the event, and nothing else: the command ends in its own order."""
+    interrupted = Interruption()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: interrupted.set())
+        signal.signal(number, interrupted.catch)
     return interrupted
 
 
@@ -45,3 +68,10 @@ def die(message: str, code: int = 1) -> NoReturn:
     """One line on standard error, and the exit status."""
     err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(code)
+
+
+def die_at_once(message: str, code: int = 1) -> NoReturn:
+    """As `die`, without a wait for threads and for what libraries do at the end."""
+    err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+    os._exit(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 
 from cluster.commands.display import progress_line, stages
+from cluster.commands.serve_config import listening_at
 from cluster.commands.tables import made_table
 from cluster.commands.terminal import AsJson, JoinedRay, catch_signals, err, out
 from cluster.config import load_config
@@ -27,7 +27,8 @@ _GATEWAYS = "gateways"
 def update(
     file: Annotated[Path, typer.Option("-f", "--file", help="The cluster's changed YAML file.")],
     model: Annotated[Path | None, typer.Option(help="As `tandem serve` was told it.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above: of the gateway.")] = None,
+    host: Annotated[str | None, typer.Option(help="As above: of the gateway.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")] = False,
     ray_address: JoinedRay = "auto",
     as_json: AsJson = False,
@@ -38,12 +39,10 @@ def update(
     config = load_config(file)
     if model is not None:
         config = config.model_copy(update={"model": model.resolve()})
-    if port is not None:
-        config = config.model_copy(update={"gateway": config.gateway.at_port(port)})
-    interrupted = threading.Event()
+    config = listening_at(config, host, port)
     with stages(err, "connecting to Ray"):
         connect(ray_address)
-    catch_signals(interrupted)  # after Ray, which sets handlers of its own
+    interrupted = catch_signals()  # after Ray, which sets handlers of its own
     change = Update(config, SystemClock())
     if not as_json:
         out.print(plan_view(change.plan))

@@ -57,6 +57,7 @@ class Live:
     expected: Expected
     version: str = ""
     """Of this command."""
+    paths: Sequence[pb.ReplicaPaths] = ()
 
     def growth(self, count: Callable[[pb.Load], int]) -> dict[str, int]:
         """By replica: how much a counter grew between the two looks; a replica that is new has none."""
@@ -96,10 +97,11 @@ async def look(
         before, stores_before = await _ask(client)
         await clock.sleep(interval_s)
         status, stores = await _ask(client)
+        paths = await client.paths()
     scheme = _TLS if address.startswith(_TLS) else ""
     others = [f"{scheme}{item.address}" for item in status.gateways]
     replies = await asyncio.gather(*(_reply(each, clock) for each in others or [address]))
-    return Live(status, before, stores, stores_before, replies, expected, version)
+    return Live(status, before, stores, stores_before, replies, expected, version, paths)
 
 
 async def _ask(client: Client) -> tuple[pb.StatusResponse, list[pb.StoreNodeStat]]:

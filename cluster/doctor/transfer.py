@@ -14,7 +14,7 @@ GROUP = "transfer"
 def paths(live: Live) -> Iterator[Verdict]:
     """Each measured path: there at all, not below the floor, over the transport that is preferred."""
     num_good = 0
-    for replica in live.status.replicas:
+    for replica in live.paths:
         for path in replica.paths:
             ends = f"{replica.replica_id} rank {path.rank} to {path.peer_replica_id} rank {path.peer_rank}"
             figures: Figures = {

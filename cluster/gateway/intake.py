@@ -13,16 +13,13 @@ from cluster.errors import TemplateError
 from cluster.gateway.actions import JourneyPlan, SampleStart
 from cluster.gateway.chat import ChatRenderer, ChatTurn, load_chat_template
 from cluster.gateway.samples import sample_seed
-from cluster.gateway.text import ModelText, SampleText
+from cluster.gateway.text import SHORT_CHARS, ModelText, SampleText
 from cluster.gateway.validation import Limits, max_tokens_of, sampling_of
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 from kvtransfer.keys import TOKEN_BYTES, block_keys
 from kvtransfer.secret import draw_id
 from workers.model.config import read_model_config
-
-_THREAD_CHARS = 4096
-"""A longer text is tokenized in a thread, so that the event loop goes on."""
 
 
 class Planned(NamedTuple):
@@ -102,9 +99,13 @@ class Intake:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
         """Token ids as uint32 little-endian bytes."""
-        if len(text) <= _THREAD_CHARS:
-            return self._text.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._text.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) <= SHORT_CHARS:
+            return self.encode_now(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
+
+    def encode_now(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """As `encode`, in whatever thread this is."""
+        return self._text.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool) -> str:
         """The text of token ids."""

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 
 import numpy as np
 
 from cluster.config import ClusterConfig
 from cluster.gateway.actions import Emit, Summary
 from cluster.gateway.desk import Desk, RequestRecord
+from cluster.gateway.fresh import Fresh
 from cluster.gateway.intake import Intake
 from cluster.gateway.pools import moves_of, pools_of
 from cluster.gateway.recent import Lately
-from cluster.gateway.replica_view import ReplicaView
 from cluster.gateway.replicas import ReplicaLinks
+from cluster.gateway.status import StatusThread
 from cluster.observe.meters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
 from cluster.stores.admin import StoreAdmin
 from kvtransfer.clock import Clock
-from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
-from workers.messages import LoadReport, PathMeasure, PrefillReport
+from workers.messages import PrefillReport
 
+STATUS_S = 0.2
+"""How old a status may be. Replicas report about as often."""
 _PACKAGES = ("tandem-serve", "ray", "torch", "grpcio", "tokenizers", "msgspec")
 
 
@@ -49,6 +51,8 @@ class Reporter:
         self._clock = clock
         self._started_at = clock.now()
         self._versions = _versions()
+        self._thread = StatusThread()
+        self._status = Fresh(self._make_status, STATUS_S, clock)
 
     def configure(self, config: ClusterConfig) -> None:
         """Another deploy has set other counts."""
@@ -65,14 +69,29 @@ class Reporter:
             block_tokens=self._config.pools[0].engine.block_tokens,
         )
 
-    def status(self) -> pb.StatusResponse:
-        counters = self._desk.counters
-        now = self._clock.now()
+    async def status(self) -> pb.StatusResponse:
+        """Not older than `STATUS_S`, and the same for all who ask: nobody may change it."""
+        return await self._status.get()
+
+    async def paths(self, replica_ids: Collection[str]) -> AsyncIterator[pb.ReplicaPaths]:
+        """The measured paths from these replicas; of all when there are none."""
         views = self._links.views()
-        known = {view.record.identity for view in views}
+        asked = [view for view in views if not replica_ids or view.record.identity.replica_id in replica_ids]
+        async for message in self._thread.paths(asked, {view.record.identity for view in views}):
+            yield message
+
+    def close(self) -> None:
+        """End its thread."""
+        self._thread.close()
+
+    async def _make_status(self) -> pb.StatusResponse:
+        now = self._clock.now()
+        return await self._thread.add_replicas(self._status_without_replicas(now), self._links.views(), now)
+
+    def _status_without_replicas(self, now: float) -> pb.StatusResponse:
+        counters = self._desk.counters
         return pb.StatusResponse(
             model=self.model(),
-            replicas=[_replica(view, now, known) for view in views],
             gateways=[
                 pb.GatewayStatus(
                     gateway_id=record.gateway_id,
@@ -201,69 +220,6 @@ def _decision(attempt: int, decision: Decision) -> pb.Decision:
             for item in decision.candidates
         ],
         reason=decision.reason,
-    )
-
-
-def _replica(view: ReplicaView, now: float, known: Collection[ReplicaIdentity]) -> pb.Replica:
-    """`known`: the replicas there are; paths to others are history."""
-    record = view.record
-    return pb.Replica(
-        replica_id=record.identity.replica_id,
-        epoch=record.identity.epoch,
-        pool=record.pool,
-        role=view.role,
-        address=record.address,
-        state=str(view.state),
-        note=view.note,
-        process_id=record.process_id,
-        rank_process_ids=record.rank_process_ids,
-        load=_load(view.load, now - view.load_at) if view.load else None,
-        paths=[_path(path) for path in view.paths if path.peer in known],
-        tp=record.tp,
-        stage_layers=[end - start for start, end in record.stages],
-        home_role=record.home_role or record.role,
-        role_epoch=view.hello.role_epoch if view.hello else record.role_epoch,
-    )
-
-
-def _load(load: LoadReport, age_s: float) -> pb.Load:
-    return pb.Load(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_landings=load.num_landings,
-        num_backlog_tokens=load.num_backlog_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_cached_blocks=load.num_cached_blocks,
-        num_quarantined_blocks=load.num_quarantined_blocks,
-        num_total_blocks=load.num_total_blocks,
-        num_leaked_blocks=load.num_leaked_blocks,
-        prefill_tok_s=load.prefill_tok_s,
-        decode_step_ms=1e3 * load.decode_step_s,
-        num_steps=load.num_steps,
-        num_checksum_failures=load.num_checksum_failures,
-        num_preemptions=load.num_preemptions,
-        transfer_gb_s=load.transfer_gb_s,
-        age_s=age_s,
-        num_stored_blocks=load.num_stored_blocks,
-        num_unstored_blocks=load.num_unstored_blocks,
-        num_loaded_tokens=load.num_loaded_tokens,
-        load_tok_s=load.load_tok_s,
-        num_store_checksum_failures=load.num_store_checksum_failures,
-        num_offloaded_blocks=load.num_offloaded_blocks,
-        num_waiting_landings=load.num_waiting_landings,
-    )
-
-
-def _path(path: PathMeasure) -> pb.Path:
-    return pb.Path(
-        peer_replica_id=path.peer.replica_id,
-        rank=path.rank,
-        peer_rank=path.peer_rank,
-        transport=path.transport,
-        gb_s=path.gb_s,
-        latency_us=path.latency_us,
-        device=path.device,
-        instead_of=path.instead_of,
     )
 
 

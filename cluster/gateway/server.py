@@ -21,6 +21,7 @@ from cluster.gateway.recent import Lately
 from cluster.gateway.replicas import ReplicaLinks
 from cluster.gateway.reports import Reporter
 from cluster.gateway.servicer import InferenceServicer
+from cluster.gateway.text_calls import TextCalls
 from cluster.gateway.traffic import TrafficRelay
 from cluster.observe.access import log_access, log_relayed
 from cluster.observe.ended import Observer
@@ -76,6 +77,7 @@ class Gateway:
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
         self._intake = Intake(config, clock, seeds)
+        self._texts = TextCalls(self._intake)
         self._links = ReplicaLinks(
             gateway_id=gateway_id,
             epoch=epoch,
@@ -125,7 +127,7 @@ class Gateway:
         )
         self._servicer = InferenceServicer(
             desk=self.desk,
-            intake=self._intake,
+            texts=self._texts,
             reporter=reporter,
             stores=stores,
             faults=Faults(config.debug.fault_rules),
@@ -141,9 +143,9 @@ class Gateway:
     def links(self) -> ReplicaLinks:
         return self._links
 
-    def status(self) -> pb.StatusResponse:
-        """As the call of this name answers."""
-        return self._reporter.status()
+    async def status(self) -> pb.StatusResponse:
+        """As the call of this name answers; not to be changed."""
+        return await self._reporter.status()
 
     def configure(self, config: ClusterConfig) -> None:
         """From now on the pools' counts are these; nothing else of it is taken over while a gateway runs."""
@@ -187,6 +189,8 @@ class Gateway:
         await self._traffic.stop()
         await self._links.stop()
         await self._intake.close()
+        self._texts.close()
+        self._reporter.close()
         if self._tracer is not None:
             await self._tracer.stop()
 

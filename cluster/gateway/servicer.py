@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import numpy as np
-
 from cluster.errors import FieldViolation, InvalidRequestError, RequestError, to_grpc_status
 from cluster.gateway.actions import Summary
 from cluster.gateway.desk import Accepted, Desk
-from cluster.gateway.intake import Intake
 from cluster.gateway.reports import Reporter, delta_of, finished_of
+from cluster.gateway.text_calls import TextCalls
 from cluster.gateway.traffic import TrafficRelay
-from cluster.gateway.validation import check_detokenize, check_tokenize
 from cluster.observe.ended import Caller
 from cluster.proto import tandem_pb2 as pb
 from cluster.stores.admin import StoreAdmin
@@ -29,7 +26,7 @@ class InferenceServicer:
         self,
         *,
         desk: Desk,
-        intake: Intake,
+        texts: TextCalls,
         reporter: Reporter,
         stores: StoreAdmin,
         faults: Faults,
@@ -37,7 +34,7 @@ class InferenceServicer:
     ) -> None:
         self._desk = desk
         self._traffic = traffic
-        self._intake = intake
+        self._texts = texts
         self._reporter = reporter
         self._stores = stores
         self._faults = faults
@@ -58,33 +55,25 @@ class InferenceServicer:
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
-            limits = self._desk.limits()
-            check_tokenize(request, limits)
-            if request.WhichOneof("input") == "chat":
-                text, adds_tokens = await self._intake.render_chat(request.chat, limits), False
-            else:
-                text, adds_tokens = request.text, True
-            if request.HasField("add_special_tokens"):
-                adds_tokens = request.add_special_tokens
-            tokens = await self._intake.encode(text, add_special_tokens=adds_tokens)
+            return await self._texts.tokenize(request, self._desk.limits())
         except RequestError as error:
             await _abort(context, error)
-        return pb.TokenizeResponse(token_ids=np.frombuffer(tokens, dtype="<u4").tolist())
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         try:
-            check_detokenize(request, self._desk.limits())
+            return await self._texts.detokenize(request, self._desk.limits())
         except RequestError as error:
             await _abort(context, error)
-        tokens = np.asarray(request.token_ids, dtype="<u4").tobytes()
-        text = self._intake.decode(tokens, keep_special_tokens=request.keep_special_tokens)
-        return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[self._reporter.model()])
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return self._reporter.status()
+        return await self._reporter.status()
+
+    async def Paths(self, request: pb.PathsRequest, context: Context) -> None:
+        async for message in self._reporter.paths(frozenset(request.replica_ids)):
+            await context.write(message)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         try:

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 from workers.errors import CheckpointError
 
 REPLACEMENT = "\ufffd"
+SHORT_CHARS = 4096
+"""A longer text is worth a thread, so that the event loop goes on."""
 _MAX_WAITING_TOKENS = 8
 """A character has at most 4 bytes; more waiting tokens than this are no character that is still to come."""
 _MAX_WINDOW_TOKENS = 32
@@ -37,6 +39,7 @@ class ModelText:
     """The tokenizer of a model folder. Token ids are uint32 little-endian bytes. Safe to use from threads."""
 
     def __init__(self, tokenizer: Any) -> None:
+        tokenizer.no_padding()  # prompts are never padded; `encode_batch` would where the file says so
         self._tokenizer = tokenizer
         self._skipped = {
             token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
@@ -60,13 +63,19 @@ class ModelText:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
         """The token ids of `text`; with the tokens that the model expects around it, unless told not to."""
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= SHORT_CHARS:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # unlike `encode`, lets other threads run meanwhile
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
         return np.asarray(ids, dtype="<u4").tobytes()
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool = False) -> str:
         """The text of all `tokens` at once."""
         ids = np.frombuffer(tokens, dtype="<u4").tolist()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=not keep_special_tokens))
+        # Unlike `decode`, lets other threads run meanwhile.
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not keep_special_tokens)
+        return str(text)
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one sample."""

@@ -56,17 +56,29 @@ def check_model(name: str, limits: Limits) -> None:
         raise UnknownModelError(f"model {name[:100]!r} is not served here; served: {limits.model_name!r}")
 
 
+_UNKNOWN = 1 << 62
+_ANYWHERE = Limits(
+    model_name="",
+    vocab_size=_UNKNOWN,
+    max_context_tokens=_UNKNOWN,
+    max_samples=_UNKNOWN,
+    default_max_tokens=1,
+    allow_pins=True,
+)
+"""What no gateway accepts is refused by these."""
+
+
+def check_values(request: pb.GenerateRequest) -> None:
+    """As `check_request`, for a client that knows neither the model nor the gateway's limits."""
+    found = _violations(request, _ANYWHERE)
+    if found:
+        raise InvalidRequestError(*found)
+
+
 def check_request(request: pb.GenerateRequest, limits: Limits) -> None:
     """Everything that can be known before tokenizing; `InvalidRequestError` names every bad field."""
     check_model(request.model, limits)
-    found = [
-        *_prompt_violations(request, limits),
-        *_choice_violations(request, limits),
-        *_length_violations(request, limits),
-        *_stop_violations(request, limits),
-        *_identity_violations(request, limits),
-        *_resume_violations(request, limits),
-    ]
+    found = _violations(request, limits)
     if found:
         raise InvalidRequestError(*found)
 
@@ -138,6 +150,17 @@ def sampling_of(request: pb.GenerateRequest, max_tokens: int) -> SamplingParams:
     )
 
 
+def _violations(request: pb.GenerateRequest, limits: Limits) -> list[FieldViolation]:
+    return [
+        *_prompt_violations(request, limits),
+        *_choice_violations(request, limits),
+        *_length_violations(request, limits),
+        *_stop_violations(request, limits),
+        *_identity_violations(request, limits),
+        *_resume_violations(request, limits),
+    ]
+
+
 def _prompt_violations(request: pb.GenerateRequest, limits: Limits) -> Iterator[FieldViolation]:
     kind = request.WhichOneof("prompt")
     if kind == "text":
@@ -184,9 +207,7 @@ def _choice_violations(request: pb.GenerateRequest, limits: Limits) -> Iterator[
     yield from _number(
         request, "logprobs", lambda it: 0 <= it <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or absent"
     )
-    yield from _number(
-        request, "n", lambda it: 1 <= it <= limits.max_samples, f"from 1 to {limits.max_samples}"
-    )
+    yield from _number(request, "n", lambda it: 1 <= it <= limits.max_samples, _range(1, limits.max_samples))
     if len(request.logit_bias) > MAX_LOGIT_BIASES:
         yield FieldViolation(
             "logit_bias", f"has {len(request.logit_bias)} entries; at most {MAX_LOGIT_BIASES}"
@@ -202,7 +223,7 @@ def _choice_violations(request: pb.GenerateRequest, limits: Limits) -> Iterator[
 def _length_violations(request: pb.GenerateRequest, limits: Limits) -> Iterator[FieldViolation]:
     most = limits.max_context_tokens
     yield from _number(request, "max_tokens", lambda it: it >= 1, "1 or more, or absent")
-    yield from _number(request, "min_tokens", lambda it: 0 <= it <= most, f"from 0 to {most}")
+    yield from _number(request, "min_tokens", lambda it: 0 <= it <= most, _range(0, most))
     if request.HasField("max_tokens") and 1 <= request.max_tokens < request.min_tokens <= most:
         problem = f"is {request.min_tokens}, above max_tokens {request.max_tokens}; lower it"
         yield FieldViolation("min_tokens", problem)
@@ -259,6 +280,10 @@ def _resume_violations(request: pb.GenerateRequest, limits: Limits) -> Iterator[
             yield FieldViolation(f"{field}.token_ids", "is longer than the model's context")
         else:
             yield from _vocab_violations(f"{field}.token_ids", resumed.token_ids, limits)
+
+
+def _range(least: int, most: int) -> str:
+    return f"from {least} to {most}" if most < _UNKNOWN else f"{least} or more"
 
 
 def _number(

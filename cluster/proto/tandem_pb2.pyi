@@ -470,7 +470,7 @@ class ScalingMove(_message.Message):
     def __init__(self, at: _Optional[float] = ..., pool: _Optional[str] = ..., before: _Optional[int] = ..., after: _Optional[int] = ..., by: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "paths", "tp", "stage_layers", "home_role", "role_epoch")
+    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "tp", "stage_layers", "home_role", "role_epoch")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -481,7 +481,6 @@ class Replica(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_PROCESS_IDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    PATHS_FIELD_NUMBER: _ClassVar[int]
     TP_FIELD_NUMBER: _ClassVar[int]
     STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HOME_ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -496,12 +495,11 @@ class Replica(_message.Message):
     process_id: int
     rank_process_ids: _containers.RepeatedScalarFieldContainer[int]
     load: Load
-    paths: _containers.RepeatedCompositeFieldContainer[Path]
     tp: int
     stage_layers: _containers.RepeatedScalarFieldContainer[int]
     home_role: str
     role_epoch: int
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping[str, object]]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[str] = ..., role_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[str] = ..., role_epoch: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings")
@@ -573,6 +571,22 @@ class Load(_message.Message):
     num_offloaded_blocks: int
     num_waiting_landings: int
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ...) -> None: ...
+
+class PathsRequest(_message.Message):
+    __slots__ = ("replica_ids",)
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReplicaPaths(_message.Message):
+    __slots__ = ("replica_id", "epoch", "paths")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    epoch: int
+    paths: _containers.RepeatedCompositeFieldContainer[Path]
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Path(_message.Message):
     __slots__ = ("peer_replica_id", "rank", "peer_rank", "transport", "gb_s", "latency_us", "device", "instead_of")

@@ -59,6 +59,11 @@ class InferenceStub:
                 request_serializer=tandem__pb2.StatusRequest.SerializeToString,
                 response_deserializer=tandem__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Paths = channel.unary_stream(
+                '/tandem.v1.Inference/Paths',
+                request_serializer=tandem__pb2.PathsRequest.SerializeToString,
+                response_deserializer=tandem__pb2.ReplicaPaths.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/tandem.v1.Inference/Explain',
                 request_serializer=tandem__pb2.ExplainRequest.SerializeToString,
@@ -116,7 +121,15 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Every replica and gateway, with loads and measured paths.
+        """Every replica and gateway, with loads. Made a few times a second at most, for all who ask.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Paths(self, request, context):
+        """The measured paths between replicas, one message for each replica that writes. Their number grows with
+        the square of the replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +198,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=tandem__pb2.StatusRequest.FromString,
                     response_serializer=tandem__pb2.StatusResponse.SerializeToString,
+            ),
+            'Paths': grpc.unary_stream_rpc_method_handler(
+                    servicer.Paths,
+                    request_deserializer=tandem__pb2.PathsRequest.FromString,
+                    response_serializer=tandem__pb2.ReplicaPaths.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -347,6 +365,33 @@ class Inference:
             '/tandem.v1.Inference/Status',
             tandem__pb2.StatusRequest.SerializeToString,
             tandem__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Paths(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Inference/Paths',
+            tandem__pb2.PathsRequest.SerializeToString,
+            tandem__pb2.ReplicaPaths.FromString,
             options,
             channel_credentials,
             insecure,

@@ -136,10 +136,7 @@ class ScalerReports:
 
 def _slim(status: pb.StatusResponse) -> pb.StatusResponse:
     """What the scaler looks at: small enough to travel inside of Ray's call."""
-    slim = pb.StatusResponse(replicas=status.replicas, demand=status.demand)
-    for replica in slim.replicas:
-        replica.ClearField("paths")
-    return slim
+    return pb.StatusResponse(replicas=status.replicas, demand=status.demand)
 
 
 def _began_at_ms(app: str) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,6 +12,7 @@ from cluster.commands.json_text import as_dict, status_json
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
 from cluster.gateway.desk import Desk, RequestRecord
+from cluster.gateway.fresh import Fresh
 from cluster.gateway.reports import Reporter
 from cluster.observe.meters import CURVE_S
 from cluster.proto import tandem_pb2 as pb
@@ -24,25 +24,9 @@ MAX_REQUESTS = 100
 """Of each kind, running and ended, in one answer."""
 _STATUS_AGE_S = 0.5
 _STORES_AGE_S = 2.0
-
-T = TypeVar("T")
-
-
-class Fresh(Generic[T]):
-    """A value that is made again when it is older than `max_age_s`; who asks meanwhile waits for the same."""
-
-    def __init__(self, make: Callable[[], Awaitable[T]], max_age_s: float, clock: Clock) -> None:
-        self._make = make
-        self._max_age_s = max_age_s
-        self._clock = clock
-        self._lock = asyncio.Lock()
-        self._made: tuple[float, T] | None = None
-
-    async def get(self) -> T:
-        async with self._lock:
-            if self._made is None or self._clock.now() - self._made[0] >= self._max_age_s:
-                self._made = self._clock.now(), await self._make()
-            return self._made[1]
+_PATHS_AGE_S = 5.0
+MAX_PATHS = 10_000
+"""In one answer: more make no table that anybody reads."""
 
 
 class ConsoleApi:
@@ -67,6 +51,7 @@ class ConsoleApi:
         self._operations = operations
         self._clock = clock
         self._status = Fresh(self._make_status, _STATUS_AGE_S, clock)
+        self._paths = Fresh(self._make_paths, _PATHS_AGE_S, clock)
         self._store_stat: Fresh[pb.StoreStatResponse] = Fresh(
             lambda: stores.stat(STAT_S), _STORES_AGE_S, clock
         )
@@ -84,8 +69,12 @@ class ConsoleApi:
         }
 
     async def status(self) -> str:
-        """JSON, as `tandem status --json`."""
+        """JSON, as `tandem status --json` without the paths."""
         return await self._status.get()
+
+    async def paths(self) -> str:
+        """JSON: the paths of as many replicas as fit into `MAX_PATHS`, and how many others there are."""
+        return await self._paths.get()
 
     def requests(self) -> dict[str, Any]:
         """Running and recent requests of this gateway, the latest first."""
@@ -119,10 +108,23 @@ class ConsoleApi:
             return ""
 
     async def _make_status(self) -> str:
-        reply = self._reporter.status()
+        reply = await self._reporter.status()
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
         # In a thread: with many replicas it takes longer than the tokens of this loop should wait.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
+
+    async def _make_paths(self) -> str:
+        shown: list[pb.ReplicaPaths] = []
+        num_paths = num_left_out = 0
+        async for replica in self._reporter.paths(()):
+            if num_paths + len(replica.paths) > MAX_PATHS:
+                num_left_out += 1
+                continue
+            shown.append(replica)
+            num_paths += len(replica.paths)
+        return await asyncio.to_thread(
+            lambda: json.dumps({"replicas": [as_dict(it) for it in shown], "num_left_out": num_left_out})
+        )
 
 
 def _request(record: RequestRecord, now: float) -> dict[str, Any]:

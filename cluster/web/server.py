@@ -71,6 +71,7 @@ class Console:
                 web.get(PATH, _file("index.html")),
                 web.get(f"{PATH}/api/about", self._about),
                 web.get(f"{PATH}/api/status", self._status),
+                web.get(f"{PATH}/api/paths", self._paths),
                 web.get(f"{PATH}/api/requests", self._requests),
                 web.get(f"{PATH}/api/explain", self._explain),
                 web.get(f"{PATH}/api/curves", self._curves),
@@ -122,6 +123,9 @@ class Console:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.Response(text=await self._api.status(), content_type="application/json")
+
+    async def _paths(self, request: web.Request) -> web.Response:
+        return web.Response(text=await self._api.paths(), content_type="application/json")
 
     async def _requests(self, request: web.Request) -> web.Response:
         return _json(self._api.requests())

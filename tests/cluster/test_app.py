@@ -39,7 +39,7 @@ def test_several_gateways_of_one_host_need_ports_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.port: 2 gateways on 1 Ray nodes"):
         check_hosts(two, 1)
     check_hosts(config, 1)
-    free = two.model_copy(update={"gateway": two.gateway.at_port(0)})
+    free = two.model_copy(update={"gateway": two.gateway.at(None, 0)})
     check_hosts(free, 1)
 
 

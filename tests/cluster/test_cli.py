@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from optional_programs import uses_compiler, uses_redis_or_valkey
 from serving import ROOT, TINY, environment, free_port, tandem
+
+from cluster.commands.serve_config import serve_config
 
 
 def test_help_names_every_command() -> None:
@@ -147,3 +150,33 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
 def test_an_unreachable_gateway_comes_with_a_hint() -> None:
     done = tandem("status", "--address", f"127.0.0.1:{free_port()}")
     assert "does `tandem serve` run there?" in done.stderr
+
+
+def test_the_version_is_told() -> None:
+    done = tandem("--version")
+    assert done.stdout == f"tandem {importlib.metadata.version('tandem-serve')}\n"
+    assert done.returncode == 0
+
+
+def test_values_that_no_gateway_accepts_are_told_before_a_connection() -> None:
+    done = tandem("generate", "x", "--temperature", "-1", "--n", "0", "--address", f"127.0.0.1:{free_port()}")
+    assert done.returncode == 1
+    told = " ".join(done.stderr.split())
+    assert told == "tandem: temperature: is -1; must be 0 (greedy) or more; n: is 0; must be 1 or more"
+
+
+def test_where_the_gateway_listens_is_an_option_with_and_without_a_file(tmp_path: Path) -> None:
+    plain = serve_config(None, TINY, 1, 2, "0.0.0.0", 9000, (None, None)).gateway
+    assert (plain.host, plain.port, plain.console_port) == ("0.0.0.0", 9000, 0)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        f"model: {TINY}\npools: [{{name: both, role: both}}]\ngateway: {{host: auto, port: 7000}}\n"
+    )
+
+    def of_file(host: str | None, port: int | None) -> tuple[str, int]:
+        gateway = serve_config(file, None, None, None, host, port, (None, None)).gateway
+        return gateway.host, gateway.port
+
+    assert of_file(None, None) == ("auto", 7000)
+    assert of_file("10.0.0.1", None) == ("10.0.0.1", 7000)
+    assert of_file(None, 0) == ("auto", 0)

@@ -49,7 +49,9 @@ async def test_the_status_is_that_of_the_command_line(
     await calls.status(front.address, Terminal(), as_json=True)
     told = json.loads(capsys.readouterr().out)
     shown = await page.get("/console/api/status")
-    assert [replica["paths"][0]["gb_s"] for replica in shown["replicas"] if replica["paths"]] == [5.5]
+    told_paths = told.pop("paths")
+    assert await page.get("/console/api/paths") == {"replicas": told_paths, "num_left_out": 0}
+    assert [replica["paths"][0]["gb_s"] for replica in told_paths if replica["paths"]] == [5.5]
     assert shown["num_finished_requests"] == 1
     assert _without_ages(shown) == _without_ages(told)
 
@@ -258,9 +260,9 @@ def test_another_gateway_beside_the_default_one_has_another_console() -> None:
     assert console_port(port=0) == console_port(port=9000) == 0
     assert console_port(port=9000, console_port=9001) == 9001
     assert console_port(port=9000, console_port=None) is None
-    assert GatewayConfig().at_port(9000).console_port == 0
-    assert GatewayConfig(console_port=9001).at_port(9000).console_port == 9001
-    assert GatewayConfig(max_requests=7).at_port(9000).max_requests == 7
+    assert GatewayConfig().at(None, 9000).console_port == 0
+    assert GatewayConfig(console_port=9001).at(None, 9000).console_port == 9001
+    assert GatewayConfig(max_requests=7).at(None, 9000).max_requests == 7
 
 
 def test_several_consoles_on_one_host_need_free_ports(gateway_model: Path) -> None:

@@ -154,9 +154,9 @@ def test_the_page_shows_what_the_command_line_says(cluster: RunningCluster, brow
     assert browser.texts(".desired") == ["1", "1"]
     figures = dict(zip(browser.texts("#figures dt"), browser.texts("#figures dd"), strict=True))
     assert int(figures["finished"]) == told["num_finished_requests"]
-    tiers = [tier["tier"] for node in told["stores"] for tier in node["tiers"]]
+    tiers = [tier["tier"] for node in told["store_stats"] for tier in node["tiers"]]
     assert browser.texts("#tiers tr td:nth-child(2)") == tiers
-    (path,) = (path for replica in told["replicas"] for path in replica["paths"])
+    (path,) = (path for replica in told["paths"] for path in replica["paths"])
     assert path["transport"] in browser.text("#paths tbody td")
     assert f"{path['gb_s']:.2f} GB/s" in browser.text("#paths tbody td")
     cells = browser.texts("#requests tr:first-child > *")

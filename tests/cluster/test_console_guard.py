@@ -13,7 +13,7 @@ from console_house import TOKEN, ConsoleHouse, Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.web.api import Fresh
+from cluster.gateway.fresh import Fresh
 from cluster.web.guard import HEADERS, bearer_token, refused_host, refused_order
 from kvtransfer.clock import ManualClock
 
@@ -259,3 +259,28 @@ async def test_what_costs_something_is_made_once_for_all_who_ask() -> None:
     assert await fresh.get() == 1
     clock.advance(0.1)
     assert list(await asyncio.gather(fresh.get(), fresh.get())) == [2, 2]
+
+
+# ------------------------------------------------------------------------------ the page, without a browser
+
+
+def test_the_page_has_every_part_that_its_scripts_name() -> None:
+    ids = set(re.findall(r'id="([\w-]+)"', (STATIC / "index.html").read_text()))
+    scripts = [script.read_text() for script in STATIC.glob("*.js")]
+    named = {name for script in scripts for name in re.findall(r'byId\("([\w-]+)"\)', script)}
+    assert {"fewer-dialog", "paths-more", "token-input"} <= named <= ids
+
+
+def test_scripts_import_what_there_is() -> None:
+    for script in STATIC.glob("*.js"):
+        for names, module in re.findall(r'import \{([^}]*)\} from "/console/([\w.]+)"', script.read_text()):
+            exported = set(
+                re.findall(r"export (?:async )?(?:function|const) (\w+)", (STATIC / module).read_text())
+            )
+            assert {name.strip() for name in names.split(",")} <= exported, (script.name, module)
+
+
+def test_no_token_is_read_from_an_address_and_fewer_replicas_are_asked_about() -> None:
+    scripts = {script.name: script.read_text() for script in STATIC.glob("*.js")}
+    assert not [name for name, text in scripts.items() if re.search(r"location\.(hash|search|href)", text)]
+    assert "if (to < from) askFewer(" in scripts["console.js"]

@@ -129,25 +129,46 @@ async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHouse
     assert front.dashboard.orders == [("Pool-decode", 2)] * 2
 
 
-async def test_the_token_comes_by_the_address_and_does_not_stay_there(
-    front: ConsoleHouse, browser: Browser
-) -> None:
+async def test_no_token_is_taken_from_the_address(front: ConsoleHouse, browser: Browser) -> None:
     def order() -> None:
         browser.open(f"{front.page.url}/console#token={TOKEN}")
         browser.click('.pool:nth-child(1) [data-act="more"]')
-        browser.wait_text("#told", "pool prefill shall have 2 replicas")
-        assert browser.url == f"{front.page.url}/console"
+        browser.wait_text("#token-why", "wants your token")
+        browser.errors()
+
+    await look(order)
+    assert front.dashboard.orders == []
+
+
+async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHouse, browser: Browser) -> None:
+    def order() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.click("#token-button")
+        browser.type("#token-input", TOKEN)
+        browser.click('.pool:nth-child(2) [data-act="more"]')
+        browser.wait_text("#told", "pool decode shall have 2 replicas")
+        less = '.pool:nth-child(2) [data-act="less"]'
+        browser.click(less)
+        browser.wait_text("#fewer-what", "decode from 2 to 1")
+        browser.click("#fewer-cancel")
+        browser.wait(lambda: not browser.find("#fewer-what"), "the question is closed")
+        assert browser.text(".pool:nth-child(2) .desired").startswith("2")
+        browser.click(less)
+        browser.click("#fewer-yes")
+        browser.wait_text("#told", "pool decode shall have 1 replica")
         browser.run("sessionStorage.clear()")
 
     await look(order)
-    assert front.dashboard.orders == [("Pool-prefill", 2)]
+    assert front.dashboard.orders == [("Pool-decode", 2), ("Pool-decode", 1)]
 
 
 async def test_a_refused_order_says_why(front: ConsoleHouse, browser: Browser) -> None:
     front.dashboard.refusal = (412, "external_scaler_enabled=false")
 
     def order() -> None:
-        browser.open(f"{front.page.url}/console#token={TOKEN}")
+        browser.open(f"{front.page.url}/console")
+        browser.click("#token-button")
+        browser.type("#token-input", TOKEN)
         browser.click('.pool:nth-child(2) [data-act="more"]')
         browser.wait_text("#told", "external_scaler_enabled=false")
         assert browser.text(".pool:nth-child(2) .desired") == "1"

@@ -125,11 +125,12 @@ def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
         tp=2,
         stage_layers=[2, 4],
         load=pb.Load(num_free_blocks=1024, num_total_blocks=1024, prefill_tok_s=12345, decode_step_ms=123.4),
-        paths=[path(rank, target, "shm", 5.5 + rank) for target in targets[:-1] for rank in range(2)]
-        + [path(1, targets[-1], "shm", 3.25), path(0, targets[-1], "tcp", 0.75, "shm is 0.1 GB/s")],
     )
+    paths = [path(rank, target, "shm", 5.5 + rank) for target in targets[:-1] for rank in range(2)]
+    paths += [path(1, targets[-1], "shm", 3.25), path(0, targets[-1], "tcp", 0.75, "shm is 0.1 GB/s")]
+    written = pb.ReplicaPaths(replica_id=writer.replica_id, paths=paths)
     reader = pb.Replica(replica_id="decode-0-abcd1234", role="decode", state="ready", tp=1, stage_layers=[6])
-    text = shown(status_view(pb.StatusResponse(replicas=[writer, reader])))
+    text = shown(status_view(pb.StatusResponse(replicas=[writer, reader]), paths=[written]))
     assert "…" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
     for cell in ("2x2 (2+4)", "1024/1024", "12345", "123.4", *targets):
@@ -147,10 +148,21 @@ def test_a_missing_path_is_shown_with_its_reason() -> None:
     missing = pb.Path(
         peer_replica_id="decode-abcd1234", instead_of="shm: 4 GB/s is below the floor of 9 GB/s"
     )
-    replica = pb.Replica(replica_id="prefill-abcd1234", role="prefill", state="ready", paths=[missing])
-    text = shown(status_view(pb.StatusResponse(replicas=[replica]))).split("paths (", 1)
+    replica = pb.Replica(replica_id="prefill-abcd1234", role="prefill", state="ready")
+    written = pb.ReplicaPaths(replica_id=replica.replica_id, paths=[missing])
+    text = shown(status_view(pb.StatusResponse(replicas=[replica]), paths=[written])).split("paths (", 1)
     assert "prefill-abcd1234: cannot write to decode-abcd1234: shm: 4 GB/s" in text[0]
     assert text[1].split("prefill-abcd1234")[1].split()[0] == "none"
+
+
+def test_stores_are_shown_as_processes_and_as_tiers() -> None:
+    member = pb.StoreMember(node_id="n0", host="node-a", address="10.0.0.1:5000", process_id=4711)
+    node = pb.StoreNodeStat(member=member, tiers=[pb.StoreTier(tier="dram", num_records=77)])
+    text = shown(status_view(pb.StatusResponse(stores=[member]), [node]))
+    processes, tiers = text.split("stores", 1)[1].split("store ", 1)
+    assert processes.split()[-4:] == ["n0", "node-a", "10.0.0.1:5000", "4711"]
+    assert "dram" in tiers
+    assert "77" in tiers
 
 
 def test_a_long_name_folds_and_is_not_cut_off() -> None:

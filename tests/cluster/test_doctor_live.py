@@ -237,22 +237,22 @@ def test_a_good_hit_rate_and_few_prompts_need_no_look() -> None:
 
 
 def test_paths_are_there_fast_enough_and_preferred() -> None:
-    def path(**fields: object) -> Callable[[pb.StatusResponse], None]:
-        def change(status: pb.StatusResponse) -> None:
+    def having(**fields: object) -> Callable[[pb.Path], None]:
+        def change(path: pb.Path) -> None:
             for name, value in fields.items():
-                setattr(status.replicas[0].paths[0], name, value)
+                setattr(path, name, value)
 
         return change
 
-    none = only(
-        transfer.paths, live(path(transport="", gb_s=0.0, instead_of="shm: other host; tcp: refused"))
-    )
+    refused = having(transport="", gb_s=0.0, instead_of="shm: other host; tcp: refused")
+    none = only(transfer.paths, live(path=refused))
     assert none.severity is ERROR
     assert "tcp: refused" in none.why
     slow_path = only(transfer.paths, live(min_gb_s=8.0))
     assert slow_path.severity is WARNING
     assert "5.00 GB/s" in slow_path.seen
-    assert only(transfer.paths, live(path(transport="tcp", instead_of="shm: 0.1 GB/s"))).severity is WARNING
+    by_tcp = having(transport="tcp", instead_of="shm: 0.1 GB/s")
+    assert only(transfer.paths, live(path=by_tcp)).severity is WARNING
     assert only(transfer.paths, live(min_gb_s=4.0)).severity is OK
 
 

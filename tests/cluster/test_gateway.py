@@ -302,18 +302,17 @@ async def test_a_decode_replica_that_cannot_be_written_to_does_all_itself(pair: 
 
 
 async def shown_paths(pair: Pair, num_paths: int) -> list[pb.Path]:
-    """Of p0, as the status shows them as soon as it shows so many."""
+    """Of p0, as soon as there are so many."""
     clock = SystemClock()
     async with asyncio.timeout(WAIT_S):
         while True:
-            replicas = (await pair.client.status()).replicas
-            paths = list(next(it for it in replicas if it.replica_id == "p0").paths)
-            if len(paths) == num_paths:
-                return paths
+            (written,) = await pair.client.paths(["p0"])
+            if len(written.paths) == num_paths:
+                return list(written.paths)
             await clock.sleep(0.01)
 
 
-async def test_status_tells_of_missing_paths_to_replicas_that_there_are(pair: Pair) -> None:
+async def test_missing_paths_are_told_of_those_to_replicas_that_there_are(pair: Pair) -> None:
     p0, d0 = pair.house.replicas["p0"], pair.house.replicas["d0"]
     gone = ReplicaIdentity("d9", 1)
     paths = [PathMeasure(peer, 0, 0, "", 0.0, 0.0, "", "too slow") for peer in (d0.identity, gone)]
@@ -322,6 +321,8 @@ async def test_status_tells_of_missing_paths_to_replicas_that_there_are(pair: Pa
     assert [(it.peer_replica_id, it.transport, it.instead_of) for it in found] == [("d0", "", "too slow")]
     p0.report([])
     assert await shown_paths(pair, 0) == []
+    assert [it.replica_id for it in await pair.client.paths()] == ["d0", "p0"]
+    assert await pair.client.paths(["d9"]) == []
 
 
 async def test_status_names_replicas_and_models(pair: Pair) -> None:

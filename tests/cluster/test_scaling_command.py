@@ -187,6 +187,22 @@ async def test_a_dry_run_orders_nothing_and_shows_the_cluster(house: GatewayHous
     assert "no gateway answers" not in text
 
 
+async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dashboard_is_asked(
+    house: GatewayHouse,
+) -> None:
+    await house.add_replica("p0", "prefill")
+    await house.add_replica("d0", "decode")
+    _, address = await house.add_gateway()
+    work = ScaleWork(
+        Door(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
+        Console(file=io.StringIO()),
+        SystemClock(),
+        as_json=False,
+    )
+    with pytest.raises(ConfigError, match="no pool that decodes would have a replica"):
+        await work.scale(["decode=0"], (), dry_run=False, wait_s=None)
+
+
 async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
     app = two_pools()
     async with FakeDashboard(app) as dashboard:

@@ -65,11 +65,24 @@ def roles(status: pb.StatusResponse) -> list[str]:
     return sorted(replica.role for replica in status.replicas if replica.state == "ready")
 
 
+def measured_paths(cluster: RunningCluster) -> list[pb.Path]:
+    """Of the prefill replica, once there are any."""
+    found: list[pb.Path] = []
+
+    def are_there(status: pb.StatusResponse) -> bool:
+        with BlockingClient(cluster.address) as client:
+            found[:] = [path for replica in client.paths() for path in replica.paths]
+        return bool(found)
+
+    cluster.wait_for(are_there, 15)
+    return found
+
+
 def test_both_pools_serve_and_their_path_is_measured(cluster: RunningCluster) -> None:
-    status = cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas))
+    (path,) = measured_paths(cluster)
+    status = cluster.status()
     assert roles(status) == ["decode", "prefill"]
     assert status.ready
-    (path,) = cluster.replica("prefill").paths
     assert path.transport == "shm"
     assert path.gb_s > 0
     assert (
@@ -98,7 +111,7 @@ def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
     cluster: RunningCluster, client: BlockingClient
 ) -> None:
     """Ray hands the figures on some seconds later."""
-    cluster.wait_for(lambda status: any(replica.paths for replica in status.replicas))
+    (path,) = measured_paths(cluster)
     prefill, decode = cluster.replica("prefill"), cluster.replica("decode")
     pause = threading.Event()
     cluster.wait_for(lambda _: store_is_open(client))
@@ -128,8 +141,8 @@ def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
     }.items() <= labels.items()
     assert (labels["transport"], labels["device"]) == ("shm", "memory")
     assert latency_labels["peer"] == decode.replica_id
-    assert rate == pytest.approx(prefill.paths[0].gb_s * 1e9)
-    assert latency_s == pytest.approx(prefill.paths[0].latency_us * 1e-6)
+    assert rate == pytest.approx(path.gb_s * 1e9)
+    assert latency_s == pytest.approx(path.latency_us * 1e-6)
     assert only_of(series["ray_tandem_free_blocks"], decode)[1] <= decode.load.num_total_blocks
     assert only_of(series["ray_tandem_steps_total"], prefill)[1] >= 1
     lost = [
@@ -185,6 +198,12 @@ def test_status_as_table_and_as_json(cluster: RunningCluster) -> None:
     status = json.loads(tandem("status", "--address", cluster.address, "--json").stdout)
     assert sorted(replica["role"] for replica in status["replicas"]) == ["decode", "prefill"]
     assert all(replica["load"]["num_leaked_blocks"] == 0 for replica in status["replicas"])
+    assert any(written["paths"] for written in status["paths"])
+    (member,), (node,) = status["stores"], status["store_stats"]
+    assert node["member"] == member
+    assert psutil.pid_exists(member["process_id"])
+    assert str(member["process_id"]) in shown
+    assert [tier["tier"] for tier in node["tiers"]][:1] == ["dram"]
 
 
 def test_an_error_names_the_field_and_fails_the_command(cluster: RunningCluster) -> None:

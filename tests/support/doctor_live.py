@@ -33,11 +33,9 @@ def replica(name: str, role: str) -> pb.Replica:
 
 
 def status() -> pb.StatusResponse:
-    """p0 prefills and writes to d0; one gateway, a day old, a hundred quick requests."""
-    prefill = replica("p0", "prefill")
-    prefill.paths.add(peer_replica_id="d0", transport="shm", gb_s=5.0, latency_us=3.0, device="memory")
+    """p0 prefills, d0 decodes; one gateway, a day old, a hundred quick requests."""
     return pb.StatusResponse(
-        replicas=[prefill, replica("d0", "decode")],
+        replicas=[replica("p0", "prefill"), replica("d0", "decode")],
         gateways=[
             pb.GatewayStatus(gateway_id="g0", address="h:1"),
             pb.GatewayStatus(gateway_id="g1", address="h:2"),
@@ -83,6 +81,7 @@ def live(
     store: Callable[[pb.StoreNodeStat], object] = lambda node: None,
     store_before: Callable[[pb.StoreNodeStat], object] | None = None,
     other: Change | None = None,
+    path: Callable[[pb.Path], object] = lambda path: None,
     replies: tuple[GatewayReply, ...] = (),
     **expected: float,
 ) -> Live:
@@ -92,6 +91,8 @@ def live(
     change(now)
     (before or change)(earlier)
     (other or change)(second)
+    written = pb.Path(peer_replica_id="d0", transport="shm", gb_s=5.0, latency_us=3.0, device="memory")
+    path(written)
     node, node_before = store_node(), store_node()
     store(node)
     (store_before or store)(node_before)
@@ -104,4 +105,5 @@ def live(
         gateways=replies or (GatewayReply("h:1", now), GatewayReply("h:2", second)),
         expected=Expected(**settings),
         version="0.1.0",
+        paths=[pb.ReplicaPaths(replica_id="p0", paths=[written])],
     )

@@ -88,7 +88,9 @@ class RunningCluster:
     """`tandem serve`, started; `addresses` is what it printed: gateway, console, Ray, dashboard, Ray token,
     logs."""
 
-    def __init__(self, *arguments: str, start_s: float = START_S, ray_address: str = "local") -> None:
+    def __init__(
+        self, *arguments: str, start_s: float = START_S, ray_address: str = "local", own_group: bool = False
+    ) -> None:
         self._clock = SystemClock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cluster", "serve", "--ray-address", ray_address, *arguments],
@@ -97,6 +99,7 @@ class RunningCluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            process_group=0 if own_group else None,
         )
         self.lines: list[str] = []
         self._ended_or_ready = threading.Event()

@@ -339,7 +339,8 @@ async def test_status_names_replicas_and_measured_paths(front: Front) -> None:
         ("p0", "prefill", "ready"),
         ("d0", "decode", "ready"),
     }
-    path = next(path for path in replicas["p0"].paths if path.peer_replica_id == "d0")
+    (written,) = await front.client.paths(["p0"])
+    path = next(path for path in written.paths if path.peer_replica_id == "d0")
     assert path.transport == "shm"
     assert path.gb_s > 0
     assert path.latency_us > 0

@@ -3,16 +3,19 @@
 import { draw } from "/console/charts.js";
 import { badge, byId, duration, el, keyed, millis, show, text } from "/console/dom.js";
 import { openExplain } from "/console/explain.js";
-import { confirm, ordered, release, scale, startOrders } from "/console/orders.js";
+import { askFewer, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
 import { notesOf, showPools } from "/console/pools.js";
 import { showGateways, showMoves, showPaths, showRequests, showTiers, showTraffic } from "/console/tables.js";
 
 const PERIOD_MS = 1000;
 const ANSWER_MS = 5000;
 const AWAY_MS = 3000;
+const PATHS_MS = 5000; // they change seldom, and are many
 
 let about = null;
 let status = null;
+let paths = { replicas: [], num_left_out: 0 };
+let pathsAt = -Infinity;
 let updatedAt = 0;
 let problem = "";
 let isPolling = false;
@@ -32,6 +35,10 @@ async function poll() {
     const [latest, requests, curves] = await Promise.all(
       ["status", "requests", "curves"].map((name) => get(`/console/api/${name}`)),
     );
+    if (performance.now() - pathsAt >= PATHS_MS) {
+      paths = await get("/console/api/paths");
+      pathsAt = performance.now();
+    }
     status = latest;
     updatedAt = performance.now();
     problem = "";
@@ -47,7 +54,7 @@ async function poll() {
 
 function showAll(requests, curves) {
   showHead(curves.minute);
-  const notes = notesOf(status);
+  const notes = notesOf(status, paths.replicas);
   keyed(byId("notes"), notes, (note) => note, () => el("li"), text);
   show(byId("notes-card"), notes.length > 0);
   showOwnPools();
@@ -56,8 +63,8 @@ function showAll(requests, curves) {
   draw(byId("itl"), "Time between tokens", curves, curves.itl,
     { p50: curves.minute.itl_p50_s, p90: curves.minute.itl_p90_s }, about.itl_slo_s);
   showRequests(requests, (requestId) => openExplain(requestId, get));
-  showTiers(status.stores);
-  showPaths(status.replicas);
+  showTiers(status.store_stats);
+  showPaths(paths);
   showMoves(status.moves, about.autoscale);
   showGateways(status.gateways, about.gateway_id);
   showTraffic(status.traffic);
@@ -69,7 +76,9 @@ function showOwnPools() {
     step: (name, change) => {
       const shown = status.pools.find((pool) => pool.name === name);
       const from = ordered.get(name) ?? (shown ? shown.desired : 1);
-      scale(name, Math.max(1, from + change));
+      const to = Math.max(1, from + change);
+      if (to < from) askFewer(name, from, to, () => scale(name, to));
+      else scale(name, to);
     },
     release,
   });

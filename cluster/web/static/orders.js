@@ -1,5 +1,5 @@
-// Orders to the gateway, which hands them to Ray's dashboard with the operator's own token. The token comes from
-// the dialog or from the address (`#token=...`), and is kept in this tab only.
+// Orders to the gateway, which hands them to Ray's dashboard with the operator's own token. The token is typed
+// into the dialog and kept in this tab only; addresses end up in histories and logs, so none is taken from there.
 
 import { byId, show, text } from "/console/dom.js";
 
@@ -16,13 +16,7 @@ const orderedAt = new Map();
 
 export function startOrders(onChange) {
   told = onChange;
-  const fragment = new URLSearchParams(location.hash.slice(1));
-  if (fragment.has("token")) {
-    keep(fragment.get("token"));
-    history.replaceState(null, "", location.pathname + location.search);
-  } else {
-    keep(stored());
-  }
+  keep(stored());
   byId("token-button").onclick = () => ask("", null);
   byId("token-cancel").onclick = () => byId("token-dialog").close();
   byId("token-forget").onclick = () => {
@@ -43,6 +37,20 @@ export function startOrders(onChange) {
     byId("token-dialog").close();
     if (again) again();
   };
+}
+
+// Call `then` once the operator has agreed that the pool gets fewer replicas.
+export function askFewer(pool, from, to, then) {
+  const dialog = byId("fewer-dialog");
+  text(byId("fewer-what"), `Scale the pool ${pool} from ${from} to ${to}?`);
+  byId("fewer-cancel").onclick = () => dialog.close();
+  byId("fewer-form").onsubmit = (event) => {
+    event.preventDefault();
+    dialog.close();
+    then();
+  };
+  if (!dialog.open) dialog.showModal();
+  byId("fewer-cancel").focus();
 }
 
 // Drop what the status confirms by now, or never will.

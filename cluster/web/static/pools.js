@@ -137,7 +137,7 @@ function updatePool(node, pool, replicas, scale, ordered) {
 }
 
 // What should not be: each a line, and none for healthy replicas and stores.
-export function notesOf(status) {
+export function notesOf(status, writers) {
   const lines = [];
   for (const replica of status.replicas) {
     const load = replica.load || {};
@@ -149,12 +149,14 @@ export function notesOf(status) {
     told(load.num_leaked_blocks, "blocks referenced although nothing runs");
     told((load.num_unstored_blocks || {}).failed, "finished blocks could not be written to the store");
     told(load.num_store_checksum_failures, "records of the store failed their checksum and were computed");
-    for (const path of replica.paths.filter((each) => each.instead_of)) {
+  }
+  for (const writer of writers) {
+    for (const path of writer.paths.filter((each) => each.instead_of)) {
       const way = path.transport ? `writes to ${path.peer_replica_id} over ${path.transport}` : `cannot write to ${path.peer_replica_id}`;
-      lines.push(`${replica.replica_id} ${way}: ${path.instead_of}`);
+      lines.push(`${writer.replica_id} ${way}: ${path.instead_of}`);
     }
   }
-  for (const node of status.stores) {
+  for (const node of status.store_stats) {
     if (node.error) lines.push(`store of node ${node.member.host}: ${node.error}`);
     if (node.index && node.index.note) lines.push(`index of node ${node.member.host}: ${node.index.note}`);
     for (const tier of node.tiers || []) {

@@ -83,7 +83,7 @@ export function showTiers(stores) {
 
 // --------------------------------------------------------------------------------------------- paths
 
-export function showPaths(replicas) {
+export function showPaths({ replicas, num_left_out: numLeftOut }) {
   const cells = new Map();
   const sources = new Set();
   const targets = new Set();
@@ -110,6 +110,8 @@ export function showPaths(replicas) {
     });
   });
   show(byId("paths-empty"), !sources.size);
+  text(byId("paths-more"), `${numLeftOut} more replicas write; tandem status shows all paths.`);
+  show(byId("paths-more"), numLeftOut > 0);
 }
 
 function fillPath(cell, paths) {

@@ -1,0 +1,168 @@
+"""The replicas' part of a status, and the paths between them: made in a thread, beside the event loop.
+
+The loop hands over what it knows by reference; messages are built from that, and only those that changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from cluster.gateway.replica_view import ReplicaView
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import ReplicaRecord
+from kvtransfer.clock import let_others_run
+from kvtransfer.messages import ReplicaIdentity
+from workers.messages import LoadReport, PathMeasure
+
+_NUM_PATHS = 64
+"""Built between two chances of the event loop, as is one replica."""
+
+T = TypeVar("T")
+
+
+class ReplicaLook(NamedTuple):
+    """What a message is made of; nothing of it is changed later."""
+
+    record: ReplicaRecord
+    state: str
+    note: str
+    role: str
+    role_epoch: int
+    load: LoadReport | None
+
+    @staticmethod
+    def of(view: ReplicaView) -> ReplicaLook:
+        hello, record = view.hello, view.record
+        role_epoch = hello.role_epoch if hello else record.role_epoch
+        return ReplicaLook(record, str(view.state), view.note, view.role, role_epoch, view.load)
+
+    def is_same(self, other: ReplicaLook) -> bool:
+        """By identity where that is enough: reports and records are never changed."""
+        return self.record is other.record and self.load is other.load and self[1:5] == other[1:5]
+
+
+class StatusThread:
+    """Builds messages for one gateway, one at a time, from the event loop that asks."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "status")
+        self._built: dict[str, tuple[ReplicaLook, pb.Replica]] = {}
+        """By replica; for the thread alone."""
+        self.num_built = 0
+        """Messages of replicas that were made anew, since the start."""
+
+    async def add_replicas(
+        self, status: pb.StatusResponse, views: Sequence[ReplicaView], now: float
+    ) -> pb.StatusResponse:
+        """The same message, with the replicas as they are now. Nobody else may use it meanwhile."""
+        looks = [(ReplicaLook.of(view), now - view.load_at) for view in views]
+        return await self._run(lambda: self._add(status, looks))
+
+    async def paths(
+        self, views: Sequence[ReplicaView], known: Collection[ReplicaIdentity]
+    ) -> AsyncIterator[pb.ReplicaPaths]:
+        """Of each replica, in this order; `known`: the replicas there are, paths to others are history."""
+        looks = [(view.record.identity, view.paths) for view in views]
+        for identity, paths in looks:
+            yield await self._run(functools.partial(_replica_paths, identity, paths, known))
+
+    def close(self) -> None:
+        """End the thread, after what it does now."""
+        self._executor.shutdown(cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _add(
+        self, status: pb.StatusResponse, looks: Sequence[tuple[ReplicaLook, float]]
+    ) -> pb.StatusResponse:
+        before, self._built = self._built, {}
+        for look, age_s in looks:
+            replica_id = look.record.identity.replica_id
+            known = before.get(replica_id)
+            if known is None or not known[0].is_same(look):
+                known = look, _replica(look)
+                self.num_built += 1
+                let_others_run()  # the event loop may have been waiting
+            self._built[replica_id] = known
+            if look.load is not None:
+                known[1].load.age_s = age_s
+            status.replicas.append(known[1])
+        return status
+
+
+def _replica(look: ReplicaLook) -> pb.Replica:
+    record = look.record
+    return pb.Replica(
+        replica_id=record.identity.replica_id,
+        epoch=record.identity.epoch,
+        pool=record.pool,
+        role=look.role,
+        address=record.address,
+        state=look.state,
+        note=look.note,
+        process_id=record.process_id,
+        rank_process_ids=record.rank_process_ids,
+        load=_load(look.load) if look.load else None,
+        tp=record.tp,
+        stage_layers=[end - start for start, end in record.stages],
+        home_role=record.home_role or record.role,
+        role_epoch=look.role_epoch,
+    )
+
+
+def _load(load: LoadReport) -> pb.Load:
+    """All but its age."""
+    return pb.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_landings=load.num_landings,
+        num_backlog_tokens=load.num_backlog_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+        num_total_blocks=load.num_total_blocks,
+        num_leaked_blocks=load.num_leaked_blocks,
+        prefill_tok_s=load.prefill_tok_s,
+        decode_step_ms=1e3 * load.decode_step_s,
+        num_steps=load.num_steps,
+        num_checksum_failures=load.num_checksum_failures,
+        num_preemptions=load.num_preemptions,
+        transfer_gb_s=load.transfer_gb_s,
+        num_stored_blocks=load.num_stored_blocks,
+        num_unstored_blocks=load.num_unstored_blocks,
+        num_loaded_tokens=load.num_loaded_tokens,
+        load_tok_s=load.load_tok_s,
+        num_store_checksum_failures=load.num_store_checksum_failures,
+        num_offloaded_blocks=load.num_offloaded_blocks,
+        num_waiting_landings=load.num_waiting_landings,
+    )
+
+
+def _replica_paths(
+    identity: ReplicaIdentity, paths: Sequence[PathMeasure], known: Collection[ReplicaIdentity]
+) -> pb.ReplicaPaths:
+    reply = pb.ReplicaPaths(replica_id=identity.replica_id, epoch=identity.epoch)
+    for number, path in enumerate(paths):
+        if path.peer in known:
+            reply.paths.append(_path(path))
+        if number % _NUM_PATHS == 0:
+            let_others_run()
+    return reply
+
+
+def _path(path: PathMeasure) -> pb.Path:
+    return pb.Path(
+        peer_replica_id=path.peer.replica_id,
+        rank=path.rank,
+        peer_rank=path.peer_rank,
+        transport=path.transport,
+        gb_s=path.gb_s,
+        latency_us=path.latency_us,
+        device=path.device,
+        instead_of=path.instead_of,
+    )

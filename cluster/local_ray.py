@@ -1,0 +1,123 @@
+"""A Ray cluster of one host that lives and dies with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from cluster import ray_keeper
+from cluster.ray_private import out_of_reach
+
+_VITAL = ("gcs_server", "raylet")
+_OBJECT_STORE_BYTES = 128 << 20
+_END_S = 5.0
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep the handlers of SIGINT and SIGTERM over what sets others; outside the main thread, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+class LocalRay:
+    """Starts Ray's processes and connects to them. They are in sessions of their own, so that a signal to our
+    process group (Ctrl-C, `timeout`, a shell's `kill %1`) leaves it to us to end them, after the streams.
+
+    They do not outlive this process, however it ends: `ray_keeper` sees to that.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """`options` are those of `ray.init`."""
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(ray_keeper.__file__))],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            with own_signals(), out_of_reach(self._on_start):
+                context = ray.init(
+                    address="local",
+                    include_dashboard=True,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    **options,
+                )
+        finally:
+            if not ray.is_initialized():
+                self._keeper.communicate()  # which ends what was started
+        self.dashboard_url: str = context.dashboard_url or ""
+        self._vital = [process for process in self._started if _program(process) in _VITAL]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody else has ended it: the GCS or the raylet is gone."""
+        return any(process.poll() is not None for process in self._vital)
+
+    def shut_down(self) -> None:
+        """Disconnect and end all its processes."""
+        family = self._family()
+        ray.shutdown()
+        _, alive = psutil.wait_procs(family, timeout=_END_S)
+        _kill(alive)
+        self._end_keeper()
+
+    def kill(self) -> None:
+        """End all its processes at once, without a word to any."""
+        _kill(self._family())
+        self._end_keeper()
+
+    def _on_start(self, process: subprocess.Popen[bytes]) -> None:
+        self._started.append(process)
+        self._tell_keeper(str(process.pid))
+
+    def _tell_keeper(self, line: str) -> None:
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):  # somebody has killed it, or it has ended
+            self._keeper.stdin.write(f"{line}\n".encode())
+            self._keeper.stdin.flush()
+
+    def _end_keeper(self) -> None:
+        assert self._keeper.stdin is not None
+        self._tell_keeper(ray_keeper.ENDED)
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        self._keeper.wait()
+
+    def _family(self) -> list[psutil.Process]:
+        """What is in the sessions that were opened for it, also what has lost its parent."""
+        found, sessions = [], {process.pid for process in self._started}
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(process.pid) in sessions:
+                    found.append(process)
+        return found
+
+
+def _program(process: subprocess.Popen[bytes]) -> str:
+    command = process.args
+    return Path(command[0]).name if isinstance(command, list) else ""
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_END_S)

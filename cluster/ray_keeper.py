@@ -1,0 +1,43 @@
+"""Kills what is left of a local Ray cluster when the process that owns it is gone, however it went.
+
+Run as a script beside that process, without any package. Standard input tells the sessions, a line each; it
+ends when the owner does. The line `ended` says that nothing is left to kill.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+ENDED = "ended"
+
+
+def members(sessions: set[int]) -> Iterator[int]:
+    """The processes of these sessions."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                if os.getsid(int(name)) in sessions:
+                    yield int(name)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    lines = sys.stdin.read().split()
+    if ENDED in lines:
+        return
+    sessions, killed = {int(line) for line in lines}, set[int]()
+    while found := set(members(sessions)) - killed:  # what they start meanwhile, too
+        for process_id in found:
+            try:
+                os.kill(process_id, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        killed |= found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Tokenize and Detokenize: so many at once, in threads of their own, which let the event loop go on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from gateway_house import GatewayHouse, Pair
+from gateway_model import MAX_CONTEXT, encode, write_model
+
+from cluster.errors import CallError, OverloadedError
+from cluster.gateway import text_calls
+from cluster.gateway.intake import Intake
+from cluster.gateway.text import ModelText
+from cluster.gateway.text_calls import MAX_CALLS, TextCalls
+from cluster.proto import tandem_pb2 as pb
+
+WAIT_S = 20.0
+
+
+class HeldIntake(Intake):
+    """Waits within each call, and notes the threads."""
+
+    held = threading.Event()
+    threads: set[str]
+
+    def encode_now(self, text: str, *, add_special_tokens: bool) -> bytes:
+        self.threads.add(threading.current_thread().name)
+        assert self.held.wait(WAIT_S)
+        return super().encode_now(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture
+def intake(tmp_path: Path) -> HeldIntake:
+    house = GatewayHouse(write_model(tmp_path / "m"))
+    made = HeldIntake(house.config(), house.clock, lambda: 1)
+    made.held, made.threads = threading.Event(), set()
+    return made
+
+
+async def test_one_call_too_many_is_refused_and_the_next_is_served(intake: HeldIntake) -> None:
+    calls, limits = TextCalls(intake), intake.limits(MAX_CONTEXT)
+    request = pb.TokenizeRequest(text="the fox")
+    running = [asyncio.create_task(calls.tokenize(request, limits)) for _ in range(MAX_CALLS)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match=f"has {MAX_CALLS} calls of Tokenize and Detokenize"):
+        await calls.tokenize(request, limits)
+    with pytest.raises(OverloadedError):
+        await calls.detokenize(pb.DetokenizeRequest(token_ids=[5]), limits)
+    running[-1].cancel()
+    await asyncio.wait([running[-1]])
+    intake.held.set()
+    assert [list((await task).token_ids) for task in running[:-1]] == [encode("the fox")] * (MAX_CALLS - 1)
+    assert (await calls.detokenize(pb.DetokenizeRequest(token_ids=encode("fox")), limits)).text == "fox"
+    calls.close()
+
+
+async def test_threads_are_not_those_of_generate(intake: HeldIntake) -> None:
+    intake.held.set()
+    calls, limits = TextCalls(intake), intake.limits(MAX_CONTEXT)
+    await calls.tokenize(pb.TokenizeRequest(text="the fox"), limits)
+    assert all(name.startswith("text_") for name in intake.threads)
+    intake.threads.clear()
+    await intake.encode("the fox " * 1000)
+    assert not any(name.startswith("text_") for name in intake.threads)
+    calls.close()
+
+
+async def test_more_ids_than_are_copied_at_once_come_back_whole(
+    intake: HeldIntake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_calls, "_NUM_TOKENS", 3)
+    intake.held.set()
+    calls, limits = TextCalls(intake), intake.limits(MAX_CONTEXT)
+    text = "the quick brown fox, the answer"
+    ids = (await calls.tokenize(pb.TokenizeRequest(text=text), limits)).token_ids
+    assert list(ids) == encode(text)
+    assert len(ids) % 3
+    assert (await calls.detokenize(pb.DetokenizeRequest(token_ids=ids), limits)).text == text
+    calls.close()
+
+
+async def test_what_is_too_large_names_the_field(pair: Pair) -> None:
+    with pytest.raises(CallError, match=f"token_ids: has {MAX_CONTEXT + 1} tokens; at most") as found:
+        await pair.client.detokenize([5] * (MAX_CONTEXT + 1))
+    assert found.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(CallError, match=r"text: is \d+ bytes long; at most"):
+        await pair.client.tokenize("x" * (64 * MAX_CONTEXT))
+
+
+@pytest.mark.parametrize("what", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_converted(tmp_path: Path, what: str) -> None:
+    text = ModelText.load(write_model(tmp_path / "m"))
+    long = "def main(): return the answer, the quick brown fox\n" * 6_000
+    tokens = text.encode(long) if what == "decode" else b""
+    began, ended = threading.Event(), threading.Event()
+
+    def convert() -> None:
+        began.set()
+        if what == "encode":
+            text.encode(long)
+        else:
+            text.decode(tokens)
+        ended.set()
+
+    thread = threading.Thread(target=convert)
+    thread.start()
+    assert began.wait(WAIT_S)
+    num_turns = 0
+    while not ended.wait(0.001):  # with the interpreter held there would be one turn or none
+        num_turns += 1
+    thread.join()
+    assert num_turns > 5
