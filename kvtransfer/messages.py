@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvtransfer.wire import Message, Part
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 TrafficClass = Literal["hand_over", "prefetch", "write_back"]
 """What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to."""

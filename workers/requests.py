@@ -6,7 +6,8 @@ last sample ends, it fails, it is cancelled, or it has been handed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from workers.inbound import Inbound
 from workers.messages import (
     HandOver,
     HandOverReport,
+    IsolationReport,
     PrefillReport,
     RequestFailed,
     Submission,
@@ -30,6 +32,8 @@ from workers.messages import (
 from workers.outbound import Outbound, RequestKey
 
 _REFUSED_RETRY_S = 1.0
+
+_log = logging.getLogger("tandem.brain")
 
 
 @dataclass(slots=True)
@@ -73,15 +77,45 @@ class Requests:
 
     # ------------------------------------------------------------------------------ from the gateways
 
+    def check(self, submission: Submission) -> RequestFailed | None:
+        """Why the request is not taken, if so. Changes nothing, whatever it raises."""
+        key = submission.request_id, submission.attempt
+        if self.refusal:
+            return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
+        if self._leaving:
+            return RequestFailed(*key, "leaving", self._leaving)
+        for field, tokens in _token_fields(submission):
+            if len(tokens) % TOKEN_BYTES:
+                return RequestFailed(*key, "invalid", f"{field}: {len(tokens)} bytes are no token ids")
+            if max(memoryview(tokens).cast("I"), default=0) >= self._vocab_size:
+                return RequestFailed(*key, "invalid", f"{field}: a token id is not below {self._vocab_size}")
+        if key in self._requests:
+            return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
+        try:
+            self._scheduler.check_room(self._at_home(submission))
+        except CapacityError as error:
+            return RequestFailed(*key, "invalid", str(error))
+        except QueueFullError as error:
+            return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
+        return None
+
+    def refuse(self, gateway: GatewayKey, failure: RequestFailed) -> None:
+        """Tell the gateway why a request is not taken."""
+        self._gateways.post(gateway, failure)
+        self._wake()
+
+    def blame(self, gateway: GatewayKey, submission: Submission, error: BaseException) -> None:
+        """An error of ours came of taking this request: tell its gateway."""
+        key = submission.request_id, submission.attempt
+        _log.error("request %s cannot be taken", key[0], exc_info=error, extra={"request_id": key[0]})
+        self._requests.pop(key, None)
+        reason = f"the request could not be taken: {error!r}"
+        self.refuse(gateway, RequestFailed(*key, "internal", reason, suspect=True))
+
     def submit(self, gateway: GatewayKey, submission: Submission) -> None:
-        """Queue the request, or tell its gateway why not."""
-        if submission.decode is not None and submission.decode.identity == self._identity:
-            submission = replace(submission, decode=None)  # no hand-over to itself
-        failure = self._refuse(submission)
-        if failure is not None:
-            self._gateways.post(gateway, failure)
-            self._wake()
-            return
+        """Queue a request that `check` has found nothing against."""
+        submission = self._at_home(submission)
+        self._scheduler.submit(submission, self._clock.now())
         samples = {sample.index for sample in submission.samples}
         key = submission.request_id, submission.attempt
         self._requests[key] = _Request(gateway, samples, outbound=submission.decode is not None)
@@ -164,10 +198,17 @@ class Requests:
             self._inbound.cancel(key)
             self._hand_back(key)
 
-    def fail_all(self, reason: str) -> None:
-        """Everything here must go on elsewhere."""
+    def isolated(self, report: IsolationReport) -> None:
+        """A suspect begins to run alone, or is cleared."""
+        request = self._requests.get((report.request_id, report.attempt))
+        if request is not None:
+            self._gateways.post(request.gateway, report)
+
+    def fail_all(self, reason: str, suspects: Collection[RequestKey]) -> None:
+        """Everything here must go on elsewhere; `suspects` may be why."""
         for key, request in self._requests.items():
-            self._gateways.post(request.gateway, RequestFailed(*key, "internal", reason))
+            failure = RequestFailed(*key, "internal", reason, suspect=key in suspects)
+            self._gateways.post(request.gateway, failure)
         self._requests.clear()
 
     # ---------------------------------------------------------------------------------------- private
@@ -177,26 +218,10 @@ class Requests:
         self._outbound.cancel(key, self._leaving)
         self.failed(RequestFailed(*key, "leaving", self._leaving))
 
-    def _refuse(self, submission: Submission) -> RequestFailed | None:
-        key = submission.request_id, submission.attempt
-        if self.refusal:
-            return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
-        if self._leaving:
-            return RequestFailed(*key, "leaving", self._leaving)
-        for field, tokens in _token_fields(submission):
-            if len(tokens) % TOKEN_BYTES:
-                return RequestFailed(*key, "invalid", f"{field}: {len(tokens)} bytes are no token ids")
-            if max(memoryview(tokens).cast("I"), default=0) >= self._vocab_size:
-                return RequestFailed(*key, "invalid", f"{field}: a token id is not below {self._vocab_size}")
-        if key in self._requests:
-            return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
-        try:
-            self._scheduler.submit(submission, self._clock.now())
-        except CapacityError as error:
-            return RequestFailed(*key, "invalid", str(error))
-        except QueueFullError as error:
-            return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
-        return None
+    def _at_home(self, submission: Submission) -> Submission:
+        """Without a hand-over to this very replica."""
+        is_here = submission.decode is not None and submission.decode.identity == self._identity
+        return replace(submission, decode=None) if is_here else submission
 
     def _report_prefill(self, prompt: PromptDone) -> None:
         key = prompt.request_id, prompt.attempt

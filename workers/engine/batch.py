@@ -128,6 +128,15 @@ class PlannedEntry:
     samplers: tuple[tuple[int, Sequence], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class IssuedPlan:
+    """The scheduler's memory of a plan that is out. An isolated one names a suspect and nobody else."""
+
+    step: int
+    entries: list[PlannedEntry]
+    is_isolated: bool
+
+
 class Batch:
     """A step under construction; `budget_tokens` is what may still be added. Entries get their block tables
     when it is complete: until then blocks of any sequence may be moved out of the device's memory."""
@@ -136,6 +145,7 @@ class Batch:
         self.step = step
         self.budget_tokens = budget_tokens
         self.planned: list[PlannedEntry] = []
+        self.is_isolated = False
         self._starts: list[SlotStart] = []
         self._copies: list[BlockCopy] = []
 
