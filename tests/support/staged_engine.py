@@ -214,6 +214,9 @@ class StagedEngine:
                 self._slot_to_token[slot] = step.plan.step, token
 
     def check(self) -> None:
+        named = {entry.sequence.request for plan in self.scheduler._issued for entry in plan.entries}
+        alone = [request for request in named if request.submission.suspect]
+        assert not alone or len(named) == 1, "something is out beside a suspect"
         self.scheduler.check(num_other_references=len(self.blocks_of_landings))
         for plan in self.plans:
             named = {block for entry in plan.entries for block in entry.block_ids}
@@ -263,6 +266,7 @@ def ask(
     priority: int = 0,
     deadline_s: float | None = None,
     decode: str = "",
+    suspect: bool = False,
 ) -> Submission:
     tokens = pack(prompt)
     return Submission(
@@ -276,6 +280,7 @@ def ask(
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         decode=HandOverTarget(ReplicaIdentity(decode, 1), decode) if decode else None,
         deadline_s=deadline_s,
+        suspect=suspect,
     )
 
 
