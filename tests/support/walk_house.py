@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from rank_nursery import NurseryLauncher
 
 from kvtransfer.clock import SystemClock
@@ -45,6 +46,11 @@ from workers.messages import (
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
+SHAPES = [
+    pytest.param(SINGLE, id="1x1"),
+    pytest.param(Parallel(tp=2), id="2x1", marks=pytest.mark.slow),
+]
+"""Of the replicas in tests of faults."""
 WAIT_S = 20.0
 
 
@@ -147,8 +153,10 @@ class Replica:
 class House:
     """Replicas by name; `submit` and `run` speak to them as a gateway would."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, parallel: Parallel = SINGLE) -> None:
+        """`parallel` is the shape of replicas that are given none."""
         self._model_dir = model_dir
+        self._parallel = parallel
         self.secret = draw_secret()
         self.heard: dict[tuple[str, int], Heard] = {}
         self.replicas: dict[str, Replica] = {}
@@ -161,7 +169,7 @@ class House:
         engine: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         faults: Sequence[FaultRule] = (),
-        parallel: Parallel = SINGLE,
+        parallel: Parallel | None = None,
         store: str | None = None,
         epoch: int = 1,
     ) -> Replica:
@@ -172,7 +180,7 @@ class House:
             role=role,
             model_dir=str(self._model_dir),
             dtype="float32",
-            parallel=parallel,
+            parallel=parallel or self._parallel,
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
             secret=self.secret,

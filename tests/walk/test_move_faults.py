@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from walk_house import House, until
+from walk_house import SHAPES, SINGLE, House, until
 from walk_moves import NUM_TOKENS, fired, move, moved_and_right, prompt, rule, started
 
 from workers.config import Parallel
 from workers.messages import Cancel
+
+pytestmark = pytest.mark.parametrize("shape", SHAPES, indirect=True)
 
 
 async def test_a_target_that_is_too_small_leaves_the_stream_where_it_is(house: House) -> None:
@@ -75,11 +77,11 @@ async def test_a_target_that_dies_in_the_middle_of_a_move_is_not_missed(house: H
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [Parallel(tp=2), Parallel(pp=2, devices=("cpu", "cpu"))])
-async def test_a_stream_moves_to_a_replica_of_another_shape(house: House, shape: Parallel) -> None:
+@pytest.mark.parametrize("other", [Parallel(tp=2), Parallel(pp=2, devices=("cpu", "cpu"))])
+async def test_a_stream_moves_to_a_replica_of_another_shape(house: House, other: Parallel) -> None:
     source = await house.add("d0", "decode")
-    target = await house.add("d1", "decode", parallel=shape)
-    await house.add("b0", "both")
+    target = await house.add("d1", "decode", parallel=other)
+    await house.add("b0", "both", parallel=SINGLE)
     submission = house.submission("shape", prompt(70), max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
     heard = await started(house, source, submission)
     move(submission, source, target)
