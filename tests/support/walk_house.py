@@ -31,6 +31,7 @@ from workers.messages import (
     GatewayHello,
     HandOverReport,
     HandOverTarget,
+    IsolationReport,
     LoadReport,
     Move,
     MoveEnded,
@@ -83,6 +84,7 @@ class Heard:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """Of the first sample, by output index."""
     moves: list[MoveEnded] = field(default_factory=list)
+    isolations: list[IsolationReport] = field(default_factory=list)
 
     def sequence(self, sample: int = 0) -> list[int]:
         indices = sorted(self.tokens.get(sample, {}))
@@ -144,6 +146,9 @@ class Replica:
             self._heard.setdefault((prefill.request_id, prefill.attempt), Heard()).prefill = prefill
         for hand_over in frame.hand_overs:
             self._heard.setdefault((hand_over.request_id, hand_over.attempt), Heard()).hand_over = hand_over
+        for isolation in frame.isolations:
+            heard = self._heard.setdefault((isolation.request_id, isolation.attempt), Heard())
+            heard.isolations.append(isolation)
         for failure in frame.failures:
             self._heard.setdefault((failure.request_id, failure.attempt), Heard()).failure = failure
         for ended in frame.moves:

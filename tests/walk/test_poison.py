@@ -17,7 +17,7 @@ from kvtransfer.faults import FaultRule
 from workers.config import Parallel
 from workers.errors import RankDiedError
 
-ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32, "stall_s": 20.0}
+ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32}
 POISON = 4001
 """A token of the poisonous prompt, and of no other."""
 NUM_INNOCENT, NUM_TOKENS = 8, 40
@@ -26,9 +26,9 @@ SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.95,
 
 @asynccontextmanager
 async def cluster(
-    folder: Path, roles: Sequence[str], deadly: str, parallel: Parallel
+    folder: Path, roles: Sequence[str], deadly: str, action: str, parallel: Parallel
 ) -> AsyncIterator[tuple[Front, list[Replica]]]:
-    """Replicas of these roles. The last rank of one whose role is `deadly` dies of the poison."""
+    """Replicas of these roles. A rank of one whose role is `deadly` dies of the poison, or hangs."""
     model_dir = copy_tiny(folder)
     house = House(model_dir)
     front = Front(house, model_dir)
@@ -38,9 +38,9 @@ async def cluster(
                 house.add(
                     f"r{number}",
                     role,
-                    engine=ENGINE,
+                    engine={**ENGINE, "stall_s": 2.0 if action == "stop" else 20.0},
                     parallel=parallel,
-                    faults=[FaultRule(f"rank.start.{POISON}", "kill", str(folder / f"{number}"))]
+                    faults=[FaultRule(f"rank.start.{POISON}", action, str(folder / f"{number}"))]
                     if role == deadly
                     else [],
                 )
@@ -65,19 +65,20 @@ def is_dead(replica: Replica) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("roles", "deadly", "parallel"),
+    ("roles", "deadly", "action", "parallel"),
     [
-        (["prefill"] * 3 + ["decode"], "prefill", Parallel()),
-        pytest.param(["both"] * 4, "both", Parallel(), marks=pytest.mark.slow),
-        pytest.param(["prefill"] + ["decode"] * 3, "decode", Parallel(), marks=pytest.mark.slow),
-        pytest.param(["prefill"] * 3 + ["decode"], "prefill", Parallel(tp=2), marks=pytest.mark.slow),
+        (["prefill"] * 3 + ["decode"], "prefill", "kill", Parallel()),
+        pytest.param(["both"] * 4, "both", "kill", Parallel(), marks=pytest.mark.slow),
+        pytest.param(["prefill"] + ["decode"] * 3, "decode", "kill", Parallel(), marks=pytest.mark.slow),
+        pytest.param(["prefill"] * 3 + ["decode"], "prefill", "kill", Parallel(tp=2), marks=pytest.mark.slow),
+        pytest.param(["prefill"] * 3 + ["decode"], "prefill", "stop", Parallel(tp=2), marks=pytest.mark.slow),
     ],
-    ids=["prefill", "both", "decode", "prefill-tp2"],
+    ids=["prefill", "both", "decode", "prefill-tp2", "hang-tp2"],
 )
 async def test_a_poison_request_takes_two_replicas_down_and_its_neighbours_finish(
-    tmp_path: Path, roles: list[str], deadly: str, parallel: Parallel
+    tmp_path: Path, roles: list[str], deadly: str, action: str, parallel: Parallel
 ) -> None:
-    async with cluster(tmp_path, roles, deadly, parallel) as (front, replicas):
+    async with cluster(tmp_path, roles, deadly, action, parallel) as (front, replicas):
         calls = [innocent(front, number) for number in range(NUM_INNOCENT // 2)]
         poison = front.call([*prompt(99, 100), POISON], max_tokens=NUM_TOKENS)
         calls += [innocent(front, number) for number in range(NUM_INNOCENT // 2, NUM_INNOCENT)]

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from walk_house import Heard, House, Replica, until
 
 from workers.engine.sequence import Sequence
@@ -87,3 +88,19 @@ async def test_what_a_killed_rank_was_at_is_suspect_and_what_waits_is_not(house:
     assert waits.failure is not None
     assert (runs.failure.code, waits.failure.code) == ("internal", "internal")
     assert (runs.failure.suspect, waits.failure.suspect) == (True, False)
+
+
+async def test_a_suspect_is_isolated_at_both_replicas_and_cleared_by_the_second(house: House) -> None:
+    prefill, decode = await house.add("p", "prefill"), await house.add("d", "decode")
+    prompt, sampling = [5, 6, 7] * 20, {"max_tokens": 30, "temperature": 1.0}
+    others = [house.submission(f"o{seed}", [9, seed], decode=decode, max_tokens=60) for seed in range(4)]
+    for other in others:
+        prefill.send(other)
+    submission = house.submission("s", prompt, decode=decode, **sampling)
+    heard = await house.run(prefill, replace(submission, suspect=True))
+    assert [it.is_cleared for it in heard.isolations] == [False, False, True]
+    wanted = await house.run(prefill, house.submission("w", prompt, **sampling))
+    assert heard.sequence() == wanted.sequence()
+    for other in others:
+        assert (await house.ended(other)).failure is None
+    await house.quiet()
