@@ -214,9 +214,9 @@ class StagedEngine:
                 self._slot_to_token[slot] = step.plan.step, token
 
     def check(self) -> None:
-        named = {entry.sequence.request for plan in self.scheduler._issued for entry in plan.entries}
-        alone = [request for request in named if request.submission.suspect]
-        assert not alone or len(named) == 1, "something is out beside a suspect"
+        requests = {entry.sequence.request for plan in self.scheduler._issued for entry in plan.entries}
+        is_alone = len(requests) == 1
+        assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
         self.scheduler.check(num_other_references=len(self.blocks_of_landings))
         for plan in self.plans:
             named = {block for entry in plan.entries for block in entry.block_ids}
