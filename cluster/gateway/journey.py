@@ -366,7 +366,7 @@ class Journey:
         if error is not None:
             self._note(now, "attempt failed", reason)
             return self._fail(error, now, gone=gone)
-        self._num_uncounted += self._suspicion.forgives(replica) or is_suspect
+        self._num_uncounted += is_suspect or self._suspicion.forgives(replica)
         return self._retry(reason, [replica], now, gone=gone)
 
     def _retry(

@@ -31,9 +31,10 @@ class Suspicion:
     """
 
     def __init__(self, max_attempts: int) -> None:
-        """In all, fewer than `max_attempts` replicas may break under it, cleared in between or not."""
+        """In all, fewer than `max_attempts` replicas may break under it, cleared in between or not. As many
+        that break for other reasons are forgiven."""
         self._max_breaks = max(max_attempts, _NUM_BREAKS)
-        self._num_forgivable = 2 * max_attempts
+        self._num_forgivable = max_attempts
         self._breaks: list[str] = []
         self._num_since_cleared = 0
         self._forgiven: set[ReplicaIdentity] = set()
