@@ -243,28 +243,16 @@ class Brain:
         try:
             self._take(gateway, message)
         except Exception as error:
-            if isinstance(message, Submission):
-                self.requests.blame(gateway, message, error)
+            if isinstance(message, Submission) and self.requests.blame(gateway, message, error):
+                return
             self._broke(error)
-
-    def _submit(self, gateway: GatewayKey, submission: Submission) -> None:
-        """Queue the request. An error in the check, which changes nothing, ends nothing but the request."""
-        try:
-            failure = self.requests.check(submission)
-        except Exception as error:
-            self.requests.blame(gateway, submission, error)
-            return
-        if failure is None:
-            self.requests.submit(gateway, submission)
-            if self.tiers is not None:
-                self.tiers.arrived(submission)
-        else:
-            self.requests.refuse(gateway, failure)
 
     def _take(self, gateway: GatewayKey, message: LinkDown) -> None:
         match message:
             case Submission():
-                self._submit(gateway, message)
+                self.requests.submit(gateway, message)
+                if self.tiers is not None:
+                    self.tiers.arrived(message)
             case Cancel(request_id, attempt):
                 self.requests.cancel((request_id, attempt))
             case Move():

@@ -67,6 +67,8 @@ class Requests:
         self._vocab_size = vocab_size
         self._wake = wake
         self._requests: dict[RequestKey, _Request] = {}
+        self._queueing: RequestKey | None = None
+        """The last submission, from when it begins to change anything here."""
         self.refusal = ""
         """Why new work is refused; "" while it is taken."""
         self._leaving = ""
@@ -77,51 +79,34 @@ class Requests:
 
     # ------------------------------------------------------------------------------ from the gateways
 
-    def check(self, submission: Submission) -> RequestFailed | None:
-        """Why the request is not taken, if so. Changes nothing, whatever it raises."""
-        key = submission.request_id, submission.attempt
-        if self.refusal:
-            return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
-        if self._leaving:
-            return RequestFailed(*key, "leaving", self._leaving)
-        for field, tokens in _token_fields(submission):
-            if len(tokens) % TOKEN_BYTES:
-                return RequestFailed(*key, "invalid", f"{field}: {len(tokens)} bytes are no token ids")
-            if max(memoryview(tokens).cast("I"), default=0) >= self._vocab_size:
-                return RequestFailed(*key, "invalid", f"{field}: a token id is not below {self._vocab_size}")
-        if key in self._requests:
-            return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
-        try:
-            self._scheduler.check_room(self._at_home(submission))
-        except CapacityError as error:
-            return RequestFailed(*key, "invalid", str(error))
-        except QueueFullError as error:
-            return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
-        return None
-
-    def refuse(self, gateway: GatewayKey, failure: RequestFailed) -> None:
-        """Tell the gateway why a request is not taken."""
-        self._gateways.post(gateway, failure)
-        self._wake()
-
-    def blame(self, gateway: GatewayKey, submission: Submission, error: BaseException) -> None:
-        """An error of ours came of taking this request: tell its gateway."""
-        key = submission.request_id, submission.attempt
-        _log.error("request %s cannot be taken", key[0], exc_info=error, extra={"request_id": key[0]})
-        self._requests.pop(key, None)
-        reason = f"the request could not be taken: {error!r}"
-        self.refuse(gateway, RequestFailed(*key, "internal", reason, suspect=True))
-
     def submit(self, gateway: GatewayKey, submission: Submission) -> None:
-        """Queue a request that `check` has found nothing against."""
-        submission = self._at_home(submission)
+        """Queue the request, or tell its gateway why not."""
+        if submission.decode is not None and submission.decode.identity == self._identity:
+            submission = replace(submission, decode=None)  # no hand-over to itself
+        self._queueing = None
+        failure = self._refuse(submission)
+        if failure is not None:
+            self._gateways.post(gateway, failure)
+            self._wake()
+            return
+        key = self._queueing = submission.request_id, submission.attempt
         self._scheduler.submit(submission, self._clock.now())
         samples = {sample.index for sample in submission.samples}
-        key = submission.request_id, submission.attempt
         self._requests[key] = _Request(gateway, samples, outbound=submission.decode is not None)
         if submission.decode is not None:
             self._outbound.accept(submission, gateway)
         self._wake()
+
+    def blame(self, gateway: GatewayKey, submission: Submission, error: BaseException) -> bool:
+        """Tell the gateway that `submit` has failed by an error of ours. Whether that is all: it was only
+        looked at, and nothing here has changed."""
+        key = submission.request_id, submission.attempt
+        _log.error("request %s cannot be taken", key[0], exc_info=error, extra={"request_id": key[0]})
+        self._requests.pop(key, None)
+        reason = f"the request could not be taken: {error!r}"
+        self._gateways.post(gateway, RequestFailed(*key, "internal", reason, suspect=True))
+        self._wake()
+        return self._queueing is None
 
     def cancel(self, key: RequestKey) -> None:
         """Stop the request wherever it is and free everything of it."""
@@ -218,10 +203,27 @@ class Requests:
         self._outbound.cancel(key, self._leaving)
         self.failed(RequestFailed(*key, "leaving", self._leaving))
 
-    def _at_home(self, submission: Submission) -> Submission:
-        """Without a hand-over to this very replica."""
-        is_here = submission.decode is not None and submission.decode.identity == self._identity
-        return replace(submission, decode=None) if is_here else submission
+    def _refuse(self, submission: Submission) -> RequestFailed | None:
+        """Why the request is not taken, if so. Changes nothing."""
+        key = submission.request_id, submission.attempt
+        if self.refusal:
+            return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
+        if self._leaving:
+            return RequestFailed(*key, "leaving", self._leaving)
+        for field, tokens in _token_fields(submission):
+            if len(tokens) % TOKEN_BYTES:
+                return RequestFailed(*key, "invalid", f"{field}: {len(tokens)} bytes are no token ids")
+            if max(memoryview(tokens).cast("I"), default=0) >= self._vocab_size:
+                return RequestFailed(*key, "invalid", f"{field}: a token id is not below {self._vocab_size}")
+        if key in self._requests:
+            return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
+        try:
+            self._scheduler.check_room(submission)
+        except CapacityError as error:
+            return RequestFailed(*key, "invalid", str(error))
+        except QueueFullError as error:
+            return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
+        return None
 
     def _report_prefill(self, prompt: PromptDone) -> None:
         key = prompt.request_id, prompt.attempt
