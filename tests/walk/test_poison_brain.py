@@ -92,7 +92,8 @@ async def test_what_a_killed_rank_was_at_is_suspect_and_what_waits_is_not(house:
 
 async def test_a_suspect_is_isolated_at_both_replicas_and_cleared_by_the_second(house: House) -> None:
     prefill, decode = await house.add("p", "prefill"), await house.add("d", "decode")
-    prompt, sampling = [5, 6, 7] * 20, {"max_tokens": 30, "temperature": 1.0}
+    prompt = [5, 6, 7] * 20
+    sampling: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0}
     others = [house.submission(f"o{seed}", [9, seed], decode=decode, max_tokens=60) for seed in range(4)]
     for other in others:
         prefill.send(other)
