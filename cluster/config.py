@@ -171,7 +171,7 @@ class GatewayConfig(_Settings):
     model_name: str = ""
     """The name that clients use; "": the model folder's name."""
     max_attempts: int = Field(default=5, ge=1)
-    """Replica pairs tried for one request before it is UNAVAILABLE."""
+    """Replica pairs tried for one request before it is UNAVAILABLE; those that left or broke do not count."""
     max_requests: int = Field(default=1024, ge=1)
     """Requests in flight; more are refused with RESOURCE_EXHAUSTED and a time to retry."""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 16)

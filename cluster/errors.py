@@ -11,6 +11,7 @@ ClusterError
 │   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
 │   ├── DeadlineError             the deadline passed: allow more time
 │   ├── UnavailableError          nothing can serve the request now: try again after `retry_after_s`
+│   ├── PoisonRequestError        replicas break when they run the request: do not send it again
 │   └── AbandonedError            the request was cancelled, or taken over by another call that resumes it
 ├── CallError                 a call of our own client ended with a gRPC status, as the table says
 ├── ConfigError               the configuration cannot be used: one line per field, named by its path
@@ -100,6 +101,10 @@ class DeadlineError(RequestError):
     """The request's deadline passed before it finished."""
 
 
+class PoisonRequestError(RequestError):
+    """Two replicas broke while they ran this request; the text names them and why."""
+
+
 class AbandonedError(RequestError):
     """Nobody waits for this call any more."""
 
@@ -185,6 +190,7 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    PoisonRequestError: grpc.StatusCode.INTERNAL,
     AbandonedError: grpc.StatusCode.CANCELLED,
 }
 

@@ -7,15 +7,15 @@ Queues and who empties them:
     rank            -> StepReport           -> Scheduler.settle -> news per gateway -> one StepFrame each
     StepLoop.feed   -> Scheduler.plan       -> StepPlan to all ranks, at most pp + 1 unreported at a time
 
-When a rank ends or hangs, every request here fails over at once
-(`RequestFailed("internal")`), `check_health` raises, and whoever runs the replica replaces it.
+When a rank ends or hangs, every request here fails over at once (`RequestFailed("internal")`, a `suspect` if
+it was in flight), `check_health` raises, and whoever runs the replica replaces it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 
 from kvtransfer.clock import Clock
 from kvtransfer.config import TransferConfig
@@ -55,6 +55,7 @@ from workers.messages import (
     StepReport,
     Submission,
 )
+from workers.outbound import RequestKey
 from workers.ranks import RankGroup, RankLauncher
 from workers.rooms import Rooms
 from workers.shape import Shape
@@ -134,7 +135,7 @@ class Brain:
     async def start(self) -> None:
         """Load and warm up the ranks, then listen. `RankDiedError` tells why they cannot serve."""
         self.ready = await self._group.start(self._shape.specs, self._host, self._shape.plan_stages)
-        times = max(ready.load_s for ready in self.ready), max(ready.warm_up_s for ready in self.ready)
+        times = max(it.load_s for it in self.ready), max(it.warm_up_s for it in self.ready)
         _log.info("%s: loaded in %.1f s, warmed up in %.1f s", self.identity.replica_id, *times)
         self._furnish()
         if self.tiers is not None:
@@ -194,15 +195,13 @@ class Brain:
 
     @property
     def _has_work(self) -> bool:
-        num_transfers = self.inbound.book.num_open + self.outbound.book.num_active
-        return bool(self.requests) or num_transfers > 0
+        return bool(self.requests) or self.inbound.book.num_open + self.outbound.book.num_active > 0
 
     def check_health(self) -> None:
         """Raise `RankDiedError` when a rank ended, or hangs in a step."""
-        if self._death:
-            raise RankDiedError(self._death)
-        if self.steps.is_stalled(self._engine.stall_s):
+        if not self._death and self.steps.is_stalled(self._engine.stall_s):
             self._on_rank_died(f"a step has run {self._engine.stall_s} s longer than its size explains")
+        if self._death:
             raise RankDiedError(self._death)
 
     def join_peers(self, targets: Sequence[HandOverTarget]) -> None:
@@ -251,6 +250,8 @@ class Brain:
         try:
             self._take(gateway, message)
         except Exception as error:
+            if isinstance(message, Submission) and self.requests.blame(gateway, message, error):
+                return
             self._broke(error)
 
     def _take(self, gateway: GatewayKey, message: LinkDown) -> None:
@@ -286,6 +287,13 @@ class Brain:
     # ------------------------------------------------------------------------------------------ engine
 
     def _on_rank_message(self, rank: int, message: RankUp) -> None:
+        try:
+            self._take_report(rank, message)
+        except Exception as error:
+            self._broke(error)
+        self._wake()
+
+    def _take_report(self, rank: int, message: RankUp) -> None:
         match message:
             case StepReport():
                 outcome = self.steps.settle(rank, message)
@@ -302,7 +310,6 @@ class Brain:
                 self.peers.path_report(rank, message)
             case _:
                 _log.warning("rank %d sent %s", rank, type(message).__name__)
-        self._wake()
 
     def _wake(self) -> None:
         """Plan after the events of this turn of the loop have all been taken in."""
@@ -332,6 +339,8 @@ class Brain:
             self._wake()
         for failure in self.scheduler.take_failures():
             self.requests.dropped(failure)
+        for report in self.scheduler.isolation.take_reports():
+            self.requests.isolated(report)
         self._publish_kv()
         self._gateways.flush()
 
@@ -356,17 +365,21 @@ class Brain:
     # ------------------------------------------------------------------------------------------ death
 
     def _broke(self, error: BaseException) -> None:
-        """An error of ours: what this replica holds may be wrong, so its requests go on elsewhere."""
+        """An error of ours: what this replica holds may be wrong. Suspect is what the scheduler was at."""
         _log.error("%s: the brain failed", self.identity.replica_id, exc_info=error)
-        self._on_rank_died(f"the brain failed: {error!r}")
+        handled = self.scheduler.isolation.handled
+        self._died(f"the brain failed: {error!r}", () if handled is None else (handled,))
 
     def _on_rank_died(self, reason: str) -> None:
+        self._died(reason, self.scheduler.in_flight(self.steps.steps_under_way()))
+
+    def _died(self, reason: str, suspects: Collection[RequestKey]) -> None:
         if self._death:
             return
         self._death = self.requests.refusal = reason
         _log.error("%s: %s", self.identity.replica_id, reason)
         self._group.kill()
-        self.requests.fail_all(reason)
+        self.requests.fail_all(reason, suspects)
         self._gateways.flush()
         if self.address:
             self._spawn(self.peers.close(), "brain-death")

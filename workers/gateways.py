@@ -15,6 +15,7 @@ from workers.links import FrameStream
 from workers.messages import (
     LINK_UP_CODEC,
     HandOverReport,
+    IsolationReport,
     Leaving,
     LinkUp,
     LoadReport,
@@ -32,7 +33,7 @@ LOAD_PERIOD_S = 0.2
 GatewayKey = tuple[str, int]
 """(gateway id, epoch)."""
 
-News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
 
 
 @dataclass(slots=True)
@@ -124,4 +125,5 @@ def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
         failures=tuple(item for item in news if isinstance(item, RequestFailed)),
         load=load,
         moves=tuple(item for item in news if isinstance(item, MoveEnded)),
+        isolations=tuple(item for item in news if isinstance(item, IsolationReport)),
     )

@@ -91,7 +91,8 @@ class Submission(Message, frozen=True):
     `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway.
     `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
     submission per unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one
-    is neither found by others nor stored.
+    is neither found by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until
+    it has survived some steps (`engine.isolation`).
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class Submission(Message, frozen=True):
     decode: HandOverTarget | None
     deadline_s: float | None
     is_private: bool = False
+    suspect: bool = False
 
 
 class Cancel(Message, frozen=True):
@@ -195,7 +197,8 @@ class RequestFailed(Part, frozen=True):
     "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
     fault: route again), "leaving" (it leaves, nobody's fault: route again), "invalid" (never retry).
     `retry_after_s` goes with "refused", and so does `refused_by`: the replica id of the hand-over's other
-    side when that has no room, "" when the sender."""
+    side when that has no room, "" when the sender. With "internal", `suspect` tells whether this request may
+    have caused the fault: it was in flight, or the fault was found to be its own."""
 
     request_id: str
     attempt: int
@@ -203,6 +206,16 @@ class RequestFailed(Part, frozen=True):
     reason: str
     retry_after_s: float = 0.0
     refused_by: str = ""
+    suspect: bool = False
+
+
+class IsolationReport(Part, frozen=True):
+    """A `suspect` submission runs alone from the next plan on; or, `is_cleared`, it has survived that and
+    runs with the others. One whose prompt is handed over is cleared by the decode replica."""
+
+    request_id: str
+    attempt: int
+    is_cleared: bool
 
 
 class PathMeasure(Part, frozen=True):
@@ -314,6 +327,7 @@ class StepFrame(Message, frozen=True):
     failures: tuple[RequestFailed, ...] = ()
     load: LoadReport | None = None
     moves: tuple[MoveEnded, ...] = ()
+    isolations: tuple[IsolationReport, ...] = ()
 
 
 class ReplicaHello(Message, frozen=True):

@@ -6,7 +6,8 @@ last sample ends, it fails, it is cancelled, or it has been handed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from workers.inbound import Inbound
 from workers.messages import (
     HandOver,
     HandOverReport,
+    IsolationReport,
     PrefillReport,
     RequestFailed,
     Submission,
@@ -30,6 +32,8 @@ from workers.messages import (
 from workers.outbound import Outbound, RequestKey
 
 _REFUSED_RETRY_S = 1.0
+
+_log = logging.getLogger("tandem.brain")
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class Requests:
         self._vocab_size = vocab_size
         self._wake = wake
         self._requests: dict[RequestKey, _Request] = {}
+        self._queueing: RequestKey | None = None
+        """The last submission, from when it begins to change anything here."""
         self.refusal = ""
         """Why new work is refused; "" while it is taken."""
         self._leaving = ""
@@ -77,17 +83,30 @@ class Requests:
         """Queue the request, or tell its gateway why not."""
         if submission.decode is not None and submission.decode.identity == self._identity:
             submission = replace(submission, decode=None)  # no hand-over to itself
+        self._queueing = None
         failure = self._refuse(submission)
         if failure is not None:
             self._gateways.post(gateway, failure)
             self._wake()
             return
+        key = self._queueing = submission.request_id, submission.attempt
+        self._scheduler.submit(submission, self._clock.now())
         samples = {sample.index for sample in submission.samples}
-        key = submission.request_id, submission.attempt
         self._requests[key] = _Request(gateway, samples, outbound=submission.decode is not None)
         if submission.decode is not None:
             self._outbound.accept(submission, gateway)
         self._wake()
+
+    def blame(self, gateway: GatewayKey, submission: Submission, error: BaseException) -> bool:
+        """Tell the gateway that `submit` has failed by an error of ours. Whether that is all: it was only
+        looked at, and nothing here has changed."""
+        key = submission.request_id, submission.attempt
+        _log.error("request %s cannot be taken", key[0], exc_info=error, extra={"request_id": key[0]})
+        self._requests.pop(key, None)
+        reason = f"the request could not be taken: {error!r}"
+        self._gateways.post(gateway, RequestFailed(*key, "internal", reason, suspect=True))
+        self._wake()
+        return self._queueing is None
 
     def cancel(self, key: RequestKey) -> None:
         """Stop the request wherever it is and free everything of it."""
@@ -164,10 +183,17 @@ class Requests:
             self._inbound.cancel(key)
             self._hand_back(key)
 
-    def fail_all(self, reason: str) -> None:
-        """Everything here must go on elsewhere."""
+    def isolated(self, report: IsolationReport) -> None:
+        """A suspect begins to run alone, or is cleared."""
+        request = self._requests.get((report.request_id, report.attempt))
+        if request is not None:
+            self._gateways.post(request.gateway, report)
+
+    def fail_all(self, reason: str, suspects: Collection[RequestKey]) -> None:
+        """Everything here must go on elsewhere; `suspects` may be why."""
         for key, request in self._requests.items():
-            self._gateways.post(request.gateway, RequestFailed(*key, "internal", reason))
+            failure = RequestFailed(*key, "internal", reason, suspect=key in suspects)
+            self._gateways.post(request.gateway, failure)
         self._requests.clear()
 
     # ---------------------------------------------------------------------------------------- private
@@ -178,6 +204,7 @@ class Requests:
         self.failed(RequestFailed(*key, "leaving", self._leaving))
 
     def _refuse(self, submission: Submission) -> RequestFailed | None:
+        """Why the request is not taken, if so. Changes nothing."""
         key = submission.request_id, submission.attempt
         if self.refusal:
             return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
@@ -191,7 +218,7 @@ class Requests:
         if key in self._requests:
             return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
         try:
-            self._scheduler.submit(submission, self._clock.now())
+            self._scheduler.check_room(submission)
         except CapacityError as error:
             return RequestFailed(*key, "invalid", str(error))
         except QueueFullError as error:

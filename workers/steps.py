@@ -136,6 +136,14 @@ class StepLoop:
         self.figures.settled(outcome)
         return outcome
 
+    def steps_under_way(self) -> set[int]:
+        """Of each rank the first step that it has not reported: what a rank that ends or hangs is in."""
+        unreported = (
+            next((it.plan.step for it in self._unreported if rank not in it.rank_to_report), None)
+            for rank in range(self._tp * self._pp)
+        )
+        return {step for step in unreported if step is not None}
+
     def is_stalled(self, stall_s: float) -> bool:
         """Whether the oldest unreported plan has run `stall_s` longer than its size can explain.
 

@@ -72,7 +72,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Send the submission to the replica; if that is gone, tell the journey `on_lost`."""
+    """Send the submission to the replica; if that is gone, tell the journey `on_unsent`."""
 
     replica: ReplicaIdentity
     submission: Submission

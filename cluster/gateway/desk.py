@@ -227,6 +227,9 @@ class Desk:
             if (walk := self._walk(source, delta.request_id, delta.attempt)) is not None:
                 self.meters.streamed(source.replica_id, delta, now)
                 walk.on_delta(source, delta)
+        for isolated in frame.isolations:
+            if (walk := self._walks.get(isolated.request_id)) is not None:
+                walk.on_isolated(source, isolated)
         for failure in frame.failures:
             if (walk := self._walks.get(failure.request_id)) is not None:
                 self.meters.attempt_failed(source.replica_id, failure.code, now)

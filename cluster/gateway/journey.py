@@ -1,6 +1,7 @@
 """The walk of one request through the cluster, as a state machine without I/O.
 
-`cluster.gateway.walk` tells it what happened, with the time, and carries out the actions that it answers.
+`cluster.gateway.walk` tells it what happened, with the time, and carries out the actions that it answers. The
+file is over 400 lines because all transitions of one machine stand in one place.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cluster.gateway.actions import (
 from cluster.gateway.placing import MAX_BACKOFF_S, Avoiding, backoff, by_submission, route_request, submission
 from cluster.gateway.samples import Sample
 from cluster.gateway.stream_moves import StreamMoves
+from cluster.gateway.suspicion import Suspicion
 from cluster.gateway.text import SampleText
 from kvtransfer.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
@@ -42,6 +44,7 @@ from workers.messages import (
     Cancel,
     HandOverReport,
     HandOverTarget,
+    IsolationReport,
     MoveEnded,
     PrefillReport,
     RequestFailed,
@@ -61,7 +64,8 @@ class Journey:
             no route:  |  | replica lost; failed: refused, peer, internal, leaving
             wait, then |  | (attempt + 1, only what is missing)
             route again+--+------------------+
-        NEW, ROUTING, RUNNING -- cancel, deadline, invalid, attempts or patience used up --> ENDED (Fail)
+        NEW, ROUTING, RUNNING -- cancel, deadline, invalid, poison, attempts or patience used up
+                                                                                     --> ENDED (Fail)
 
     An attempt is one placement by the router. Its first tokens come from the prefill replica, the others
     from the decode replica, on two Links, so that deltas may arrive early; they wait in `held`. Deltas of
@@ -69,6 +73,9 @@ class Journey:
     it ran, and its unfinished samples are submitted again with the output they have: samples without any
     output together, each other one by itself. Replicas know a submission by its number alone (the field
     `attempt` of the wire), so that each has its own; those of the running attempt are `_numbers`.
+
+    Attempts that end because a replica leaves or breaks do not count. After the second one that may have
+    broken because of the request (`suspicion`), it is not placed again.
 
     Within an attempt the decode side moves away from a replica that leaves (`stream_moves`); several samples
     stay together and do not move.
@@ -94,8 +101,9 @@ class Journey:
         self._num_hand_overs = 0
         self._avoiding = Avoiding()
         self._moves = StreamMoves(plan.request_id, self._note)
+        self._suspicion = Suspicion(plan.max_attempts)
         self._num_uncounted = 0
-        """Attempts that ended because a replica leaves."""
+        """Attempts that ended because a replica leaves or breaks."""
         self._no_route_since: float | None = None
         self._last_failure = ""
         self._was_refused = False
@@ -147,8 +155,13 @@ class Journey:
         self._numbers = range(first, first + len(groups))
         self._moves.reset(decode.identity, first, can_move=[len(group) for group in groups] == [1])
         target = decode if prefill is not None else None
+        suspect = self._suspicion.is_suspect
+        self._suspicion.routed(self._numbers)
         return [
-            Submit(prefill or decode.identity, submission(self.plan, group, number, target, now))
+            Submit(
+                prefill or decode.identity,
+                submission(self.plan, group, number, target, now, suspect=suspect),
+            )
             for group, number in zip(groups, self._numbers, strict=True)
         ]
 
@@ -231,6 +244,8 @@ class Journey:
         if leaver is not None and self._avoiding.forgive(leaver):
             self._num_uncounted += 1
             return self._retry(reason, [leaver], now, at_once=True)
+        if failure.code == "internal":
+            return self._broke(source, reason, now, is_suspect=failure.suspect)
         if failure.code == "refused":
             self._avoiding.avoid(failure.refused_by or source.replica_id)
             return self._retry(reason, [], now, retry_after_s=failure.retry_after_s, refused=True)
@@ -238,7 +253,22 @@ class Journey:
         if failure.code != "peer" or not others:
             return self._retry(reason, [source], now)
         self._avoiding.cut_off(source.replica_id)
+        self._num_uncounted += all(map(self._suspicion.forgives, others))
         return self._retry(reason, others, now)
+
+    def on_isolated(self, source: ReplicaIdentity, report: IsolationReport, now: float) -> list[Action]:
+        """A suspect begins to run alone there, or is cleared."""
+        if self.is_current(report.attempt):
+            self._suspicion.isolated(source, report)
+            self._note(now, "cleared" if report.is_cleared else "runs alone", source.replica_id)
+        return []
+
+    def on_unsent(self, replica: ReplicaIdentity, now: float) -> list[Action]:
+        """A submission could not be sent there."""
+        reason = f"{replica.replica_id}: its link is gone"
+        if self.state is not JourneyState.RUNNING:
+            return []
+        return self._broke(replica, reason, now, is_suspect=False, gone=replica)
 
     def on_lost(self, replica: ReplicaIdentity, reason: str, now: float) -> list[Action]:
         """The Link to a replica ended. One that has done its part, and told all of it, is not missed."""
@@ -252,7 +282,9 @@ class Journey:
             if self._is_handed_over():
                 self._note(now, "prefill replica gone", reason)
                 return waits
-        return self._retry(f"{replica.replica_id} lost: {reason}", [replica], now, gone=replica)
+        has_joined = self._hand_over_report or any(it.is_decoding for it in self._unfinished())
+        has_it = replica == (self._prefill or replica) or bool(self._moves.num_moves or has_joined)
+        return self._lost(replica, reason, now, has_it=has_it)
 
     def on_streams(self, replica: ReplicaIdentity, may_stay: bool) -> list[Action]:
         """Streams shall leave this replica, which leaves or plays another role; or may stay after all."""
@@ -263,7 +295,7 @@ class Journey:
         target = self._moves.target
         if self.state is not JourneyState.RUNNING or target is None or not self._moves.is_overdue(now):
             return []
-        return self._retry(f"{target.replica_id} lost in a move", [target], now, gone=target)
+        return self._lost(target, "in a move", now, has_it=False)
 
     def move_request(self) -> RouteRequest | None:
         """The place that is to be found for the stream now; None when it need not move (any more)."""
@@ -311,6 +343,31 @@ class Journey:
 
     def _route(self, delay_s: float) -> Route:
         return Route(route_request(self.plan, self._unfinished(), self._avoiding.ids()), delay_s)
+
+    def _lost(self, replica: ReplicaIdentity, reason: str, now: float, *, has_it: bool) -> list[Action]:
+        """A replica is gone that may have had the request, and may be so because of it."""
+        is_suspect = (
+            has_it and not self._moves.is_leaving(replica) and self._suspicion.may_have_broken(replica)
+        )
+        reason = f"{replica.replica_id} lost: {reason}"
+        return self._broke(replica, reason, now, is_suspect=is_suspect, gone=replica)
+
+    def _broke(
+        self,
+        replica: ReplicaIdentity,
+        reason: str,
+        now: float,
+        *,
+        is_suspect: bool,
+        gone: ReplicaIdentity | None = None,
+    ) -> list[Action]:
+        """A replica broke: end the attempt, and the request where it `is_suspect` once too often."""
+        error = self._suspicion.broke(reason) if is_suspect else None
+        if error is not None:
+            self._note(now, "attempt failed", reason)
+            return self._fail(error, now, gone=gone)
+        self._num_uncounted += is_suspect or self._suspicion.forgives(replica)
+        return self._retry(reason, [replica], now, gone=gone)
 
     def _retry(
         self,
@@ -382,7 +439,7 @@ class Journey:
         actions = self._moves.switch(first_index, now)
         if target is None or not lost:
             return actions
-        return self._retry(f"{target.replica_id} lost: {lost}", [target], now, gone=target)
+        return self._lost(target, lost, now, has_it=True)
 
     def _is_handed_over(self) -> bool:
         """Whether every unfinished sample has its first token and goes on without the prefill replica."""

@@ -93,7 +93,13 @@ def by_submission(unfinished: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def submission(
-    plan: JourneyPlan, group: Sequence[Sample], number: int, target: HandOverTarget | None, now: float
+    plan: JourneyPlan,
+    group: Sequence[Sample],
+    number: int,
+    target: HandOverTarget | None,
+    now: float,
+    *,
+    suspect: bool = False,
 ) -> Submission:
     """The samples of `group`, as they are now."""
     for sample in group:
@@ -110,4 +116,5 @@ def submission(
         sampling=plan.sampling,
         decode=target,
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
+        suspect=suspect,
     )

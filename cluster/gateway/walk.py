@@ -36,6 +36,7 @@ from workers.messages import (
     Cancel,
     HandOverReport,
     HandOverTarget,
+    IsolationReport,
     Move,
     MoveEnded,
     PrefillReport,
@@ -166,6 +167,9 @@ class Walk:
     def on_failed(self, source: ReplicaIdentity, failure: RequestFailed) -> None:
         self._apply(self.journey.on_failed(source, failure, self._clock.now()))
 
+    def on_isolated(self, source: ReplicaIdentity, report: IsolationReport) -> None:
+        self._apply(self.journey.on_isolated(source, report, self._clock.now()))
+
     def on_lost(self, replica: ReplicaIdentity, reason: str) -> None:
         """A Link has ended."""
         self._apply(self.journey.on_lost(replica, reason, self._clock.now()))
@@ -178,7 +182,7 @@ class Walk:
                 self._emit(action)
             elif isinstance(action, Submit):
                 if not self._links.send(action.replica, action.submission):
-                    self.on_lost(action.replica, "its link is gone")
+                    self._apply(self.journey.on_unsent(action.replica, self._clock.now()))
                     return
             elif isinstance(action, CancelAt):
                 self._links.send(action.replica, action.cancel)

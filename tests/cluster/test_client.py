@@ -124,7 +124,7 @@ async def test_an_unreachable_gateway_is_tried_until_the_deadline() -> None:
 
 async def test_a_deadline_does_not_hide_why_it_took_so_long(house: GatewayHouse) -> None:
     replica = await house.add_replica("d0", "decode")
-    replica.script.failure = RequestFailed("", 0, "internal", "it broke")
+    replica.script.failure = RequestFailed("", 0, "peer", "it broke")
     replica.script.stop_after = 3  # the second time it begins, and does not end
     _, address = await house.add_gateway(house.config(max_attempts=1))
     with pytest.raises(CallError, match="the failure before: d0: it broke") as caught:

@@ -210,6 +210,9 @@ class StagedEngine:
                 self._slot_to_token[slot] = step.plan.step, token
 
     def check(self) -> None:
+        requests = {entry.sequence.request for plan in self.scheduler._issued for entry in plan.entries}
+        is_alone = len(requests) == 1
+        assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
         self.scheduler.check(num_other_references=len(self.blocks_of_landings))
         for plan in self.plans:
             named = {block for entry in plan.entries for block in entry.block_ids}
@@ -259,6 +262,7 @@ def ask(
     priority: int = 0,
     deadline_s: float | None = None,
     decode: str = "",
+    suspect: bool = False,
 ) -> Submission:
     """Of the names every other one has a penalty, so that its plans carry its tokens."""
     tokens = pack(prompt)
@@ -275,6 +279,7 @@ def ask(
         ),
         decode=HandOverTarget(ReplicaIdentity(decode, 1), decode) if decode else None,
         deadline_s=deadline_s,
+        suspect=suspect,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pytest
 from patience import WAIT_S
 from rank_nursery import NurseryLauncher
 
@@ -31,6 +32,7 @@ from workers.messages import (
     GatewayHello,
     HandOverReport,
     HandOverTarget,
+    IsolationReport,
     LoadReport,
     Move,
     MoveEnded,
@@ -46,6 +48,11 @@ from workers.messages import (
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
+SHAPES = [
+    pytest.param(SINGLE, id="1x1"),
+    pytest.param(Parallel(tp=2), id="2x1", marks=pytest.mark.slow),
+]
+"""Of the replicas in tests of faults."""
 
 
 async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
@@ -77,6 +84,7 @@ class Heard:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """Of the first sample, by output index."""
     moves: list[MoveEnded] = field(default_factory=list)
+    isolations: list[IsolationReport] = field(default_factory=list)
 
     def sequence(self, sample: int = 0) -> list[int]:
         indices = sorted(self.tokens.get(sample, {}))
@@ -139,6 +147,9 @@ class Replica:
             self._heard.setdefault((prefill.request_id, prefill.attempt), Heard()).prefill = prefill
         for hand_over in frame.hand_overs:
             self._heard.setdefault((hand_over.request_id, hand_over.attempt), Heard()).hand_over = hand_over
+        for isolation in frame.isolations:
+            heard = self._heard.setdefault((isolation.request_id, isolation.attempt), Heard())
+            heard.isolations.append(isolation)
         for failure in frame.failures:
             self._heard.setdefault((failure.request_id, failure.attempt), Heard()).failure = failure
         for ended in frame.moves:
@@ -148,8 +159,10 @@ class Replica:
 class House:
     """Replicas by name; `submit` and `run` speak to them as a gateway would."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, parallel: Parallel = SINGLE) -> None:
+        """`parallel` is the shape of replicas that are given none."""
         self._model_dir = model_dir
+        self._parallel = parallel
         self.secret = draw_secret()
         self.heard: dict[tuple[str, int], Heard] = {}
         self.replicas: dict[str, Replica] = {}
@@ -162,7 +175,7 @@ class House:
         engine: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         faults: Sequence[FaultRule] = (),
-        parallel: Parallel = SINGLE,
+        parallel: Parallel | None = None,
         store: str | None = None,
         epoch: int = 1,
     ) -> Replica:
@@ -173,7 +186,7 @@ class House:
             role=role,
             model_dir=str(self._model_dir),
             dtype="float32",
-            parallel=parallel,
+            parallel=parallel or self._parallel,
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
             secret=self.secret,

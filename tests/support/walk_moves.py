@@ -27,6 +27,13 @@ async def started(house: House, at: Replica, submission: Submission, num_tokens:
     return heard
 
 
+async def joined(source: Replica, target: Replica) -> None:
+    """The path is measured: a short stream would end before that on a busy machine."""
+    source.brain.join_peers([target.target])
+    name = target.brain.identity
+    await until(lambda: source.brain.peers.connection(name) is not None, f"a path to {name.replica_id}")
+
+
 def move(submission: Submission, source: Replica, target: Replica) -> None:
     source.send(Move(submission.request_id, submission.attempt, target.target))
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
-from walk_house import House, Replica
+from walk_house import SINGLE, House, Replica
 
 from kvtransfer.faults import FaultRule
+from workers.config import Parallel
 
 SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1}
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, SEEDED)
@@ -28,12 +29,16 @@ class Stage:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, folder: Path, engine: dict[str, Any]) -> AsyncIterator[Self]:
-        """A stage whose replicas have these settings of the engine."""
+    async def opened(
+        cls, folder: Path, engine: dict[str, Any], parallel: Parallel = SINGLE
+    ) -> AsyncIterator[Self]:
+        """A stage whose replicas have these settings of the engine, and this shape; b0 has one rank."""
         model_dir = copy_tiny(folder)
-        names = {"p0": "prefill", "d0": "decode", "b0": "both"}
-        async with House(model_dir) as house:
-            await house.add_all(names, engine=engine)
+        async with House(model_dir, parallel) as house:
+            async with asyncio.TaskGroup() as starts:
+                starts.create_task(house.add("p0", "prefill", engine=engine))
+                starts.create_task(house.add("d0", "decode", engine=engine))
+                starts.create_task(house.add("b0", "both", engine=engine, parallel=SINGLE))
             yield cls(house, model_dir, engine)
 
     @property

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from walk_house import House
+from walk_house import SINGLE, House
 
+from workers.config import Parallel
 from workers.model.random_checkpoint import write_random_checkpoint
 
 
@@ -20,9 +21,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def house(model_dir: Path) -> AsyncIterator[House]:
+def shape(request: pytest.FixtureRequest) -> Parallel:
+    """Of the replicas of `house`; one rank unless the test is parametrized by it."""
+    given = getattr(request, "param", SINGLE)
+    assert isinstance(given, Parallel)
+    return given
+
+
+@pytest.fixture
+async def house(model_dir: Path, shape: Parallel) -> AsyncIterator[House]:
     """An empty house for a test that breaks things."""
-    async with House(model_dir) as built:
+    async with House(model_dir, shape) as built:
         yield built
 
 

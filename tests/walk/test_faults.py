@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from walk_house import BLOCK_TOKENS, Heard, House, Replica, until
+from walk_house import BLOCK_TOKENS, SHAPES, SINGLE, Heard, House, Replica, until
 
 from kvtransfer.faults import FaultRule
 from workers.errors import RankDiedError
 from workers.messages import Cancel
 from workers.model.random_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.parametrize("shape", SHAPES, indirect=True)
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77}
 
@@ -30,7 +32,7 @@ def rule(point: str, action: str, folder: Path, after: int = 1) -> FaultRule:
 
 
 async def tokens_alone(house: House, tokens: list[int], max_tokens: int) -> list[int]:
-    alone = await house.add("alone", "both")
+    alone = await house.add("alone", "both", parallel=SINGLE)
     return (
         await house.run(alone, house.submission("alone", tokens, max_tokens=max_tokens, **SAMPLING))
     ).sequence()
@@ -182,7 +184,7 @@ async def test_replicas_of_different_models_refuse_each_other(house: House, tmp_
 async def test_a_small_replica_preempts_and_still_gives_the_same_tokens(house: House) -> None:
     small = await house.add("d0", "decode", engine={"kv_tokens": 320, "max_batch_tokens": 64})
     prefill = await house.add("p0", "prefill")
-    large = await house.add("b0", "both")
+    large = await house.add("b0", "both", parallel=SINGLE)
     prompts = [prompt(50 + i, 40 + 7 * i) for i in range(5)]
     split = [
         house.submission(f"s{i}", tokens, decode=small, max_tokens=60, **SAMPLING)

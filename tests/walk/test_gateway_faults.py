@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 from walk_front import Call, Front, prompt, tokens_alone
-from walk_house import Replica, until
+from walk_house import SHAPES, Replica, until
 from walk_stage import SAMPLINGS, Stage, decoding
 
 from kvtransfer.faults import FaultRule
@@ -28,9 +28,11 @@ ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32, "stall_s": 20.0
 NUM_TOKENS = 48
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    async with Stage.opened(tmp_path_factory.mktemp("faults"), ENGINE) as stage:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SHAPES)
+async def stage(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stage]:
+    async with Stage.opened(tmp_path_factory.mktemp("faults"), ENGINE, request.param) as stage:
         yield stage
 
 

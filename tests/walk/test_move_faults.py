@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from walk_house import House, until
-from walk_moves import NUM_TOKENS, fired, move, moved_and_right, prompt, rule, started
+from walk_house import SHAPES, SINGLE, House, until
+from walk_moves import NUM_TOKENS, fired, joined, move, moved_and_right, prompt, rule, started
 
 from workers.config import Parallel
 from workers.messages import Cancel
+
+pytestmark = pytest.mark.parametrize("shape", SHAPES, indirect=True)
 
 
 async def test_a_target_that_is_too_small_leaves_the_stream_where_it_is(house: House) -> None:
     source = await house.add("d0", "decode")
     small = await house.add("d1", "decode", engine={"kv_tokens": 256})
+    await joined(source, small)
     submission = house.submission("big", prompt(30, 300), max_tokens=NUM_TOKENS)
     heard = await started(house, source, submission)
     move(submission, source, small)
@@ -32,6 +35,7 @@ async def test_a_flipped_bit_on_the_way_is_computed_again(house: House, tmp_path
     fault = rule("push.corrupt", "corrupt", tmp_path, 4)
     source = await house.add("d0", "decode", faults=[fault])
     target = await house.add("b0", "both")
+    await joined(source, target)
     submission = house.submission("flip", prompt(40), max_tokens=NUM_TOKENS, temperature=1.0)
     heard = await started(house, source, submission)
     move(submission, source, target)
@@ -45,6 +49,7 @@ async def test_a_cancel_in_the_middle_of_a_move_frees_everything(house: House, t
     fault = rule("push.half", "stop", tmp_path, 2)
     source = await house.add("d0", "decode", faults=[fault])
     target = await house.add("d1", "decode")
+    await joined(source, target)
     submission = house.submission("cancel", prompt(50), max_tokens=NUM_TOKENS)
     await started(house, source, submission)
     move(submission, source, target)
@@ -61,6 +66,7 @@ async def test_a_target_that_dies_in_the_middle_of_a_move_is_not_missed(house: H
     fault = rule("verify", "kill", tmp_path)
     source = await house.add("b0", "both")
     target = await house.add("d1", "decode", faults=[fault])
+    await joined(source, target)
     submission = house.submission("orphan", prompt(60), max_tokens=NUM_TOKENS)
     heard = await started(house, source, submission)
     move(submission, source, target)
@@ -75,15 +81,17 @@ async def test_a_target_that_dies_in_the_middle_of_a_move_is_not_missed(house: H
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [Parallel(tp=2), Parallel(pp=2, devices=("cpu", "cpu"))])
-async def test_a_stream_moves_to_a_replica_of_another_shape(house: House, shape: Parallel) -> None:
+@pytest.mark.parametrize("other", [Parallel(tp=2), Parallel(pp=2, devices=("cpu", "cpu"))])
+async def test_a_stream_moves_to_a_replica_of_another_shape(house: House, other: Parallel) -> None:
     source = await house.add("d0", "decode")
-    target = await house.add("d1", "decode", parallel=shape)
-    await house.add("b0", "both")
+    target = await house.add("d1", "decode", parallel=other)
+    await joined(source, target)
+    await house.add("b0", "both", parallel=SINGLE)
     submission = house.submission("shape", prompt(70), max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
     heard = await started(house, source, submission)
     move(submission, source, target)
     await moved_and_right(house, heard, submission)
+    await joined(target, source)
     back = house.submission("back", prompt(71), max_tokens=NUM_TOKENS)
     heard = await started(house, target, back)
     move(back, target, source)

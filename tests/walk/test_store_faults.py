@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 from patience import WAIT_S
 from store_house import StoreHouse
-from walk_house import Heard, House, Replica, until
+from walk_house import SHAPES, SINGLE, Heard, House, Replica, until
 
 from kvtransfer.clock import SystemClock
 from kvtransfer.errors import TransferError
@@ -139,11 +139,13 @@ def loaded(heard: list[Heard]) -> dict[str, int]:
     return sums
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def node(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SHAPES)
+async def node(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Node]:
     """One for all tests: each leaves it whole, which shows that it heals."""
     folder = tmp_path_factory.mktemp("node")
-    house = House(model_dir)
+    house = House(model_dir, request.param)
     store = StoreHouse(
         folder,
         secret=house.secret,
@@ -153,7 +155,7 @@ async def node(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
         segment_bytes=SEGMENT_BYTES,
     )
     try:
-        alone = await house.add("alone")
+        alone = await house.add("alone", parallel=SINGLE)
         rounds = []
         for seed in range(NUM_ROUNDS):
             tokens = prompts(seed)

@@ -120,6 +120,7 @@ class Pair(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1]),
         deadline_s=st.sampled_from([None, None, None, 1.5, 6.0]),
         where=st.sampled_from(["prefill", "decode", "outbound", "outbound"]),
+        suspect=st.sampled_from([False, False, True]),
     )
     def submit(
         self,
@@ -130,6 +131,7 @@ class Pair(RuleBasedStateMachine):
         priority: int,
         deadline_s: float | None,
         where: str,
+        suspect: bool,
     ) -> None:
         engine = self.decode if where == "decode" else self.prefill
         end = self.prefill if where == "prefill" else self.decode
@@ -155,6 +157,7 @@ class Pair(RuleBasedStateMachine):
             sampling=sampling,
             decode=TARGET if where == "outbound" else None,
             deadline_s=deadline_s,
+            suspect=suspect,
         )
         engine.scheduler.submit(submission, self.now)
         self.lives[submission.request_id] = Life(

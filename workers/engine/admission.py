@@ -82,13 +82,18 @@ class Limits:
 
 
 def landing_wishes(
-    running: Iterable[Sequence], waiting: Collection[Sequence], window_tokens: int, now: float
+    running: Iterable[Sequence],
+    waiting: Collection[Sequence],
+    window_tokens: int,
+    now: float,
+    is_isolating: bool = False,
 ) -> list[LandingWish]:
     """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
 
     A request that waits for its landing holds back only those behind it that go to the same replica, so that
     one full decode replica does not idle the others. The first of them holds nobody back after `_WAIT_S`: it
-    may need more room than others would (`kvtransfer.overtaking`).
+    may need more room than others would (`kvtransfer.overtaking`). Of the suspects only the next one asks,
+    when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
     """
     wishes: list[LandingWish] = []
     if not waiting:
@@ -98,6 +103,10 @@ def landing_wishes(
     passed_targets: set[str] = set()
     for sequence in waiting:
         request = sequence.request
+        if request.submission.suspect:
+            if is_isolating:
+                continue
+            is_isolating = True
         num_uncached_tokens = sequence.num_tokens - sequence.num_expected_cached_tokens
         if request.landing is Landing.READY:
             num_ready_tokens += num_uncached_tokens

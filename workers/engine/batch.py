@@ -136,6 +136,15 @@ class PlannedEntry:
     samplers: tuple[tuple[int, Sequence], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class IssuedPlan:
+    """The scheduler's memory of a plan that is out. An isolated one names a suspect and nobody else."""
+
+    step: int
+    entries: list[PlannedEntry]
+    is_isolated: bool
+
+
 class Batch:
     """A step under construction; `budget_tokens` and `budget_bytes`, of the message, are what may still be
     added. Entries get their block tables when it is complete: until then blocks of any sequence may be moved
@@ -146,6 +155,7 @@ class Batch:
         self.budget_tokens = budget_tokens
         self.budget_bytes = PLAN_BYTES
         self.planned: list[PlannedEntry] = []
+        self.is_isolated = False
         self._request_to_samples: dict[Request, list[SlotSample]] = {}
         self._copies: list[BlockCopy] = []
 

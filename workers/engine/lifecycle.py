@@ -38,6 +38,12 @@ class Lifecycle:
     ) -> None:
         self.tables = BlockTables(pool, fingerprint, num_offload_blocks)
         self.requests: dict[RequestKey, Request] = {}
+        self.suspects: dict[RequestKey, Request] = {}
+        """Of `requests`: those that run alone until they are cleared (`isolation`)."""
+        self.handled: RequestKey | None = None
+        """Whose request is being planned, settled or adopted, for the case that this fails."""
+        self.num_reserved_slots = 0
+        """Free ones that are not to be had now."""
         self.waiting: list[Sequence] = []  # by queue_rank
         self.running: list[Sequence] = []  # by rank
         self.leaving: list[Sequence] = []
@@ -55,7 +61,7 @@ class Lifecycle:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        return max(0, len(self._free_slots) - self.num_reserved_slots)
 
     @property
     def blocks_come_back(self) -> bool:
@@ -78,7 +84,14 @@ class Lifecycle:
         self._num_arrivals += 1
         request = Request(submission, self._num_arrivals, now, output_limit)
         self.requests[key] = request
+        if submission.suspect:
+            self.suspects[key] = request
         return request
+
+    def clear(self, request: Request) -> None:
+        """It is no suspect any more."""
+        request.submission = replace(request.submission, suspect=False)
+        del self.suspects[request.key]
 
     def keep_private(self, tenant: str | None) -> int:
         """KV of this tenant's requests (None: of all) is theirs alone from now on. How many there are."""
@@ -162,10 +175,11 @@ class Lifecycle:
         request = sequence.request
         if all(sample.phase is Phase.ENDED for sample in request.sequences):
             del self.requests[request.key]
+            self.suspects.pop(request.key, None)
 
     def settle(self, step: int) -> None:
         """Plans up to `step` are reported: what only they still named is free."""
-        self._settled_step = step
+        self._settled_step, self.handled = step, None
         self.tables.settle(step)
         leaving, self.leaving = self.leaving, []
         for sequence in leaving:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
 from workers.config import EngineConfig
 from workers.engine.batch import Batch, entry_bytes
+from workers.engine.isolation import Isolation
 from workers.engine.lifecycle import Lifecycle
 from workers.engine.microbatches import MicroBatches
 from workers.engine.offload import Offloader
@@ -14,16 +18,49 @@ class Planner:
     """Where blocks lack, those of running sequences move to host memory, if the ranks have any; only then the
     last in rank is preempted."""
 
-    def __init__(self, config: EngineConfig, life: Lifecycle, micro: MicroBatches) -> None:
+    def __init__(
+        self, config: EngineConfig, life: Lifecycle, micro: MicroBatches, isolation: Isolation
+    ) -> None:
         self._life = life
+        self._isolation = isolation
         self._pool = life.tables.pool
         self._micro = micro
         has_host = life.tables.host.num_total > 0
         self._offloader = Offloader(config, life.tables) if has_host else None
 
-    def fill(self, batch: Batch, now: float) -> None:
-        """Put into the batch what can be computed now."""
-        ready = [sequence for sequence in self._life.running if sequence.is_plannable]
+    def fill(self, batch: Batch, now: float, out: Collection[bool] = ()) -> None:
+        """Put into the batch what can be computed now; `out` tells of each plan that is out whether it is
+        isolated. A suspect and others are never out together: who comes next waits for the reports."""
+        is_first = self._isolation.is_next
+        for is_isolated in (is_first, not is_first):
+            if (not is_isolated) in out:
+                return
+            if is_isolated:
+                self._fill_from(batch, self._isolation.sequences)
+            else:
+                self._fill_with_others(batch, now)
+            if batch.planned:
+                batch.is_isolated = is_isolated
+                self._isolation.planned(is_isolated)
+                return
+
+    def _fill_with_others(self, batch: Batch, now: float) -> None:
+        """Than suspects, of which one may be admitted, so that it is there when its turn comes."""
+        running: Seq[Sequence] = self._life.running
+        if self._life.suspects:
+            running = [sequence for sequence in running if not sequence.request.submission.suspect]
+            self._life.num_reserved_slots = self._isolation.num_slots_needed
+        self._fill_from(batch, running)
+        self._admit(batch, now)
+        self._life.num_reserved_slots = 0
+        if self._offloader is not None and batch.planned:
+            self._offloader.relieve(batch, self._life.running)
+            if not (batch.has_copies or self._life.waiting):
+                self._offloader.bring_back(batch, self._life.running)
+
+    def _fill_from(self, batch: Batch, running: Seq[Sequence]) -> None:
+        """With decodes in turn, then with prompt chunks."""
+        ready = [sequence for sequence in running if sequence.is_plannable]
         decoding = self._life.with_slots([sequence for sequence in ready if sequence.num_remaining == 1])
         chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
         num_turns = self._micro.num_turns(len(decoding), batch.step)
@@ -35,11 +72,6 @@ class Planner:
                 self._plan_sequence(batch, sequence)
         for sequence in chunks:
             self._plan_sequence(batch, sequence)
-        self._admit(batch, now)
-        if self._offloader is not None and batch.planned:
-            self._offloader.relieve(batch, self._life.running)
-            if not (batch.has_copies or self._life.waiting):
-                self._offloader.bring_back(batch, self._life.running)
 
     def check(self) -> None:
         """Assert what the offloader promises."""
@@ -48,6 +80,7 @@ class Planner:
 
     def _plan_sequence(self, batch: Batch, sequence: Sequence) -> None:
         """Add the sequence's next chunk to the batch if its budgets, slots and blocks allow."""
+        self._life.handled = sequence.request.key
         longest = self._micro.chunk_tokens(sequence.num_scheduled)
         num_tokens = min(sequence.num_remaining, longest, batch.budget_tokens)
         if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
@@ -135,12 +168,17 @@ class Planner:
         return 0
 
     def _admit(self, batch: Batch, now: float) -> None:
-        """Move waiting sequences into the batch, in order, while there are budget, slots and blocks."""
+        """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
+        suspects one is admitted at a time, and waits for its turn."""
         for sequence in list(self._life.waiting):
             request = sequence.request
+            self._life.handled = request.key
             if sequence.holds_others:
                 return
             if request.landing is not Landing.READY or sequence.load is not Load.DONE:
+                continue
+            is_suspect = request.submission.suspect
+            if is_suspect and self._isolation.is_busy:
                 continue
             if batch.budget_tokens <= 0 or self._life.num_free_slots < sequence.num_slots_needed:
                 return
@@ -154,7 +192,10 @@ class Planner:
                 request.scheduled_at = now
                 request.num_cached_tokens = min(sequence.num_scheduled, request.num_prompt_tokens)
             self._life.run(sequence)
-            self._plan_sequence(batch, sequence)
+            if is_suspect:
+                self._life.num_reserved_slots = self._isolation.num_slots_needed
+            else:
+                self._plan_sequence(batch, sequence)
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its blocks, all of them at once; where some may lie in host memory it takes

@@ -5,8 +5,8 @@ class. It never touches a clock, a device or a socket: time is an argument, plan
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from workers.engine.batch import (
     Batch,
     ChunkDone,
     FinishedBlock,
+    IssuedPlan,
     LandingWish,
     LoadWish,
     PlannedEntry,
@@ -24,12 +25,13 @@ from workers.engine.batch import (
     delta_of,
 )
 from workers.engine.blocks import BlockPool
+from workers.engine.isolation import Isolation
 from workers.engine.lifecycle import Lifecycle
 from workers.engine.microbatches import MicroBatches
 from workers.engine.moves import Moves
 from workers.engine.offload import most_local_tokens
 from workers.engine.planner import Planner
-from workers.engine.sequence import Landing, Load, Phase, Sequence
+from workers.engine.sequence import Landing, Load, Phase, RequestKey, Sequence
 from workers.errors import QueueFullError
 from workers.messages import (
     RequestFailed,
@@ -41,12 +43,6 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _IssuedPlan:
-    step: int
-    entries: list[PlannedEntry]
 
 
 class Scheduler:
@@ -94,8 +90,9 @@ class Scheduler:
         self._life = Lifecycle(pool, fingerprint, config.max_sequences, num_offload_blocks)
         self._life.has_store = self._life.tables.has_store = has_store
         self.moves = Moves(self._life, fingerprint)
-        self._planner = Planner(config, self._life, micro)
-        self._issued: deque[_IssuedPlan] = deque()
+        self.isolation = Isolation(self._life, num_stages)
+        self._planner = Planner(config, self._life, micro, self.isolation)
+        self._issued: deque[IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
         self._step = 0
 
@@ -158,17 +155,17 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------- requests
 
-    def submit(self, submission: Submission, now: float) -> None:
-        """Queue a request.
-
-        Raises `CapacityError` when it can never run here, `QueueFullError` when too many wait, `ValueError`
-        when this attempt is here already.
-        """
+    def check_room(self, submission: Submission) -> None:
+        """Raise `CapacityError` when it can never run here, `QueueFullError` when too many wait."""
         self._limits.check(submission)
         if self.num_waiting >= self._config.max_waiting:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait here, the limit is {self._config.max_waiting}"
             )
+
+    def submit(self, submission: Submission, now: float) -> None:
+        """Queue a request. Raises as `check_room`, and `ValueError` when this attempt is here already."""
+        self.check_room(submission)
         request = self._life.arrive(submission, now, self._limits.output_limit(submission))
         leader, *leader.forks = request.sequences
         self._life.enqueue(leader)
@@ -183,6 +180,7 @@ class Scheduler:
         samples that have no room to go on here.
         """
         submission = replace(submission, decode=None)
+        self._life.handled = submission.request_id, submission.attempt
         request = self._life.arrive(submission, now, self._limits.output_limit(submission))
         request.scheduled_at = now
         request.prompt_done = True
@@ -201,6 +199,7 @@ class Scheduler:
         for sequence in request.sequences:
             if sequence.finish:
                 self._life.end(sequence)
+        self._life.handled = None
         return ends
 
     def cancel(self, request_id: str, attempt: int) -> bool:
@@ -213,6 +212,10 @@ class Scheduler:
     def keep_private(self, tenant: str | None) -> int:
         """Nothing more of this tenant's requests (None: of any) is found by others. How many there are."""
         return self._life.keep_private(tenant)
+
+    def in_flight(self, steps: Collection[int]) -> set[RequestKey]:
+        """Requests that a fault in one of these steps may be due to."""
+        return self.isolation.in_flight([plan for plan in self._issued if plan.step in steps])
 
     def is_here(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt waits, runs or is held here."""
@@ -247,7 +250,8 @@ class Scheduler:
 
     def landings_wanted(self, now: float) -> list[LandingWish]:
         """Outbound requests about one step (of all stages) ahead of being scheduled; each is named once."""
-        return landing_wishes(self._life.running, self._life.waiting, self._landing_window_tokens, now)
+        life, window_tokens = self._life, self._landing_window_tokens
+        return landing_wishes(life.running, life.waiting, window_tokens, now, self.isolation.is_busy)
 
     def loads_wanted(self) -> list[LoadWish]:
         """Waiting sequences whose missing blocks the store may have, first in line first; each is named once,
@@ -301,11 +305,12 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Decodes first, then prompt chunks."""
         self._failures += self.expire(now)
         batch = Batch(self._step + 1, self._config.max_batch_tokens)
-        self._planner.fill(batch, now)
+        self._planner.fill(batch, now, {plan.is_isolated for plan in self._issued})
+        self._life.handled = None
         if not batch.planned:
             return None
         self._step = batch.step
-        self._issued.append(_IssuedPlan(batch.step, batch.planned))
+        self._issued.append(IssuedPlan(batch.step, batch.planned, batch.is_isolated))
         return batch.plan(self._life.take_freed_slots())
 
     # ------------------------------------------------------------------------------------------ settle
@@ -318,7 +323,9 @@ class Scheduler:
         slot_to_sampled = {sampled.slot: sampled for sampled in report.tokens}
         for entry in issued.entries:
             if entry.sequence.phase is not Phase.ENDED:
+                self._life.handled = entry.sequence.request.key
                 self._settle_entry(entry, slot_to_sampled, report, now, outcome)
+        self.isolation.settled(issued)
         self._life.settle(report.step)
         return outcome
 

@@ -50,6 +50,7 @@ class Request:
         "num_cached_tokens",
         "num_loaded_tokens",
         "num_prompt_tokens",
+        "num_survived_steps",
         "output_limit",
         "prompt_done",
         "scheduled_at",
@@ -72,6 +73,8 @@ class Request:
         """Tokens whose KV came from the store, by tier."""
         self.scheduled_at: float | None = None
         self.prompt_done = False
+        self.num_survived_steps: int | None = None
+        """Of a suspect: those with a token of its own, alone; None before its first plan."""
         self.sequences = [Sequence(self, sample) for sample in submission.samples]
 
     @property
