@@ -109,8 +109,7 @@ def build_application(
             health_check_timeout_s=5.0,
             graceful_shutdown_timeout_s=config.gateway.drain_s + _GRACE_S,
             max_constructor_retry_count=2,
-            # A gateway with a port of its own cannot start beside the one that has it.
-            max_surge_percent=0 if config.gateway.port else _ONE_MORE,
+            max_surge_percent=_ONE_MORE if config.gateway.surge else 0,
             user_config={
                 MARK_KEY: mark,
                 REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
@@ -271,6 +270,7 @@ class GatewayActor:
                 dashboard_url, functools.partial(self._roster.set_desired, pinned=True), self._roster.release
             ),
             open_roster=find_roster,
+            advertised_host=self._host,
         )
         self._port = await self._gateway.start()
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import grpc
+
 from cluster.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
+from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.clock import Clock
 
@@ -16,7 +20,10 @@ T = TypeVar("T")
 
 
 class BlockingClient:
-    """`Client` for code without an event loop: runs one in a thread of its own. `with` closes it."""
+    """`Client` for code without an event loop: runs one in a thread of its own. `with` closes it.
+
+    Any thread may call it. Closing it ends the calls of other threads with a `CallError` of CANCELLED.
+    """
 
     def __init__(
         self,
@@ -25,10 +32,13 @@ class BlockingClient:
         *,
         root_certificate: bytes | None = None,
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
-        self._thread.start()
         self._client = Client(addresses, clock, root_certificate=root_certificate)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="tandem-client", daemon=True)
+        self._thread.start()
+        self._loop, self._closing = started.result()
 
     def __enter__(self) -> Self:
         return self
@@ -42,10 +52,24 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        self._wait(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """End all calls and connections, and the thread. A second call does nothing."""
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._is_closed = True
         self._thread.join()
-        self._loop.close()
+
+    def _run(self, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+        """Run the loop until `close`; the runner then cancels every task that is left and waits for it."""
+
+        async def serve() -> None:
+            closing = asyncio.Event()
+            started.set_result((asyncio.get_running_loop(), closing))
+            await closing.wait()
+            await self._client.close()
+
+        with asyncio.Runner() as runner:
+            runner.run(serve())
 
     def generate(
         self,
@@ -61,7 +85,8 @@ class BlockingClient:
             while (event := self._wait(_next_or_none(events))) is not None:
                 yield event
         finally:
-            self._wait(events.aclose())
+            if not self._is_closed:  # else the request was cancelled with all others
+                self._wait(events.aclose())
 
     def complete(
         self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float | None = None
@@ -104,11 +129,23 @@ class BlockingClient:
         return self._wait(self._client.store_purge(request, timeout_s))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with (
+            self._lock
+        ):  # what is scheduled before `close` is cancelled by it, and nothing is scheduled later
+            if self._is_closed:
+                work.close()
+                raise _closed()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise _closed() from None
         finally:
             future.cancel()  # when Ctrl-C ended the wait; otherwise it is done
+
+
+def _closed() -> CallError:
+    return CallError(grpc.StatusCode.CANCELLED, "this client was closed")
 
 
 async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:

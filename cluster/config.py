@@ -154,9 +154,13 @@ class GatewayConfig(_Settings):
     """Host names under which browsers may reach the console; addresses and localhost always may."""
     replicas: int = Field(default=1, ge=1)
     """Gateways; several on one host need port 0."""
-    drain_s: float = Field(default=0.0, ge=0)
-    """How long a leaving gateway lets its streams finish, while it takes no more; what still runs then ends
-    with UNAVAILABLE. With one gateway at a fixed port nobody takes requests meanwhile."""
+    drain_s: float = Field(default=120.0, ge=0)
+    """How long a leaving gateway lets its streams finish while other gateways take what is new; what still
+    runs then ends with UNAVAILABLE. When the whole application stops, streams have as long as the replicas
+    that compute them."""
+    surge: bool = True
+    """A rolling update starts each new gateway before the one it replaces leaves: where `port` is fixed, at
+    the same port of the same host. It takes room for one more; false: the old one leaves first."""
     resources: CustomResources = {}
     """Custom Ray resources that each gateway asks: ties gateways to the nodes that have them."""
     tls_cert_file: Path | None = None
@@ -165,9 +169,9 @@ class GatewayConfig(_Settings):
     """PEM key of `tls_cert_file`."""
     health_port: int | None = Field(default=None, ge=0, le=65535)
     """A second port with nothing but gRPC health, without TLS, for probes that cannot speak it."""
-    max_connection_age_s: float | None = Field(default=None, gt=0)
-    """Clients are asked to connect again after so long, which spreads them over new gateways; streams that
-    run stay where they are. None: never."""
+    max_connection_age_s: float | None = Field(default=60.0, gt=0)
+    """Clients are asked to connect again after so long, which moves them from a leaving gateway to the next
+    without a failed call; streams that run stay where they are. None: never."""
     model_name: str = ""
     """The name that clients use; "": the model folder's name."""
     max_attempts: int = Field(default=5, ge=1)
@@ -195,6 +199,11 @@ class GatewayConfig(_Settings):
         if isinstance(fields, dict) and fields.get("port", default) != default:
             return {"console_port": 0, **fields}
         return fields
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether a new gateway shares its port with the one that it replaces, for a while."""
+        return self.surge and self.port != 0
 
     def at(self, host: str | None, port: int | None) -> Self:
         """The same at another host and port; None: as it is."""

@@ -212,7 +212,8 @@ class Service:
                 ReplicaDemand("gateway", (gateway_bundle(self._config.gateway),))
                 for _ in range(self._config.gateway.replicas)
             ]
-            cpus = plan_cpus(self._config.pools, len(gateways), free)
+            num_gateways = len(gateways) + self._config.gateway.surge  # one more while an update rolls them
+            cpus = plan_cpus(self._config.pools, num_gateways, free)
             missing = shortages(demands(self._config.pools, cpus) + gateways, free, total)
             if not missing:
                 return cpus

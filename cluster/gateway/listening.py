@@ -1,13 +1,16 @@
-"""How a gateway listens: the options of its gRPC server, certificates that may be renewed while it runs, and
-a port for probes that speak no TLS."""
+"""How a gateway listens: the options of its gRPC server, certificates that may be renewed while it runs, a
+port that the next gateway takes over, and a port for probes that speak no TLS."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import psutil
 from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.config import GatewayConfig
@@ -21,7 +24,7 @@ def open_server(gateway: GatewayConfig) -> grpc.aio.Server:
     options = [
         ("grpc.max_receive_message_length", gateway.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(gateway.takes_over)),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -32,29 +35,73 @@ def open_server(gateway: GatewayConfig) -> grpc.aio.Server:
     return grpc.aio.server(options=options)
 
 
-def bind(server: grpc.aio.Server, gateway: GatewayConfig) -> int:
-    """Give `server` its port, with TLS where the configuration names a certificate; `StartError` when the
-    port is taken or the certificate cannot be read."""
+class ClientPort:
+    """The port of a gateway's gRPC server, from `bind` on."""
+
+    def __init__(self, number: int, descriptors: set[int]) -> None:
+        self.number = number
+        self._descriptors = descriptors
+
+    def stop_accepting(self) -> None:
+        """Take no new connection; those that are open stay. gRPC itself can only end both, and then fails
+        calls that arrive meanwhile."""
+        for descriptor in self._descriptors:
+            with socket.socket(fileno=os.dup(descriptor)) as listener:
+                listener.shutdown(socket.SHUT_RDWR)
+        self._descriptors = set()
+
+    def num_connections(self) -> int:
+        """Clients that are connected now."""
+        return sum(
+            connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == self.number
+            for connection in psutil.Process().net_connections("tcp")
+        )
+
+
+def bind(server: grpc.aio.Server, gateway: GatewayConfig, *, is_shared: bool = False) -> ClientPort:
+    """Give `server` its port, with TLS where the configuration names a certificate.
+
+    `is_shared`: an older gateway of the application listens there, and this one takes over from it. Raises
+    `StartError` when anybody else does, or when the certificate cannot be read.
+    """
     place = f"{gateway.host}:{gateway.port}"
     credentials = _credentials(gateway)
     try:
+        if gateway.takes_over and not is_shared:
+            check_free(gateway.host, gateway.port)
+        before = _listeners()
         if credentials is None:
-            return int(server.add_insecure_port(place))
-        return int(server.add_secure_port(place, credentials))
-    except RuntimeError as error:
+            number = int(server.add_insecure_port(place))
+        else:
+            number = int(server.add_secure_port(place, credentials))
+    except (OSError, RuntimeError) as error:
         raise StartError(f"the gateway cannot listen on {place}: {_TAKEN}") from error
+    return ClientPort(number, {fd for fd, port in _listeners() - before if port == number})
 
 
-async def open_health(gateway: GatewayConfig, servicer: health.aio.HealthServicer) -> grpc.aio.Server | None:
-    """The server of `health_port`, started; None when there shall be none."""
+def check_free(host: str, port: int) -> None:
+    """Raise `OSError` when anybody listens there: a port that is shared on purpose would not say so."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+
+
+async def open_health(
+    gateway: GatewayConfig, servicer: health.aio.HealthServicer, *, is_shared: bool = False
+) -> grpc.aio.Server | None:
+    """The server of `health_port`, started; None when there shall be none. `is_shared` as for `bind`."""
     if gateway.health_port is None:
         return None
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=[("grpc.so_reuseport", int(gateway.takes_over))])
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     place = f"{gateway.host}:{gateway.health_port}"
     try:
+        if gateway.takes_over and gateway.health_port and not is_shared:
+            check_free(gateway.host, gateway.health_port)
         server.add_insecure_port(place)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise StartError(f"the gateway cannot serve its health on {place}: {_TAKEN}") from error
     await server.start()
     return server
@@ -103,6 +150,15 @@ class Certificate:
 
 
 _TAKEN = "the port is taken, or the address is not one of this host"
+
+
+def _listeners() -> set[tuple[int, int]]:
+    """(file descriptor, port) of each socket on which this process listens."""
+    return {
+        (connection.fd, connection.laddr.port)
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def _credentials(gateway: GatewayConfig) -> grpc.ServerCredentials | None:

@@ -130,6 +130,10 @@ class ReplicaLinks:
         """Whether any request could be placed: a decode replica is a whole engine."""
         return any(view.takes_requests and view.role != "prefill" for view in self._views.values())
 
+    def is_connected(self) -> bool:
+        """Whether there is a Link to any replica, also one that leaves."""
+        return any(view.stream is not None for view in self._views.values())
+
     def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
         """Queue on the Link to this life of the replica; False when there is none."""
         view = self._views.get(replica.replica_id)

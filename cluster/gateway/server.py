@@ -16,7 +16,7 @@ from cluster.config import ClusterConfig
 from cluster.gateway.cache_purges import CachePurges
 from cluster.gateway.desk import Desk
 from cluster.gateway.intake import Intake
-from cluster.gateway.listening import bind, open_health, open_server
+from cluster.gateway.listening import ClientPort, bind, open_health, open_server
 from cluster.gateway.recent import Lately
 from cluster.gateway.replicas import ReplicaLinks
 from cluster.gateway.reports import Reporter
@@ -29,6 +29,7 @@ from cluster.observe.meters import GatewayMeters
 from cluster.observe.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
+from cluster.roster.messages import GatewayRecord
 from cluster.roster.roster import RosterClient
 from cluster.stores.admin import StoreAdmin
 from cluster.web.orders import Operations
@@ -39,6 +40,12 @@ from kvtransfer.secret import draw_id
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05
+_NOTICE_S = 10.0
+"""How long whoever probes this gateway's health may take to send clients to the others."""
+_TAKE_OVER_S = 10.0
+"""How long a gateway that takes a port over waits for its replicas before it listens."""
+_AGE_JITTER = 1.1
+"""gRPC lets a connection live up to a tenth longer than it is told."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -56,7 +63,8 @@ class Gateway:
 
     Registration in the roster is the caller's. Health says SERVING while a request could be placed.
     `operations` is what the console can have done; None: nothing. `open_roster` finds the roster of another
-    application, to which requests may be passed on; None: all are answered here.
+    application, to which requests may be passed on; None: all are answered here. `advertised_host` is where
+    clients reach it, if that is not where it listens.
     """
 
     def __init__(
@@ -71,7 +79,11 @@ class Gateway:
         seeds: Callable[[], int] = draw_seed,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
+        advertised_host: str = "",
     ) -> None:
+        self._gateway_id = gateway_id
+        self._advertised_host = advertised_host or config.gateway.host
+        self._roster = roster
         self._config = config
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
@@ -135,6 +147,7 @@ class Gateway:
         )
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
+        self._port: ClientPort | None = None
         self._health_server: grpc.aio.Server | None = None
         self._is_serving = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,36 +165,52 @@ class Gateway:
         self._reporter.configure(config)
 
     async def start(self) -> int:
-        """Listen, follow the roster, and return the port; `StartError` when the port is taken."""
-        self._server = open_server(self._config.gateway)
+        """Follow the roster, listen, and return the port; `StartError` when somebody else has it.
+
+        An older gateway of the application at the same address shares it until it has left.
+        """
+        settings = self._config.gateway
+        others = (await self._roster.view(-1, 0.0)).gateways
+        takes_over = settings.takes_over and any(self._shares_address(it, settings.port) for it in others)
+        self._server = open_server(settings)
         tandem_pb2_grpc.add_InferenceServicer_to_server(self._servicer, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         await self._set_health()
-        bound = bind(self._server, self._config.gateway)
-        self._health_server = await open_health(self._config.gateway, self._health)
+        if takes_over:  # connections come as soon as it listens, and the older one could serve them
+            self._links.start(self.desk)
+            end_at = self._clock.now() + _TAKE_OVER_S
+            await self._wait_while(lambda: not self._links.has_route(), end_at)
+        self._port = bind(self._server, settings, is_shared=takes_over)
+        self._health_server = await open_health(settings, self._health, is_shared=takes_over)
         if self._console is not None:
-            self.console_port = await self._console.start()
+            self.console_port = await self._console.start(is_shared=takes_over)
         await self._server.start()
-        self._links.start(self.desk)
-        return bound
+        if not takes_over:
+            self._links.start(self.desk)
+        return self._port.number
 
     async def stop(self) -> None:
-        """Take no more requests, let those that run finish for `drain_s`, end the others with UNAVAILABLE
-        (clients resume at another gateway), then close."""
-        self.desk.leave()
-        self._traffic.leave()
+        """Leave so that clients notice nothing, as far as `drain_s` allows.
+
+        While there are other gateways, this one's clients move first: new connections go to the others, and
+        open ones are closed at their age, which fails no call. Then no request is taken, and those that run
+        may finish. What is left ends with UNAVAILABLE (clients resume at another gateway).
+        """
+        end_at = self._clock.now() + self._config.gateway.drain_s
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
-        end_at = self._clock.now() + self._config.gateway.drain_s
-        while self.desk.num_running + self._traffic.num_running and self._clock.now() < end_at:
-            await self._clock.sleep(_DRAIN_LOOK_S)
-        self.desk.close()
-        self._traffic.close()
         if self._console is not None:
             await self._console.stop()
+        if self._port is not None:
+            await self._move_clients(self._port, end_at)
+        self.desk.leave()
+        self._traffic.leave()
+        await self._wait_while(lambda: self._num_running and self._links.is_connected(), end_at)
+        self.desk.close()
+        self._traffic.close()
         if self._server is not None:
             await self._server.stop(grace=1.0)
         if self._health_server is not None:
@@ -193,6 +222,36 @@ class Gateway:
         self._reporter.close()
         if self._tracer is not None:
             await self._tracer.stop()
+
+    async def _move_clients(self, port: ClientPort, end_at: float) -> None:
+        """Return when no client is connected any more, or they cannot be moved: no other gateway is there,
+        or the application itself stops."""
+        settings = self._config.gateway
+        others = [it for it in self._links.gateways if it.gateway_id != self._gateway_id]
+        if not others or not self._links.has_route():
+            return
+        if any(self._shares_address(it, port.number) for it in others):
+            if self._health_server is not None:
+                await self._health_server.stop(grace=0.0)
+        else:
+            await self._wait_while(self._links.has_route, min(end_at, self._clock.now() + _NOTICE_S))
+        port.stop_accepting()
+        if settings.max_connection_age_s is not None:
+            end_at = min(end_at, self._clock.now() + _AGE_JITTER * settings.max_connection_age_s)
+            await self._wait_while(lambda: self._links.has_route() and port.num_connections(), end_at)
+
+    async def _wait_while(self, condition: Callable[[], object], end_at: float) -> None:
+        while condition() and self._clock.now() < end_at:
+            await self._clock.sleep(_DRAIN_LOOK_S)
+
+    def _shares_address(self, other: GatewayRecord, port: int) -> bool:
+        """Whether it is another gateway at this one's address."""
+        own = f"{self._advertised_host}:{port}"
+        return other.gateway_id != self._gateway_id and other.address == own
+
+    @property
+    def _num_running(self) -> int:
+        return self.desk.num_running + self._traffic.num_running
 
     def _token_bytes(self) -> int:
         """0 before the first replica has connected."""

@@ -77,7 +77,7 @@ def gateway_version(config: ClusterConfig) -> str:
         model=str(config.model),
         pools=pools,
         router=config.router.model_dump(mode="json"),
-        gateway=config.gateway.model_dump(mode="json", exclude={"replicas", "resources"}),
+        gateway=config.gateway.model_dump(mode="json", exclude={"replicas", "resources", "surge"}),
         scaling=config.scaling.model_dump(mode="json"),
         logs=config.logs.model_dump(mode="json"),
         tracing=config.tracing.model_dump(mode="json"),
@@ -166,7 +166,7 @@ def plan_rolls(
     named = {pool.name for pool in new.pools}
     rolls += [Roll(name, "stop", 0, False) for name in before if name not in named]
     same = gateway_version(old) == gateway_version(new) and old.gateway.resources == new.gateway.resources
-    rolls.append(Roll("", "stay" if same else "roll", new.gateway.replicas, new.gateway.port == 0))
+    rolls.append(Roll("", "stay" if same else "roll", new.gateway.replicas, new.gateway.surge))
     return rolls
 
 

@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
 from cluster.app import build_application
-from cluster.capacity import ReplicaDemand, bundles, demands, plan_cpus, shortages
+from cluster.capacity import ReplicaDemand, bundles, demands, gateway_bundle, plan_cpus, shortages
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.gateway.text import ModelText
@@ -104,6 +104,9 @@ class Update:
             for roll, pool in self._rolled()
             if roll.action == "roll" and roll.surges
         ]
+        gateways = next(roll for roll in self.plan.rolls if not roll.pool)
+        if gateways.action == "roll" and gateways.surges:
+            wanted.append(ReplicaDemand("gateway", (gateway_bundle(self._config.gateway),)))
         new = [pool for roll, pool in self._rolled() if roll.action == "start"]
         wanted += demands(new, self._cpus)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -111,7 +114,7 @@ class Update:
             raise StartError(
                 "the Ray cluster lacks room for the new replicas beside the old ones: "
                 + "; ".join(missing)
-                + "; surge: false of a pool has an old one leave first"
+                + "; surge: false of a pool, or of the gateway, has an old one leave first"
             )
 
     def apply(self, report: Callable[[Progress], None], interrupted: threading.Event) -> None:

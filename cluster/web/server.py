@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, GatewayConfig
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.desk import Desk
+from cluster.gateway.listening import check_free
 from cluster.gateway.reports import Reporter
 from cluster.stores.admin import StoreAdmin
 from cluster.web.api import ConsoleApi
@@ -51,16 +52,17 @@ def open_console(
         clock=clock,
     )
     orders = Orders(config.app, [pool.name for pool in config.pools], operations)
-    return Console(gateway.host, gateway.console_port, gateway.console_hosts, api, orders)
+    return Console(gateway, gateway.console_port, api, orders)
 
 
 class Console:
     """From `start` to `stop`. Requests are not logged: their headers may carry the operator's token."""
 
-    def __init__(self, host: str, port: int, names: Collection[str], api: ConsoleApi, orders: Orders) -> None:
-        self._host = host
+    def __init__(self, gateway: GatewayConfig, port: int, api: ConsoleApi, orders: Orders) -> None:
+        self._host = gateway.host
         self._port = port
-        self._names = frozenset(name.lower() for name in (host, *names))
+        self._takes_over = gateway.takes_over
+        self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
         self._api = api
         self._orders = orders
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
@@ -84,11 +86,15 @@ class Console:
                 app.router.add_get(f"{PATH}/{name}", _file(name))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
 
-    async def start(self) -> int:
-        """Listen, and return the port; `StartError` when it is taken."""
+    async def start(self, *, is_shared: bool = False) -> int:
+        """Listen, and return the port; `StartError` when it is taken. `is_shared`: the console of the gateway
+        that this one takes over from listens there."""
         await self._runner.setup()
+        may_share = self._takes_over and self._port != 0
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            if may_share and not is_shared:
+                check_free(self._host, self._port)
+            await web.TCPSite(self._runner, self._host, self._port, reuse_port=may_share).start()
         except OSError as error:
             await self._runner.cleanup()
             raise StartError(

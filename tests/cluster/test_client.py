@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,38 @@ def test_ctrl_c_ends_a_blocking_call_and_nothing_else() -> None:
         with pytest.raises(KeyboardInterrupt):
             list(client.generate("x"))
     signal.signal(signal.SIGINT, before)
+
+
+def test_closing_a_blocking_client_ends_the_calls_of_other_threads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They neither wait for ever nor leave pending tasks, which asyncio reports when they are destroyed."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(2) as threads:
+        client = BlockingClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        calls = [threads.submit(client.complete, "x"), threads.submit(client.models)]
+        silent.accept()[0].close()  # a call has begun; the next connection stays without an answer
+        client.close()
+        for call in calls:
+            with pytest.raises(CallError, match="CANCELLED: this client was closed"):
+                call.result(timeout=30)
+        client.close()
+        with pytest.raises(CallError, match="CANCELLED: this client was closed"):
+            client.status()
+    del client, calls, call
+    gc.collect()
+    assert not [record.message for record in caplog.records if record.name == "asyncio"]
+
+
+def test_a_refused_connection_leaves_no_pending_task(caplog: pytest.LogCaptureFixture) -> None:
+    client = BlockingClient("127.0.0.1:1")
+    with pytest.raises(CallError, match=r"UNAVAILABLE|DEADLINE_EXCEEDED"):
+        client.complete("x", timeout_s=0.3)
+    with pytest.raises(CallError, match="UNAVAILABLE"):
+        client.models()
+    client.close()
+    del client
+    gc.collect()
+    assert not [record.message for record in caplog.records if record.name == "asyncio"]
 
 
 async def test_the_readmes_example_works(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,10 +140,10 @@ def test_a_pool_that_nobody_pins_follows_another_count_in_the_file() -> None:
     assert (decode.num_replicas, decode.kept) == (2, "")
 
 
-def test_a_gateway_with_a_port_of_its_own_cannot_have_another_beside_it() -> None:
-    assert [roll.surges for roll in plan_rolls(make(), make(), (CPUS, CPUS), {})] == [True, True, False]
-    free = make(gateway={"port": 0}, decode={"surge": False})
-    assert [roll.surges for roll in plan_rolls(free, free, (CPUS, CPUS), {})] == [True, False, True]
+def test_new_ones_start_first_unless_the_file_says_otherwise() -> None:
+    assert [roll.surges for roll in plan_rolls(make(), make(), (CPUS, CPUS), {})] == [True, True, True]
+    tight = make(gateway={"surge": False}, decode={"surge": False})
+    assert [roll.surges for roll in plan_rolls(tight, tight, (CPUS, CPUS), {})] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_changes_are_told_by_their_path() -> None:
 
 
 def test_the_deployed_application_carries_the_versions() -> None:
-    config = make(decode={"surge": False})
+    config = make(decode={"surge": False}, gateway={"surge": False})
     application = build_application(config, CPUS, b"s" * 16, life="l", counts={"decode": 3})
     gateway = application._bound_deployment
     bound = [it for it in gateway.init_args if not isinstance(it, str | bytes)]
@@ -199,6 +199,9 @@ def test_the_deployed_application_carries_the_versions() -> None:
     ]
     assert [pool._deployment_config.num_replicas for pool in pools] == [1, 3]
     assert [pool._deployment_config.max_surge_percent for pool in pools] == [1, 0]
+    assert gateway._deployment_config.max_surge_percent == 0
+    surging = build_application(make(), CPUS, b"s" * 16)._bound_deployment
+    assert surging._deployment_config.max_surge_percent == 1
     assert all(int(100 * pool._deployment_config.rolling_update_percentage) == 1 for pool in pools)
     assert gateway._deployment_config.user_config["replicas"] == {"prefill": 1, "decode": 1}
     assert with_replicas(config, {"decode": 5}).pools[1].replicas == 5

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
-from serving import TINY, RunningCluster, environment, free_port
+from ray_nodes import RayNodes
+from serving import TINY, RunningCluster, free_port
 
 from cluster.blocking_client import BlockingClient
 from cluster.client import Completion, GenerateOptions
@@ -35,45 +32,6 @@ pools:
     engine: {{block_tokens: 16, kv_tokens: 4096}}
 """
 """A look-up may take longer than usual: this machine has much to do."""
-
-
-class RayNodes:
-    """Ray processes with a folder of their own, beside whatever else runs here."""
-
-    def __init__(self, folder: Path) -> None:
-        """`folder` must have a short name: sockets lie below it."""
-        self._folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.address = f"127.0.0.1:{free_port()}"
-
-    def start(self, *, is_head: bool) -> None:
-        """One with room for one replica, and the head for the gateway too."""
-        place = (
-            ("--head", "--port", self.address.rpartition(":")[2]) if is_head else ("--address", self.address)
-        )
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, "--block"]
-        command += ["--node-ip-address", "127.0.0.1", "--num-cpus", "2", "--object-store-memory", "100000000"]
-        command += ["--include-dashboard", "false"] if is_head else []
-        with (self._folder / f"ray-{len(self._processes)}.log").open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**environment(), "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(self._folder)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-
-    def close(self) -> None:
-        """Kill them: an orderly end is drained for half a minute."""
-        for process in reversed(self._processes):
-            family = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            process.wait()
-            for each in family:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-            psutil.wait_procs(family, timeout=20)
 
 
 @pytest.fixture

@@ -329,7 +329,7 @@ class GatewayHouse:
                     {"name": "prefill", "role": "prefill", "engine": engine},
                     {"name": "decode", "role": "decode", "engine": engine},
                 ],
-                "gateway": {"port": 0, "console_port": None, "model_name": "m", **gateway},
+                "gateway": {"port": 0, "console_port": None, "drain_s": 0, "model_name": "m", **gateway},
                 "router": {"skip_prefill_tokens": 0},
                 "debug": {"allow_pins": True},
             },

@@ -21,6 +21,7 @@ PROGRAM_TO_PACKAGE = {
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
     "helm": "helm",
+    "ip": "iproute2",
     "c++": "g++",
     "g++": "g++",
 }
@@ -35,6 +36,7 @@ needs_compiler = pytest.mark.optional_program("c++", "g++")
 uses_compiler = pytest.mark.optional_program("c++", "g++", otherwise="torch and numpy compute")
 needs_chromium = [pytest.mark.optional_program("chromium"), pytest.mark.optional_program("chromedriver")]
 needs_prometheus = pytest.mark.optional_program("prometheus")
+needs_ip = pytest.mark.optional_program("ip")
 needs_promtool = pytest.mark.optional_program("promtool")
 
 

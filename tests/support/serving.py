@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,18 @@ class RunningCluster:
     logs."""
 
     def __init__(
-        self, *arguments: str, start_s: float = START_S, ray_address: str = "local", own_group: bool = False
+        self,
+        *arguments: str,
+        start_s: float = START_S,
+        ray_address: str = "local",
+        own_group: bool = False,
+        prefix: Sequence[str] = (),
     ) -> None:
+        """`own_group`: a signal to its process group does not reach us. `prefix` is a command that runs
+        another one, on another host for example."""
         self._clock = SystemClock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", "serve", "--ray-address", ray_address, *arguments],
+            [*prefix, sys.executable, "-m", "cluster", "serve", "--ray-address", ray_address, *arguments],
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,
