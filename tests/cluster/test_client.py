@@ -7,7 +7,7 @@ import gc
 import signal
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +258,7 @@ def test_closing_a_blocking_client_ends_the_calls_of_other_threads(
     """They neither wait for ever nor leave pending tasks, which asyncio reports when they are destroyed."""
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(2) as threads:
         client = BlockingClient(f"127.0.0.1:{silent.getsockname()[1]}")
-        calls = [threads.submit(client.complete, "x"), threads.submit(client.models)]
+        calls: list[Future[Any]] = [threads.submit(client.complete, "x"), threads.submit(client.models)]
         silent.accept()[0].close()  # a call has begun; the next connection stays without an answer
         client.close()
         for call in calls:

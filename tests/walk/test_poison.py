@@ -19,7 +19,7 @@ from workers.errors import RankDiedError
 
 ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32}
 POISON = 4001
-"""A token of the poisonous prompt, and of no other."""
+"""The seed of the poisonous request, and of no other."""
 NUM_INNOCENT, NUM_TOKENS = 8, 40
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1})
 
@@ -80,7 +80,7 @@ async def test_a_poison_request_takes_two_replicas_down_and_its_neighbours_finis
 ) -> None:
     async with cluster(tmp_path, roles, deadly, action, parallel) as (front, replicas):
         calls = [innocent(front, number) for number in range(NUM_INNOCENT // 2)]
-        poison = front.call([*prompt(99, 100), POISON], max_tokens=NUM_TOKENS)
+        poison = front.call(prompt(99, 100), seed=POISON, max_tokens=NUM_TOKENS)
         calls += [innocent(front, number) for number in range(NUM_INNOCENT // 2, NUM_INNOCENT)]
         await poison.ended()
         assert poison.error is not None

@@ -238,8 +238,8 @@ def _load(
 def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
     if not plan.entries or not faults.armed:
         return
-    for token in {token for start in plan.starts for token in memoryview(start.tokens).cast("I")}:
-        faults.at(f"rank.start.{token}")
+    for sample in (sample for start in plan.starts for sample in start.samples):
+        faults.at(f"rank.start.{sample.seed}")
     faults.at("rank.step")
     if any(entry.num_tokens > 1 for entry in plan.entries):
         faults.at("rank.step.prefill")
