@@ -30,6 +30,7 @@ from workers.messages import (
     RankDown,
     RankFailed,
     RankJoined,
+    RankProgress,
     RankReady,
     RankSpec,
     RankUp,
@@ -75,6 +76,7 @@ class Brain:
         self.port = self._listener.getsockname()[1]
         self.process: subprocess.Popen[bytes] | ForkedRank | None = None
         self.sock: socket.socket | None = None
+        self.phases: list[str] = []
 
     def start_process(self, spec: RankSpec) -> subprocess.Popen[bytes] | ForkedRank:
         self.process = ForkedRank(spec) if self.is_forked else start_alone(spec)
@@ -91,8 +93,11 @@ class Brain:
         send_frame(self.sock, RANK_DOWN_CODEC.encode(message))
 
     def receive(self) -> RankUp:
+        """The next message that is no news of how far the start has come."""
         assert self.sock is not None
-        return RANK_UP_CODEC.decode(receive_frame(self.sock))
+        while isinstance(message := RANK_UP_CODEC.decode(receive_frame(self.sock)), RankProgress):
+            self.phases.append(message.phase)
+        return message
 
     def ready(self, spec: RankSpec) -> RankReady:
         self.start_process(spec)
