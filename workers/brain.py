@@ -52,6 +52,7 @@ from workers.messages import (
     RankUp,
     ReplicaHello,
     RoleChanged,
+    StepProgress,
     StepReport,
     Submission,
 )
@@ -195,7 +196,7 @@ class Brain:
         if self._death:
             raise RankDiedError(self._death)
         if self.steps.is_stalled(self._engine.stall_s):
-            self._on_rank_died(f"a step has run {self._engine.stall_s} s longer than its size explains")
+            self._on_rank_died(f"no rank has progressed with a step for {self._engine.stall_s} s")
             raise RankDiedError(self._death)
 
     def join_peers(self, targets: Sequence[HandOverTarget]) -> None:
@@ -284,6 +285,9 @@ class Brain:
                 outcome = self.steps.settle(rank, message)
                 if outcome is not None:
                     self.requests.settle(outcome)
+            case StepProgress():
+                self.steps.progressed(rank, message.step)
+                return
             case PushDone() | PushFailed() | PushStopped():
                 self.outbound.report(rank, message)
             case Verified() | LandingClosed() | WriterGone():

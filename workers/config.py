@@ -41,9 +41,9 @@ class EngineConfig(BaseModel):
     """CPU threads of each rank."""
     canary_idle_s: float = Field(default=2.0, gt=0)
     """An idle engine runs an empty step this often, so that its health is known."""
-    stall_s: float = Field(default=5.0, gt=0)
-    """A step that takes this much longer than its size explains means that the ranks hang: the replica
-    reports itself unhealthy."""
+    stall_s: float = Field(default=5.0, ge=1)
+    """Ranks that make no progress with a step for so long, however long the step takes, hang: the replica
+    reports itself unhealthy. A rank reports progress up to four times a second."""
 
     offload_tokens: int = Field(default=0, ge=0)
     """KV capacity in host memory beyond `kv_tokens`, where running sequences keep older blocks (0: none, a

@@ -548,6 +548,13 @@ class StepReport(Message, frozen=True):
     """Every few seconds."""
 
 
+class StepProgress(Message, frozen=True):
+    """Rank to brain, at most every `workers.engine.rank.PROGRESS_S`: the step has been under way for longer than
+    that, and a piece of it was completed since."""
+
+    step: int
+
+
 class Shutdown(Message, frozen=True):
     """Brain to rank: leave now."""
 
@@ -558,7 +565,7 @@ LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move | Purge
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
 PeerLinkMessage = PeerMessage | HandOver
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
-RankUp = RankJoined | RankReady | RankFailed | StepReport | TransferReport | StoreReport
+RankUp = RankJoined | RankReady | RankFailed | StepProgress | StepReport | TransferReport | StoreReport
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)
 LINK_UP_CODEC: Codec[LinkUp] = Codec(LinkUp)

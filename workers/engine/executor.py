@@ -25,6 +25,7 @@ from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from kvtransfer.pool import HostPool, KvPool
 from workers.engine.groups import RankGroups
 from workers.engine.input_tokens import InputTokens, sampling_slots
+from workers.engine.progress import Progress
 from workers.engine.sampler import Sampler
 from workers.errors import CapacityError, WorkerError
 from workers.messages import (
@@ -113,6 +114,7 @@ class Executor:
         torch.set_num_threads(num_threads)
         self._clock = clock
         self._device = device
+        self.progress = Progress(device)
         self._dtype = dtype
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
@@ -156,6 +158,7 @@ class Executor:
         """Execute this rank's part of one step. An empty plan touches the device and reports: the health
         canary."""
         started_at = self._clock.now()
+        self.progress.begin(plan.step)
         if self._inputs is not None:
             self._inputs.change(plan)
         if self._sampler is not None:
@@ -220,9 +223,9 @@ class Executor:
     def _batch(self, entries: Sequence[BatchEntry]) -> AttentionBatch:
         spans = [SequenceSpan(entry.start, entry.num_tokens, entry.block_ids) for entry in entries]
         if self.host is None:
-            return AttentionBatch.build(spans, self._block_tokens, self._device)
+            return AttentionBatch.build(spans, self._block_tokens, self._device, marks=self.progress)
         reader = self.host.reader_for([span.block_ids for span in spans])
-        batch = AttentionBatch.build(spans, self._block_tokens, self._device, reader)
+        batch = AttentionBatch.build(spans, self._block_tokens, self._device, reader, self.progress)
         if reader is not None:
             reader.begin(batch)
         return batch
