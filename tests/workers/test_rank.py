@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import socket
 import struct
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.faults import FaultRule
@@ -34,6 +37,7 @@ from workers.messages import (
     SlotStart,
     StageCost,
     StepPlan,
+    StepProgress,
     StepReport,
 )
 from workers.model.random_checkpoint import write_random_checkpoint
@@ -304,6 +308,29 @@ def test_fault_points(brain: Brain, model_dir: Path, tmp_path: Path, point: str,
     assert brain.process is not None
     assert brain.process.wait(START_TIMEOUT_S) == -signal.SIGKILL
     assert marker.read_text() == str(brain.process.pid)
+
+
+def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: Brain, tmp_path: Path) -> None:
+    """The step is one chunk of 3,584 tokens, some 1e11 operations."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    write_random_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=4096, **sizes)
+    brain.ready(replace(make_spec(brain, tmp_path), num_kv_tokens=4096, max_batch_tokens=3584))
+    assert brain.process is not None
+    assert brain.sock is not None
+    prompt = np.tile(np.arange(256, dtype="<u4"), 14).tobytes()
+    start = SlotStart(0, prompt, 3584, 0, SamplingParams())
+    brain.send(StepPlan(1, (), (start,), (), (BatchEntry(0, 0, 3584, prompt, tuple(range(224)), (0,)),)))
+    assert brain.receive() == StepProgress(1)
+    os.kill(brain.process.pid, signal.SIGSTOP)
+    while select.select([brain.sock], [], [], 1.0)[0]:
+        assert brain.receive() == StepProgress(1), "it was on its way"
+    os.kill(brain.process.pid, signal.SIGCONT)
+    message = brain.receive()
+    assert message == StepProgress(1)
+    while isinstance(message, StepProgress):
+        message = brain.receive()
+    assert isinstance(message, StepReport)
+    assert message.step == 1
 
 
 def test_a_rank_does_not_serve_a_stranger(brain: Brain, model_dir: Path) -> None:
