@@ -536,9 +536,17 @@ class SampledToken(Part, frozen=True):
     logprob: TokenLogprob | None
 
 
+class FailedEntry(Part, frozen=True):
+    """Entry `index` of the plan was not computed; "" where another rank knows why."""
+
+    index: int
+    reason: str
+
+
 class StepReport(Message, frozen=True):
-    """Rank to brain: its part of the step is done and its KV is in the pool. Only the sampling rank has
-    `tokens`. Times are the rank's monotonic clock: when its input was there, and when its part was done."""
+    """Rank to brain: its part of the step is done and its KV is in the pool, except that of `failed` entries. Only
+    the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was there, and when its
+    part was done."""
 
     step: int
     tokens: tuple[SampledToken, ...]
@@ -546,6 +554,9 @@ class StepReport(Message, frozen=True):
     finished_at: float
     memory: DeviceMemory | None = None
     """Every few seconds."""
+    failed: tuple[FailedEntry, ...] = ()
+    """Also those that a stage before this one failed to compute, and those of sequences that failed in an earlier
+    step which this plan had not known of."""
 
 
 class StepProgress(Message, frozen=True):

@@ -19,7 +19,7 @@ from kvtransfer.clock import Clock
 from workers.engine.batch import StepOutcome
 from workers.engine.scheduler import Scheduler
 from workers.errors import WorkerError
-from workers.messages import StepPlan, StepReport
+from workers.messages import FailedEntry, StepPlan, StepReport
 from workers.step_figures import StepFigures
 
 PIPELINE_DEPTH = 2
@@ -132,10 +132,13 @@ class StepLoop:
             max(rank_to_busy_s[stage * self._tp + tp_rank] for tp_rank in range(self._tp))
             for stage in range(self._pp)
         ]
-        self.rates.add(plan, stage_to_busy_s)
+        failed = _merged(rank_to_report)
+        if not failed:
+            self.rates.add(plan, stage_to_busy_s)
         self.figures.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
-        whole = replace(sampled, started_at=sampled.finished_at - sum(stage_to_busy_s))
+        started_at = sampled.finished_at - sum(stage_to_busy_s)
+        whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
         self.figures.settled(outcome)
         return outcome
@@ -162,6 +165,17 @@ class StepLoop:
     def _issue(self, plan: StepPlan, now: float) -> None:
         self._unreported.append(_Unreported(plan, now))
         self._send(plan)
+
+
+def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
+    """What any rank could not compute, with the reason of the rank that knows it: a stage may have reported the
+    step before a later one fails."""
+    index_to_reason: dict[int, str] = {}
+    for rank, report in sorted(rank_to_report.items()):
+        for failed in report.failed:
+            reason = f"rank {rank}: {failed.reason}" if failed.reason else ""
+            index_to_reason[failed.index] = index_to_reason.get(failed.index) or reason
+    return tuple(FailedEntry(index, reason) for index, reason in sorted(index_to_reason.items()))
 
 
 def _num_tokens(plan: StepPlan) -> int:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Load, Phase, Rank, Request, RequestKey, Sequence
 from workers.engine.tables import BlockTables
-from workers.messages import Submission
+from workers.messages import RequestFailed, Submission
 
 
 class Lifecycle:
@@ -91,6 +91,12 @@ class Lifecycle:
         """End all samples of the request."""
         for sequence in request.sequences:
             self.end(sequence)
+
+    def fail(self, request: Request, reason: str) -> RequestFailed:
+        """End all samples of a request that a rank could not compute. Of the step that failed nothing is
+        registered, and later plans that name the sequences are settled without effect."""
+        self.drop(request)
+        return RequestFailed(*request.key, code="internal", reason=f"a step failed: {reason}")
 
     # ------------------------------------------------------------------------------------------- phases
 

@@ -12,10 +12,13 @@ Waiting for another rank makes no mark: of ranks that wait for each other nobody
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from kvtransfer.faults import Faults
+from workers.messages import BatchEntry
 from workers.model.batch import Marks
 
 
@@ -61,3 +64,38 @@ class Progress(Marks):
             self._events.popleft()
             self._num_passed += 1
         return ProgressReading(self._step, self._num_pieces + self._num_passed)
+
+
+class StepFaults(Marks):
+    """Marks on their way to `progress`, with the points at which a test may let a rank fail inside a step.
+
+    For every entry of the computation under way the points `rank.PHASE.KIND.RANK` and
+    `rank.PHASE.KIND.RANK.SLOT` are passed; phases are "embedding", "layers" (at every mark), "head" and "sampling",
+    kinds "prefill" and "decode".
+    """
+
+    def __init__(self, progress: Progress, faults: Faults, rank: int) -> None:
+        self._progress = progress
+        self._faults = faults
+        self._rank = rank
+        self._names: list[str] = []
+
+    def begin(self, entries: Sequence[BatchEntry]) -> None:
+        """The points that follow are of these entries."""
+        if self._faults.armed:
+            kinds = ["prefill" if entry.num_tokens > 1 else "decode" for entry in entries]
+            every = [f"{kind}.{self._rank}" for kind in kinds]
+            self._names = [*every, *(f"{name}.{it.slot}" for name, it in zip(every, entries, strict=True))]
+
+    def at(self, phase: str) -> None:
+        """Pass the points of this phase."""
+        for name in self._names:
+            self._faults.at(f"rank.{phase}.{name}")
+
+    def mark(self) -> None:
+        self.at("layers")
+        self._progress.mark()
+
+    def mark_layer(self) -> None:
+        self.at("layers")
+        self._progress.mark_layer()

@@ -103,7 +103,7 @@ class _Rank:
         self._limits = measure_limits(device, dtype, self._clock, AT_START[device.type])
         form = self._formed.get()
         started_at = self._clock.now()
-        executor = _load(self._spec, form, store, self._clock)
+        executor = _load(self._spec, form, store, self._clock, self._faults)
         loaded_at = self._clock.now()
         executor.warm_up()
         agent = self._agent = self._transfer_agent(executor)
@@ -213,7 +213,9 @@ def _ready(
     )
 
 
-def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) -> Executor:
+def _load(
+    spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock, faults: Faults
+) -> Executor:
     device = torch.device(spec.device)
     if store is None and spec.num_ranks > 1:
         store = find_store(form.store_address)
@@ -238,6 +240,7 @@ def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock) ->
         clock=clock,
         shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
         groups=groups,
+        faults=faults,
     )
 
 

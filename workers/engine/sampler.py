@@ -102,8 +102,9 @@ class Sampler:
             index = self._index(worked)
             part = self._processed(logits[index], [states[row] for row in worked], with_noise=True)
             chosen[index] = part.argmax(dim=-1)
-        self._count(states, chosen)
-        return self._read(slots, states, chosen, raw, logprob_rows)
+        sampled = self._read(slots, states, chosen, raw, logprob_rows)
+        self._count(states, chosen)  # last: a call that fails has changed nothing
+        return sampled
 
     def processed_logits(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """[R, V]: what the noise would be added to; excluded tokens are -inf. `logits` may be overwritten."""

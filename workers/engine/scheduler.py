@@ -316,8 +316,13 @@ class Scheduler:
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
         outcome = StepOutcome(failures=self.take_failures())
         slot_to_sampled = {sampled.slot: sampled for sampled in report.tokens}
-        for entry in issued.entries:
-            if entry.sequence.phase is not Phase.ENDED:
+        index_to_reason = {failed.index: failed.reason for failed in report.failed}
+        for index, entry in enumerate(issued.entries):
+            if entry.sequence.phase is Phase.ENDED:
+                continue
+            if index in index_to_reason:
+                outcome.failures.append(self._life.fail(entry.sequence.request, index_to_reason[index]))
+            else:
                 self._settle_entry(entry, slot_to_sampled, report, now, outcome)
         self._life.settle(report.step)
         return outcome
