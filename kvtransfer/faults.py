@@ -1,8 +1,9 @@
 """Named points in the protocol where a test may kill, stop or corrupt; in production they do nothing.
 
 A point is declared by calling `faults.at("name")`. The rules come from the configuration's `debug.faults`
-(off by default). A rule fires in one process of the whole cluster: whoever first creates its marker file acts,
-and writes its process id there, so that a test knows whom it stopped. It fires there once, or `times` times.
+(off by default). A rule fires in one process of the whole cluster: whoever first creates its marker file
+acts, and writes its process id there, so that a test knows whom it stopped. It fires there once, or `times`
+times.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from kvtransfer.wire import Part
 
 
 class FaultRule(Part, frozen=True):
-    """At the `after`-th passage of `point`, and at the next ones until it has been done `times` times, do `action`
-    ("kill", "stop", "corrupt", or "raise": a MemoryError)."""
+    """At the `after`-th passage of `point`, and at the next ones until it has been done `times` times, do
+    `action` ("kill", "stop", "corrupt", or "raise": a MemoryError)."""
 
     point: str
     action: str
@@ -42,8 +43,8 @@ class Faults:
         return bool(self._rules)
 
     def at(self, point: str) -> bool:
-        """Pass `point`. True when the caller shall corrupt what it holds (flip one bit). Raises MemoryError by a
-        rule that says so."""
+        """Pass `point`. True when the caller shall corrupt what it holds (flip one bit). Raises MemoryError
+        by a rule that says so."""
         rules = self._rules.get(point)
         if rules is None:
             return False

@@ -544,9 +544,9 @@ class FailedEntry(Part, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """Rank to brain: its part of the step is done and its KV is in the pool, except that of `failed` entries. Only
-    the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was there, and when its
-    part was done."""
+    """Rank to brain: its part of the step is done and its KV is in the pool, except that of `failed` entries.
+    Only the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was there, and
+    when its part was done."""
 
     step: int
     tokens: tuple[SampledToken, ...]
@@ -555,13 +555,13 @@ class StepReport(Message, frozen=True):
     memory: DeviceMemory | None = None
     """Every few seconds."""
     failed: tuple[FailedEntry, ...] = ()
-    """Also those that a stage before this one failed to compute, and those of sequences that failed in an earlier
-    step which this plan had not known of."""
+    """Also those that a stage before this one failed to compute, and those of sequences that failed in an
+    earlier step which this plan had not known of."""
 
 
 class StepProgress(Message, frozen=True):
-    """Rank to brain, at most every `workers.engine.rank.PROGRESS_S`: the step has been under way for longer than
-    that, and a piece of it was completed since."""
+    """Rank to brain, at most every `workers.engine.rank.PROGRESS_S`: the step has been under way for longer
+    than that, and a piece of it was completed since."""
 
     step: int
 

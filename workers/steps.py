@@ -3,8 +3,8 @@
 Every rank runs every plan and reports it. At most one plan more is unreported than there are stages: each
 stage runs one while the next is on its way. Idle ranks get an empty plan now and then, the canary, so that
 `is_stalled` tells a hung rank from an idle one. How long a step may take is not predicted: it depends on more
-than its size. Ranks say that they progress, piece by piece, and a hung one does not. Ranks may be on hosts with
-other clocks: their times are only compared with times of the same rank.
+than its size. Ranks say that they progress, piece by piece, and a hung one does not. Ranks may be on hosts
+with other clocks: their times are only compared with times of the same rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from workers.step_figures import StepFigures
 PIPELINE_DEPTH = 2
 """Unreported plans of a replica of one stage; every further stage adds one."""
 _PATIENCE = 4.0
-"""A piece of a step may take this many times what the rank's measured rate predicts before `stall_s` begins to
-count: others may use the machine as well."""
+"""A piece of a step may take this many times what the rank's measured rate predicts before `stall_s` begins
+to count: others may use the machine as well."""
 _CANARY = StepPlan(0, (), (), (), ())
 
 
@@ -74,8 +74,8 @@ class StepLoop:
         figures: StepFigures | None = None,
         piece_s: float = 0.0,
     ) -> None:
-        """`send` gives a plan to every rank; `figures` counts what the steps came to. `piece_s` is how long the
-        largest piece of a step, between two marks of progress, takes by the ranks' measured rates."""
+        """`send` gives a plan to every rank; `figures` counts what the steps came to. `piece_s` is how long
+        the largest piece of a step, between two marks of progress, takes by the ranks' measured rates."""
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
@@ -152,10 +152,10 @@ class StepLoop:
     def is_stalled(self, stall_s: float) -> bool:
         """Whether no rank has progressed with the oldest unreported plan for `stall_s`.
 
-        Once the plan before it is settled, all that holds it up is its own way through the stages. A rank that
-        waits for another makes no progress of its own, and one stage is done while the next computes: so the
-        rank that has come furthest counts. Progress with later plans does not: a stage may be ahead of one
-        that hangs.
+        Once the plan before it is settled, all that holds it up is its own way through the stages. A rank
+        that waits for another makes no progress of its own, and one stage is done while the next computes: so
+        the rank that has come furthest counts. Progress with later plans does not: a stage may be ahead of
+        one that hangs.
         """
         if not self._unreported:
             return False
@@ -168,8 +168,8 @@ class StepLoop:
 
 
 def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
-    """What any rank could not compute, with the reason of the rank that knows it: a stage may have reported the
-    step before a later one fails."""
+    """What any rank could not compute, with the reason of the rank that knows it: a stage may have reported
+    the step before a later one fails."""
     index_to_reason: dict[int, str] = {}
     for rank, report in sorted(rank_to_report.items()):
         for failed in report.failed:

@@ -70,8 +70,8 @@ def report(plan: StepPlan, seconds: float, at: float = 10.0, token: int = 5) -> 
 def test_a_step_that_progresses_may_take_any_time(
     steps: StepLoop, clock: ManualClock, sent: list[StepPlan]
 ) -> None:
-    """Ten short chunks of 7 s, then one of equal size behind a long cached prefix, which takes 94 s: the figures
-    are those of a model of 1e9 parameters on one core."""
+    """Ten short chunks of 7 s, then one of equal size behind a long cached prefix, which takes 94 s: the
+    figures are those of a model of 1e9 parameters on one core."""
     for index in range(10):
         steps.feed()
         clock.advance(7.0 - 4.0)

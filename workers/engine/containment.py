@@ -1,16 +1,17 @@
 """What a step does where part of it cannot be computed: the sequences concerned fail, the rank serves on.
 
-An error from which the device recovers (no memory, a value that cannot be computed with) ends an *attempt* at a
-group of entries, on every rank of the stage: a rank that cannot go on completes the sums that the others wait for
-with zeros, and then all exchange whether it went well. If not, the group is computed again in halves, down to the
-single entry that fails alone. So the culprit is found whatever the error says, and lack of memory is met by smaller
-groups before anything fails. Computing again is safe: inputs are kept, KV is written to the same places, and a
-sampler that fails has changed nothing.
+An error from which the device recovers (no memory, a value that cannot be computed with) ends an *attempt* at
+a group of entries, on every rank of the stage: a rank that cannot go on completes the sums that the others
+wait for with zeros, and then all exchange whether it went well. If not, the group is computed again in
+halves, down to the single entry that fails alone. So the culprit is found whatever the error says, and lack
+of memory is met by smaller groups before anything fails. Computing again is safe: inputs are kept, KV is
+written to the same places, and a sampler that fails has changed nothing.
 
-The entries that failed are reported; the next stage is told which hidden states it gets, and the first stage gets
-token 0 in place of those that were not sampled. Plans that are on their way already may still name the failed
-sequences: a stage that knows passes over them, one that does not computes what nobody reads, into blocks that stay
-theirs until those plans are settled. Anything else that goes wrong, above all inside a collective, ends the rank.
+The entries that failed are reported; the next stage is told which hidden states it gets, and the first stage
+gets token 0 in place of those that were not sampled. Plans that are on their way already may still name the
+failed sequences: a stage that knows passes over them, one that does not computes what nobody reads, into
+blocks that stay theirs until those plans are settled. Anything else that goes wrong, above all inside a
+collective, ends the rank.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _Result = TypeVar("_Result")
 
 
 class Containment:
-    """What failed at this rank: slots whose sequences are lost until they are freed, and the entries of the step
-    under way. `check_device` raises when the device has not survived."""
+    """What failed at this rank: slots whose sequences are lost until they are freed, and the entries of the
+    step under way. `check_device` raises when the device has not survived."""
 
     def __init__(self, check_device: Callable[[], None]) -> None:
         self._check_device = check_device
@@ -46,8 +47,8 @@ class Containment:
         self._index_to_reason = {}
 
     def intact(self, plan: StepPlan, present: Sequence[int]) -> list[int]:
-        """The indices of the entries that can be computed: those `present`, but for sequences that are lost. A
-        sequence whose entry is left out is lost with all its samples."""
+        """The indices of the entries that can be computed: those `present`, but for sequences that are lost.
+        A sequence whose entry is left out is lost with all its samples."""
         kept = set(present)
         for index, entry in enumerate(plan.entries):
             if index not in kept or entry.slot in self._lost_slots:

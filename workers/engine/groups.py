@@ -130,7 +130,7 @@ class RankGroups:
         num_rows = tensor.shape[0]
         parts: list[Tensor] = []
         whole: Tensor | None = None
-        if self.tp_rank == 0:  # before anything is sent: memory that lacks here must not look like a lost rank
+        if self.tp_rank == 0:  # before anything is sent, so that lack of memory looks like no lost rank
             parts = [tensor.new_empty((num_rows, width)) for width in widths[1:]]
             whole = tensor.new_empty((num_rows, sum(widths)))
         with _broken_connections("gathering logits"):
@@ -138,8 +138,8 @@ class RankGroups:
         return None if whole is None else torch.cat([tensor, *parts], 1, out=whole)
 
     def agree(self, is_well: bool) -> bool:
-        """Whether it is well with all ranks of the stage, which call this at the same points of a step. Only what
-        the hosts know is exchanged: kernels that are queued are not waited for."""
+        """Whether it is well with all ranks of the stage, which call this at the same points of a step. Only
+        what the hosts know is exchanged: kernels that are queued are not waited for."""
         if self._layer_group is None:
             return is_well
         with _broken_connections("agreeing on a step"):
@@ -148,7 +148,8 @@ class RankGroups:
     # ------------------------------------------------------------------------- from stage to stage
 
     def send_marks(self, marks: NDArray[np.uint8]) -> None:
-        """Say which entries of the plan (1, else 0) the next `send_hidden` is of; without any none follows."""
+        """Say which entries of the plan (1, else 0) the next `send_hidden` is of; without any none
+        follows."""
         assert self._next is not None, "the last stage has no next"
         with _broken_connections("sending the marks of hidden states"):
             self._next.send_marks(marks)

@@ -1,10 +1,10 @@
 """Progress of a rank's steps: marks made by the thread that runs them, read by the thread that reports them.
 
 A mark says that one piece of a step is done: a product over a tile of rows, a part of a chunk's attention, a
-layer. On a CPU a piece is done when the call returns, so the step's thread counts it. On CUDA calls return when
-their kernels are queued: a mark is an event behind them on the stream, and counts when the device has passed
-it. A kernel that hangs therefore ends the progress although its launches went well, and a long step makes
-progress while its thread only waits for the device.
+layer. On a CPU a piece is done when the call returns, so the step's thread counts it. On CUDA calls return
+when their kernels are queued: a mark is an event behind them on the stream, and counts when the device has
+passed it. A kernel that hangs therefore ends the progress although its launches went well, and a long step
+makes progress while its thread only waits for the device.
 
 Waiting for another rank makes no mark: of ranks that wait for each other nobody progresses.
 """
@@ -70,8 +70,8 @@ class StepFaults(Marks):
     """Marks on their way to `progress`, with the points at which a test may let a rank fail inside a step.
 
     For every entry of the computation under way the points `rank.PHASE.KIND.RANK` and
-    `rank.PHASE.KIND.RANK.SLOT` are passed; phases are "embedding", "layers" (at every mark), "head" and "sampling",
-    kinds "prefill" and "decode".
+    `rank.PHASE.KIND.RANK.SLOT` are passed; phases are "embedding", "layers" (at every mark), "head" and
+    "sampling", kinds "prefill" and "decode".
     """
 
     def __init__(self, progress: Progress, faults: Faults, rank: int) -> None:

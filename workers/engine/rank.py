@@ -120,7 +120,9 @@ class _Rank:
         ready = _ready(self._spec.rank, executor, agent.endpoints(), load_s, warm_up_s)
         self._channel.send(replace(ready, flop_s=self._limits.flop_s, byte_s=self._limits.byte_s))
         ended = threading.Event()
-        reporter = threading.Thread(target=self._report_progress, args=(executor.progress, ended), daemon=True)
+        reporter = threading.Thread(
+            target=self._report_progress, args=(executor.progress, ended), daemon=True
+        )
         reporter.start()
         self._run_plans(executor)
         ended.set()
@@ -141,8 +143,8 @@ class _Rank:
 
     def _report_progress(self, progress: Progress, ended: threading.Event) -> None:
         """Report, until the rank ends, that steps of more than `PROGRESS_S` progress; shorter ones cost no
-        frame. A thread of its own, so that what it reports is measured and not promised: of a step's thread that
-        hangs there is nothing to report."""
+        frame. A thread of its own, so that what it reports is measured and not promised: of a step's thread
+        that hangs there is nothing to report."""
         with _FailureReport(self._channel, self._spec.rank):
             last = progress.read()
             while not ended.wait(PROGRESS_S):
@@ -213,9 +215,7 @@ def _ready(
     )
 
 
-def _load(
-    spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock, faults: Faults
-) -> Executor:
+def _load(spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock, faults: Faults) -> Executor:
     device = torch.device(spec.device)
     if store is None and spec.num_ranks > 1:
         store = find_store(form.store_address)

@@ -165,11 +165,11 @@ def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -
 
 
 def _pieces(queries: Tensor, num_keys: int, has_bias: bool) -> list[tuple[slice, slice]]:
-    """The (key-value heads, rows) of `queries` [K, G, t, D] that are attended in one call: all of them, or on a
-    CPU, where one call behind a long prefix takes many seconds, parts of `ATTENTION_PIECE_FLOPS`.
+    """The (key-value heads, rows) of `queries` [K, G, t, D] that are attended in one call: all of them, or on
+    a CPU, where one call behind a long prefix takes many seconds, parts of `ATTENTION_PIECE_FLOPS`.
 
-    Whole heads are split off first, which changes no arithmetic. Without a bias the mask is the call's own, and
-    rows stay together: their context is no longer than the chunk.
+    Whole heads are split off first, which changes no arithmetic. Without a bias the mask is the call's own,
+    and rows stay together: their context is no longer than the chunk.
     """
     num_kv, group, num_rows, head_dim = queries.shape
     row_flops = 4 * num_keys * group * head_dim

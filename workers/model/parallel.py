@@ -46,8 +46,8 @@ class Unfinished:
         self._num_sampled = 0
 
     def begin(self, num_rows: int, num_sampled: int) -> None:
-        """A computation of `num_rows` follows: the embedding on the first stage, the layers, and on the last the
-        head for `num_sampled`, if there are any."""
+        """A computation of `num_rows` follows: the embedding on the first stage, the layers, and on the last
+        the head for `num_sampled`, if there are any."""
         if self.tp == 1:
             return
         tiles = [min(TILE_ROWS, num_rows - at) for at in range(0, num_rows, TILE_ROWS)]
