@@ -4,11 +4,10 @@ have had, the ranks serve on, and nothing leaks. The ranks are threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MakeCheckpoint
 from local_engine import LocalEngine
 from step_plans import BLOCK, SEEDED, draw, packed
 
@@ -16,6 +15,7 @@ from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.keys import block_keys
 from workers.config import EngineConfig
 from workers.messages import SampleState, SamplingParams, Submission
+from workers.model.random_checkpoint import write_random_checkpoint
 
 CONFIG = EngineConfig(block_tokens=BLOCK, max_batch_tokens=96, chunk_tokens=40, max_sequences=8)
 STAGES = {1: [(0, 2)], 2: [(0, 1), (1, 2)]}
@@ -79,20 +79,81 @@ class Replica:
         for faults in self.faults:
             faults.current = Faults([rule] if rule else [])
         self.engine.failures = {}
-        self.engine.pool.purge(None)
+        self.engine.scheduler._life._free_slots.sort(reverse=True)  # the poison's slot is always the same
         outputs = self.engine.run(REQUESTS)
         assert self.engine.pool.num_referenced == 0
+        self.engine.pool.check()
+        self.engine.pool.purge(None)
         assert {failure.code for failure in self.engine.failures.values()} <= {"internal"}
         return outputs, set(self.engine.failures)
 
 
-@pytest.mark.parametrize("phase", ["embedding", "layers", "head", "sampling"])
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_poison_request_fails_alone(make_checkpoint: MakeCheckpoint, tmp_path: Path, phase: str, kind: str) -> None:
-    replica = Replica(make_checkpoint("llama"), 1, 1, "")
-    expected, failed = replica.run()
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, int, str], Replica]]:
+    """Replicas by `tp`, `pp` and the ranks' host, each made once."""
+    model_dir = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(model_dir, "llama", seed=3)
+    made: dict[tuple[int, int, str], Replica] = {}
+
+    def make(tp: int, pp: int, host_id: str) -> Replica:
+        if (tp, pp, host_id) not in made:
+            made[tp, pp, host_id] = Replica(model_dir, tp, pp, host_id)
+        return made[tp, pp, host_id]
+
+    yield make
+    for replica in made.values():
+        replica.engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(replicas: Callable[[int, int, str], Replica]) -> dict[tuple[str, int], bytes]:
+    """The tokens of a run that nothing disturbs."""
+    outputs, failed = replicas(1, 1, "").run()
     assert not failed
-    outputs, failed = replica.run(FaultRule(f"rank.{phase}.{kind}.0.{POISON_SLOT}", "raise", str(tmp_path / "m"), 1, FOREVER))
+    return outputs
+
+
+def phases(tp: int, pp: int, rank: int) -> list[str]:
+    """What can fail at this rank."""
+    stage = rank // tp
+    found = ["layers"] + ["embedding"] * (stage == 0) + ["head"] * (stage == pp - 1)
+    return found + ["sampling"] * (rank == tp * (pp - 1))
+
+
+CASES = [
+    pytest.param(
+        tp, pp, rank, phase, kind, links, id=f"{tp}x{pp}-{links or 'gloo'}-rank{rank}-{phase}-{kind}"
+    )
+    for tp, pp in SHAPES
+    for links in (["here", ""] if tp * pp > 1 else [""])
+    for rank in range(tp * pp)
+    for phase in phases(tp, pp, rank)
+    for kind in ("prefill", "decode")
+]
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank", "phase", "kind", "links"), CASES)
+def test_a_poison_request_fails_alone(
+    replicas: Callable[[int, int, str], Replica],
+    expected: dict[tuple[str, int], bytes],
+    tmp_path: Path,
+    tp: int,
+    pp: int,
+    rank: int,
+    phase: str,
+    kind: str,
+    links: str,
+) -> None:
+    """In the middle of a layer of its second chunk, or from some decode step on, an allocation fails at the rank
+    whenever it computes the request."""
+    in_layers = {"prefill": 13, "decode": 33}[kind]
+    after = in_layers if phase == "layers" else {"prefill": 1, "decode": 3}[kind]
+    point = f"rank.{phase}.{kind}.{rank}.{POISON_SLOT}"
+    rule = FaultRule(point, "raise", str(tmp_path / "marker"), after, FOREVER)
+    outputs, failed = replicas(tp, pp, links).run(rule)
     assert failed == {POISON}
-    assert outputs.keys() <= expected.keys()
-    assert {key: out for key, out in outputs.items() if key[0] != POISON} == {key: out for key, out in expected.items() if key[0] != POISON}
+    others = {name: tokens for name, tokens in expected.items() if name[0] != POISON}
+    assert {name: tokens for name, tokens in outputs.items() if name[0] != POISON} == others
+    told = outputs.get((POISON, 0), b"")
+    assert expected[POISON, 0].startswith(told), "no token of a step that failed is told"
+    assert replicas(tp, pp, links).run() == (expected, set()), "the ranks serve on"

@@ -39,12 +39,14 @@ class Containment:
         self._check_device = check_device
         self._lost_slots: set[int] = set()
         self._reason = ""
+        self._has_printed = False
         self._index_to_reason: dict[int, str] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """A step follows; slots that it frees may be used again."""
         self._lost_slots.difference_update(plan.free_slots)
         self._index_to_reason = {}
+        self._has_printed = False
 
     def intact(self, plan: StepPlan, present: Sequence[int]) -> list[int]:
         """The indices of the entries that can be computed: those `present`, but for sequences that are lost.
@@ -74,8 +76,10 @@ class Containment:
             if isinstance(error, RankDiedError | torch.AcceleratorError):
                 raise
             self._check_device()  # in the error's context: what it raises shows both
-            traceback.print_exception(error)
-            sys.stderr.flush()
+            if not self._has_printed:
+                traceback.print_exception(error)
+                sys.stderr.flush()
+            self._has_printed = True
             self._reason = _text(error)
         return None
 
