@@ -38,7 +38,8 @@ class Containment:
     def __init__(self, check_device: Callable[[], None]) -> None:
         self._check_device = check_device
         self._lost_slots: set[int] = set()
-        self._reason = ""
+        self.reason = ""
+        """Why the last attempt failed here; "" when it did not."""
         self._has_printed = False
         self._index_to_reason: dict[int, str] = {}
 
@@ -60,7 +61,7 @@ class Containment:
 
     def fail(self, index: int, entry: BatchEntry) -> None:
         """The entry failed alone, here or at another rank of the stage."""
-        self._lose(index, entry, self._reason)
+        self._lose(index, entry, self.reason)
 
     @property
     def failed(self) -> tuple[FailedEntry, ...]:
@@ -69,7 +70,7 @@ class Containment:
 
     def attempt(self, work: Callable[[], _Result]) -> _Result | None:
         """What `work` returns, or None when it failed and the device survived; raises any other error."""
-        self._reason = ""
+        self.reason = ""
         try:
             return work()
         except _SURVIVABLE as error:
@@ -80,7 +81,7 @@ class Containment:
                 traceback.print_exception(error)
                 sys.stderr.flush()
             self._has_printed = True
-            self._reason = _text(error)
+            self.reason = _text(error)
         return None
 
     def _lose(self, index: int, entry: BatchEntry, reason: str) -> None:

@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from workers.engine.input_tokens import InputTokens, sampling_slots
 from workers.engine.progress import Progress, StepFaults
 from workers.engine.sampler import Sampler
 from workers.errors import WorkerError
-from workers.messages import BatchEntry, BlockCopy, SampledToken, StepPlan, StepReport
+from workers.messages import BatchEntry, BlockCopy, SampledToken, SlotStart, StepPlan, StepReport
 from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
@@ -154,10 +155,13 @@ class StepRunner:
             if self._slot_to_refusal.pop(slot, None) is None:
                 self._sampler.free(slot)
         for start in plan.starts:
-            try:
-                self._sampler.start(start)
-            except (ValueError, OverflowError) as error:
-                self._slot_to_refusal[start.slot] = str(error)
+            if self._containment.attempt(partial(self._start, start)) is None:
+                self._slot_to_refusal[start.slot] = self._containment.reason
+
+    def _start(self, start: SlotStart) -> bool:
+        assert self._sampler is not None
+        self._sampler.start(start)
+        return True
 
     def _input(self, plan: StepPlan) -> tuple[_Part, float]:
         """What this stage can compute of the step, and the seconds that this rank has waited for it."""
@@ -255,7 +259,7 @@ class StepRunner:
         self._step_faults.at("sampling")
         for slot in slots:
             if slot in self._slot_to_refusal:
-                raise WorkerError(f"its sampling cannot be done: {self._slot_to_refusal[slot]}")
+                raise WorkerError(f"its sampling cannot begin: {self._slot_to_refusal[slot]}")
         if len(slots) > len(logits):  # several samples fork from one prompt
             num_samples = [len(entry.sample_slots) for entry in entries if entry.sample_slots]
             logits = logits[self._upload(np.repeat(np.arange(len(logits)), num_samples))]
