@@ -25,6 +25,7 @@ from workers.messages import (
     RANK_SPEC_CODEC,
     RANK_UP_CODEC,
     BatchEntry,
+    FailedEntry,
     FormGroup,
     RankDown,
     RankFailed,
@@ -262,6 +263,22 @@ def test_a_failed_step_is_reported(brain: Brain, model_dir: Path) -> None:
     assert message == RankFailed(0, "AssertionError: slot 77 is freed but was never started")
     assert brain.process is not None
     assert brain.process.wait(START_TIMEOUT_S) == 1
+
+
+def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
+    brain: Brain, model_dir: Path, tmp_path: Path
+) -> None:
+    rule = FaultRule("rank.layers.decode.0.0", "raise", str(tmp_path / "marker"))
+    brain.ready(make_spec(brain, model_dir, faults=(rule,)))
+    plans = [prefill(1), decode(2, 20), decode(3, 21), StepPlan(4, (0,), (), (), ()), prefill(5)]
+    for plan in plans:
+        brain.send(plan)
+    reports = [brain.receive() for _ in plans]
+    assert all(isinstance(report, StepReport) for report in reports)
+    failed = [report.failed for report in reports if isinstance(report, StepReport)]
+    reason = "MemoryError: a fault was injected at rank.layers.decode.0.0"
+    assert failed == [(), (FailedEntry(0, reason),), (FailedEntry(0, ""),), (), ()]
+    assert [len(report.tokens) for report in reports if isinstance(report, StepReport)] == [1, 0, 0, 0, 1]
 
 
 def test_a_bad_frame_is_reported(brain: Brain, model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
@@ -11,7 +12,9 @@ from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
 from workers.errors import WorkerError
 from workers.messages import (
+    FailedEntry,
     HandOverTarget,
+    RequestFailed,
     SampledToken,
     SampleState,
     SamplingParams,
@@ -179,6 +182,25 @@ def test_a_step_is_settled_by_the_last_of_its_ranks_with_the_tokens_of_the_sampl
     assert steps.num_steps == 1
     assert steps.settle(3, report(sent[1], 0.1)) is None
     assert steps.settle(2, report(sent[1], 0.1)) is not None, "the order of ranks does not matter"
+
+
+def test_an_entry_that_any_rank_could_not_compute_has_failed(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    """The first stage had reported the step when the second failed; the reason is that of the rank that knows
+    it."""
+    steps = loop(clock, sent, num_prompts=2, tp=2, pp=2)
+    steps.feed()
+    whole = report(sent[0], 0.1)
+    failed = {2: FailedEntry(0, ""), 3: FailedEntry(0, "no memory")}
+    for rank in (0, 1, 3):
+        given = (failed[rank],) if rank in failed else ()
+        assert steps.settle(rank, replace(whole, failed=given)) is None
+    outcome = steps.settle(2, replace(whole, tokens=(), failed=(failed[2],)))
+    assert outcome is not None
+    assert outcome.failures == [RequestFailed("r0", 0, "internal", "a step failed: rank 3: no memory")]
+    assert not outcome.tokens
+    assert steps.rates.prefill_tok_s == 0, "what failed is no measure of speed"
 
 
 def test_a_report_that_is_not_due_is_an_error(clock: ManualClock, sent: list[StepPlan]) -> None:
