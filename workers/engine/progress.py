@@ -70,27 +70,29 @@ class StepFaults(Marks):
     """Marks on their way to `progress`, with the points at which a test may let a rank fail inside a step.
 
     For every entry of the computation under way the points `rank.PHASE.KIND.RANK` and
-    `rank.PHASE.KIND.RANK.SLOT` are passed; phases are "embedding", "layers" (at every mark), "head" and
-    "sampling", kinds "prefill" and "decode".
+    `rank.PHASE.KIND.RANK.SLOT` are passed. Phases are "embedding", "layers" (at every mark), "head" and
+    "sampling" (of entries that sample), kinds "prefill" and "decode".
     """
 
     def __init__(self, progress: Progress, faults: Faults, rank: int) -> None:
         self._progress = progress
         self._faults = faults
         self._rank = rank
-        self._names: list[str] = []
+        self._entries: Sequence[BatchEntry] = ()
 
     def begin(self, entries: Sequence[BatchEntry]) -> None:
         """The points that follow are of these entries."""
-        if self._faults.armed:
-            kinds = ["prefill" if entry.num_tokens > 1 else "decode" for entry in entries]
-            every = [f"{kind}.{self._rank}" for kind in kinds]
-            self._names = [*every, *(f"{name}.{it.slot}" for name, it in zip(every, entries, strict=True))]
+        self._entries = entries
 
     def at(self, phase: str) -> None:
         """Pass the points of this phase."""
-        for name in self._names:
-            self._faults.at(f"rank.{phase}.{name}")
+        if not self._faults.armed:
+            return
+        for entry in self._entries:
+            if phase != "sampling" or entry.sample_slots:
+                kind = "prefill" if entry.num_tokens > 1 else "decode"
+                self._faults.at(f"rank.{phase}.{kind}.{self._rank}")
+                self._faults.at(f"rank.{phase}.{kind}.{self._rank}.{entry.slot}")
 
     def mark(self) -> None:
         self.at("layers")
