@@ -250,18 +250,21 @@ def test_sampling_that_cannot_begin_fails_its_request(
 
 
 def test_an_error_that_the_device_does_not_survive_ends_the_rank() -> None:
-    def broken() -> None:
-        raise torch.AcceleratorError("the device is in another state")
-
-    containment = Containment(broken)
+    containment = Containment(torch.device("cpu"))
     with pytest.raises(torch.AcceleratorError):
-        containment.attempt(broken)
-    with pytest.raises(torch.AcceleratorError):  # as one learns by touching it
-        containment.attempt(lambda: [][1])
+        containment.attempt(lambda: _raise(torch.AcceleratorError("an illegal memory access")))
     with pytest.raises(RankDiedError):
         containment.attempt(lambda: _raise(RankDiedError("another rank is gone")))
     with pytest.raises(AssertionError):
         containment.attempt(lambda: _raise(AssertionError("a bug of ours")))
+
+
+def test_a_device_that_cannot_be_used_any_more_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that looks harmless, after which nothing can be computed."""
+    containment = Containment(torch.device("cpu"))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: _raise(torch.AcceleratorError("sticky")))
+    with pytest.raises(torch.AcceleratorError, match="sticky"):
+        containment.attempt(lambda: _raise(RuntimeError("out of workspace")))
 
 
 def _raise(error: BaseException) -> None:

@@ -33,10 +33,10 @@ _Result = TypeVar("_Result")
 
 class Containment:
     """What failed at this rank: slots whose sequences are lost until they are freed, and the entries of the
-    step under way. `check_device` raises when the device has not survived."""
+    step under way."""
 
-    def __init__(self, check_device: Callable[[], None]) -> None:
-        self._check_device = check_device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._lost_slots: set[int] = set()
         self.reason = ""
         """Why the last attempt failed here; "" when it did not."""
@@ -76,7 +76,7 @@ class Containment:
         except _SURVIVABLE as error:
             if isinstance(error, RankDiedError | torch.AcceleratorError):
                 raise
-            self._check_device()  # in the error's context: what it raises shows both
+            touch_device(self._device)  # in the error's context: what it raises shows both
             if not self._has_printed:
                 traceback.print_exception(error)
                 sys.stderr.flush()
@@ -87,6 +87,11 @@ class Containment:
     def _lose(self, index: int, entry: BatchEntry, reason: str) -> None:
         self._index_to_reason[index] = reason
         self._lost_slots.update((entry.slot, *entry.sample_slots))
+
+
+def touch_device(device: torch.device) -> None:
+    """Compute something and wait for it; raises when the device is unusable."""
+    assert float(torch.ones((), device=device) + 1) == 2.0
 
 
 def _text(error: Exception) -> str:
