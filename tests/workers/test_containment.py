@@ -138,13 +138,13 @@ def phases(tp: int, pp: int, rank: int) -> list[str]:
 
 
 def case(tp: int, pp: int, links: str, rank: int, phase: str, kind: str) -> Any:
-    """What gloo carries is for the most part slow, and so is what looks like the layers: embedding and
-    head."""
-    is_fast = phase in ("layers", "sampling") and (links == "here" or (rank == tp * pp - 1 and pp == 2))
+    """Fast are one rank, the layers and the sampling of four ranks, and one case of each other shape."""
+    is_fast = tp * pp == 1 or (links == "here" and phase in ("layers", "sampling") and tp * pp == 4)
+    is_fast |= rank == tp * pp - 1 and (phase, kind) == ("layers", "decode")
     return pytest.param(
         *(tp, pp, links, rank, phase, kind),
         id=f"{tp}x{pp}-{links or 'gloo'}-rank{rank}-{phase}-{kind}",
-        marks=[] if is_fast or tp * pp == 1 else pytest.mark.slow,
+        marks=[] if is_fast else pytest.mark.slow,
     )
 
 

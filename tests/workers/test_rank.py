@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -329,7 +330,8 @@ def test_fault_points(brain: Brain, model_dir: Path, tmp_path: Path, point: str,
 
 def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: Brain, tmp_path: Path) -> None:
     """The step is one chunk of 3,584 tokens, some 1e11 operations."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
+    sizes["num_attention_heads"] = 8
     write_random_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=4096, **sizes)
     brain.ready(replace(make_spec(brain, tmp_path), num_kv_tokens=4096, max_batch_tokens=3584))
     assert brain.process is not None

@@ -33,6 +33,7 @@ class Progress(Marks):
     """Written by the step's thread (`begin`, `mark`, `mark_layer`), read by one other thread."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._is_cuda = device.type == "cuda"
         self._step = 0
         self._num_pieces = 0
@@ -52,7 +53,7 @@ class Progress(Marks):
         """All that was computed or queued so far is a piece."""
         if self._is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
         else:
             self._num_pieces += 1
@@ -60,7 +61,7 @@ class Progress(Marks):
     def read(self) -> ProgressReading:
         """How far the step's thread (on CUDA: the device) has come. Raises RuntimeError when the device has
         failed."""
-        while self._events and self._events[0].query():
+        while self._events and self._events[0].query():  # type: ignore[no-untyped-call]
             self._events.popleft()
             self._num_passed += 1
         return ProgressReading(self._step, self._num_pieces + self._num_passed)
