@@ -1,8 +1,9 @@
 """Named points in the protocol where a test may kill, stop or corrupt; in production they do nothing.
 
 A point is declared by calling `faults.at("name")`. The rules come from the configuration's `debug.faults`
-(off by default). A rule fires once in the whole cluster: whoever first creates its marker file acts, and
-writes its process id there, so that a test knows whom it stopped.
+(off by default). A rule fires in one process of the whole cluster: whoever first creates its marker file
+acts, and writes its process id there, so that a test knows whom it stopped. It fires there once, or `times`
+times.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from kvtransfer.wire import Part
 
 
 class FaultRule(Part, frozen=True):
-    """At the `after`-th passage of `point`, do `action` ("kill", "stop" or "corrupt")."""
+    """At the `after`-th passage of `point`, and at the next ones until it has been done `times` times, do
+    `action` ("kill", "stop", "corrupt", or "raise": a MemoryError)."""
 
     point: str
     action: str
     marker: str
     after: int = 1
+    times: int = 1
 
 
 class Faults:
@@ -30,6 +33,7 @@ class Faults:
     def __init__(self, rules: Sequence[FaultRule] = ()) -> None:
         self._rules: dict[str, list[FaultRule]] = {}
         self._num_passages: dict[str, int] = {}
+        self._own_markers: set[str] = set()
         for rule in rules:
             self._rules.setdefault(rule.point, []).append(rule)
 
@@ -39,20 +43,25 @@ class Faults:
         return bool(self._rules)
 
     def at(self, point: str) -> bool:
-        """Pass `point`. True when the caller shall corrupt what it holds (flip one bit)."""
+        """Pass `point`. True when the caller shall corrupt what it holds (flip one bit). Raises MemoryError
+        by a rule that says so."""
         rules = self._rules.get(point)
         if rules is None:
             return False
         count = self._num_passages[point] = self._num_passages.get(point, 0) + 1
-        return any(self._fire(rule) for rule in rules if rule.after == count)
+        return any(self._fire(rule) for rule in rules if rule.after <= count < rule.after + rule.times)
 
     def _fire(self, rule: FaultRule) -> bool:
-        try:
-            marker = os.open(rule.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            return False
-        os.write(marker, str(os.getpid()).encode())
-        os.close(marker)
+        if rule.marker not in self._own_markers:
+            try:
+                marker = os.open(rule.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            except FileExistsError:
+                return False
+            os.write(marker, str(os.getpid()).encode())
+            os.close(marker)
+            self._own_markers.add(rule.marker)
+        if rule.action == "raise":
+            raise MemoryError(f"a fault was injected at {rule.point}")
         if rule.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif rule.action == "stop":

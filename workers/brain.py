@@ -52,6 +52,7 @@ from workers.messages import (
     RankUp,
     ReplicaHello,
     RoleChanged,
+    StepProgress,
     StepReport,
     Submission,
 )
@@ -200,7 +201,7 @@ class Brain:
     def check_health(self) -> None:
         """Raise `RankDiedError` when a rank ended, or hangs in a step."""
         if not self._death and self.steps.is_stalled(self._engine.stall_s):
-            self._on_rank_died(f"a step has run {self._engine.stall_s} s longer than its size explains")
+            self._on_rank_died(f"no rank has progressed with a step for {self._engine.stall_s} s")
         if self._death:
             raise RankDiedError(self._death)
 
@@ -299,6 +300,8 @@ class Brain:
                 outcome = self.steps.settle(rank, message)
                 if outcome is not None:
                     self.requests.settle(outcome)
+            case StepProgress():
+                self.steps.progressed(rank, message.step)
             case PushDone() | PushFailed() | PushStopped():
                 self.outbound.report(rank, message)
             case Verified() | LandingClosed() | WriterGone():

@@ -41,9 +41,9 @@ class EngineConfig(BaseModel):
     """CPU threads of each rank."""
     canary_idle_s: float = Field(default=2.0, gt=0)
     """An idle engine runs an empty step this often, so that its health is known."""
-    stall_s: float = Field(default=5.0, gt=0)
-    """A step that takes this much longer than its size explains means that the ranks hang: the replica
-    reports itself unhealthy."""
+    stall_s: float = Field(default=5.0, ge=1)
+    """Ranks that make no progress with a step for so long, however long the step takes, hang: the replica
+    reports itself unhealthy. A rank reports progress up to four times a second."""
 
     start_stall_s: float = Field(default=600.0, gt=0)
     """The start of a replica fails when none of its ranks comes further for this long. Progress is a new

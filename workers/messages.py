@@ -588,9 +588,17 @@ class SampledToken(Part, frozen=True):
     logprob: TokenLogprob | None
 
 
+class FailedEntry(Part, frozen=True):
+    """Entry `index` of the plan was not computed; "" where another rank knows why."""
+
+    index: int
+    reason: str
+
+
 class StepReport(Message, frozen=True):
-    """Rank to brain: its part of the step is done and its KV is in the pool. Only the sampling rank has
-    `tokens`. Times are the rank's monotonic clock: when its input was there, and when its part was done."""
+    """Rank to brain: its part of the step is done and its KV is in the pool, except that of `failed` entries.
+    Only the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was there, and
+    when its part was done."""
 
     step: int
     tokens: tuple[SampledToken, ...]
@@ -598,6 +606,16 @@ class StepReport(Message, frozen=True):
     finished_at: float
     memory: DeviceMemory | None = None
     """Every few seconds."""
+    failed: tuple[FailedEntry, ...] = ()
+    """Also those that a stage before this one failed to compute, and those of sequences that failed in an
+    earlier step which this plan had not known of."""
+
+
+class StepProgress(Message, frozen=True):
+    """Rank to brain, at most every `workers.engine.rank.PROGRESS_S`: the step has been under way for longer
+    than that, and a piece of it was completed since."""
+
+    step: int
 
 
 class Shutdown(Message, frozen=True):
@@ -610,7 +628,16 @@ LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move | Purge
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
 PeerLinkMessage = PeerMessage | HandOver
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
-RankUp = RankJoined | RankProgress | RankReady | RankFailed | StepReport | TransferReport | StoreReport
+RankUp = (
+    RankJoined
+    | RankProgress
+    | RankReady
+    | RankFailed
+    | StepProgress
+    | StepReport
+    | TransferReport
+    | StoreReport
+)
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)
 LINK_UP_CODEC: Codec[LinkUp] = Codec(LinkUp)

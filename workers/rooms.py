@@ -53,7 +53,7 @@ class Rooms:
         has_store = reaches_store(store, ready)
         self.pool = BlockPool(first.num_blocks, engine.block_tokens)
         self.scheduler = _scheduler(engine, shape, self.pool, first, has_store)
-        self.steps = _step_loop(self.scheduler, shape, group, ready, clock)
+        self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
         self._build_sides(engine, transfer, clock, faults, group, len(ready), kill_ranks)
         self.requests = Requests(
             identity=identity,
@@ -159,7 +159,12 @@ class Rooms:
 
 
 def _step_loop(
-    scheduler: Scheduler, shape: Shape, group: RankGroup, ready: Sequence[RankReady], clock: Clock
+    engine: EngineConfig,
+    scheduler: Scheduler,
+    shape: Shape,
+    group: RankGroup,
+    ready: Sequence[RankReady],
+    clock: Clock,
 ) -> StepLoop:
     capability = Capability(
         work=shape.work,
@@ -167,7 +172,19 @@ def _step_loop(
         byte_s=sum(each.byte_s for each in ready),
     )
     parallel = shape.parallel
-    return StepLoop(scheduler, group.send, clock, parallel.tp, parallel.pp, StepFigures(capability))
+    piece_flops = shape.work.largest_piece_flops(
+        engine.max_batch_tokens, engine.max_sequences, ready[0].max_context_tokens, parallel.tp
+    )
+    slowest_flop_s = min(each.flop_s for each in ready)
+    return StepLoop(
+        scheduler,
+        group.send,
+        clock,
+        parallel.tp,
+        parallel.pp,
+        StepFigures(capability),
+        piece_flops / slowest_flop_s if slowest_flop_s else 0.0,
+    )
 
 
 def _scheduler(

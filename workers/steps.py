@@ -2,8 +2,9 @@
 
 Every rank runs every plan and reports it. At most one plan more is unreported than there are stages: each
 stage runs one while the next is on its way. Idle ranks get an empty plan now and then, the canary, so that
-`is_stalled` tells a hung rank from an idle one. Ranks may be on hosts with other clocks: their times are only
-compared with times of the same rank.
+`is_stalled` tells a hung rank from an idle one. How long a step may take is not predicted: it depends on more
+than its size. Ranks say that they progress, piece by piece, and a hung one does not. Ranks may be on hosts
+with other clocks: their times are only compared with times of the same rank.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from kvtransfer.clock import Clock
 from workers.engine.batch import StepOutcome
 from workers.engine.scheduler import Scheduler
 from workers.errors import WorkerError
-from workers.messages import StepPlan, StepReport
+from workers.messages import FailedEntry, StepPlan, StepReport
 from workers.step_figures import StepFigures
 
 PIPELINE_DEPTH = 2
 """Unreported plans of a replica of one stage; every further stage adds one."""
 _PATIENCE = 4.0
-"""A step may take this many times what the measured rates predict before `stall_s` begins to count."""
-_SLOW_TOK_S = 20.0
-"""Assumed until a rate is measured."""
+"""A piece of a step may take this many times what the rank's measured rate predicts before `stall_s` begins
+to count: others may use the machine as well."""
 _CANARY = StepPlan(0, (), (), (), ())
 
 
@@ -56,7 +56,8 @@ class _Unreported:
     """A plan that is out, and who has reported it."""
 
     plan: StepPlan
-    sent_at: float
+    progressed_at: float
+    """When it was sent, or any rank was heard to progress with it."""
     rank_to_report: dict[int, StepReport] = field(default_factory=dict)
 
 
@@ -71,14 +72,17 @@ class StepLoop:
         tp: int = 1,
         pp: int = 1,
         figures: StepFigures | None = None,
+        piece_s: float = 0.0,
     ) -> None:
-        """`send` gives a plan to every rank; `figures` counts what the steps came to."""
+        """`send` gives a plan to every rank; `figures` counts what the steps came to. `piece_s` is how long
+        the largest piece of a step, between two marks of progress, takes by the ranks' measured rates."""
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
         self._tp = tp
         self._pp = pp
         self._depth = PIPELINE_DEPTH + pp - 1
+        self._piece_s = piece_s
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
         self.rates = Rates()
@@ -128,10 +132,13 @@ class StepLoop:
             max(rank_to_busy_s[stage * self._tp + tp_rank] for tp_rank in range(self._tp))
             for stage in range(self._pp)
         ]
-        self.rates.add(plan, stage_to_busy_s)
+        failed = _merged(rank_to_report)
+        if not failed:
+            self.rates.add(plan, stage_to_busy_s)
         self.figures.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
-        whole = replace(sampled, started_at=sampled.finished_at - sum(stage_to_busy_s))
+        started_at = sampled.finished_at - sum(stage_to_busy_s)
+        whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
         self.figures.settled(outcome)
         return outcome
@@ -144,27 +151,39 @@ class StepLoop:
         )
         return {step for step in unreported if step is not None}
 
-    def is_stalled(self, stall_s: float) -> bool:
-        """Whether the oldest unreported plan has run `stall_s` longer than its size can explain.
+    def progressed(self, rank: int, step: int) -> None:
+        """The rank has completed a piece of the step."""
+        for unreported in self._unreported:
+            if unreported.plan.step == step and rank not in unreported.rank_to_report:
+                unreported.progressed_at = self._clock.now()
 
-        Once the plan before it is settled, all that holds it up is its own way through the stages.
+    def is_stalled(self, stall_s: float) -> bool:
+        """Whether no rank has progressed with the oldest unreported plan for `stall_s`.
+
+        Once the plan before it is settled, all that holds it up is its own way through the stages. A rank
+        that waits for another makes no progress of its own, and one stage is done while the next computes: so
+        the rank that has come furthest counts. Progress with later plans does not: a stage may be ahead of
+        one that hangs.
         """
         if not self._unreported:
             return False
-        oldest = self._unreported[0]
-        waited_s = self._clock.now() - max(oldest.sent_at, self._last_settled_at)
-        return waited_s > stall_s + _PATIENCE * self._expected_s(oldest.plan)
-
-    def _expected_s(self, plan: StepPlan) -> float:
-        """Time in all stages together."""
-        num_tokens = _num_tokens(plan)
-        if _has_prefill(plan):
-            return self._pp * num_tokens / (self.rates.prefill_tok_s or _SLOW_TOK_S)
-        return self.rates.decode_step_s or num_tokens / _SLOW_TOK_S
+        progressed_at = max(self._unreported[0].progressed_at, self._last_settled_at)
+        return self._clock.now() - progressed_at > stall_s + _PATIENCE * self._piece_s
 
     def _issue(self, plan: StepPlan, now: float) -> None:
         self._unreported.append(_Unreported(plan, now))
         self._send(plan)
+
+
+def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
+    """What any rank could not compute, with the reason of the rank that knows it: a stage may have reported
+    the step before a later one fails."""
+    index_to_reason: dict[int, str] = {}
+    for rank, report in sorted(rank_to_report.items()):
+        for failed in report.failed:
+            reason = f"rank {rank}: {failed.reason}" if failed.reason else ""
+            index_to_reason[failed.index] = index_to_reason.get(failed.index) or reason
+    return tuple(FailedEntry(index, reason) for index, reason in sorted(index_to_reason.items()))
 
 
 def _num_tokens(plan: StepPlan) -> int:

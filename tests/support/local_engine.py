@@ -11,15 +11,17 @@ import torch
 from step_plans import BLOCK
 
 from kvtransfer.clock import ManualClock
+from kvtransfer.faults import Faults
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
 from workers.engine.executor import Executor
 from workers.engine.groups import RankGroups
 from workers.engine.joining import find_store, open_store
 from workers.engine.scheduler import Scheduler
-from workers.messages import StepPlan, StepReport, Submission
+from workers.messages import RequestFailed, StepPlan, StepReport, Submission
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
+from workers.steps import StepLoop
 
 CPU = torch.device("cpu")
 SECRET = b"the ranks' own secret"
@@ -39,7 +41,10 @@ class LocalEngine:
         *,
         tp: int = 1,
         stages: Sequence[tuple[int, int]] = ((0, 2),),
+        host_id: str = "",
+        faults: Sequence[Faults] = (),
     ) -> None:
+        """Ranks with a `host_id` share memory, others speak through gloo; `faults` are those of each rank."""
         self.tp, self.pp = tp, len(stages)
         self._store, self._address = open_store("127.0.0.1")
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp * self.pp)]
@@ -54,6 +59,7 @@ class LocalEngine:
                 device=CPU,
                 host="127.0.0.1",
                 secret=SECRET,
+                host_id=host_id,
             )
             executor = Executor(
                 model_dir=model_dir,
@@ -67,6 +73,7 @@ class LocalEngine:
                 groups=groups,
                 num_offload_tokens=num_offload_blocks * BLOCK,
                 offload_mode=mode,
+                faults=faults[rank] if faults else None,
             )
             executor.warm_up()
             return executor
@@ -84,21 +91,26 @@ class LocalEngine:
             num_stages=self.pp,
             num_offload_blocks=fields.num_offload_blocks,
         )
+        self.steps = StepLoop(self.scheduler, self._send, ManualClock(0.0), tp, self.pp)
         self._out: deque[list[Future[StepReport]]] = deque()
+        self.failures: dict[str, RequestFailed] = {}
         self.most_offloaded = 0
         self.plans: list[StepPlan] = []
 
     def run(self, submissions: Sequence[Submission]) -> dict[tuple[str, int], bytes]:
-        """The outputs of all samples; plans run ahead as they do under a brain."""
+        """The outputs of all samples; plans run ahead as they do under a brain. Requests that fail are in
+        `failures`."""
         for submission in submissions:
             self.scheduler.submit(submission, 0.0)
         outputs: dict[tuple[str, int], bytes] = {}
         while self._feed():
             reports = [future.result() for future in self._out.popleft()]
-            sampled = reports[(self.pp - 1) * self.tp]
-            for delta in self.scheduler.settle(sampled, 0.0).tokens:
+            outcome = [self.steps.settle(rank, report) for rank, report in enumerate(reports)][-1]
+            assert outcome is not None
+            for delta in outcome.tokens:
                 name = delta.request_id, delta.sample
                 outputs[name] = outputs.get(name, b"") + delta.tokens
+            self.failures |= {failure.request_id: failure for failure in outcome.failures}
             self.scheduler.check()
             self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
         assert self.scheduler.is_idle
@@ -106,15 +118,13 @@ class LocalEngine:
         return outputs
 
     def _feed(self) -> bool:
-        while len(self._out) < self.pp + 1 and (plan := self.scheduler.plan(0.0)) is not None:
-            self.plans.append(plan)
-            self._out.append(
-                [
-                    thread.submit(executor.run, plan)
-                    for thread, executor in zip(self._threads, self.executors, strict=True)
-                ]
-            )
+        self.steps.feed()
         return bool(self._out)
+
+    def _send(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        ranks = zip(self._threads, self.executors, strict=True)
+        self._out.append([thread.submit(executor.run, plan) for thread, executor in ranks])
 
     def close(self) -> None:
         for thread, executor in zip(self._threads, self.executors, strict=True):

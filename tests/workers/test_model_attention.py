@@ -10,7 +10,7 @@ from optional_programs import uses_compiler
 from torch import Tensor
 
 from workers.model.attention import paged_attention, write_kv
-from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.batch import AttentionBatch, Marks, SequenceSpan
 
 pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
 
@@ -87,3 +87,31 @@ def test_long_and_short_decoding_sequences_share_no_padding(backend: str) -> Non
         blocks = [-(-lengths[row] // 16) for row in group.rows.tolist()]
         assert max(blocks) <= 2 * min(blocks)
         assert group.bias.shape[-1] == max(blocks) * 16
+
+
+class CountedMarks(Marks):
+    """How often progress was marked."""
+
+    num_marks = 0
+
+    def mark(self) -> None:
+        self.num_marks += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("flops", "num_marks"), [(7e5, 2), (1e5, 6), (1.0, 6)])
+def test_a_chunk_behind_a_long_prefix_is_attended_in_pieces_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, flops: float, num_marks: int
+) -> None:
+    """Two heads of 1.2e6 operations together: one after the other, then 16 rows at a time."""
+    generator = torch.Generator().manual_seed(3)
+    kv = torch.randn(20, LAYERS, 2, 2, 16, HEAD_DIM, generator=generator).to(dtype)
+    query = torch.randn(40, 4, HEAD_DIM, generator=generator).to(dtype)
+    marks = [CountedMarks(), CountedMarks()]
+    whole, pieces = (
+        AttentionBatch.build([SequenceSpan(200, 40, tuple(range(15)))], 16, CPU, marks=it) for it in marks
+    )
+    expected = paged_attention(query, kv, 1, 0, whole)
+    monkeypatch.setattr("workers.model.attention.ATTENTION_PIECE_FLOPS", flops)
+    assert torch.equal(paged_attention(query, kv, 1, 0, pieces), expected)
+    assert [it.num_marks for it in marks] == [1, num_marks]

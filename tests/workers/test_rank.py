@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import socket
 import struct
@@ -10,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from child_processes import killed_on_error
+from msgspec.structs import replace
 from patience import SLACK_S, START_S
 from rank_nursery import ForkedRank
 
@@ -26,6 +30,7 @@ from workers.messages import (
     RANK_SPEC_CODEC,
     RANK_UP_CODEC,
     BatchEntry,
+    FailedEntry,
     FormGroup,
     RankDown,
     RankFailed,
@@ -40,6 +45,7 @@ from workers.messages import (
     SlotStart,
     StageCost,
     StepPlan,
+    StepProgress,
     StepReport,
 )
 from workers.model.random_checkpoint import write_random_checkpoint
@@ -278,6 +284,22 @@ def test_a_failed_step_is_reported(brain: Brain, model_dir: Path) -> None:
     assert brain.process.wait(START_TIMEOUT_S) == 1
 
 
+def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
+    brain: Brain, model_dir: Path, tmp_path: Path
+) -> None:
+    rule = FaultRule("rank.layers.decode.0.0", "raise", str(tmp_path / "marker"))
+    brain.ready(make_spec(brain, model_dir, faults=(rule,)))
+    plans = [prefill(1), decode(2, 20), decode(3, 21), StepPlan(4, (0,), (), (), ()), prefill(5)]
+    for plan in plans:
+        brain.send(plan)
+    reports = [brain.receive() for _ in plans]
+    assert all(isinstance(report, StepReport) for report in reports)
+    failed = [report.failed for report in reports if isinstance(report, StepReport)]
+    reason = "MemoryError: a fault was injected at rank.layers.decode.0.0"
+    assert failed == [(), (FailedEntry(0, reason),), (FailedEntry(0, ""),), (), ()]
+    assert [len(report.tokens) for report in reports if isinstance(report, StepReport)] == [1, 0, 0, 0, 1]
+
+
 def test_a_bad_frame_is_reported(brain: Brain, model_dir: Path) -> None:
     brain.ready(make_spec(brain, model_dir))
     assert brain.sock is not None
@@ -322,6 +344,30 @@ def test_fault_points(brain: Brain, model_dir: Path, tmp_path: Path, point: str,
     assert brain.process is not None
     assert brain.process.wait(START_TIMEOUT_S) == -signal.SIGKILL
     assert marker.read_text() == str(brain.process.pid)
+
+
+def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: Brain, tmp_path: Path) -> None:
+    """The step is one chunk of 3,584 tokens, some 1e11 operations."""
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
+    sizes["num_attention_heads"] = 8
+    write_random_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=4096, **sizes)
+    brain.ready(replace(make_spec(brain, tmp_path), num_kv_tokens=4096, max_batch_tokens=3584))
+    assert brain.process is not None
+    assert brain.sock is not None
+    prompt = np.tile(np.arange(256, dtype="<u4"), 14).tobytes()
+    start = SlotStart(SamplingParams(), (SlotSample(0, seed=0, last_token=255),))
+    brain.send(StepPlan(1, (), (start,), (), (BatchEntry(0, 0, 3584, prompt, tuple(range(224)), (0,)),)))
+    assert brain.receive() == StepProgress(1)
+    os.kill(brain.process.pid, signal.SIGSTOP)
+    while select.select([brain.sock], [], [], 1.0)[0]:
+        assert brain.receive() == StepProgress(1), "it was on its way"
+    os.kill(brain.process.pid, signal.SIGCONT)
+    message = brain.receive()
+    assert message == StepProgress(1)
+    while isinstance(message, StepProgress):
+        message = brain.receive()
+    assert isinstance(message, StepReport)
+    assert message.step == 1
 
 
 def test_a_rank_does_not_serve_a_stranger(brain: Brain, model_dir: Path) -> None:

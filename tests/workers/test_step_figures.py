@@ -16,7 +16,7 @@ from workers.engine.batch import PromptDone, StepOutcome
 from workers.engine.limits import MeasureSizes, device_memory, measure_limits
 from workers.messages import BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
 from workers.model.config import ModelConfig, read_model_config
-from workers.model.work import ModelWork
+from workers.model.work import ATTENTION_PIECE_FLOPS, ModelWork
 from workers.step_figures import BATCH_BOUNDS, Capability, StepFigures
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -167,3 +167,12 @@ def test_a_device_has_limits_and_memory() -> None:
     assert found.byte_s > 0
     memory = device_memory(torch.device("cpu"))
     assert 0 < memory.used_bytes < memory.total_bytes
+
+
+def test_the_largest_piece_is_a_product_of_a_tile_the_head_or_a_part_of_the_attention() -> None:
+    work = ModelWork(CONFIG, 4)
+    widest = 2 * CONFIG.hidden_size * 2 * CONFIG.intermediate_size
+    assert work.largest_piece_flops(100, 1, 1, 1) == 100 * widest
+    assert work.largest_piece_flops(5000, 1, 1, 2) == 256 * widest / 2
+    assert work.largest_piece_flops(1, 10**6, 1, 1) == 2 * 10**6 * CONFIG.vocab_size * CONFIG.hidden_size
+    assert work.largest_piece_flops(5000, 1, 10**9, 1) == ATTENTION_PIECE_FLOPS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvtransfer.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
@@ -11,7 +12,9 @@ from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import Scheduler
 from workers.errors import WorkerError
 from workers.messages import (
+    FailedEntry,
     HandOverTarget,
+    RequestFailed,
     SampledToken,
     SampleState,
     SamplingParams,
@@ -67,29 +70,73 @@ def report(plan: StepPlan, seconds: float, at: float = 10.0, token: int = 5) -> 
     return StepReport(plan.step, tokens, at, at + seconds)
 
 
-def test_a_first_step_of_unknown_rate_has_time(steps: StepLoop, clock: ManualClock) -> None:
+def test_a_step_that_progresses_may_take_any_time(
+    steps: StepLoop, clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    """Ten short chunks of 7 s, then one of equal size behind a long cached prefix, which takes 94 s: the
+    figures are those of a model of 1e9 parameters on one core."""
+    for index in range(10):
+        steps.feed()
+        clock.advance(7.0 - 4.0)
+        steps.progressed(0, sent[index].step)
+        clock.advance(4.0)
+        assert not steps.is_stalled(5.0)
+        steps.settle(0, report(sent[index], 7.0))
     steps.feed()
-    clock.advance(4 * NUM_TOKENS / 20 + 4.9)
+    for _ in range(24):
+        clock.advance(94 / 24)
+        assert not steps.is_stalled(5.0)
+        steps.progressed(0, sent[10].step)
+    clock.advance(5.1)
+    assert steps.is_stalled(5.0)
+    assert steps.settle(0, report(sent[10], 99.1)) is not None
+    assert not steps.is_stalled(5.0)
+
+
+def test_a_hung_step_is_noticed_whatever_its_size(steps: StepLoop, clock: ManualClock) -> None:
+    steps.feed()
+    clock.advance(4.9)
     assert not steps.is_stalled(5.0)
     clock.advance(0.2)
     assert steps.is_stalled(5.0)
 
 
-def test_once_measured_a_hung_step_is_noticed_soon(
-    steps: StepLoop, clock: ManualClock, sent: list[StepPlan]
-) -> None:
+def test_a_piece_that_is_long_by_measure_has_its_time(clock: ManualClock, sent: list[StepPlan]) -> None:
+    scheduler = loop(clock, sent)._scheduler
+    steps = StepLoop(scheduler, sent.append, clock, piece_s=2.0)
     steps.feed()
-    while sent[-1].entries[0].num_tokens > 1 and len(sent) < 2:
-        steps.feed()
-    for plan in (sent[0], sent[1]):
-        clock.advance(0.1)
-        steps.settle(0, report(plan, 0.1))
-    steps.feed()
+    clock.advance(5.0 + 4 * 2.0)
     assert not steps.is_stalled(5.0)
-    clock.advance(5.0)
-    assert not steps.is_stalled(5.0)
-    clock.advance(4 * 0.1 + 0.1)
+    clock.advance(0.1)
     assert steps.is_stalled(5.0)
+
+
+def test_of_ranks_that_wait_for_each_other_the_one_ahead_counts(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    steps = loop(clock, sent, num_prompts=2, tp=2, pp=2)
+    steps.feed()
+    for rank in (0, 1, 3, 2):
+        clock.advance(4.0)
+        steps.progressed(rank, sent[0].step)
+        assert not steps.is_stalled(5.0)
+    clock.advance(5.1)
+    assert steps.is_stalled(5.0)
+
+
+def test_progress_with_a_later_step_does_not_hide_a_stage_that_hangs(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    steps = loop(clock, sent, num_prompts=4, pp=2)
+    steps.feed()
+    steps.settle(0, report(sent[0], 0.1))
+    clock.advance(4.0)
+    steps.progressed(0, sent[1].step)
+    steps.progressed(0, sent[0].step)  # on its way when the report was sent
+    clock.advance(1.1)
+    assert steps.is_stalled(5.0)
+    steps.settle(1, report(sent[0], 0.1))
+    assert not steps.is_stalled(5.0), "the next one has its time from here on"
 
 
 def test_an_idle_rank_is_probed_and_its_silence_noticed(clock: ManualClock, sent: list[StepPlan]) -> None:
@@ -135,6 +182,25 @@ def test_a_step_is_settled_by_the_last_of_its_ranks_with_the_tokens_of_the_sampl
     assert steps.num_steps == 1
     assert steps.settle(3, report(sent[1], 0.1)) is None
     assert steps.settle(2, report(sent[1], 0.1)) is not None, "the order of ranks does not matter"
+
+
+def test_an_entry_that_any_rank_could_not_compute_has_failed(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    """The first stage had reported the step when the second failed; the reason is that of the rank that knows
+    it."""
+    steps = loop(clock, sent, num_prompts=2, tp=2, pp=2)
+    steps.feed()
+    whole = report(sent[0], 0.1)
+    failed = {2: FailedEntry(0, ""), 3: FailedEntry(0, "no memory")}
+    for rank in (0, 1, 3):
+        given = (failed[rank],) if rank in failed else ()
+        assert steps.settle(rank, replace(whole, failed=given)) is None
+    outcome = steps.settle(2, replace(whole, tokens=(), failed=(failed[2],)))
+    assert outcome is not None
+    assert outcome.failures == [RequestFailed("r0", 0, "internal", "a step failed: rank 3: no memory")]
+    assert not outcome.tokens
+    assert steps.rates.prefill_tok_s == 0, "what failed is no measure of speed"
 
 
 def test_a_report_that_is_not_due_is_an_error(clock: ManualClock, sent: list[StepPlan]) -> None:
@@ -195,15 +261,9 @@ def test_a_stage_that_hangs_is_noticed_though_the_one_before_it_reports(
     steps.feed()
     for rank in (0, 1):
         steps.settle(rank, report(sent[0], 0.1))
-    measured_s = _expected_s(sent[1], steps)
-    clock.advance(4 * measured_s + 4.9)
+    clock.advance(4.9)
     for plan in sent[1:]:
         steps.settle(0, report(plan, 0.1))
     assert not steps.is_stalled(5.0)
     clock.advance(0.2)
     assert steps.is_stalled(5.0)
-
-
-def _expected_s(plan: StepPlan, steps: StepLoop) -> float:
-    """Two stages, each as slow as the slower was."""
-    return 2 * sum(entry.num_tokens for entry in plan.entries) / steps.rates.prefill_tok_s

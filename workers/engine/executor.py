@@ -7,42 +7,37 @@ step (all sequences one after another), C hidden size, R rows that sample, V voc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.clock import Clock
 from kvtransfer.device import DevicePool
+from kvtransfer.faults import Faults
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import KvMemory
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from kvtransfer.pool import HostPool, KvPool
 from workers.engine.groups import RankGroups
-from workers.engine.input_tokens import InputTokens, sampling_slots
-from workers.engine.sampler import Sampler
+from workers.engine.step_runner import StepRunner
 from workers.errors import CapacityError, WorkerError
 from workers.messages import (
     BatchEntry,
-    BlockCopy,
-    SampledToken,
     SamplingParams,
     SlotSample,
     SlotStart,
     StepPlan,
     StepReport,
 )
-from workers.model.batch import AttentionBatch, SequenceSpan
 from workers.model.config import ModelConfig
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
-from workers.model.parallel import parallelize
 from workers.model.split import kv_heads
 from workers.model.weights import ShardSpec
 
@@ -106,6 +101,7 @@ class Executor:
         groups: RankGroups | None = None,
         num_offload_tokens: int = 0,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
+        faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """`shard` (None: the whole model) is this rank's place in `groups` (None: it is the only one).
@@ -124,7 +120,6 @@ class Executor:
         with FingerprintTask(model_dir, clock) as fingerprint_task:
             self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
             fingerprint = fingerprint_task.result(progress)
-        parallelize(self._decoder, self._groups)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
@@ -134,12 +129,10 @@ class Executor:
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
-        self._inputs: InputTokens | None = None
-        if self._groups.is_first_stage:
-            self._inputs = InputTokens(self._groups)
-        self._sampler: Sampler | None = None
-        if self._groups.is_sampler:
-            self._sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
+        self._runner = StepRunner(
+            self._decoder, self.kv, self.host, self._groups, block_tokens, clock, faults or Faults()
+        )
+        self.progress = self._runner.progress
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_context_tokens = (num_blocks + num_offload_blocks) * block_tokens
         self.ready_fields = ReadyFields(
@@ -160,43 +153,15 @@ class Executor:
             ),
         )
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepReport:
         """Execute this rank's part of one step. An empty plan touches the device and reports: the health
-        canary."""
-        started_at = self._clock.now()
-        if self._inputs is not None:
-            self._inputs.change(plan)
-        if self._sampler is not None:
-            for slot in plan.free_slots:
-                self._sampler.free(slot)
-            for start in plan.starts:
-                self._sampler.start(start)
-        if plan.copies:
-            self._copy_blocks(plan.copies)
-        if not plan.entries:
-            self._touch_device()
-            return StepReport(plan.step, (), started_at, self._clock.now())
-        batch = self._batch(plan.entries)
-        hidden, waited_s = self._input(plan)
-        hidden = self._decoder.run_layers(hidden, batch, self.kv)
-        sampled: list[SampledToken] = []
-        if self._groups.is_last_stage:
-            sampled = self._sample(plan, hidden)
-        else:
-            self._groups.send_hidden(hidden)
-        if not sampled:
-            self._synchronize()
-        return StepReport(plan.step, tuple(sampled), started_at + waited_s, self._clock.now())
+        canary. Entries that cannot be computed are in the report; `workers.engine.containment` tells how."""
+        return self._runner.run(plan)
 
-    @torch.inference_mode()
     def logits(self, entries: tuple[BatchEntry, ...]) -> Tensor:
         """Of a whole model: compute all entries in one call; [R, V] float32 at the last position of those
         that sample."""
-        assert self._inputs is not None
-        tokens = self._upload(self._inputs.tokens(entries))
-        hidden = self._decoder.forward(tokens, self._batch(entries), self.kv)
-        return self._logits(entries, hidden)
+        return self._runner.logits(entries)
 
     def warm_up(self) -> None:
         """One small prefill and one decode step, so that the first request does not pay for lazy set-up. The
@@ -222,67 +187,8 @@ class Executor:
         self._groups.close()
         if self.host is not None:
             self.host.close()
-        del self.kv
+        del self.kv, self._runner
         self.pool.close()
-
-    # ---------------------------------------------------------------------------------------- a step
-
-    def _batch(self, entries: Sequence[BatchEntry]) -> AttentionBatch:
-        spans = [SequenceSpan(entry.start, entry.num_tokens, entry.block_ids) for entry in entries]
-        if self.host is None:
-            return AttentionBatch.build(spans, self._block_tokens, self._device)
-        reader = self.host.reader_for([span.block_ids for span in spans])
-        batch = AttentionBatch.build(spans, self._block_tokens, self._device, reader)
-        if reader is not None:
-            reader.begin(batch)
-        return batch
-
-    def _input(self, plan: StepPlan) -> tuple[Tensor, float]:
-        """[T, C], the embedded tokens or what the previous stage made of them, and the seconds that this rank
-        has waited for it."""
-        began_at = self._clock.now()
-        if self._inputs is not None:
-            tokens = self._inputs.tokens(plan.entries)
-            waited_s = self._clock.now() - began_at
-            self._inputs.expect(plan)
-            return self._decoder.embed(self._upload(tokens)), waited_s
-        num_tokens = sum(entry.num_tokens for entry in plan.entries)
-        shape = (num_tokens, self.config.hidden_size)
-        hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._groups.receive_hidden(hidden)
-        return hidden, self._clock.now() - began_at
-
-    def _logits(self, entries: tuple[BatchEntry, ...], hidden: Tensor) -> Tensor:
-        """[R, V] at the sampler; [0, V] at the ranks that only compute a part of it."""
-        ends = np.cumsum([entry.num_tokens for entry in entries]) - 1
-        rows = [row for row, entry in enumerate(entries) if entry.sample_slots]
-        if not rows:
-            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        if len(rows) == len(hidden):  # all are single tokens
-            return self._decoder.logits(hidden)
-        return self._decoder.logits(hidden[self._upload(ends[rows])])
-
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> list[SampledToken]:
-        logits = self._logits(plan.entries, hidden)
-        slots = sampling_slots(plan)
-        if not slots or self._sampler is None:
-            return []
-        if len(slots) > len(logits):  # several samples fork from one prompt
-            num_samples = [len(entry.sample_slots) for entry in plan.entries if entry.sample_slots]
-            logits = logits[self._upload(np.repeat(np.arange(len(logits)), num_samples))]
-        sampled = self._sampler.sample(logits, slots)
-        if self._groups.tp * self._groups.pp > 1:
-            self._groups.send_tokens(plan.step, np.array([token.token for token in sampled]))
-        if self._inputs is not None:
-            self._inputs.sampled(sampled)
-        return sampled
-
-    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        if self.host is not None and not (copies := self.host.copy(copies)):
-            return
-        src = self._upload(np.array([copy.src_block for copy in copies]))
-        dst = self._upload(np.array([copy.dst_block for copy in copies]))
-        self.kv[dst] = self.kv[src]
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
@@ -294,7 +200,6 @@ class Executor:
             host.use(self._offload_mode)
         return host
 
-    @torch.inference_mode()
     def _choose_offload_mode(self, host: HostKv) -> None:
         """Take the way in which a decode step over a long context in host memory is faster. Ranks of a stage
         measure together, and may choose differently."""
@@ -308,24 +213,12 @@ class Executor:
             times = []
             for _ in range(_NUM_MEASURED_STEPS):
                 started_at = self._clock.now()
-                hidden = torch.zeros((1, self.config.hidden_size), dtype=self._dtype, device=self._device)
-                self._decoder.run_layers(hidden, self._batch([entry]), self.kv)
-                self._synchronize()
+                self._runner.layers_only(entry)
                 times.append(self._clock.now() - started_at)
             mode_to_s[mode] = min(times)
         host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
         taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
         _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)
-
-    def _touch_device(self) -> None:
-        assert float(torch.ones((), device=self._device) + 1) == 2.0
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _upload(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:

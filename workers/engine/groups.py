@@ -30,7 +30,8 @@ _TIMEOUT = timedelta(hours=1)
 # A sum for which a rank sends no more than this goes straight to all ranks. Between two ranks that exchange
 # takes 124 us for 8 KiB where gloo's ring, on a thread of its own, takes 333; at 2 MiB they are equal.
 _DIRECT_BYTES = 2 << 20
-_SUM_TAG, _LOGITS_TAG = 0, 1
+_SUM_TAG, _LOGITS_TAG, _AGREE_TAG = 0, 1, 2
+_HIDDEN_TAG, _MARKS_TAG = 0, 1
 
 
 class RankGroups:
@@ -91,26 +92,22 @@ class RankGroups:
                 {rank - first: sock for rank, sock in sockets.items()}, self.tp_rank
             )
         elif self.tp > 1:
-            group = former.group(f"stage {self.stage}", self.tp_rank, self.tp, own == "cuda")
-            self._layer_group = _LayerGroup(group, self.tp, self.tp_rank)
+            name = f"stage {self.stage}"
+            group = former.group(name, self.tp_rank, self.tp, own == "cuda")
+            marks = former.group(f"{name} marks", self.tp_rank, self.tp, False) if own == "cuda" else group
+            self._layer_group = _LayerGroup(group, marks, self.tp, self.tp_rank)
         if not self.is_first_stage:
             peer = self.rank - self.tp
             if are_local((peer, self.rank)):
                 self._previous = HiddenReceiver(board.connect("hidden", [peer])[peer])
             else:
-                both_cuda = own == kinds[peer] == "cuda"
-                self._previous = _HiddenPair(
-                    former.group(f"hidden {peer}", 1, 2, both_cuda), both_cuda, self.pp
-                )
+                self._previous = _HiddenPair(former, peer, 1, own == kinds[peer] == "cuda", self.pp)
         if not self.is_last_stage:
             peer = self.rank + self.tp
             if are_local((peer, self.rank)):
                 self._next = HiddenSender(board.connect("hidden", [peer])[peer])
             else:
-                both_cuda = own == kinds[peer] == "cuda"
-                self._next = _HiddenPair(
-                    former.group(f"hidden {self.rank}", 0, 2, both_cuda), both_cuda, self.pp
-                )
+                self._next = _HiddenPair(former, self.rank, 0, own == kinds[peer] == "cuda", self.pp)
         sampler = (self.pp - 1) * self.tp
         receivers = [rank for rank in range(self.tp) if rank != sampler]
         if not (self.is_first_stage or self.is_sampler) or not receivers:
@@ -134,10 +131,38 @@ class RankGroups:
         """The stage's [R, widths[r]] side by side at its first rank, None at the others."""
         assert self._layer_group is not None, "one rank has nothing to gather"
         assert tensor.shape[1] == widths[self.tp_rank]
+        num_rows = tensor.shape[0]
+        parts: list[Tensor] = []
+        whole: Tensor | None = None
+        if self.tp_rank == 0:  # before anything is sent, so that lack of memory looks like no lost rank
+            parts = [tensor.new_empty((num_rows, width)) for width in widths[1:]]
+            whole = tensor.new_empty((num_rows, sum(widths)))
         with _broken_connections("gathering logits"):
-            return self._layer_group.gather_columns(tensor, widths)
+            self._layer_group.gather_columns(tensor, widths, parts)
+        return None if whole is None else torch.cat([tensor, *parts], 1, out=whole)
+
+    def agree(self, is_well: bool) -> bool:
+        """Whether it is well with all ranks of the stage, which call this at the same points of a step. Only
+        what the hosts know is exchanged: kernels that are queued are not waited for."""
+        if self._layer_group is None:
+            return is_well
+        with _broken_connections("agreeing on a step"):
+            return self._layer_group.agree(is_well)
 
     # ------------------------------------------------------------------------- from stage to stage
+
+    def send_marks(self, marks: NDArray[np.uint8]) -> None:
+        """Say which entries of the plan (1, else 0) the next `send_hidden` is of; without any none
+        follows."""
+        assert self._next is not None, "the last stage has no next"
+        with _broken_connections("sending the marks of hidden states"):
+            self._next.send_marks(marks)
+
+    def receive_marks(self, num_entries: int) -> NDArray[np.uint8]:
+        """Wait for the marks of the previous stage's next hidden states."""
+        assert self._previous is not None, "the first stage has no previous"
+        with _broken_connections("receiving the marks of hidden states"):
+            return self._previous.receive_marks(num_entries)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send [T, C] to the next stage and return; nobody may change `hidden` afterwards."""
@@ -221,8 +246,10 @@ class _Former:
 class _LayerGroup:
     """Sums and gathers over the ranks of one stage, by gloo or NCCL."""
 
-    def __init__(self, group: Any, tp: int, tp_rank: int) -> None:
+    def __init__(self, group: Any, marks: Any, tp: int, tp_rank: int) -> None:
+        """`marks` is a group of the same ranks that carries what lies in host memory."""
         self._group = group
+        self._marks = marks
         self._tp = tp
         self._tp_rank = tp_rank
 
@@ -242,40 +269,63 @@ class _LayerGroup:
             work.wait()
         torch.sum(parts, 0, out=tensor)
 
-    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+    def agree(self, is_well: bool) -> bool:
+        others = [rank for rank in range(self._tp) if rank != self._tp_rank]
+        marks = torch.full((self._tp, 1), int(is_well), dtype=torch.uint8)
+        own = marks[self._tp_rank].clone()
+        works = [self._marks.recv([marks[rank]], rank, _AGREE_TAG) for rank in others]
+        works += [self._marks.send([own], rank, _AGREE_TAG) for rank in others]
+        for work in works:
+            work.wait()
+        return bool(marks.all())
+
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int], parts: list[Tensor]) -> None:
         if self._tp_rank > 0:
             self._group.send([tensor.contiguous()], 0, _LOGITS_TAG).wait()
-            return None
-        parts = [tensor.new_empty((tensor.shape[0], width)) for width in widths[1:]]
+            return
         works = [self._group.recv([part], rank, _LOGITS_TAG) for rank, part in enumerate(parts, start=1)]
         for work in works:
             work.wait()
-        return torch.cat([tensor, *parts], 1)
 
 
 class _HiddenPair:
     """Hidden states between a rank and its counterpart in the next stage, in order. Between unlike devices
     they pass through host memory."""
 
-    def __init__(self, group: Any, on_cuda: bool, pp: int) -> None:
-        self._group = group
+    def __init__(self, former: _Former, sender: int, member: int, on_cuda: bool, pp: int) -> None:
+        """`member` is 0 at the rank `sender` and 1 at its counterpart; `on_cuda`: both devices are."""
+        self._group = former.group(f"hidden {sender}", member, 2, on_cuda)
+        self._marks = former.group(f"marks {sender}", member, 2, False) if on_cuda else self._group
         self._on_cuda = on_cuda
         # As many as there are plans in flight: the tensor of the oldest has been received by then.
-        self._most_sends = pp + 1
+        self._most_sends = 2 * (pp + 1)
         self._sends: deque[tuple[Any, Tensor]] = deque()
 
+    def send_marks(self, marks: NDArray[np.uint8]) -> None:
+        sent = torch.from_numpy(marks)
+        self._sent(self._marks.send([sent], 1, _MARKS_TAG), sent)
+
+    def receive_marks(self, count: int) -> NDArray[np.uint8]:
+        received = torch.empty(count, dtype=torch.uint8)
+        self._marks.recv([received], 0, _MARKS_TAG).wait()
+        marks: NDArray[np.uint8] = received.numpy()
+        return marks
+
     def send(self, hidden: Tensor) -> None:
-        sent = hidden if self._on_cuda else hidden.cpu()
-        self._sends.append((self._group.send([sent.contiguous()], 1, 0), sent))
+        sent = (hidden if self._on_cuda else hidden.cpu()).contiguous()
+        self._sent(self._group.send([sent], 1, _HIDDEN_TAG), sent)
+
+    def _sent(self, work: Any, sent: Tensor) -> None:
+        self._sends.append((work, sent))
         if len(self._sends) > self._most_sends:
             self._sends.popleft()[0].wait()
 
     def receive(self, into: Tensor) -> None:
         if self._on_cuda or into.device.type == "cpu":
-            self._group.recv([into], 0, 0).wait()
+            self._group.recv([into], 0, _HIDDEN_TAG).wait()
         else:
             received = torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
-            self._group.recv([received], 0, 0).wait()
+            self._group.recv([received], 0, _HIDDEN_TAG).wait()
             into.copy_(received)
 
 

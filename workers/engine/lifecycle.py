@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Load, Phase, Rank, Request, RequestKey, Sequence
 from workers.engine.tables import BlockTables
-from workers.messages import Submission
+from workers.messages import RequestFailed, Submission
 
 
 class Lifecycle:
@@ -104,6 +104,27 @@ class Lifecycle:
         """End all samples of the request."""
         for sequence in request.sequences:
             self.end(sequence)
+
+    def fail(self, request: Request, reason: str) -> RequestFailed:
+        """End all samples of a request that a rank could not compute. Of the step that failed nothing is
+        registered, and later plans that name the sequences are settled without effect."""
+        self.drop(request)
+        why = f"a step failed: {reason}"
+        return RequestFailed(*request.key, code="internal", reason=why, suspect=True)
+
+    def expire(self, now: float) -> list[RequestFailed]:
+        """End every request whose deadline has passed, except those whose hand-over is under way."""
+        expired = [
+            request
+            for request in self.requests.values()
+            if request.deadline is not None and request.deadline <= now and not request.is_held
+        ]
+        failures = []
+        for request in expired:
+            reason = f"the deadline passed {now - request.arrived_at:.3f} s after arrival, {request.progress}"
+            failures.append(RequestFailed(*request.key, code="deadline", reason=reason))
+            self.drop(request)
+        return failures
 
     # ------------------------------------------------------------------------------------------- phases
 

@@ -35,6 +35,7 @@ _PATIENCE_S = 300.0
 _NUM_DIALS = 20
 _DIAL_PAUSE_S = 0.1
 _pause = threading.Event()
+_FAILED = b"\0"
 
 
 class Switchboard:
@@ -150,21 +151,24 @@ class SharedSums:
             else:
                 torch.sum(torch.stack(parts), 0, out=part)
 
-    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The ranks' [R, widths[r]] side by side at rank 0, None at the others."""
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int], parts: list[Tensor]) -> None:
+        """Fill `parts` at rank 0 with the [R, widths[r]] of the others; there are none elsewhere."""
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         sizes = [tensor.shape[0] * width * tensor.element_size() for width in widths]
-        gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes[1:]] if self._tp_rank == 0 else []
+        gathered = [part.view(-1).view(torch.uint8) for part in parts]
         for start in range(0, max(sizes), SLOT_BYTES):
             self._exchange(flat[start : start + SLOT_BYTES])
             for whole, slots in zip(gathered, self._slots[1:], strict=False):
                 part = whole[start : start + SLOT_BYTES]
                 shown = slots[self._last_slot :]
                 part.copy_(shown[: len(part)])
-        if self._tp_rank > 0:
-            return None
-        others = [part.view(tensor.dtype).view(tensor.shape[0], -1) for part in gathered]
-        return torch.cat([tensor, *others], 1)
+
+    def agree(self, is_well: bool) -> bool:
+        """Whether it is well with all ranks."""
+        for sock in self._sockets:
+            _send(sock, _WAKE if is_well else _FAILED)
+        marks = [_receive(sock, 1) for sock in self._sockets]
+        return is_well and _FAILED not in marks
 
     def close(self) -> None:
         for sock in self._sockets:
@@ -210,6 +214,10 @@ class HiddenSender:
         os.close(descriptor)
         self._num_sent = self._num_taken = 0
 
+    def send_marks(self, marks: NDArray[np.uint8]) -> None:
+        """Say what the next hidden states are of."""
+        _send(self._sock, marks.tobytes())
+
     def send(self, hidden: Tensor) -> None:
         """The tensor may be changed afterwards."""
         flat = hidden.contiguous().view(-1).view(torch.uint8)
@@ -232,6 +240,10 @@ class HiddenReceiver:
         self._sock = sock
         self._ring = _receive_memory(sock, _NUM_RING_SLOTS * SLOT_BYTES)
         self._num_taken = 0
+
+    def receive_marks(self, count: int) -> NDArray[np.uint8]:
+        """What the next hidden states are of."""
+        return np.frombuffer(_receive(self._sock, count), dtype=np.uint8)
 
     def receive(self, into: Tensor) -> None:
         flat = into.view(-1).view(torch.uint8)

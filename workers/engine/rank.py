@@ -41,6 +41,7 @@ from workers.engine.executor import Executor, read_dtype
 from workers.engine.groups import RankGroups
 from workers.engine.joining import find_store, join
 from workers.engine.limits import AT_START, DeviceLimits, device_memory, measure_limits
+from workers.engine.progress import Progress
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -54,6 +55,7 @@ from workers.messages import (
     RankUp,
     Shutdown,
     StepPlan,
+    StepProgress,
     StepReport,
 )
 from workers.model.weights import ShardSpec
@@ -61,6 +63,8 @@ from workers.model.weights import ShardSpec
 _CONNECT_TIMEOUT_S = 10.0
 _LENGTH = struct.Struct("<I")
 _MEMORY_S = 2.0
+PROGRESS_S = 0.25
+"""How often a rank looks whether a long step has progressed."""
 
 
 def run_rank(spec: RankSpec) -> None:
@@ -103,7 +107,7 @@ class _Rank:
         self._limits = measure_limits(device, dtype, self._clock, AT_START[device.type])
         form = self._formed.get()
         started_at = self._clock.now()
-        executor = _load(self._spec, form, store, self._clock, self._enter)
+        executor = _load(self._spec, form, store, self._clock, self._faults, self._enter)
         loaded_at = self._clock.now()
         self._enter("warming up")
         executor.warm_up()
@@ -120,7 +124,14 @@ class _Rank:
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
         ready = _ready(self._spec.rank, executor, agent.endpoints(), load_s, warm_up_s)
         self._channel.send(replace(ready, flop_s=self._limits.flop_s, byte_s=self._limits.byte_s))
+        ended = threading.Event()
+        reporter = threading.Thread(
+            target=self._report_progress, args=(executor.progress, ended), daemon=True
+        )
+        reporter.start()
         self._run_plans(executor)
+        ended.set()
+        reporter.join()
         hands.close()
         agent.close()
         executor.close()
@@ -139,6 +150,18 @@ class _Rank:
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way
                 raise
+
+    def _report_progress(self, progress: Progress, ended: threading.Event) -> None:
+        """Report, until the rank ends, that steps of more than `PROGRESS_S` progress; shorter ones cost no
+        frame. A thread of its own, so that what it reports is measured and not promised: of a step's thread
+        that hangs there is nothing to report."""
+        with _FailureReport(self._channel, self._spec.rank):
+            last = progress.read()
+            while not ended.wait(PROGRESS_S):
+                reading = progress.read()
+                if reading.step == last.step and reading.num_pieces > last.num_pieces:
+                    self._channel.send(StepProgress(reading.step))
+                last = reading
 
     def _with_memory(self, report: StepReport) -> StepReport:
         """The report, every few seconds with what the device's memory holds."""
@@ -203,7 +226,12 @@ def _ready(
 
 
 def _load(
-    spec: RankSpec, form: FormGroup, store: Store | None, clock: Clock, enter: Callable[[str], None]
+    spec: RankSpec,
+    form: FormGroup,
+    store: Store | None,
+    clock: Clock,
+    faults: Faults,
+    enter: Callable[[str], None],
 ) -> Executor:
     enter("forming groups")
     device = torch.device(spec.device)
@@ -231,6 +259,7 @@ def _load(
         clock=clock,
         shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
         groups=groups,
+        faults=faults,
         progress=enter,
     )
 

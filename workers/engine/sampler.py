@@ -59,12 +59,12 @@ class Sampler:
         self._counters = noise.counters(vocab_size, device)
 
     def start(self, start: SlotStart) -> None:
-        """Take over slots; their output so far counts for penalties, minimum length and noise."""
+        """Take over slots; their output so far counts for penalties, minimum length and noise. A call that
+        fails takes none."""
         prompt = None
         if start.sampling.penalizes_prompt:
             prompt = PromptTokens(start.prompt, self._vocab_size, self._device)
-        for sample in start.samples:
-            self._start(sample, start.sampling, prompt)
+        self._slots |= {it.slot: self._started(it, start.sampling, prompt) for it in start.samples}
 
     def free(self, slot: int) -> None:
         """Forget a slot."""
@@ -87,6 +87,7 @@ class Sampler:
             index = self._index(unsure)
             draw.tokens[index] = self._draw_exactly(logits[index], [states[row] for row in unsure])
             draw.is_sure[index] = True
+        # Last: a call that fails has changed nothing.
         for state, token in zip(states, tokens, strict=True):
             state.num_output += 1
             if state.penalties is not None:
@@ -106,11 +107,11 @@ class Sampler:
             logits[index] = self._warp(states[row] for row in rows).dense(logits[index])
         return logits
 
-    def _start(self, sample: SlotSample, sampling: SamplingParams, prompt: PromptTokens | None) -> None:
+    def _started(self, sample: SlotSample, sampling: SamplingParams, prompt: PromptTokens | None) -> _Slot:
         assert sample.slot not in self._slots, f"slot {sample.slot} is already in use"
         bias = {id_: value for id_, value in sampling.logit_bias.items() if 0 <= id_ < self._vocab_size}
         has_penalties = sampling.penalizes_output
-        self._slots[sample.slot] = _Slot(
+        return _Slot(
             sampling=sampling,
             seed=sample.seed,
             num_output=sample.num_output_tokens,

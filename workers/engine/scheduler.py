@@ -231,17 +231,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[RequestFailed]:
         """End every request whose deadline has passed, except those whose hand-over is under way."""
-        expired = [
-            request
-            for request in self._life.requests.values()
-            if request.deadline is not None and request.deadline <= now and not request.is_held
-        ]
-        failures = []
-        for request in expired:
-            reason = f"the deadline passed {now - request.arrived_at:.3f} s after arrival, {request.progress}"
-            failures.append(RequestFailed(*request.key, code="deadline", reason=reason))
-            self._life.drop(request)
-        return failures
+        return self._life.expire(now)
 
     def take_failures(self) -> list[RequestFailed]:
         """Requests that `plan` found expired and that no outcome has named yet."""
@@ -321,9 +311,15 @@ class Scheduler:
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
         outcome = StepOutcome(failures=self.take_failures())
         slot_to_sampled = {sampled.slot: sampled for sampled in report.tokens}
-        for entry in issued.entries:
-            if entry.sequence.phase is not Phase.ENDED:
-                self._life.handled = entry.sequence.request.key
+        index_to_reason = {failed.index: failed.reason for failed in report.failed}
+        for index, entry in enumerate(issued.entries):
+            request = entry.sequence.request
+            if entry.sequence.phase is Phase.ENDED:
+                continue
+            self._life.handled = request.key
+            if index in index_to_reason:
+                outcome.failures.append(self._life.fail(request, index_to_reason[index]))
+            else:
                 self._settle_entry(entry, slot_to_sampled, report, now, outcome)
         self.isolation.settled(issued)
         self._life.settle(report.step)

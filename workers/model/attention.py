@@ -9,6 +9,7 @@ heads, G = H / K, D head size, B decoding sequences, S context tokens.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,12 @@ from workers.model.batch import (
     DecodeGroup,
     HostSpots,
     KvShape,
+    Marks,
     PagedDecodes,
 )
+from workers.model.work import ATTENTION_PIECE_FLOPS
+
+_MIN_PIECE_ROWS = 16
 
 _WIDENED_BYTES = 2 << 20
 """Keys of one head that a thread widens to float32 at a time. 2 MiB: as fast as the products in bfloat16 from
@@ -54,13 +59,13 @@ def paged_attention(query: Tensor, kv: Tensor, layer: int, window: int, batch: A
     plan = batch.plan(window, shape, query.dtype)
     host = batch.host
     if host is None or not plan.host_ids:
-        return _attend(query, _LayerKv(kv, layer, shape, None, 0), plan)
-    mixed = _attend(query, _LayerKv(kv, layer, shape, host.layer(layer), host.first_id), plan)
+        return _attend(query, _LayerKv(kv, layer, shape, None, 0), plan, batch.marks)
+    mixed = _attend(query, _LayerKv(kv, layer, shape, host.layer(layer), host.first_id), plan, batch.marks)
     host.done(layer)
     return mixed
 
 
-def _attend(query: Tensor, layer: _LayerKv, plan: AttentionPlan) -> Tensor:
+def _attend(query: Tensor, layer: _LayerKv, plan: AttentionPlan, marks: Marks) -> Tensor:
     num_tokens, num_heads, head_dim = query.shape
     if plan.paged is not None and not plan.chunks:
         return _decode_paged(query, layer, plan.paged)
@@ -71,8 +76,9 @@ def _attend(query: Tensor, layer: _LayerKv, plan: AttentionPlan) -> Tensor:
         output[plan.paged.rows] = _decode_paged(query[plan.paged.rows], layer, plan.paged)
     for group in plan.groups:
         output[group.rows] = _decode_group(query[group.rows], layer, group)
+        marks.mark()
     for chunk in plan.chunks:
-        output[chunk.rows] = _prefill_chunk(query[chunk.rows], layer, chunk)
+        output[chunk.rows] = _prefill_chunk(query[chunk.rows], layer, chunk, marks)
     return output
 
 
@@ -161,7 +167,7 @@ def split_in_halves(probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat((upper, (probabilities - upper).to(dtype)), 1)
 
 
-def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk) -> Tensor:
+def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -> Tensor:
     """`query` [t, H, D] to [t, H * D]: key-value heads are the batch, so that expanding them to G query
     heads each copies nothing."""
     num_tokens, num_heads, head_dim = query.shape
@@ -171,11 +177,44 @@ def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk) -> Tensor:
     seen = gathered.view(2, num_kv, 1, -1, head_dim)[:, :, :, chunk.first : chunk.end].expand(
         -1, -1, group, -1, -1
     )
-    mixed = F.scaled_dot_product_attention(
-        query.view(num_tokens, num_kv, group, head_dim).permute(1, 2, 0, 3),
-        seen[0],
-        seen[1],
-        attn_mask=chunk.bias,
-        is_causal=chunk.bias is None,
-    )
+    queries = query.view(num_tokens, num_kv, group, head_dim).permute(1, 2, 0, 3)
+    pieces = _pieces(queries, seen.shape[3], chunk.bias is not None)
+    attended = []
+    for heads, rows in pieces:
+        attended.append(
+            F.scaled_dot_product_attention(
+                queries[heads, :, rows],
+                seen[0, heads],
+                seen[1, heads],
+                attn_mask=None if chunk.bias is None else chunk.bias[rows],
+                is_causal=chunk.bias is None,
+            )
+        )
+        marks.mark()
+    mixed = attended[0]
+    if len(pieces) > 1:
+        mixed = torch.empty_like(queries)
+        for (heads, rows), part in zip(pieces, attended, strict=True):
+            mixed[heads, :, rows] = part
     return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads * head_dim)
+
+
+def _pieces(queries: Tensor, num_keys: int, has_bias: bool) -> list[tuple[slice, slice]]:
+    """The (key-value heads, rows) of `queries` [K, G, t, D] that are attended in one call: all of them, or on
+    a CPU, where one call behind a long prefix takes many seconds, parts of `ATTENTION_PIECE_FLOPS`.
+
+    Whole heads are split off first, which changes no arithmetic. Without a bias the mask is the call's own,
+    and rows stay together: their context is no longer than the chunk.
+    """
+    num_kv, group, num_rows, head_dim = queries.shape
+    row_flops = 4 * num_keys * group * head_dim
+    every = slice(None)
+    if queries.device.type != "cpu" or num_kv * num_rows * row_flops <= ATTENTION_PIECE_FLOPS:
+        return [(every, every)]
+    heads = [slice(head, head + 1) for head in range(num_kv)]
+    if num_rows * row_flops <= ATTENTION_PIECE_FLOPS or not has_bias:
+        return [(head, every) for head in heads]
+    num_pieces = math.ceil(num_rows * row_flops / ATTENTION_PIECE_FLOPS)
+    piece_rows = math.ceil(num_rows / num_pieces / _MIN_PIECE_ROWS) * _MIN_PIECE_ROWS
+    rows = [slice(at, at + piece_rows) for at in range(0, num_rows, piece_rows)]
+    return [(head, part) for head in heads for part in rows]

@@ -111,12 +111,25 @@ class KvShape(NamedTuple):
     head_dim: int
 
 
+class Marks:
+    """Takes the marks that a step's work makes as it proceeds; here nobody wants them."""
+
+    def mark(self) -> None:
+        """A piece of a layer is done or, on CUDA, queued."""
+
+    def mark_layer(self) -> None:
+        """A layer is done or, on CUDA, queued."""
+
+
+_NO_MARKS = Marks()
+
+
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
     """One step's sequences, flattened. `positions`, `token_blocks` and `token_offsets` are [T]: where each
     token stands in its sequence, and where its KV goes. `partial_blocks` are blocks begun and not filled
     by this step: their rest is zeroed first, so that what lies there never reaches a softmax as NaN.
-    `host` is there when tables name blocks in host memory."""
+    `host` is there when tables name blocks in host memory. `marks` is called as the work proceeds."""
 
     spans: tuple[SequenceSpan, ...]
     block_tokens: int
@@ -125,6 +138,7 @@ class AttentionBatch:
     token_offsets: Tensor
     partial_blocks: Tensor | None
     host: HostReader | None = None
+    marks: Marks = _NO_MARKS
     _plans: dict[tuple[int, KvShape, torch.dtype], AttentionPlan] = dataclasses.field(default_factory=dict)
     _slots: dict[KvShape, Tensor] = dataclasses.field(default_factory=dict)
 
@@ -134,6 +148,7 @@ class AttentionBatch:
         block_tokens: int,
         device: torch.device,
         host: HostReader | None = None,
+        marks: Marks = _NO_MARKS,
     ) -> AttentionBatch:
         """Rows of the batch follow the order of `spans`."""
         assert spans, "an empty step has no batch"
@@ -158,6 +173,7 @@ class AttentionBatch:
             token_offsets=positions_tensor % block_tokens,
             partial_blocks=torch.tensor(partial, device=device) if partial else None,
             host=host,
+            marks=marks,
         )
 
     def plan(self, window: int, shape: KvShape, dtype: torch.dtype) -> AttentionPlan:

@@ -104,6 +104,7 @@ class Decoder:
         cos, sin = rope_table(batch.positions, self._frequencies, hidden.dtype)
         for layer in self.layers:
             layer.forward(hidden, cos, sin, kv, batch)
+            batch.marks.mark_layer()
         return hidden
 
     @torch.inference_mode()

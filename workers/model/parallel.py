@@ -14,6 +14,7 @@ from torch import Tensor
 from workers.model.decoder import Decoder
 from workers.model.layers import Product
 from workers.model.split import part
+from workers.model.work import TILE_ROWS
 
 
 class Collectives(Protocol):
@@ -30,6 +31,50 @@ class Collectives(Protocol):
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         """The ranks' [R, widths[r]] side by side at rank 0, None at the others."""
+
+
+class Unfinished:
+    """The collectives of a stage's computation, counted, so that a rank that cannot go on completes what the
+    others wait for. It is given the stage's real `collectives` and takes their place in the model."""
+
+    def __init__(self, collectives: Collectives, decoder: Decoder) -> None:
+        self._collectives = collectives
+        self.tp, self.tp_rank = collectives.tp, collectives.tp_rank
+        self._decoder = decoder
+        self._widths = [len(part(decoder.config.vocab_size, rank, self.tp)) for rank in range(self.tp)]
+        self._rows: list[int] = []
+        self._num_sampled = 0
+
+    def begin(self, num_rows: int, num_sampled: int) -> None:
+        """A computation of `num_rows` follows: the embedding on the first stage, the layers, and on the last
+        the head for `num_sampled`, if there are any."""
+        if self.tp == 1:
+            return
+        tiles = [min(TILE_ROWS, num_rows - at) for at in range(0, num_rows, TILE_ROWS)]
+        self._rows = [rows for rows in tiles for _ in range(2)] * len(self._decoder.layers)
+        if self._decoder.embedding is not None:
+            self._rows.insert(0, num_rows)
+        self._rows.reverse()
+        self._num_sampled = num_sampled if self._decoder.head is not None else 0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        rows = self._rows.pop()
+        assert len(tensor) == rows, f"a sum of {len(tensor)} rows where the others add up {rows}"
+        self._collectives.all_reduce(tensor)
+
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        gathered = self._collectives.gather_columns(tensor, widths)
+        self._num_sampled = 0
+        return gathered
+
+    def finish(self, like: Tensor) -> None:
+        """Add zeros of the dtype and device of `like` where the others still expect a part of this rank."""
+        zeros = like.new_zeros((max(self._rows, default=0), self._decoder.config.hidden_size))
+        while self._rows:
+            self._collectives.all_reduce(zeros[: self._rows.pop()].zero_())
+        if self._num_sampled:
+            own = like.new_zeros((self._num_sampled, self._widths[self.tp_rank]))
+            self.gather_columns(own, self._widths)
 
 
 def parallelize(decoder: Decoder, collectives: Collectives) -> None:

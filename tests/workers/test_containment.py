@@ -1,0 +1,273 @@
+"""Part of a step cannot be computed at some rank: its requests fail, all others have the tokens that they
+would have had, the ranks serve on, and nothing leaks. The ranks are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_engine import LocalEngine
+from step_plans import BLOCK, SEEDED, draw, packed
+
+from kvtransfer.faults import FaultRule, Faults
+from kvtransfer.keys import block_keys
+from workers.config import EngineConfig
+from workers.engine.containment import Containment
+from workers.engine.sampler import Sampler
+from workers.errors import RankDiedError
+from workers.messages import SampleState, SamplingParams, SlotStart, Submission
+from workers.model.random_checkpoint import write_random_checkpoint
+
+CONFIG = EngineConfig(block_tokens=BLOCK, max_batch_tokens=96, chunk_tokens=40, max_sequences=8)
+STAGES = {1: [(0, 2)], 2: [(0, 1), (1, 2)]}
+SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+FOREVER = 1 << 30
+POISON = "poison"
+
+
+def ask(name: str, num_prompt: int, max_tokens: int, *, n: int = 1, seed: int = 0) -> Submission:
+    prompt = packed(draw(num_prompt, seed=seed + num_prompt))
+    return Submission(
+        request_id=name,
+        attempt=1,
+        tenant="",
+        priority=0,
+        prompt=prompt,
+        block_keys=block_keys(prompt, BLOCK, b"model", ""),
+        samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
+        sampling=SamplingParams(
+            temperature=SEEDED.temperature,
+            repetition_penalty=SEEDED.repetition_penalty,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        ),
+        decode=None,
+        deadline_s=None,
+    )
+
+
+# Slots are taken in this order, from 0 on: the poison is in slot 1, and its prompt has several chunks.
+REQUESTS = (ask("first", 20, 12), ask(POISON, 100, 12), ask("two", 30, 12, n=2), ask("last", 70, 12))
+POISON_SLOT = 1
+
+
+class SwitchedFaults(Faults):
+    """Rules that a test sets while the ranks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = Faults()
+
+    @property
+    def armed(self) -> bool:
+        return self.current.armed
+
+    def at(self, point: str) -> bool:
+        return self.current.at(point)
+
+
+class Replica:
+    """An engine whose ranks fail where a test says; each of its runs leaves nothing behind."""
+
+    def __init__(
+        self, model_dir: Path, tp: int, pp: int, host_id: str, config: EngineConfig = CONFIG
+    ) -> None:
+        self.faults = [SwitchedFaults() for _ in range(tp * pp)]
+        self.engine = LocalEngine(
+            model_dir, config, 60, tp=tp, stages=STAGES[pp], host_id=host_id, faults=self.faults
+        )
+
+    def run(
+        self, rule: FaultRule | None = None, requests: Sequence[Submission] = REQUESTS
+    ) -> tuple[dict[tuple[str, int], bytes], set[str]]:
+        """The outputs, and which requests failed."""
+        for faults in self.faults:
+            faults.current = Faults([rule] if rule else [])
+        self.engine.failures = {}
+        self.engine.scheduler._life._free_slots.sort(reverse=True)  # the poison's slot is always the same
+        outputs = self.engine.run(requests)
+        assert self.engine.pool.num_referenced == 0
+        self.engine.pool.check()
+        self.engine.pool.purge(None)
+        assert {failure.code for failure in self.engine.failures.values()} <= {"internal"}
+        return outputs, set(self.engine.failures)
+
+
+MakeReplica = Callable[[int, int, str], Replica]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(path, "llama", seed=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def replicas(model_dir: Path) -> Iterator[MakeReplica]:
+    """Replicas by `tp`, `pp` and the ranks' host, each made once."""
+    made: dict[tuple[int, int, str], Replica] = {}
+
+    def make(tp: int, pp: int, host_id: str) -> Replica:
+        if (tp, pp, host_id) not in made:
+            made[tp, pp, host_id] = Replica(model_dir, tp, pp, host_id)
+        return made[tp, pp, host_id]
+
+    yield make
+    for replica in made.values():
+        replica.engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(replicas: MakeReplica) -> dict[tuple[str, int], bytes]:
+    """The tokens of a run that nothing disturbs."""
+    outputs, failed = replicas(1, 1, "").run()
+    assert not failed
+    return outputs
+
+
+def phases(tp: int, pp: int, rank: int) -> list[str]:
+    """What can fail at this rank."""
+    stage = rank // tp
+    found = ["layers"] + ["embedding"] * (stage == 0) + ["head"] * (stage == pp - 1)
+    return found + ["sampling"] * (rank == tp * (pp - 1))
+
+
+def case(tp: int, pp: int, links: str, rank: int, phase: str, kind: str) -> Any:
+    """Fast are one rank, the layers and the sampling of four ranks, and one case of each other shape."""
+    is_fast = tp * pp == 1 or (links == "here" and phase in ("layers", "sampling") and tp * pp == 4)
+    is_fast |= rank == tp * pp - 1 and (phase, kind) == ("layers", "decode")
+    return pytest.param(
+        *(tp, pp, links, rank, phase, kind),
+        id=f"{tp}x{pp}-{links or 'gloo'}-rank{rank}-{phase}-{kind}",
+        marks=[] if is_fast else pytest.mark.slow,
+    )
+
+
+CASES = [
+    case(tp, pp, links, rank, phase, kind)
+    for tp, pp in SHAPES
+    for links in (["here", ""] if tp * pp > 1 else [""])
+    for rank in range(tp * pp)
+    for phase in phases(tp, pp, rank)
+    for kind in ("prefill", "decode")
+]
+
+
+@pytest.mark.parametrize(("tp", "pp", "links", "rank", "phase", "kind"), CASES)
+def test_a_poison_request_fails_alone(
+    replicas: MakeReplica,
+    expected: dict[tuple[str, int], bytes],
+    tmp_path: Path,
+    tp: int,
+    pp: int,
+    links: str,
+    rank: int,
+    phase: str,
+    kind: str,
+) -> None:
+    """In the middle of a layer of its second chunk, or from some decode step on, an allocation fails at the
+    rank whenever it computes the request."""
+    in_layers = {"prefill": 13, "decode": 33}[kind]
+    after = in_layers if phase == "layers" else {"prefill": 1, "decode": 3}[kind]
+    point = f"rank.{phase}.{kind}.{rank}.{POISON_SLOT}"
+    rule = FaultRule(point, "raise", str(tmp_path / "marker"), after, FOREVER)
+    outputs, failed = replicas(tp, pp, links).run(rule)
+    assert failed == {POISON}
+    others = {name: tokens for name, tokens in expected.items() if name[0] != POISON}
+    assert {name: tokens for name, tokens in outputs.items() if name[0] != POISON} == others
+    told = outputs.get((POISON, 0), b"")
+    assert expected[POISON, 0].startswith(told), "no token of a step that failed is told"
+    assert replicas(tp, pp, links).run() == (expected, set()), "the ranks serve on"
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(1, 1, 0), (2, 2, 1), (2, 2, 2)])
+def test_memory_that_lacks_once_fails_nobody(
+    replicas: MakeReplica,
+    expected: dict[tuple[str, int], bytes],
+    tmp_path: Path,
+    tp: int,
+    pp: int,
+    rank: int,
+) -> None:
+    """The step is computed again in halves, and each of them finds room."""
+    rule = FaultRule(f"rank.layers.decode.{rank}", "raise", str(tmp_path / "marker"), 45)
+    assert replicas(tp, pp, "here").run(rule) == (expected, set())
+    assert (tmp_path / "marker").exists()
+
+
+def test_when_every_entry_fails_the_ranks_serve_on(
+    replicas: MakeReplica, expected: dict[tuple[str, int], bytes], tmp_path: Path
+) -> None:
+    """Whatever rank 3 decodes fails there, also in the plans that are out by then."""
+    replica = replicas(2, 2, "here")
+    rule = FaultRule("rank.layers.decode.3", "raise", str(tmp_path / "marker"), 1, FOREVER)
+    outputs, failed = replica.run(rule)
+    assert failed == {request.request_id for request in REQUESTS}
+    assert all(expected[name].startswith(tokens) for name, tokens in outputs.items())
+    assert replica.run() == (expected, set())
+
+
+@pytest.mark.parametrize("links", ["here", ""])
+def test_a_rank_that_fails_in_a_chunk_of_several_tiles_adds_all_that_the_others_wait_for(
+    model_dir: Path, tmp_path: Path, links: str
+) -> None:
+    """600 rows are three tiles; the rank fails in the second of them."""
+    config = EngineConfig(block_tokens=BLOCK, max_batch_tokens=640, chunk_tokens=600, max_sequences=8)
+    replica = Replica(model_dir, 2, 1, links, config)
+    requests = [ask("first", 20, 3), ask(POISON, 600, 3)]
+    expected, _ = replica.run(None, requests)
+    point = f"rank.layers.prefill.1.{POISON_SLOT}"
+    outputs, failed = replica.run(FaultRule(point, "raise", str(tmp_path / "m"), 7, FOREVER), requests)
+    assert failed == {POISON}
+    assert outputs == {("first", 0): expected["first", 0]}
+    assert replica.run(None, requests) == (expected, set())
+    replica.engine.close()
+
+
+def test_sampling_that_cannot_begin_fails_its_request(
+    replicas: MakeReplica, expected: dict[tuple[str, int], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_sampler = Sampler.start
+    (poison,) = (request for request in REQUESTS if request.request_id == POISON)
+    last_of_poison = int.from_bytes(poison.prompt[-4:], "little")
+
+    def start(self: Sampler, start: SlotStart) -> None:
+        if start.samples[0].last_token == last_of_poison:
+            raise ValueError("these tokens have no penalties")
+        of_sampler(self, start)
+
+    monkeypatch.setattr(Sampler, "start", start)
+    replica = replicas(2, 2, "here")
+    outputs, failed = replica.run()
+    assert failed == {POISON}
+    assert outputs == {name: tokens for name, tokens in expected.items() if name[0] != POISON}
+    assert "these tokens have no penalties" in replica.engine.failures[POISON].reason
+    monkeypatch.undo()
+    assert replica.run() == (expected, set())
+
+
+def test_an_error_that_the_device_does_not_survive_ends_the_rank() -> None:
+    containment = Containment(torch.device("cpu"))
+    with pytest.raises(torch.AcceleratorError):
+        containment.attempt(lambda: _raise(torch.AcceleratorError("an illegal memory access")))
+    with pytest.raises(RankDiedError):
+        containment.attempt(lambda: _raise(RankDiedError("another rank is gone")))
+    with pytest.raises(AssertionError):
+        containment.attempt(lambda: _raise(AssertionError("a bug of ours")))
+
+
+def test_a_device_that_cannot_be_used_any_more_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that looks harmless, after which nothing can be computed."""
+    containment = Containment(torch.device("cpu"))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: _raise(torch.AcceleratorError("sticky")))
+    with pytest.raises(torch.AcceleratorError, match="sticky"):
+        containment.attempt(lambda: _raise(RuntimeError("out of workspace")))
+
+
+def _raise(error: BaseException) -> None:
+    raise error

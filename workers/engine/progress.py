@@ -1,0 +1,104 @@
+"""Progress of a rank's steps: marks made by the thread that runs them, read by the thread that reports them.
+
+A mark says that one piece of a step is done: a product over a tile of rows, a part of a chunk's attention, a
+layer. On a CPU a piece is done when the call returns, so the step's thread counts it. On CUDA calls return
+when their kernels are queued: a mark is an event behind them on the stream, and counts when the device has
+passed it. A kernel that hangs therefore ends the progress although its launches went well, and a long step
+makes progress while its thread only waits for the device.
+
+Waiting for another rank makes no mark: of ranks that wait for each other nobody progresses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvtransfer.faults import Faults
+from workers.messages import BatchEntry
+from workers.model.batch import Marks
+
+
+class ProgressReading(NamedTuple):
+    """The step under way, and the number of pieces of all steps that were done so far."""
+
+    step: int
+    num_pieces: int
+
+
+class Progress(Marks):
+    """Written by the step's thread (`begin`, `mark`, `mark_layer`), read by one other thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._step = 0
+        self._num_pieces = 0
+        self._num_passed = 0
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def begin(self, step: int) -> None:
+        """The marks that follow are of this step."""
+        self._step = step
+
+    def mark(self) -> None:
+        """A piece of a layer is done; on CUDA, where it is only queued, this does nothing."""
+        if not self._is_cuda:
+            self._num_pieces += 1
+
+    def mark_layer(self) -> None:
+        """All that was computed or queued so far is a piece."""
+        if self._is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)
+        else:
+            self._num_pieces += 1
+
+    def read(self) -> ProgressReading:
+        """How far the step's thread (on CUDA: the device) has come. Raises RuntimeError when the device has
+        failed."""
+        while self._events and self._events[0].query():  # type: ignore[no-untyped-call]
+            self._events.popleft()
+            self._num_passed += 1
+        return ProgressReading(self._step, self._num_pieces + self._num_passed)
+
+
+class StepFaults(Marks):
+    """Marks on their way to `progress`, with the points at which a test may let a rank fail inside a step.
+
+    For every entry of the computation under way the points `rank.PHASE.KIND.RANK` and
+    `rank.PHASE.KIND.RANK.SLOT` are passed. Phases are "embedding", "layers" (at every mark), "head" and
+    "sampling" (of entries that sample), kinds "prefill" and "decode".
+    """
+
+    def __init__(self, progress: Progress, faults: Faults, rank: int) -> None:
+        self._progress = progress
+        self._faults = faults
+        self._rank = rank
+        self._entries: Sequence[BatchEntry] = ()
+
+    def begin(self, entries: Sequence[BatchEntry]) -> None:
+        """The points that follow are of these entries."""
+        self._entries = entries
+
+    def at(self, phase: str) -> None:
+        """Pass the points of this phase."""
+        if not self._faults.armed:
+            return
+        for entry in self._entries:
+            if phase != "sampling" or entry.sample_slots:
+                kind = "prefill" if entry.num_tokens > 1 else "decode"
+                self._faults.at(f"rank.{phase}.{kind}.{self._rank}")
+                self._faults.at(f"rank.{phase}.{kind}.{self._rank}.{entry.slot}")
+
+    def mark(self) -> None:
+        self.at("layers")
+        self._progress.mark()
+
+    def mark_layer(self) -> None:
+        self.at("layers")
+        self._progress.mark_layer()

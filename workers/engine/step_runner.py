@@ -1,0 +1,302 @@
+"""One step of a rank: its part of a plan's entries, computed and sampled.
+
+Letters: T tokens of a step (all sequences one after another), C hidden size, R rows that sample, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvtransfer.clock import Clock
+from kvtransfer.faults import Faults
+from workers.engine.containment import Containment, touch_device
+from workers.engine.groups import RankGroups
+from workers.engine.input_tokens import InputTokens, sampling_slots
+from workers.engine.progress import Progress, StepFaults
+from workers.engine.sampler import Sampler
+from workers.errors import WorkerError
+from workers.messages import BatchEntry, BlockCopy, SampledToken, SlotStart, StepPlan, StepReport
+from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.decoder import Decoder
+from workers.model.host_kv import HostKv
+from workers.model.parallel import Unfinished, parallelize
+
+
+class _Part(NamedTuple):
+    """Entries of a plan and the rows of all their tokens, one entry after another: token ids [T], or hidden
+    states [T, C]."""
+
+    plan: StepPlan
+    indices: list[int]
+    rows: Tensor
+
+    @property
+    def entries(self) -> list[BatchEntry]:
+        return [self.plan.entries[index] for index in self.indices]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries)
+
+    def only(self, indices: list[int]) -> _Part:
+        """The part with these entries."""
+        if indices == self.indices:
+            return self
+        ends = np.cumsum([entry.num_tokens for entry in self.entries])
+        index_to_end = dict(zip(self.indices, ends, strict=True))
+        kept = [
+            self.rows[index_to_end[index] - self.plan.entries[index].num_tokens : index_to_end[index]]
+            for index in indices
+        ]
+        return _Part(self.plan, indices, torch.cat(kept) if kept else self.rows[:0])
+
+
+class StepRunner:
+    """Runs the plans of one rank in order. `decoder` is its part of the model, which is joined here with
+    those of the stage's other ranks; `kv` is its pool of blocks and `host` those in host memory (None: there
+    are none)."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: Tensor,
+        host: HostKv | None,
+        groups: RankGroups,
+        block_tokens: int,
+        clock: Clock,
+        faults: Faults,
+    ) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._host = host
+        self._groups = groups
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._device = kv.device
+        self._unfinished = Unfinished(groups, decoder)
+        parallelize(decoder, self._unfinished)
+        self._containment = Containment(kv.device)
+        self.progress = Progress(kv.device)
+        self._step_faults = StepFaults(self.progress, faults, groups.rank)
+        self._inputs = InputTokens(groups) if groups.is_first_stage else None
+        self._sampler: Sampler | None = None
+        self._slot_to_refusal: dict[int, str] = {}  # slots with which the sampler could not begin
+        if groups.is_sampler:
+            config = decoder.config
+            self._sampler = Sampler(config.vocab_size, config.eos_token_ids, kv.device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepReport:
+        """Execute this rank's part of one step. An empty plan touches the device and reports: the health
+        canary. Entries that cannot be computed are in the report; `workers.engine.containment` tells how."""
+        started_at = self._clock.now()
+        self.progress.begin(plan.step)
+        self._containment.begin(plan)
+        if self._inputs is not None:
+            self._inputs.change(plan)
+        self._change_slots(plan)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
+        if not plan.entries:
+            touch_device(self._device)
+            return StepReport(plan.step, (), started_at, self._clock.now())
+        whole, waited_s = self._input(plan)
+        done, sampled = self._compute_in_parts(plan, whole)
+        if self._groups.is_last_stage:
+            self._hand_out(plan, sampled)
+        else:
+            self._send_hidden(plan, done)
+        if not sampled:
+            self._synchronize()
+        failed = self._containment.failed
+        finished_at = self._clock.now()
+        return StepReport(plan.step, tuple(sampled), started_at + waited_s, finished_at, failed=failed)
+
+    @torch.inference_mode()
+    def logits(self, entries: tuple[BatchEntry, ...]) -> Tensor:
+        """Of a whole model: compute all entries in one call; [R, V] float32 at the last position of those
+        that sample."""
+        assert self._inputs is not None
+        tokens = self._upload(self._inputs.tokens(entries))
+        hidden = self._decoder.forward(tokens, self._batch(entries), self._kv)
+        return self._logits(entries, hidden)
+
+    @torch.inference_mode()
+    def layers_only(self, entry: BatchEntry) -> None:
+        """This stage's layers over one token of zeros, for a measurement; waits for the device."""
+        shape = (1, self._decoder.config.hidden_size)
+        self._unfinished.begin(1, 0)
+        hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
+        self._decoder.run_layers(hidden, self._batch([entry]), self._kv)
+        self._synchronize()
+
+    def _batch(self, entries: Sequence[BatchEntry]) -> AttentionBatch:
+        spans = [SequenceSpan(entry.start, entry.num_tokens, entry.block_ids) for entry in entries]
+        if self._host is None:
+            return AttentionBatch.build(spans, self._block_tokens, self._device, marks=self._step_faults)
+        reader = self._host.reader_for([span.block_ids for span in spans])
+        batch = AttentionBatch.build(spans, self._block_tokens, self._device, reader, self._step_faults)
+        if reader is not None:
+            reader.begin(batch)
+        return batch
+
+    def _change_slots(self, plan: StepPlan) -> None:
+        if self._sampler is None:
+            return
+        for slot in plan.free_slots:
+            if self._slot_to_refusal.pop(slot, None) is None:
+                self._sampler.free(slot)
+        for start in plan.starts:
+            if self._containment.attempt(partial(self._start, start)) is None:
+                reason = self._containment.reason
+                self._slot_to_refusal |= dict.fromkeys((sample.slot for sample in start.samples), reason)
+
+    def _start(self, start: SlotStart) -> bool:
+        assert self._sampler is not None
+        self._sampler.start(start)
+        return True
+
+    def _input(self, plan: StepPlan) -> tuple[_Part, float]:
+        """What this stage can compute of the step, and the seconds that this rank has waited for it."""
+        began_at = self._clock.now()
+        entries = plan.entries
+        if self._inputs is not None:
+            intact = self._containment.intact(plan, range(len(entries)))
+            tokens = self._inputs.tokens(tuple(entries[index] for index in intact))
+            waited_s = self._clock.now() - began_at
+            self._inputs.expect(plan)
+            return _Part(plan, intact, torch.from_numpy(tokens)), waited_s
+        present = [int(index) for index in np.flatnonzero(self._groups.receive_marks(len(entries)))]
+        received = _Part(plan, present, torch.empty(0))
+        shape = (received.num_rows, self._decoder.config.hidden_size)
+        hidden = torch.empty(shape, dtype=self._kv.dtype, device=self._device)
+        if present:
+            self._groups.receive_hidden(hidden)
+        waited_s = self._clock.now() - began_at
+        received = _Part(plan, present, hidden)
+        return received.only(self._containment.intact(plan, present)), waited_s
+
+    def _compute_in_parts(self, plan: StepPlan, whole: _Part) -> tuple[list[_Part], list[SampledToken]]:
+        """The hidden states after this stage's layers, and the tokens that this rank sampled: at once, or in
+        parts where an attempt fails on any rank of the stage."""
+        done: list[_Part] = []
+        sampled: list[SampledToken] = []
+        pending = [whole] if whole.indices else []
+        while pending:
+            part = pending.pop()
+            result = self._attempt(part)
+            if result is not None:
+                hidden, tokens = result
+                done.append(_Part(plan, part.indices, hidden))
+                sampled += tokens
+            elif len(part.indices) == 1:
+                self._containment.fail(part.indices[0], part.entries[0])
+            else:
+                middle = len(part.indices) // 2
+                pending += [part.only(part.indices[middle:]), part.only(part.indices[:middle])]
+        return done, sampled
+
+    def _attempt(self, part: _Part) -> tuple[Tensor, list[SampledToken]] | None:
+        """Compute these entries and sample for them; None when that failed here or at another rank."""
+        slots = [slot for entry in part.entries for slot in entry.sample_slots]
+        num_asked = sum(bool(entry.sample_slots) for entry in part.entries)
+        self._unfinished.begin(part.num_rows, num_asked)
+        self._step_faults.begin(part.entries)
+        computed = self._containment.attempt(lambda: self._compute(part))
+        if computed is None:
+            self._unfinished.finish(self._kv)
+        if not self._groups.agree(computed is not None) or computed is None:
+            return None
+        hidden, logits = computed
+        if not slots or logits is None:
+            return hidden, []
+        sampled = self._containment.attempt(lambda: self._sample(part.entries, slots, logits))
+        if not self._groups.agree(sampled is not None) or sampled is None:
+            return None
+        self.progress.mark_layer()
+        return hidden, sampled
+
+    def _compute(self, part: _Part) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [T, C] after this stage's layers and, on the last stage, logits [R, V]."""
+        batch = self._batch(part.entries)
+        if self._groups.is_first_stage:
+            self._step_faults.at("embedding")
+            hidden = self._decoder.embed(part.rows.to(self._device, non_blocking=True))
+            self.progress.mark_layer()
+        else:
+            hidden = part.rows.clone()  # the layers overwrite it, and it may be needed again
+        hidden = self._decoder.run_layers(hidden, batch, self._kv)
+        if not self._groups.is_last_stage:
+            return hidden, None
+        self._step_faults.at("head")
+        logits = self._logits(part.entries, hidden)
+        self.progress.mark_layer()
+        return hidden, logits
+
+    def _logits(self, entries: Sequence[BatchEntry], hidden: Tensor) -> Tensor:
+        """[R, V] at the sampler; [0, V] at the ranks that only compute a part of it."""
+        ends = np.cumsum([entry.num_tokens for entry in entries]) - 1
+        rows = [row for row, entry in enumerate(entries) if entry.sample_slots]
+        if not rows:
+            return hidden.new_empty((0, self._decoder.config.vocab_size), dtype=torch.float32)
+        if len(rows) == len(hidden):  # all are single tokens
+            return self._decoder.logits(hidden)
+        return self._decoder.logits(hidden[self._upload(ends[rows])])
+
+    def _sample(
+        self, entries: Sequence[BatchEntry], slots: Sequence[int], logits: Tensor
+    ) -> list[SampledToken]:
+        """One token for each slot, at the sampler; nothing at the other ranks of its stage."""
+        if self._sampler is None:
+            return []
+        self._step_faults.at("sampling")
+        for slot in slots:
+            if slot in self._slot_to_refusal:
+                raise WorkerError(f"its sampling cannot begin: {self._slot_to_refusal[slot]}")
+        if len(slots) > len(logits):  # several samples fork from one prompt
+            num_samples = [len(entry.sample_slots) for entry in entries if entry.sample_slots]
+            logits = logits[self._upload(np.repeat(np.arange(len(logits)), num_samples))]
+        return self._sampler.sample(logits, slots)
+
+    def _hand_out(self, plan: StepPlan, sampled: list[SampledToken]) -> None:
+        """Pass the tokens to the first stage: of every slot that should have sampled, 0 where it failed."""
+        slots = sampling_slots(plan)
+        if not slots or self._sampler is None:
+            return
+        slot_to_sampled = {token.slot: token for token in sampled}
+        tokens = [slot_to_sampled.get(slot, SampledToken(slot, 0, None)) for slot in slots]
+        if self._groups.tp * self._groups.pp > 1:
+            self._groups.send_tokens(plan.step, np.array([token.token for token in tokens]))
+        if self._inputs is not None:
+            self._inputs.sampled(tokens)
+
+    def _send_hidden(self, plan: StepPlan, done: list[_Part]) -> None:
+        """To the next stage: which entries were computed, and their hidden states in the plan's order."""
+        marks = np.zeros(len(plan.entries), dtype=np.uint8)
+        marks[[index for part in done for index in part.indices]] = 1
+        self._groups.send_marks(marks)
+        if done:
+            rows = [part.rows for part in done]
+            self._groups.send_hidden(rows[0] if len(rows) == 1 else torch.cat(rows))
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        if self._host is not None and not (copies := self._host.copy(copies)):
+            return
+        src = self._upload(np.array([copy.src_block for copy in copies]))
+        dst = self._upload(np.array([copy.dst_block for copy in copies]))
+        self._kv[dst] = self._kv[src]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _upload(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
