@@ -191,8 +191,7 @@ def test_the_pool_is_the_shared_memory(executor: Executor) -> None:
 def test_a_plan_that_samples_nothing_reports(executor: Executor) -> None:
     prompt = draw(16)
     report = executor.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
-    assert (report.step, report.tokens) == (1, ())
-    assert report.started_at == report.finished_at == 5.0
+    assert (report.step, report.tokens, report.started_at, report.finished_at) == (1, (), 5.0, 5.0)
 
 
 def test_the_empty_plan_is_a_canary(executor: Executor) -> None:
@@ -200,8 +199,8 @@ def test_the_empty_plan_is_a_canary(executor: Executor) -> None:
 
 
 def test_warm_up_leaves_no_slot(executor: Executor) -> None:
-    executor.warm_up()
-    executor.warm_up()
+    for _ in range(2):
+        executor.warm_up()
     with pytest.raises(AssertionError, match="slot -1 is freed but was never started"):
         executor.run(step(frees=[-1]))
 
@@ -216,14 +215,13 @@ def test_ready_fields(model_dir: Path, executor: Executor) -> None:
     assert (fields.num_blocks, fields.vocab_size, fields.eos_token_ids) == (40, 256, (1, 9))
     assert fields.max_context_tokens == 40 * BLOCK
     fingerprint = model_fingerprint(model_dir, DigestCache(None, ManualClock()))
-    expected = CompatibilityRecord(PROTOCOL_VERSION, fingerprint, "float32", "float32", BLOCK, 2, 2, 16)
-    assert fields.compatibility == expected
+    expected = PROTOCOL_VERSION, fingerprint, "float32", "float32", BLOCK, 2, 2, 16
+    assert fields.compatibility == CompatibilityRecord(*expected)
     assert make_executor(model_dir, num_kv_tokens=4096).ready_fields.max_context_tokens == 2048
 
 
 def test_freed_slots_can_be_taken_again_in_the_same_plan(executor: Executor) -> None:
-    prompt = draw(5)
-    run(executor, step(starts=[started(1, prompt)]))
+    run(executor, step(starts=[started(1, prompt := draw(5))]))
     plan = step(entry(1, 0, prompt, (0,), [1]), starts=[started(1, prompt)], frees=[1])
     assert list(run(executor, plan)) == [1]
 

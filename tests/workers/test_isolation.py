@@ -25,6 +25,16 @@ def suspect(name: str, token: int = 3, **options: object) -> Submission:
     return ask(name, [token, 7, 8], suspect=True, **options)  # type: ignore[arg-type]
 
 
+def adopt(side: StagedEngine, submission: Submission) -> None:
+    """As after a hand-over of its whole prompt, with the first token."""
+    (block,) = side.pool.allocate(1)
+    for stage in side.stages:
+        stage.kv.update({(block, at): token for at, token in enumerate(unpack(submission.prompt))})
+    first = right(submission)[0].to_bytes(4, "little")
+    samples = (replace(submission.samples[0], output=first),)
+    side.scheduler.adopt(replace(submission, samples=samples), [block], 3, 0.0)
+
+
 def run(side: StagedEngine, depth: int) -> list[set[str]]:
     """Run until idle as the brain does, `depth` plans out at most; who was in each plan."""
     plans: list[set[str]] = []
@@ -52,6 +62,21 @@ def test_a_suspect_is_alone_in_its_plans_until_it_is_cleared(num_stages: int) ->
         IsolationReport("s", 1, is_cleared=False),
         IsolationReport("s", 1, is_cleared=True),
     ]
+    assert side.scheduler.is_idle
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_the_next_suspect_waits_while_a_plan_names_the_one_before(num_stages: int) -> None:
+    """A fault in that plan must not be laid at its door. Both were adopted, so both are running."""
+    side = engine(num_stages=num_stages)
+    for name in "st":
+        adopt(side, suspect(name, ord(name) - 90, max_tokens=6))
+    plan(side)
+    (first,) = names(side)
+    side.scheduler.cancel(*first, 1)
+    assert not side.plan(0.0)
+    side.settle(0.0)
+    assert {"s", "t"} - first in run(side, num_stages + 1)
     assert side.scheduler.is_idle
 
 
@@ -118,14 +143,8 @@ def test_of_outbound_suspects_one_asks_for_its_landing_and_the_decode_side_clear
 def test_adopted_suspects_wait_for_their_turn_where_they_are() -> None:
     side = engine()
     asked = [suspect(name, ord(name) - 90, max_tokens=8) for name in "st"]
-    tables = [side.pool.allocate(1) for _ in asked]
-    for submission, table in zip(asked, tables, strict=True):
-        prompt = unpack(submission.prompt)
-        for stage in side.stages:
-            stage.kv.update({(table[0], at): token for at, token in enumerate(prompt)})
-        first = right(submission)[0].to_bytes(4, "little")
-        samples = (replace(submission.samples[0], output=first),)
-        side.scheduler.adopt(replace(submission, samples=samples), table, 3, 0.0)
+    for submission in asked:
+        adopt(side, submission)
     assert names(side) == []
     plan(side)
     assert names(side) == [{"s"}]

@@ -92,7 +92,7 @@ def test_a_prompt_for_another_replica_fails_like_any_other() -> None:
     plan(side)
     plan(side)
     outcome = settle(side, 0)
-    assert outcome.failures == [RequestFailed("a", 1, "internal", "a step failed: no memory")]
+    assert outcome.failures == [RequestFailed("a", 1, "internal", "a step failed: no memory", suspect=True)]
     assert not outcome.chunks
     assert not settle(side).chunks
     assert side.scheduler.is_idle

@@ -198,7 +198,9 @@ def test_an_entry_that_any_rank_could_not_compute_has_failed(
         assert steps.settle(rank, replace(whole, failed=given)) is None
     outcome = steps.settle(2, replace(whole, tokens=(), failed=(failed[2],)))
     assert outcome is not None
-    assert outcome.failures == [RequestFailed("r0", 0, "internal", "a step failed: rank 3: no memory")]
+    assert outcome.failures == [
+        RequestFailed("r0", 0, "internal", "a step failed: rank 3: no memory", suspect=True)
+    ]
     assert not outcome.tokens
     assert steps.rates.prefill_tok_s == 0, "what failed is no measure of speed"
 

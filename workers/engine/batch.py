@@ -144,6 +144,11 @@ class IssuedPlan:
     entries: list[PlannedEntry]
     is_isolated: bool
 
+    @property
+    def suspect(self) -> Request | None:
+        """Who is alone in it; None in a plan that is not isolated."""
+        return self.entries[0].sequence.request if self.is_isolated else None
+
 
 class Batch:
     """A step under construction; `budget_tokens` and `budget_bytes`, of the message, are what may still be

@@ -36,16 +36,29 @@ class Isolation:
         self._reports: list[IsolationReport] = []
 
     @property
+    def current(self) -> Request | None:
+        """The suspect that runs or is held; of several that were adopted, the first in rank."""
+        suspects = self._life.suspects
+        if not suspects:
+            self._current = None
+            return None
+        current = self._current
+        if current is None or current.key not in suspects or not _is_active(current):
+            running = (it.request for it in self._life.running if it.request.key in suspects)
+            self._current = next(running, None)
+        return self._current
+
+    @property
     def sequences(self) -> Seq[Sequence]:
         """Running ones of the suspect whose trial it is."""
-        request = self._request()
+        request = self.current
         sequences = () if request is None else request.sequences
         return [sequence for sequence in sequences if sequence.phase is Phase.RUNNING]
 
     @property
     def is_busy(self) -> bool:
         """Whether a suspect runs or is being handed over: no other is admitted."""
-        return self._request() is not None
+        return self.current is not None
 
     @property
     def is_next(self) -> bool:
@@ -99,18 +112,6 @@ class Isolation:
         """What became of suspects since the last call."""
         reports, self._reports = self._reports, []
         return reports
-
-    def _request(self) -> Request | None:
-        """The suspect that runs or is held; of several that were adopted, the first in rank."""
-        suspects = self._life.suspects
-        if not suspects:
-            self._current = None
-            return None
-        current = self._current
-        if current is None or current.key not in suspects or not _is_active(current):
-            running = (it.request for it in self._life.running if it.request.key in suspects)
-            self._current = next(running, None)
-        return self._current
 
 
 def _is_active(request: Request) -> bool:

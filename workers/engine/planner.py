@@ -11,7 +11,7 @@ from workers.engine.isolation import Isolation
 from workers.engine.lifecycle import Lifecycle
 from workers.engine.microbatches import MicroBatches
 from workers.engine.offload import Offloader
-from workers.engine.sequence import Landing, Load, Phase, Sequence
+from workers.engine.sequence import Landing, Load, Phase, Request, Sequence
 
 
 class Planner:
@@ -28,12 +28,14 @@ class Planner:
         has_host = life.tables.host.num_total > 0
         self._offloader = Offloader(config, life.tables) if has_host else None
 
-    def fill(self, batch: Batch, now: float, out: Collection[bool] = ()) -> None:
-        """Put into the batch what can be computed now; `out` tells of each plan that is out whether it is
-        isolated. A suspect and others are never out together: who comes next waits for the reports."""
+    def fill(self, batch: Batch, now: float, out: Collection[Request | None] = ()) -> None:
+        """Put into the batch what can be computed now; `out` names of each plan that is out the suspect that
+        is alone in it (None: it is not isolated). A suspect is never out together with others, nor with
+        another suspect: who comes next waits for the reports."""
         is_first = self._isolation.is_next
         for is_isolated in (is_first, not is_first):
-            if (not is_isolated) in out:
+            suspect = self._isolation.current if is_isolated else None
+            if any(request is not suspect for request in out):
                 return
             if is_isolated:
                 self._fill_from(batch, self._isolation.sequences)

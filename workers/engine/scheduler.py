@@ -295,7 +295,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. Decodes first, then prompt chunks."""
         self._failures += self.expire(now)
         batch = Batch(self._step + 1, self._config.max_batch_tokens)
-        self._planner.fill(batch, now, {plan.is_isolated for plan in self._issued})
+        self._planner.fill(batch, now, [plan.suspect for plan in self._issued])
         self._life.handled = None
         if not batch.planned:
             return None
