@@ -15,7 +15,7 @@ from gateway_model import PROMPT, encode
 from google.protobuf.json_format import ParseDict
 from rich.console import Console as Terminal
 
-from cluster.client import Client, GenerateOptions
+from cluster.client import Client, Collector, GenerateOptions
 from cluster.commands import calls
 from cluster.config import ClusterConfig, GatewayConfig, parse_config
 from cluster.errors import CallError, ConfigError, DashboardAwayError, RosterAwayError, StartError
@@ -61,10 +61,10 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
 ) -> None:
     front.house.replicas["d0"].script.stop_after = 4
     options = GenerateOptions(seed=1, max_tokens=9, request_id="slow-one", tenant="them")
-    stream = aiter(client.generate(PROMPT, options))
-    events = [await anext(stream) for _ in range(5)]
-    assert sum(len(event.token_ids) for event in events if isinstance(event, pb.Delta)) == 4
-    await until(lambda: front.gateway.desk.recent(1)[0].num_output_tokens == 5, "its fifth token")
+    stream, collector = aiter(client.generate(PROMPT, options)), Collector()
+    while collector.num_tokens < 5:
+        collector.add(await anext(stream))
+    assert front.gateway.desk.recent(1)[0].num_output_tokens == 5
     (shown,) = (await page.get("/console/api/requests"))["requests"]
     assert (shown["request_id"], shown["state"], shown["tenant"]) == ("slow-one", "running", "them")
     assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (len(encode(PROMPT)), 5)

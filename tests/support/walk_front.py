@@ -227,7 +227,7 @@ def front_config(model_dir: Path, router: dict[str, Any]) -> ClusterConfig:
                 {"name": "prefill", "role": "prefill", "engine": engine},
                 {"name": "decode", "role": "decode", "engine": engine},
             ],
-            "gateway": {"port": 0},
+            "gateway": {"port": 0, "drain_s": 0},
             "router": router,
             "debug": {"allow_pins": True},
         },
