@@ -17,6 +17,8 @@ _RAY_RAISES_TO = 65536
 _MIN_PROCESSES = 4096
 _RAY_SHM_BYTES = 128 << 20
 """Of Ray's object store, as `tandem serve` starts it."""
+_DEVICE_SHARE = 0.9
+"""Of a GPU's memory for weights and KV; the rest is for what is not counted."""
 
 
 def open_files(case: Case) -> Iterator[Verdict]:
@@ -161,7 +163,8 @@ def locked_memory(case: Case) -> Iterator[Verdict]:
 
 
 def device_memory(case: Case) -> Iterator[Verdict]:
-    """Weights and KV of a rank against the memory of the smallest GPU."""
+    """Compare a rank's weights and KV with the memory of the smallest GPU. Activations, the CUDA context and
+    NCCL's buffers are not counted."""
     pools = [] if case.needs is None else [pool for pool in case.needs.pools if _is_on_gpu(pool)]
     shown = case.machine.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) << 20 for line in (shown or "").split() if line.isdecimal()]
@@ -175,8 +178,22 @@ def device_memory(case: Case) -> Iterator[Verdict]:
                 needed_bytes=needed,
                 device_bytes=min(sizes),
             )
+        elif sizes and needed > _DEVICE_SHARE * min(sizes):
+            yield warning(
+                f"pool {pool.name}: a rank takes {gb(needed)} for weights and KV; a GPU has {gb(min(sizes))}",
+                "activations, the CUDA context and NCCL's buffers need memory too: the rank may fail to "
+                "start, or run out of memory in long steps",
+                f"raise tp or pp, or lower kv_tokens of the pool: keep {1 - _DEVICE_SHARE:.0%} free",
+                needed_bytes=needed,
+                device_bytes=min(sizes),
+            )
         elif sizes:
-            yield ok(f"pool {pool.name}: a rank takes {gb(needed)} of a GPU's {gb(min(sizes))}")
+            yield ok(
+                f"pool {pool.name}: weights and KV of a rank take {gb(needed)} of a GPU's {gb(min(sizes))}; "
+                "activations, the CUDA context and NCCL's buffers come on top",
+                needed_bytes=needed,
+                device_bytes=min(sizes),
+            )
 
 
 CHECKS = (
@@ -186,7 +203,7 @@ CHECKS = (
     Check("memory", GROUP, "Free memory, or the container's limit, against all that is configured", memory),
     Check("huge-pages", GROUP, "Huge pages for the store's host tier", huge_pages),
     Check("locked-memory", GROUP, "How much memory RDMA may register", locked_memory),
-    Check("device-memory", GROUP, "Weights and KV of a rank against a GPU's memory", device_memory),
+    Check("device-memory", GROUP, "Weights and KV of a rank against 90 % of a GPU's memory", device_memory),
 )
 
 

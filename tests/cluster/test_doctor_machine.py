@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,10 @@ def test_weights_and_kv_must_fit_into_a_gpu(tmp_path: Path) -> None:
     small = FakeMachine(tmp_path / "b", commands={question: "81559\n1024\n"}).view()
     assert only(limits.device_memory, case_of(large, config)).severity is OK
     assert only(limits.device_memory, case_of(small, config)).severity is ERROR
+    needed_mib = int(only(limits.device_memory, case_of(large, config)).figures["needed_bytes"]) / (1 << 20)
+    for share, severity in ((0.88, OK), (0.92, WARNING), (0.999, WARNING)):
+        gpu = FakeMachine(tmp_path / str(share), commands={question: f"{math.ceil(needed_mib / share)}\n"})
+        assert only(limits.device_memory, case_of(gpu.view(), config)).severity is severity, share
     assert not said(limits.device_memory, case_of(FakeMachine(tmp_path / "c").view(), config))
     assert not said(limits.device_memory, case_of(small))
 

@@ -15,7 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.__main__ import _ENVIRONMENT
 from cluster.capacity import ReplicaDemand, demands, gateway_bundle, shortages
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, GatewayConfig
 from cluster.declared import declared_config, with_declared_counts
 from cluster.scaling.lever import MARK_DEPLOYMENT as GATEWAY_DEPLOYMENT
 from cluster.scaling.lever import declared_counts
@@ -162,12 +162,24 @@ def test_pods_stay_for_as_long_as_replicas_drain(case: str, files: tuple[Path, P
         assert pool.drain_s + 10 < waits < spec["terminationGracePeriodSeconds"]
 
 
-@pytest.mark.parametrize(("drain_s", "grace_s"), [(0, 60), (20, 60), (90.5, 131)])
-def test_gateways_stay_for_as_long_as_their_streams_drain(drain_s: float, grace_s: int) -> None:
-    service = ray_service({"config": {"gateway": {"drain_s": drain_s}}})
+@pytest.mark.parametrize(("drain_s", "grace_s"), [(None, 160), (0, 60), (20, 60), (90.5, 131)])
+def test_gateways_stay_for_as_long_as_their_streams_drain(drain_s: float | None, grace_s: int) -> None:
+    service = ray_service({} if drain_s is None else {"config": {"gateway": {"drain_s": drain_s}}})
     spec = groups(service)["gateway"]["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] == grace_s
     assert service["spec"]["rayClusterDeletionDelaySeconds"] >= grace_s
+
+
+def test_a_gateway_leaves_before_the_next_one_fills_its_pod(files: tuple[Path, Path]) -> None:
+    def gateway(values: dict[str, Any]) -> GatewayConfig:
+        return application(ray_service(values), files)[0].gateway
+
+    usual = gateway({})
+    assert not usual.surge
+    assert usual.max_connection_age_s is not None
+    assert usual.max_connection_age_s * 1.1 < usual.drain_s, "clients have moved when the drain ends"
+    assert gateway({"gateway": {"maxConnectionAgeSeconds": None}}).max_connection_age_s is None
+    assert gateway({"config": {"gateway": {"surge": True}}}).surge, "with a spare pod"
 
 
 def test_pods_have_the_environment_that_tandem_serve_gives() -> None:

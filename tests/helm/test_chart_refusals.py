@@ -97,7 +97,7 @@ BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ({"pools": {"decode": None}}, "pools: at least one needs config.role decode or both"),
     (
         {"gateway": {"terminationGracePeriodSeconds": 5}},
-        "gateway.terminationGracePeriodSeconds: 5 must be at least config.gateway.drain_s 0 and 20 s",
+        "gateway.terminationGracePeriodSeconds: 5 must be at least config.gateway.drain_s 120 and 20 s",
     ),
     (
         {"config": {"gateway": {"drain_s": 90}}, "gateway": {"terminationGracePeriodSeconds": 100}},

@@ -29,19 +29,20 @@ applications:
             {{- end }}
 {{- end -}}
 
-{{/* The cluster's file. Counts of replicas are not in it, so that another count is no other configuration. */}}
+{{/* The cluster's file. Counts of replicas are not in it, so that another count is no other configuration. A gateway
+fills its pod, so the next one can start beside it only where `surge: true` says that there is a spare pod. */}}
 {{- define "tandem.clusterConfig" -}}
 {{- $config := deepCopy .Values.config -}}
 {{- $gateway := dict "host" "auto" "port" .Values.gateway.port "resources" (dict "tandem_gateway" 1) -}}
 {{- $_ := set $gateway "console_port" (ternary .Values.gateway.consolePort nil .Values.gateway.console) -}}
-{{- with .Values.gateway.maxConnectionAgeSeconds -}}{{- $_ := set $gateway "max_connection_age_s" . -}}{{- end -}}
+{{- $_ := set $gateway "max_connection_age_s" .Values.gateway.maxConnectionAgeSeconds -}}
 {{- with include "tandem.modelName" . -}}{{- $_ := set $gateway "model_name" . -}}{{- end -}}
 {{- if .Values.gateway.tls.enabled -}}
 {{- $_ := set $gateway "tls_cert_file" "/tandem/secrets/tls/tls.crt" -}}
 {{- $_ := set $gateway "tls_key_file" "/tandem/secrets/tls/tls.key" -}}
 {{- $_ := set $gateway "health_port" .Values.gateway.healthPort -}}
 {{- end -}}
-{{- $_ := set $config "gateway" (mergeOverwrite (default dict $config.gateway) $gateway) -}}
+{{- $_ := set $config "gateway" (mergeOverwrite (dict "surge" false) (default dict $config.gateway) $gateway) -}}
 {{- if (default dict $config.store).nvme_gb -}}{{- $_ := set $config.store "nvme_path" "/tandem/nvme" -}}{{- end -}}
 {{- $pools := list -}}
 {{- range $name, $pool := include "tandem.pools" . | fromYaml -}}

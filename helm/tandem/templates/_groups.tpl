@@ -2,7 +2,7 @@
 {{- define "tandem.gatewayGrace" -}}
 {{- $gateway := .Values.gateway -}}
 {{- $settings := default dict .Values.config.gateway -}}
-{{- $drain := default 0 $settings.drain_s -}}
+{{- $drain := ternary $settings.drain_s 120 (hasKey $settings "drain_s") -}}
 {{- $least := max 60 (int (addf (ceil $drain) 40)) -}}
 {{- $grace := int (default $least $gateway.terminationGracePeriodSeconds) -}}
 {{- if lt $grace (int (addf (ceil $drain) 20)) -}}
