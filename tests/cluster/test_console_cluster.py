@@ -202,6 +202,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
         )
     assert sorted(browser.texts(names)) == sorted(ready_decodes(cluster.status()))
     browser.click(LESS)
+    browser.click("#fewer-yes")
     browser.wait_text("#told", "pool decode shall have 1 replica")
     browser.wait(lambda: len(browser.texts(names)) == 1, "one replica is left", SCALE_S)
     browser.click('section[aria-labelledby="pool-decode"] [data-act="release"]')

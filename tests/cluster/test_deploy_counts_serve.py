@@ -127,7 +127,8 @@ def application(tmp_path: Path) -> Iterator[dict[str, Any]]:
         redis.client().ping()
         (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef")
         (tmp_path / "url").write_text(redis.url)
-        pool = {"name": "decode", "role": "both", "cpus_per_rank": 0.05, "engine": {"block_tokens": 16}}
+        pool = {"name": "decode", "role": "both", "dtype": "fp32", "cpus_per_rank": 0.05}
+        pool["engine"] = {"block_tokens": 16}
         yield {
             "name": APP,
             "import_path": "dummy_pools:build",

@@ -56,7 +56,7 @@ def test_a_burst_grows_decode_and_it_comes_back_with_no_stream_cut(cluster: Runn
     late.has_grown(10)
     cluster.wait_for(lambda status: status.num_finished_requests == NUM_BURST, GROW_S)
     for stream in burst:
-        stream.end()
+        stream.has_ended()
         assert len(stream.tokens) == NUM_BURST_TOKENS
     status = cluster.wait_for(ready("decode", 1), GROW_S)
     for stream in (steady, late):

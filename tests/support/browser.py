@@ -87,8 +87,10 @@ class Browser:
         self._driver.quit()
 
     def open(self, url: str) -> None:
-        """Anew, also where only the fragment differs."""
+        """Anew, also where only the fragment differs. What the page before it has met is forgotten: the
+        server of an earlier test's page is gone."""
         self._driver.get("about:blank")
+        self.errors()
         self._driver.get(url)
 
     @property

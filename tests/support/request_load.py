@@ -52,7 +52,12 @@ class Stream:
         raise AssertionError(f"{len(self.tokens)} tokens, {wanted} were expected")
 
     def end(self) -> None:
+        """Break off, if it has not ended yet."""
         self._stop.set()
+        self.has_ended()
+
+    def has_ended(self) -> None:
+        """Wait for its end, which nothing has caused but itself."""
         self._thread.join(60)
         assert not self._thread.is_alive()
         assert self.failure is None
