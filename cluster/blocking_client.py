@@ -81,12 +81,13 @@ class BlockingClient:
     ) -> Generator[Event, None, None]:
         """As `Client.generate`; leaving or closing the iteration cancels the request."""
         events = self._client.generate(prompt, options, timeout_s=timeout_s, resume=resume).events()
+        lock = asyncio.Lock()  # a wait that Ctrl-C has ended may still be on its way out of the generator
         try:
-            while (event := self._wait(_next_or_none(events))) is not None:
+            while (event := self._wait(_next_or_none(events, lock))) is not None:
                 yield event
         finally:
             if not self._is_closed:  # else the request was cancelled with all others
-                self._wait(events.aclose())
+                self._wait(_close(events, lock))
 
     def complete(
         self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float | None = None
@@ -148,5 +149,11 @@ def _closed() -> CallError:
     return CallError(grpc.StatusCode.CANCELLED, "this client was closed")
 
 
-async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(events, None)
+async def _next_or_none(events: AsyncGenerator[Event, None], lock: asyncio.Lock) -> Event | None:
+    async with lock:
+        return await anext(events, None)
+
+
+async def _close(events: AsyncGenerator[Event, None], lock: asyncio.Lock) -> None:
+    async with lock:
+        await events.aclose()

@@ -47,7 +47,7 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # what an attempt may take: TLS, far away, on a busy host
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
