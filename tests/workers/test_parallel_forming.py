@@ -46,13 +46,16 @@ def test_a_rank_that_died_before_its_links_were_made_is_an_error_of_that_kind() 
 class Strangers:
     """Processes of this host that have found the ranks' sockets in /proc/net/unix."""
 
-    def __init__(self, before: set[str]) -> None:
-        self._before = before
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
         self.names: list[str] = []
 
     def look(self, num_ranks: int) -> None:
-        while len(self.names) < num_ranks:
-            self.names = sorted(visible() - self._before)
+        """The store tells which of all the sockets there are the ranks' of this test: others run beside it."""
+        for rank in range(num_ranks):
+            name = self._store.get(f"local {rank}").decode().rpartition(" ")[2]
+            self.names.append(f"tandem-{name}")
+        assert set(self.names) <= visible()
 
     @contextmanager
     def holding(self, num_each: int, first_bytes: bytes = b"") -> Iterator[None]:
@@ -74,7 +77,8 @@ def visible() -> set[str]:
 @pytest.mark.parametrize("first_bytes", [b"", b"sum 1".ljust(32), (60 << 20).to_bytes(4, "little")])
 def test_strangers_are_dropped_and_the_ranks_meet(num_each: int, first_bytes: bytes) -> None:
     """Each holds its connection open; the frame of a rank without its proof is not believed either."""
-    store, strangers, ready = HashStore(), Strangers(visible()), threading.Event()
+    store, ready = HashStore(), threading.Event()
+    strangers = Strangers(store)
 
     def meet(rank: int) -> bytes:
         with closing(Switchboard(store, rank, 2, "host", SECRET, WAIT_S)) as board:
@@ -114,7 +118,8 @@ def test_a_rank_of_another_cluster_is_not_let_in() -> None:
 
 def test_a_proof_that_is_played_back_is_refused() -> None:
     """What a stranger recorded of a rank's proof belongs to other nonces."""
-    store, strangers = HashStore(), Strangers(visible())
+    store = HashStore()
+    strangers = Strangers(store)
     with closing(Switchboard(store, 0, 1, "host", SECRET)) as board:
         strangers.look(1)
         with socket.socket(socket.AF_UNIX) as sock:

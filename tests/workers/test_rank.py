@@ -362,10 +362,8 @@ def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: Brain, tmp_pa
     while select.select([brain.sock], [], [], 1.0)[0]:
         assert brain.receive() == StepProgress(1), "it was on its way"
     os.kill(brain.process.pid, signal.SIGCONT)
-    message = brain.receive()
-    assert message == StepProgress(1)
-    while isinstance(message, StepProgress):
-        message = brain.receive()
+    while isinstance(message := brain.receive(), StepProgress):
+        assert message == StepProgress(1)
     assert isinstance(message, StepReport)
     assert message.step == 1
 
