@@ -51,7 +51,7 @@ class Strangers:
         self.names: list[str] = []
 
     def look(self, num_ranks: int) -> None:
-        """The store tells which of all the sockets there are the ranks' of this test: others run beside it."""
+        """The store tells which of all sockets are those of this test: others run beside it."""
         for rank in range(num_ranks):
             name = self._store.get(f"local {rank}").decode().rpartition(" ")[2]
             self.names.append(f"tandem-{name}")
