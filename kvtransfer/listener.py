@@ -68,20 +68,34 @@ class ProvenListener:
             self._evict(sock)
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._sock)
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                await self._readable()
+                continue
             except OSError as error:  # no descriptors left, or the connection is gone already
                 _log.warning("%s: accept failed: %s", self._label, error)
                 await self._clock.sleep(_ACCEPT_PAUSE_S)
                 continue
+            sock.setblocking(False)
             if len(self._unproven) >= MAX_UNPROVEN:
                 self._evict(next(iter(self._unproven)))
             self._unproven[sock] = None
             running = self._spawn(self._run(sock), f"{self._label}-connection")
             running.add_done_callback(functools.partial(_close, sock))
             await _next_turn()  # a flood must not keep the loop from closing what was evicted
+
+    async def _readable(self) -> None:
+        """Wait for a connection. `loop.sock_accept` would lose one that comes as the wait is cancelled:
+        nobody closes it, and its client waits for the proof in vain."""
+        loop = asyncio.get_running_loop()
+        came = asyncio.Event()
+        loop.add_reader(self._sock, came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(self._sock)
 
     async def _run(self, sock: socket.socket) -> None:
         try:
