@@ -1,0 +1,377 @@
+"""The command line, `tandem`; the only module that reads the environment. `python -m cluster` is the same."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # `python -m cluster`: begin where the console script does
+    import sys
+
+    from cluster.entry import main as entry
+
+    entry()
+    sys.exit()
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.client import GenerateOptions, Turn
+from cluster.commands import calls
+from cluster.commands.bench import Objectives, Workload
+from cluster.commands.bench_scaling import bench_scaling
+from cluster.commands.display import engine_line, progress_line, stages
+from cluster.commands.doctor import doctor
+from cluster.commands.scale import scale
+from cluster.commands.serve_config import HOST_HELP, serve_config
+from cluster.commands.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
+from cluster.commands.store_bench import bench_store as run_store_bench
+from cluster.commands.store_cli import cli as store_cli
+from cluster.commands.terminal import (
+    DEFAULT_ADDRESS,
+    Address,
+    AsJson,
+    Timeout,
+    catch_signals,
+    die,
+    die_at_once,
+    err,
+    out,
+    run,
+    show_version,
+)
+from cluster.commands.traffic import traffic
+from cluster.commands.update import update
+from cluster.config import ClusterConfig
+from cluster.errors import CallError, ClusterError, RayEndedError, StartError
+from kvtransfer.clock import SystemClock
+from workers.errors import WorkerError
+
+_TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+_DRAM_BLOCKS, _NVME_BLOCKS = (
+    ",".join(map(str, sizes)) for sizes in (DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS)
+)
+_HELP = "Serve a large language model on Ray, with prefill and decode in separate pools."
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+    # Ray prints the first for every process that ends early, over our own one line that says why, and the
+    # second where a replica has many ranks.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|worker processes have been started",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GRPC_VERBOSITY": "ERROR",
+}
+"""For Ray and for every process below this one, where the environment does not say otherwise."""
+
+cli = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=_HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
+cli.add_typer(bench, name="bench")
+bench.command("scaling")(bench_scaling)
+cli.add_typer(store_cli, name="store")
+cli.command()(update)
+cli.command()(traffic)
+cli.command()(scale)
+cli.command()(doctor)
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Say which this is.")
+    ] = False,
+) -> None:
+    """What stands before a command; its text is that of `cli`."""
+
+
+RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
+
+
+def main() -> None:
+    """The command line, for `cluster.entry`."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        cli()
+    except CallError as error:
+        hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
+        die(f"{error}{hint}")
+    except RayEndedError as error:
+        # Whoever waits for Ray when Python ends would wait for a minute.
+        die_at_once(str(error))
+    except (ClusterError, WorkerError) as error:
+        die(str(error))
+
+
+@cli.command()
+def serve(
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill replicas; 0: no such pool.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None,
+    host: Annotated[str | None, typer.Option(help=HOST_HELP)] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
+    nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None,
+    nvme_gb: Annotated[float | None, typer.Option(help="How much of the disk, in 1e9 bytes.")] = None,
+    ray_address: RayAddress = "auto",
+) -> None:
+    """Start the pools and the gateway, and serve until Ctrl-C."""
+    interrupted = catch_signals()
+    from cluster.serve import Service  # here: only this command and the demo need Ray
+
+    config = serve_config(
+        file, model or (None if file else _bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
+    )
+    config = _with_redis(config)
+    service = Service(config, SystemClock(), ray_address=ray_address)
+    try:
+        with stages(err, "starting") as tell:
+            addresses = service.start(
+                lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
+            )
+        for name, place in (
+            ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
+            ("console", ", ".join(addresses.consoles) or "none"),
+            ("Ray", addresses.ray),
+            ("dashboard", addresses.dashboard or "none"),
+            ("Ray token", _token_place()),
+            ("logs", addresses.logs or "on the nodes of the Ray cluster"),
+            ("dtype", service.dtype_reason),
+        ):
+            out.print(f"{name:<10} {place}", soft_wrap=True)
+        out.print("Ctrl-C stops everything.")
+        service.wait(interrupted)
+    except StartError as error:
+        if interrupted.is_set():
+            die(str(error), interrupted.status)
+        raise
+    finally:
+        with stages(err, "stopping"):
+            service.stop()
+    out.print("stopped")
+
+
+@cli.command()
+def demo() -> None:
+    """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
+    interrupted = catch_signals()
+    from cluster.commands.demo import run_demo  # here, as above
+
+    try:
+        run_demo(_bundled_model(), SystemClock(), interrupted, out)
+    except StartError as error:
+        if interrupted.is_set():
+            die(str(error), interrupted.status)
+        raise
+
+
+@cli.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+    chat: Annotated[bool, typer.Option(help="PROMPT is a user's message in a chat.")] = False,
+    max_tokens: Annotated[int | None, typer.Option()] = None,
+    min_tokens: Annotated[int | None, typer.Option()] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    presence_penalty: Annotated[float | None, typer.Option()] = None,
+    frequency_penalty: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    n: Annotated[int | None, typer.Option(help="Continuations of the one prompt.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Of this many likeliest tokens; --json only.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos")] = None,
+    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
+    tenant: Annotated[str, typer.Option(help="Prefixes are shared within a tenant only.")] = "",
+    request_id: Annotated[str, typer.Option(help="For `tandem explain`; default: drawn.")] = "",
+    timeout: Timeout = None,
+) -> None:
+    """Continue PROMPT; the text streams as it comes."""
+    options = GenerateOptions(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        n=n,
+        logprobs=logprobs,
+        stop=stop or (),
+        stop_token_ids=stop_token_id or (),
+        ignore_eos=ignore_eos,
+        priority=priority,
+        tenant=tenant,
+        request_id=request_id,
+    )
+    text = _standard_input() if prompt == "-" else prompt
+    asked = [Turn("user", text)] if chat else text
+    run(calls.generate(address, asked, options, timeout, as_json=as_json))
+
+
+@cli.command()
+def status(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+    """The replicas, their loads, and the measured paths between them."""
+    run(calls.status(address, out, as_json=as_json))
+
+
+@cli.command()
+def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+    """Where a running or recent request went, and why."""
+    run(calls.explain(address, request_id, out, as_json=as_json))
+
+
+@bench.command("serve")
+def bench_serve(
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, without a rate.")] = 8,
+    rate: Annotated[float, typer.Option(min=0, help="Poisson arrivals a second, without a limit.")] = 0.0,
+    sweep: Annotated[str, typer.Option(help="Rates to run one after the other: 1,2,4,8.")] = "",
+    input_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that a group of prompts shares.")] = 0,
+    prefix_groups: Annotated[int, typer.Option(min=1)] = 1,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0)] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 100.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds; a later answer is lost.")] = 60.0,
+) -> None:
+    """Load a running cluster; latencies, throughput and goodput."""
+    rates = [_positive(part) for part in sweep.split(",")] if sweep else [rate]
+    workloads = [
+        Workload(
+            num_requests=requests,
+            concurrency=0 if value > 0 else concurrency,
+            rate_per_s=value,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            shared_prefix_tokens=shared_prefix,
+            num_groups=prefix_groups,
+            seed=seed + index,
+            vocab_size=0,
+        )
+        for index, value in enumerate(rates)
+    ]
+    objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
+    console = err if as_json else out
+    run(calls.bench_serve(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json))
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2048",
+    decode_batch: Annotated[str, typer.Option(help="Sequences a step.")] = "1,4,8,16",
+    context: Annotated[int, typer.Option(min=1, help="Prompt length of the decode figures.")] = 128,
+    repeat: Annotated[int, typer.Option(min=1)] = 3,
+    block_tokens: Annotated[int, typer.Option()] = 64,
+    device: Annotated[str, typer.Option()] = "cpu",
+    peer: Annotated[str, typer.Option(help='"transformers": measured beside, in the same run.')] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits."""
+    from workers.bench import run_engine_bench  # here: it imports torch
+
+    if peer not in ("", "transformers"):
+        raise typer.BadParameter("only transformers", param_hint="--peer")
+    run_engine_bench(
+        model or _bundled_model(),
+        dtype,
+        threads,
+        [int(_positive(part)) for part in prefill.split(",")],
+        [int(_positive(part)) for part in decode_batch.split(",")],
+        context,
+        lambda line: print(json.dumps(line) if as_json else engine_line(line), flush=True),
+        repeat,
+        peer=bool(peer),
+        block_tokens=block_tokens,
+        device=device,
+    )
+
+
+@bench.command("store")
+def bench_store(
+    trace: Annotated[
+        Path, typer.Option(help="Requests with their blocks, in Mooncake's format (JSON lines).")
+    ],
+    device_blocks: Annotated[
+        int, typer.Option(min=0, help="What the replicas hold.")
+    ] = DEFAULT_DEVICE_BLOCKS,
+    dram_blocks: Annotated[str, typer.Option(help="Sizes of the host tier.")] = _DRAM_BLOCKS,
+    nvme_blocks: Annotated[str, typer.Option(help="Sizes of the NVMe tier.")] = _NVME_BLOCKS,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace through the store's policies, without a cluster: hit rates against the ideal, writes."""
+    sizes = _whole_numbers(dram_blocks), _whole_numbers(nvme_blocks)
+    run_store_bench(trace, device_blocks, *sizes, err if as_json else out, as_json=as_json)
+
+
+def _with_redis(config: ClusterConfig) -> ClusterConfig:
+    """The index server of the environment, where the file names none."""
+    url = config.store.redis_url or os.environ.get("REDIS_URL", "")
+    return config.model_copy(update={"store": config.store.model_copy(update={"redis_url": url})})
+
+
+def _bundled_model() -> Path:
+    if not _TINY.is_dir():
+        raise typer.BadParameter("no model is bundled with this installation; name one", param_hint="--model")
+    return _TINY
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8: {error}", param_hint="PROMPT") from error
+
+
+def _token_place() -> str:
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return "in the environment variable RAY_AUTH_TOKEN"
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return "none: RAY_AUTH_MODE is disabled"
+    return f"in {os.environ.get('RAY_AUTH_TOKEN_PATH') or Path.home() / '.ray' / 'auth_token'}"
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [-1]
+    if min(values) < 0:
+        raise typer.BadParameter(f"expected whole numbers from 0 between commas, not {text!r}")
+    return values
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
+    return value
