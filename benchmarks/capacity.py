@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.client import Client, GenerateOptions
+from cluster.api.client import Client, GenerateOptions
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.history import Demand, History
 from cluster.scaling.observation import Reports
 from cluster.scaling.rates import Rates, measured_rates
+from cluster.scaling.samples import Demand, History
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 500

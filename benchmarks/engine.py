@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from workers.bench import run_engine_bench
+from workers.rank.engine_bench import run_engine_bench
 
 
 def main() -> None:

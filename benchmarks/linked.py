@@ -8,13 +8,12 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.blocks.keys import block_keys
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
-from kvtransfer.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
-from workers.brain import Brain
+from kvtransfer.rpc.stream import FrameStream, open_stream
 from workers.config import EngineConfig, Parallel
-from workers.links import FrameStream, open_stream
 from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -27,7 +26,8 @@ from workers.messages import (
     StepFrame,
     Submission,
 )
-from workers.ranks import ProcessLauncher
+from workers.replica.engine_core import Brain
+from workers.replica.rank_group import ProcessLauncher
 
 CLOCK = SystemClock()
 

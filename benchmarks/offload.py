@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from kvtransfer.clock import Clock, SystemClock
-from workers.engine.executor import Executor, read_dtype
+from kvtransfer.common.clock import Clock, SystemClock
 from workers.messages import BatchEntry, StepPlan
-from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv
 from workers.model.random_checkpoint import write_random_checkpoint
+from workers.rank.model_runner import Executor, read_dtype
 
 TARGET = 1.3
 SHAPE: dict[str, Any] = {

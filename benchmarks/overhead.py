@@ -31,24 +31,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from cluster.client import Client, GenerateOptions
+from cluster.api.client import Client, GenerateOptions
 from cluster.config import parse_config
-from cluster.gateway.server import Gateway
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView
-from cluster.roster.roster import LocalRoster
-from cluster.roster.wire import VIEW_CODEC
-from kvtransfer.clock import SystemClock
+from cluster.roster.remote import VIEW_CODEC
+from cluster.roster.state import LocalRoster
+from cluster.serve.gateway_server import Gateway
+from kvtransfer.blocks.keys import block_keys
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
-from kvtransfer.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.secret import draw_secret
-from workers.brain import Brain
+from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.stream import FrameStream, open_stream
 from workers.config import EngineConfig, Parallel
-from workers.engine.blocks import BlockPool
-from workers.engine.executor import Executor, read_dtype
-from workers.engine.scheduler import Scheduler
-from workers.links import FrameStream, open_stream
 from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -59,11 +55,14 @@ from workers.messages import (
     StepPlan,
     Submission,
 )
-from workers.model.config import read_model_config
-from workers.model.file_digests import DigestCache
-from workers.model.fingerprint import model_fingerprint
-from workers.ranks import ProcessLauncher
-from workers.steps import PIPELINE_DEPTH
+from workers.model.fingerprint import DigestCache, model_fingerprint
+from workers.model.model_config import read_model_config
+from workers.rank.model_runner import Executor, read_dtype
+from workers.replica.engine_core import Brain
+from workers.replica.rank_group import ProcessLauncher
+from workers.replica.step_loop import PIPELINE_DEPTH
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
 CLOCK = SystemClock()

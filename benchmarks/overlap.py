@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.linked import Heard, LinkedReplicas
 from kvtransfer.config import TransferConfig
-from kvtransfer.secret import draw_secret
+from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
 from workers.messages import HandOverReport, PrefillReport
 from workers.model.random_checkpoint import write_random_checkpoint

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvtransfer.store.config import StoreSettings
-from kvtransfer.store.node.owner import SPEC_CODEC, OwnerSpec
+from kvtransfer.config import StoreSettings
+from kvtransfer.store.server.store_server import SPEC_CODEC, OwnerSpec
 
 
 def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
@@ -31,7 +31,7 @@ def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
 def running_owner(settings: StoreSettings) -> Iterator[str]:
     """The owner's address, while it runs; at the end it flushes and leaves."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvtransfer.store.node.owner"],
+        [sys.executable, "-m", "kvtransfer.store.server.store_server"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

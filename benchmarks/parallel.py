@@ -49,9 +49,9 @@ from benchmarks.delivery import (
 )
 from benchmarks.replica import CLOCK, bare_replica
 from workers.config import EngineConfig, Parallel
-from workers.engine.groups import RankGroups
 from workers.messages import RANK_DOWN_CODEC, BatchEntry, StepPlan
 from workers.model.random_checkpoint import write_random_checkpoint
+from workers.rank.collectives import RankGroups
 
 NUM_RANKS = 2
 BLOCK_TOKENS = 16

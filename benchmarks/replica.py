@@ -12,21 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.blocks.keys import block_keys
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
-from kvtransfer.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.secret import draw_secret
+from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
 from workers.messages import RankUp, SampleState, SamplingParams, StepPlan, StepReport, Submission
-from workers.model.config import read_model_config
-from workers.model.file_digests import DigestCache
-from workers.model.fingerprint import model_fingerprint
-from workers.ranks import ProcessLauncher, RankGroup
-from workers.shape import Shape
-from workers.steps import StepLoop
+from workers.model.fingerprint import DigestCache, model_fingerprint
+from workers.model.model_config import read_model_config
+from workers.replica.partition import Shape
+from workers.replica.rank_group import ProcessLauncher, RankGroup
+from workers.replica.step_loop import StepLoop
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
 
 CLOCK = SystemClock()
 

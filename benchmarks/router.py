@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from kvtransfer.clock import ManualClock, SystemClock
+from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.messages import ReplicaLoad, RouteRequest

@@ -17,9 +17,9 @@ from unittest import mock
 
 import torch
 
-from workers.engine.sampler import Sampler
 from workers.messages import SamplingParams, SlotSample, SlotStart
 from workers.model import native
+from workers.rank.sampler import Sampler
 
 KINDS = {
     "greedy": SamplingParams(),

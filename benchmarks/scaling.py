@@ -13,10 +13,10 @@ import math
 
 import numpy as np
 
-from cluster.commands.bench_scaling import compare, outcome_json
+from cluster.cli.bench_scaling import compare, outcome_json
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.rates import StepCost
-from cluster.scaling.simulated import Arrival, ServiceModel
+from cluster.scaling.simulation import Arrival, ServiceModel
 
 LENGTH_S = 3600.0
 MOST_PER_S = 40.0

@@ -26,15 +26,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import Faults
-from kvtransfer.framing import prove_as_server, receive_frame, send_frame
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory, map_shared
+from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, map_shared
+from kvtransfer.blocks.runs import Place, copy_runs
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.pool import HostPool
-from kvtransfer.runs import Place, copy_runs
-from kvtransfer.secret import draw_id, draw_secret
+from kvtransfer.rpc.framing import prove_as_server, receive_frame, send_frame
+from kvtransfer.rpc.handshake import draw_id, draw_secret
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
@@ -50,8 +50,7 @@ from kvtransfer.store.messages import (
     StoreRead,
     StoreReport,
 )
-from kvtransfer.store.ranks.hands import StoreHands
-from kvtransfer.traffic import TrafficGovernor
+from kvtransfer.store.worker.store_worker import StoreHands
 
 BLOCK_BYTES = (256 << 10, 1 << 20, 7 << 20)
 ORDER_BYTES = 16 << 20

@@ -23,10 +23,10 @@ from typing import Any
 from hiredis import pack_command
 from redis.asyncio import Redis
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.secret import draw_secret
-from kvtransfer.store.config import StoreSettings
+from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_server import RedisServer
 from kvtransfer.store.index.values import key_prefix

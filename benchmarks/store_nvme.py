@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import Faults
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
+from kvtransfer.config import StoreSettings
 from kvtransfer.messages import Shard
-from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.nvme.log import NvmeRef, NvmeTier
 from kvtransfer.store.record import HEADER_BYTES, image_bytes

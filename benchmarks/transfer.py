@@ -30,11 +30,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import Faults
-from kvtransfer.gate import Gate
-from kvtransfer.layout import BlockLayout, intersect
-from kvtransfer.memory import KvMemory
+from kvtransfer.blocks.layout import BlockLayout, intersect
+from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.messages import (
     BlockMove,
     Lane,
@@ -44,8 +43,8 @@ from kvtransfer.messages import (
     Shard,
     TransferSettings,
 )
-from kvtransfer.pool import HostPool
-from kvtransfer.secret import draw_secret
+from kvtransfer.protocol.gate import Gate
+from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, TargetRank, WriterRank
 

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.transfer import ALL_HEADS, Way, Writer, layout
-from kvtransfer.clock import SystemClock
+from kvtransfer.blocks.pool import KvMemory
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import PathError
-from kvtransfer.memory import KvMemory
 from kvtransfer.messages import TransferSettings
 
 CLOCK = SystemClock()

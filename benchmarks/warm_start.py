@@ -21,11 +21,11 @@ import numpy as np
 
 from benchmarks.linked import CLOCK, Heard, LinkedReplicas
 from benchmarks.owner_process import owner_settings, running_owner
-from kvtransfer.secret import draw_secret
-from kvtransfer.store.config import StoreSettings
-from workers.brain import Brain
+from kvtransfer.config import StoreSettings
+from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
 from workers.model.random_checkpoint import write_random_checkpoint
+from workers.replica.engine_core import Brain
 
 BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256

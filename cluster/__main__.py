@@ -15,7 +15,7 @@ def main() -> None:
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _leave)
-    from cluster.__main__ import main as command_line
+    from cluster.cli.main import main as command_line
 
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -17,15 +17,14 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import ConfigError
-from cluster.observe.config import LogConfig, TracingConfig
+from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.scaling.config import ScalingConfig
-from kvtransfer.config import TransferConfig
-from kvtransfer.faults import FaultRule
-from kvtransfer.store.config import StoreConfig
+from kvtransfer.common.faults import FaultRule
+from kvtransfer.config import StoreConfig, TransferConfig
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineConfig
-from workers.model.config import ModelConfig
+from workers.model.model_config import ModelConfig
 
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
@@ -71,7 +70,7 @@ class PoolConfig(_Settings):
     """The form in which weights take part in products, part of what KV is told apart by. `auto`: that of
     `dtype`, and no other is supported yet."""
     cpus_per_rank: float | None = Field(default=None, gt=0)
-    """CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.capacity`)."""
+    """CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.serve.capacity`)."""
     gpus_per_rank: float | None = Field(default=None, ge=0)
     """GPUs that each rank asks of Ray; None: 1 with device cuda, else 0."""
     resources: CustomResources = {}
@@ -213,7 +212,7 @@ class GatewayConfig(_Settings):
 
 
 class FaultConfig(_Settings):
-    """One fault to inject, for tests: see `kvtransfer.faults.FaultRule`."""
+    """One fault to inject, for tests: see `kvtransfer.common.faults.FaultRule`."""
 
     point: str
     action: Literal["kill", "stop", "corrupt"]

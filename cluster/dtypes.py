@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.config import ClusterConfig, DtypeName, PoolConfig
-from kvtransfer.host import cpu_flags
-from workers.model.config import read_model_config
+from kvtransfer.common.host import cpu_flags
+from workers.model.model_config import read_model_config
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _SAVED: dict[str, DtypeName] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvtransfer.messages import TransferSettings
+from kvtransfer.rpc.codec import Part
 
 TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
 
@@ -70,3 +72,95 @@ class TransferConfig(BaseModel):
     def settings(self) -> TransferSettings:
         """What a rank's transfer agent needs of it."""
         return TransferSettings(**{name: getattr(self, name) for name in TransferSettings.__struct_fields__})
+
+
+# ----------------------------------------------------------------------------------------------
+# Settings of the tiered store; composed into the cluster's file under `store:`.
+
+GRANULE_BYTES = 64 << 10
+Admission = Literal["adaptive", "all", "seen_twice"]
+
+
+class StoreSettings(Part, frozen=True):
+    """What a node's store process is started with; `StoreConfig` says what each means. Sizes are bytes.
+
+    `name` is the abstract unix socket on which brains and ranks of the node find the owner; `host` the
+    address on which other owners do."""
+
+    node_id: str
+    epoch: int
+    name: str
+    secret: bytes
+    host: str
+    dram_bytes: int
+    granule_bytes: int = GRANULE_BYTES
+    huge_pages: bool = True
+    nvme_path: str = ""
+    nvme_bytes: int = 0
+    segment_bytes: int = 256 << 20
+    io_threads: int = 8
+    admission: Admission = "adaptive"
+    write_queue: int = 1024
+    flush_s: float = 5.0
+    tenant_share: float = 1.0
+    prefetch_pin_s: float = 10.0
+    redis_url: str = ""
+    redis_namespace: str = "tandem"
+    lookup_budget_s: float = 0.003
+    node_lease_s: float = 10.0
+    transports: tuple[str, ...] = ("shm", "tcp")
+    prefetch_gb_s: float = 0.0
+    remote_min_gb_s: float = 0.0
+
+
+class StoreConfig(BaseModel):
+    """Where finished KV is kept, beside the replicas' own blocks. Sizes are for each node."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dram_gb: float = Field(default=1.0, ge=0)
+    """Host memory for KV, in 1e9 bytes, taken as it is used and a little ahead; 0: no store."""
+    huge_pages: bool = True
+    """Use huge pages for it where the host has any reserved."""
+    nvme_path: Path | None = None
+    """A folder on a local disk; None: no such tier. Each node uses a subfolder of its own."""
+    nvme_gb: float = Field(default=0.0, ge=0)
+    """How much of that disk may be used, in 1e9 bytes."""
+    segment_mb: int = Field(default=256, ge=1, le=4096)
+    """Size of one file there, in 2^20 bytes."""
+    io_threads: int = Field(default=8, ge=1, le=64)
+    """Reads and writes of that disk under way at once."""
+    admission: Admission = "adaptive"
+    """Which records are written to it: by what their like was worth, all, or those asked for again."""
+    write_queue: int = Field(default=1024, ge=1)
+    """Records that may wait to be written to NVMe; more are not: the store never holds up serving."""
+    flush_s: float = Field(default=5.0, ge=0)
+    """How long a store that is told to end may write admitted records to NVMe."""
+    tenant_share: float = Field(default=1.0, gt=0, le=1)
+    """The most of a tier that one tenant may take while others want it."""
+    prefetch_pin_s: float = Field(default=10.0, gt=0)
+    """How long a prefetched block is kept in host memory for the request that will want it."""
+    redis_url: str = ""
+    """The index of all nodes: redis://, rediss:// (TLS) or unix://, with user and password. "": REDIS_URL of
+    the environment, else a server of our own."""
+    redis_namespace: str = Field(default="tandem", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Begins every key, so that clusters can share a server."""
+    index: bool = True
+    """False: each node knows its own tiers only."""
+    lookup_budget_ms: float = Field(default=3.0, gt=0, le=100)
+    """A look-up in the index that takes longer is not waited for. A store that has not answered after 200 ms
+    is taken for hung by its brains."""
+    node_lease_s: float = Field(default=10.0, gt=0)
+    """A node that is not heard of for this long holds nothing, as far as the index knows."""
+    remote_min_gb_s: float = Field(default=0.0, ge=0)
+    """Blocks of other nodes are not fetched over a path slower than this."""
+
+    @model_validator(mode="after")
+    def _nvme_needs_both(self) -> StoreConfig:
+        if (self.nvme_path is None) != (self.nvme_gb == 0):
+            raise ValueError("nvme_path and nvme_gb are given together, or neither")
+        if self.nvme_gb and not self.dram_gb:
+            raise ValueError("nvme_gb needs dram_gb above 0: NVMe is read and written through host memory")
+        if self.nvme_gb and self.nvme_gb * 1e9 < 2 * self.segment_mb * 2**20:
+            raise ValueError("nvme_gb must hold at least two segments of segment_mb")
+        return self

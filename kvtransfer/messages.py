@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvtransfer.wire import Message, Part
+from kvtransfer.rpc.codec import Message, Part
 
 PROTOCOL_VERSION = 6
 
@@ -89,7 +89,7 @@ class ReplicaIdentity(Part, frozen=True):
 
 class PeerHello(Message, frozen=True):
     """First message each way on a Peer link. `ranks` are all of this side's, in rank order; from them both
-    sides plan the same pieces (`kvtransfer.layout.plan_pieces`). The writer's need no endpoints."""
+    sides plan the same pieces (`kvtransfer.blocks.layout.plan_pieces`). The writer's need no endpoints."""
 
     identity: ReplicaIdentity
     compatibility: CompatibilityRecord

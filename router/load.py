@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import ReplicaLoad
 

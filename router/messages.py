@@ -6,7 +6,7 @@ KV events arrive as `kvtransfer.messages.KvEvents` and `KvSnapshot`. All sizes a
 from __future__ import annotations
 
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.wire import Part
+from kvtransfer.rpc.codec import Part
 
 
 class ReplicaLoad(Part, frozen=True):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 
 SNAPSHOT_WAIT_S = 2.0

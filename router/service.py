@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.cost import NEVER_FITS_TOKENS, Ask, Choice, Option, choose, decode_candidate, option_of

@@ -19,8 +19,8 @@ MAX_FUNCTION_LINES = 90
 MAX_README_LINES = 60
 LONG_FILE_REASON = "over 400 lines because"
 """With the reason after it, in the docstring of a file that may be longer."""
-CLOCK = Path("kvtransfer/clock.py")
-EDGES = {"workers/brain.py", "workers/engine/rank.py"}
+CLOCK = Path("kvtransfer/common/clock.py")
+EDGES = {"workers/replica/engine_core.py", "workers/rank/process.py"}
 """Where an exception of any kind becomes an answer: the main loops of actors."""
 
 _SKIPPED = {".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
@@ -125,7 +125,7 @@ def test_broad_excepts_stand_at_the_edges_only() -> None:
 
 def test_the_environment_is_read_at_the_command_line_only() -> None:
     # The others hand it on to their children, or tell a library what it takes from nowhere else.
-    readers = {"cluster/__main__.py", "workers/ranks.py"}
+    readers = {"cluster/cli/main.py", "workers/replica/rank_group.py"}
     readers |= {"kvtransfer/transports/nccl.py", "kvtransfer/transports/nixl.py"}
     assert_none(
         {
@@ -153,7 +153,7 @@ def test_private_parts_of_ray_are_used_in_one_file() -> None:
             if isinstance(node, ast.keyword) and node.arg == "_internal"
         }
         for path in sources(*PACKAGES, "benchmarks")
-        if path.as_posix() != "cluster/ray_private.py"
+        if path.as_posix() != "cluster/serve/ray_private.py"
     }
     assert_none(found)
 

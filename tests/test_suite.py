@@ -13,14 +13,14 @@ from typing import Any
 
 import psutil
 import pytest
-from arena_house import MODEL, RankProcess
+from arena_harness import MODEL, RankProcess
 from child_processes import assert_ended, children, close_all, killed_on_error
-from index_house import RawRedis
+from e2e_harness import House, Replica
+from index_harness import RawRedis
 from optional_programs import PROGRAM_TO_PACKAGE, check_marks, find_program, missing_programs
 from serving import RunningCluster
-from store_house import StoreHouse
-from transfer_house import AgentProcess, TransferHouse
-from walk_house import House, Replica
+from store_harness import StoreHouse
+from transfer_harness import AgentProcess, TransferHouse
 
 from workers.model.random_checkpoint import write_random_checkpoint
 

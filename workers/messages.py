@@ -8,7 +8,7 @@ wall is listed in one place.
 
 from __future__ import annotations
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import (
     CompatibilityRecord,
     KvEvents,
@@ -21,8 +21,8 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
+from kvtransfer.rpc.codec import Codec, Message, Part
 from kvtransfer.store.messages import StoreOrder, StoreReport
-from kvtransfer.wire import Codec, Message, Part
 
 # ---------------------------------------------------------------------------------- what is asked for
 
@@ -264,7 +264,7 @@ class LoadReport(Part, frozen=True):
     num_moved_bytes: dict[str, int] = {}
     """By traffic class: what was written to other replicas."""
     num_lost_landings: dict[str, int] = {}
-    """By cause (`kvtransfer.actions.Lost`): landings that were open here and ended without hand-over."""
+    """By cause (`kvtransfer.protocol.actions.Lost`): landings that were open here and ended without hand-over."""
     paths: tuple[PathMeasure, ...] = ()
     load_tok_s: dict[str, float] = {}
     """By tier of the node's store: the measured rate at which blocks come from there into this replica."""
@@ -612,7 +612,7 @@ class StepReport(Message, frozen=True):
 
 
 class StepProgress(Message, frozen=True):
-    """Rank to brain, at most every `workers.engine.rank.PROGRESS_S`: the step has been under way for longer
+    """Rank to brain, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for longer
     than that, and a piece of it was completed since."""
 
     step: int

@@ -1,4 +1,4 @@
-"""`cluster.client` for code without an event loop."""
+"""`cluster.api.client` for code without an event loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from cluster.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
+from cluster.api.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 
 T = TypeVar("T")
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Generic, TypeVar
 
 import numpy as np
 
+from cluster.api.status import StatusThread
 from cluster.config import ClusterConfig
 from cluster.gateway.actions import Emit, Summary
-from cluster.gateway.desk import Desk, RequestRecord
-from cluster.gateway.fresh import Fresh
-from cluster.gateway.intake import Intake
-from cluster.gateway.pools import moves_of, pools_of
-from cluster.gateway.recent import Lately
-from cluster.gateway.replicas import ReplicaLinks
-from cluster.gateway.status import StatusThread
-from cluster.observe.meters import cached_by_tier
+from cluster.gateway.history import Lately
+from cluster.gateway.replica_connections import ReplicaLinks
+from cluster.gateway.replica_view import moves_of, pools_of
+from cluster.gateway.request_manager import Desk, RequestRecord
+from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
-from cluster.stores.admin import StoreAdmin
-from kvtransfer.clock import Clock
+from cluster.stores.store_admin import StoreAdmin
+from cluster.text.preprocess import Intake
+from kvtransfer.common.clock import Clock
 from router.messages import Decision
 from workers.messages import PrefillReport
 
@@ -232,3 +233,39 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = ""
     return found
+
+
+# ----------------------------------------------------------------------------------------------
+# Values that cost something, made a few times a second at most for all who ask.
+
+T = TypeVar("T")
+
+
+class Fresh(Generic[T]):
+    """A value that is made again when it is older than `max_age_s`; who asks meanwhile waits for the same.
+
+    It is made once at a time, also when whoever asked for it has gone.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[T]], max_age_s: float, clock: Clock) -> None:
+        self._make = make
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._made_at: float | None = None
+        self._making: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        """The value, or what making it raised."""
+        if self._making is None or (self._making.done() and self._is_old()):
+            self._making = asyncio.create_task(self._make_it())
+        return await asyncio.shield(self._making)
+
+    def _is_old(self) -> bool:
+        return self._made_at is None or self._clock.now() - self._made_at >= self._max_age_s
+
+    async def _make_it(self) -> T:
+        self._made_at = None
+        asked_at = self._clock.now()
+        value = await self._make()
+        self._made_at = asked_at
+        return value

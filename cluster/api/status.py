@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from cluster.gateway.replica_view import ReplicaView
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
-from kvtransfer.clock import let_others_run
+from kvtransfer.common.clock import let_others_run
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import LoadReport, PathMeasure
 

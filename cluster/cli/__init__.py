@@ -1,1 +1,1 @@
-"""What `tandem` does: the commands behind the command line, and how they show their results."""
+"""The command line `tandem`: commands, and how they show their results."""

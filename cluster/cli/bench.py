@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from cluster.errors import CallError
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 
 PERCENTILES = (50, 90, 99)
 KNEE_SHARE = 0.9

@@ -11,15 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cluster.commands.tables import made_table
-from cluster.commands.terminal import AsJson, err, out
+from cluster.cli.terminal import AsJson, err, made_table, out
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.history import PoolView
 from cluster.scaling.policy import decide
 from cluster.scaling.rates import DECODE, PREFILL, StepCost
 from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arrivals, replay
-from cluster.scaling.simulated import Arrival, ServiceModel
+from cluster.scaling.samples import PoolView
+from cluster.scaling.simulation import Arrival, ServiceModel
 
 _PREFILL_TARGET = 2.0
 """Requests a prefill replica that the plain scheme aims at: Ray Serve's own default."""

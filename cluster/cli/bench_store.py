@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.commands.tables import made_table
+from cluster.cli.terminal import made_table
 from cluster.errors import BenchError
 from kvtransfer.errors import StoreError
-from kvtransfer.store.policy.simulate import (
+from kvtransfer.store.policy.trace_simulation import (
     POLICIES,
     TRACE_BLOCK_TOKENS,
     Outcome,

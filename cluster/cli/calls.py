@@ -1,4 +1,4 @@
-"""The commands on a running cluster, behind `cluster.__main__`; they reach a gateway through the client."""
+"""The commands on a running cluster, behind `cluster.cli.main`; they reach a gateway through the client."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.client import Client, Collector, Completion, GenerateOptions, Prompt
-from cluster.commands.bench import Objectives, RequestRecord, Workload, knee, run_workload, summarize
-from cluster.commands.display import bench_table, explain_view, histogram, status_view, sweep_plot
-from cluster.commands.json_text import as_dict, status_json
+from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
+from cluster.api.json_text import as_dict, status_json
+from cluster.cli.bench import Objectives, RequestRecord, Workload, knee, run_workload, summarize
+from cluster.cli.display import bench_table, explain_view, histogram, status_view, sweep_plot
 from cluster.errors import BenchError
-from cluster.gateway.validation import check_values
-from cluster.options import generate_request
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.clock import Clock
+from cluster.text.validation import check_values
+from kvtransfer.common.clock import Clock
 
 
 async def generate(

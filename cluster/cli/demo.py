@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.client import Client, Collector, GenerateOptions
-from cluster.commands.display import DemoRow, demo_table, progress_line, stages
+from cluster.api.client import Client, Collector, GenerateOptions
+from cluster.cli.display import DemoRow, demo_table, progress_line, stages
 from cluster.config import default_config
 from cluster.errors import StartError
 from cluster.proto import tandem_pb2 as pb
-from cluster.serve import Service
-from kvtransfer.clock import Clock
-from workers.model.config import read_model_config
+from cluster.serve.launcher import Service
+from kvtransfer.common.clock import Clock
+from workers.model.model_config import read_model_config
 
 _OPTIONS = GenerateOptions(max_tokens=48, temperature=0.7, top_p=0.9, seed=1)
 _TIMEOUT_S = 60.0

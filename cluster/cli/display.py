@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import plotext
@@ -12,10 +13,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from cluster.commands.bench import PERCENTILES
-from cluster.commands.pools_display import pool_parts
-from cluster.commands.store_display import loaded_text, members_table, tiers_table
-from cluster.commands.tables import NONE, made_table
+from cluster.cli.bench import PERCENTILES
+from cluster.cli.store_display import loaded_text, members_table, tiers_table
+from cluster.cli.terminal import NONE, made_table
 from cluster.proto import tandem_pb2 as pb
 
 _NUM_BINS = 30
@@ -153,7 +153,7 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
 
 
 def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """One column a run of `cluster.commands.bench.summarize`, headed by its load."""
+    """One column a run of `cluster.cli.bench.summarize`, headed by its load."""
     table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
     figures = [figure for _, figure in runs]
     table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in figures))
@@ -326,3 +326,49 @@ def _path_cell(paths: Sequence[pb.Path]) -> str:
 
 def _rate(value: float, num_digits: int) -> str:
     return f"{value:.{num_digits}f}" if value else NONE
+
+
+# ----------------------------------------------------------------------------------------------
+# The pools as `tandem status` shows them: what is wanted, what there is, and what changed lately.
+
+_NUM_MOVES = 5
+
+
+def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
+    """A table of the pools, then the latest changes, oldest first."""
+    if not status.pools:
+        return []
+    parts: list[RenderableType] = [_table(status.pools)]
+    parts += [Text(move_line(move)) for move in status.moves[-_NUM_MOVES:]]
+    return [*parts, Text("")] if status.moves else parts
+
+
+def move_line(move: pb.ScalingMove) -> str:
+    """`2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
+    at = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    counts = f" {move.before} -> {move.after}" if move.before != move.after else ""
+    return f"{at} {move.pool}{counts} by {move.by}: {move.reason}"
+
+
+def _table(pools: Sequence[pb.Pool]) -> Table:
+    numbers = "configured", "desired", "ready", "lent", "limits"
+    table = made_table("pools", "pool", "role", "chosen by", numbers=numbers)
+    for pool in pools:
+        late = pool.num_ready != pool.desired
+        table.add_row(
+            pool.name,
+            pool.role,
+            _chosen_by(pool),
+            str(pool.configured),
+            str(pool.desired),
+            f"[yellow]{pool.num_ready}[/]" if late else str(pool.num_ready),
+            str(pool.num_lent) if pool.num_lent else NONE,
+            f"{pool.min}-{pool.max}" if pool.max else NONE,
+        )
+    return table
+
+
+def _chosen_by(pool: pb.Pool) -> str:
+    if pool.pinned:
+        return "operator (pinned)"
+    return "autoscaler" if pool.max else "configuration" if pool.desired == pool.configured else "nobody now"

@@ -14,13 +14,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.commands.terminal import AsJson, err, out, run
+from cluster.cli.terminal import AsJson, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
-from cluster.doctor.findings import Finding, Severity, as_json, exit_status, worst_first
+from cluster.doctor.checks import Finding, Severity, as_json, exit_status, worst_first
 from cluster.errors import CallError, ConfigError
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
-from workers.model.config import read_model_config
+from workers.model.model_config import read_model_config
 
 _BUNDLED_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 _STYLES = {
@@ -113,7 +113,7 @@ def _add(table: Table, finding: Finding) -> None:
 
 def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfig | None, list[Finding]]:
     """The configuration with the index server of the environment; findings when it cannot be read."""
-    from cluster.doctor.examination import config_findings  # here: only this command needs the checks
+    from cluster.doctor.run_checks import config_findings  # here: only this command needs the checks
 
     try:
         if file is not None:
@@ -134,10 +134,10 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
 def _machine(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
 ) -> list[Finding]:
-    from cluster.doctor.case import Case
-    from cluster.doctor.examination import examine_machine
+    from cluster.doctor.checks import Case
     from cluster.doctor.machine import Machine
-    from cluster.doctor.needs import needs_of
+    from cluster.doctor.run_checks import examine_machine
+    from cluster.serve.memory import needs_of
 
     try:
         needs = needs_of(config)
@@ -159,8 +159,8 @@ async def _cluster(
     address: str, seconds: float, config: ClusterConfig | None, findings: list[Finding]
 ) -> None:
     """Adds to `findings`."""
-    from cluster.doctor.examination import examine_cluster, unreachable
     from cluster.doctor.live import Expected, look
+    from cluster.doctor.run_checks import examine_cluster, unreachable
 
     try:
         version = importlib.metadata.version("tandem-serve")

@@ -5,7 +5,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # `python -m cluster`: begin where the console script does
     import sys
 
-    from cluster.entry import main as entry
+    from cluster.__main__ import main as entry
 
     entry()
     sys.exit()
@@ -19,18 +19,17 @@ from typing import Annotated
 
 import typer
 
-from cluster.client import GenerateOptions, Turn
-from cluster.commands import calls
-from cluster.commands.bench import Objectives, Workload
-from cluster.commands.bench_scaling import bench_scaling
-from cluster.commands.display import engine_line, progress_line, stages
-from cluster.commands.doctor import doctor
-from cluster.commands.scale import scale
-from cluster.commands.serve_config import HOST_HELP, serve_config
-from cluster.commands.store_bench import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
-from cluster.commands.store_bench import bench_store as run_store_bench
-from cluster.commands.store_cli import cli as store_cli
-from cluster.commands.terminal import (
+from cluster.api.client import GenerateOptions, Turn
+from cluster.cli import calls
+from cluster.cli.bench import Objectives, Workload
+from cluster.cli.bench_scaling import bench_scaling
+from cluster.cli.bench_store import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
+from cluster.cli.bench_store import bench_store as run_store_bench
+from cluster.cli.display import engine_line, progress_line, stages
+from cluster.cli.doctor import doctor
+from cluster.cli.scale import scale
+from cluster.cli.store import cli as store_cli
+from cluster.cli.terminal import (
     DEFAULT_ADDRESS,
     Address,
     AsJson,
@@ -43,11 +42,11 @@ from cluster.commands.terminal import (
     run,
     show_version,
 )
-from cluster.commands.traffic import traffic
-from cluster.commands.update import update
+from cluster.cli.traffic import traffic
+from cluster.cli.update import HOST_HELP, serve_config, update
 from cluster.config import ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 
 _TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
@@ -99,7 +98,7 @@ RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": a
 
 
 def main() -> None:
-    """The command line, for `cluster.entry`."""
+    """The command line, for `cluster.__main__`."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -129,7 +128,7 @@ def serve(
 ) -> None:
     """Start the pools and the gateway, and serve until Ctrl-C."""
     interrupted = catch_signals()
-    from cluster.serve import Service  # here: only this command and the demo need Ray
+    from cluster.serve.launcher import Service  # here: only this command and the demo need Ray
 
     config = serve_config(
         file, model or (None if file else _bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
@@ -167,7 +166,7 @@ def serve(
 def demo() -> None:
     """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
     interrupted = catch_signals()
-    from cluster.commands.demo import run_demo  # here, as above
+    from cluster.cli.demo import run_demo  # here, as above
 
     try:
         run_demo(_bundled_model(), SystemClock(), interrupted, out)
@@ -294,7 +293,7 @@ def bench_engine(
     as_json: AsJson = False,
 ) -> None:
     """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits."""
-    from workers.bench import run_engine_bench  # here: it imports torch
+    from workers.rank.engine_bench import run_engine_bench  # here: it imports torch
 
     if peer not in ("", "transformers"):
         raise typer.BadParameter("only transformers", param_hint="--peer")

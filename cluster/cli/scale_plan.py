@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cluster.commands.tables import NONE, made_table
+from cluster.cli.terminal import NONE, made_table
 from cluster.errors import ConfigError
 from cluster.proto import tandem_pb2 as pb
-from cluster.scaling.lever import AppTargets
-from cluster.scaling.room import Room
+from cluster.scaling.serve_client import AppTargets
+from cluster.serve.capacity import Room
 
 
 class PoolChange(NamedTuple):

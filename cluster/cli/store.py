@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from cluster.commands import store_commands
-from cluster.commands.store_commands import Selection
-from cluster.commands.terminal import DEFAULT_ADDRESS, Address, AsJson, Timeout, out, run
-from cluster.stores.admin import DEFAULT_LIMIT, MAX_LIMIT
+from cluster.cli import store_calls
+from cluster.cli.store_calls import Selection
+from cluster.cli.terminal import DEFAULT_ADDRESS, Address, AsJson, Timeout, out, run
+from cluster.stores.store_admin import DEFAULT_LIMIT, MAX_LIMIT
 
 cli = typer.Typer(no_args_is_help=True, help="The tiered store of every node: list, measure, verify, purge.")
 
@@ -28,13 +28,13 @@ def list_records(
     limit: Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records of each node.")] = DEFAULT_LIMIT,
 ) -> None:
     """Records, the most recently used first."""
-    run(store_commands.list_records(address, Selection(tenant, model), limit, out, as_json=as_json))
+    run(store_calls.list_records(address, Selection(tenant, model), limit, out, as_json=as_json))
 
 
 @cli.command()
 def stat(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Every tier of every node: room, hits, writes, failures; the index; what each tenant holds."""
-    run(store_commands.stat(address, out, as_json=as_json))
+    run(store_calls.stat(address, out, as_json=as_json))
 
 
 @cli.command()
@@ -46,7 +46,7 @@ def verify(
     timeout: Timeout = None,
 ) -> None:
     """Read every record of every tier, compare checksums; bad ones are dropped, and fail the command."""
-    run(store_commands.verify(address, Selection(tenant, model), timeout, out, as_json=as_json))
+    run(store_calls.verify(address, Selection(tenant, model), timeout, out, as_json=as_json))
 
 
 @cli.command()
@@ -68,4 +68,4 @@ def purge(
         typer.confirm(
             f"Delete {selection.text()} from every tier of every node and replica?", abort=True, err=True
         )
-    run(store_commands.purge(address, selection, timeout, out, as_json=as_json))
+    run(store_calls.purge(address, selection, timeout, out, as_json=as_json))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from cluster.client import Client
-from cluster.commands.json_text import as_dict
-from cluster.commands.store_display import listing_view, purged_view, stat_view, verified_view
+from cluster.api.client import Client
+from cluster.api.json_text import as_dict
+from cluster.cli.store_display import listing_view, purged_view, stat_view, verified_view
 from cluster.errors import StoreAwayError
 from cluster.proto import tandem_pb2 as pb
 

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.commands.tables import NONE, made_table
+from cluster.cli.terminal import NONE, made_table
 from cluster.proto import tandem_pb2 as pb
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")

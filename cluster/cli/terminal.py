@@ -8,13 +8,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 out, err = Console(), Console(stderr=True)
 
@@ -75,3 +77,22 @@ def die_at_once(message: str, code: int = 1) -> NoReturn:
     err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.stdout.flush()
     os._exit(code)
+
+
+# ----------------------------------------------------------------------------------------------
+# The one kind of table that the command line shows.
+
+NONE = "-"
+"""A cell without a figure."""
+
+
+def made_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
+    """A table that is narrow enough for 80 columns; the `numbers` stand to the right. Where it still is too
+    wide, texts fold: nothing is cut off."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cluster.commands.display import stages, traffic_line
-from cluster.commands.terminal import AsJson, JoinedRay, err, out
+from cluster.cli.display import stages, traffic_line
+from cluster.cli.terminal import AsJson, JoinedRay, err, out
 
 
 def traffic(
@@ -23,8 +23,8 @@ def traffic(
 
     Without shares, show those that hold. `tandem traffic tandem=100` takes all back.
     """
-    from cluster.rollout.shares import parse_shares, read_shares, set_shares  # here: they need Ray
-    from cluster.rollout.update import connect
+    from cluster.serve.traffic_shares import parse_shares, read_shares, set_shares  # here: they need Ray
+    from cluster.serve.update import connect
 
     try:
         wanted = parse_shares(shares) if shares else {}

@@ -8,17 +8,16 @@ from typing import Any
 
 import msgspec
 
-from cluster.commands.json_text import as_dict, status_json
+from cluster.api.json_text import as_dict, status_json
+from cluster.api.replies import Fresh, Reporter
 from cluster.config import ClusterConfig
+from cluster.console.orders import Operations
 from cluster.errors import DashboardAwayError
-from cluster.gateway.desk import Desk, RequestRecord
-from cluster.gateway.fresh import Fresh
-from cluster.gateway.reports import Reporter
-from cluster.observe.meters import CURVE_S
+from cluster.gateway.request_manager import Desk, RequestRecord
+from cluster.metrics.gateway_counters import CURVE_S
 from cluster.proto import tandem_pb2 as pb
-from cluster.stores.admin import STAT_S, StoreAdmin
-from cluster.web.orders import Operations
-from kvtransfer.clock import Clock
+from cluster.stores.store_admin import STAT_S, StoreAdmin
+from kvtransfer.common.clock import Clock
 
 MAX_REQUESTS = 100
 """Of each kind, running and ended, in one answer."""

@@ -1,6 +1,6 @@
 """Orders of an operator, given with the operator's own Ray token: the console itself may change nothing.
 
-page --POST + token--> gateway --the same token--> Ray's dashboard (`cluster.scaling.lever`)
+page --POST + token--> gateway --the same token--> Ray's dashboard (`cluster.scaling.serve_client`)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cluster.errors import (
     TokenRefusedError,
     UnknownPoolError,
 )
-from cluster.scaling.lever import Lever
+from cluster.scaling.serve_client import Lever
 
 MAX_REPLICAS = 1000
 

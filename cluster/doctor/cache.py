@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.case import Check
-from cluster.doctor.findings import Figures, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, Figures, Verdict, error, note, ok, warning
 from cluster.doctor.live import Live
 
 GROUP = "store"

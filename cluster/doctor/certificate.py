@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 
 from cryptography import x509
 
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Verdict, error, note, ok, warning
+from cluster.doctor.checks import Case, Check, Verdict, error, note, ok, warning
 from cluster.doctor.network import LOOPBACK
 
 _SOON_DAYS = 14.0

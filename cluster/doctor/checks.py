@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from cluster.config import ClusterConfig
+from cluster.doctor.machine import Machine
+from cluster.serve.memory import Needs
+from kvtransfer.common.clock import Clock
 
 Figure = int | float | str | bool
 Figures = dict[str, Figure]
@@ -94,3 +99,37 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
 def gb(num_bytes: float) -> str:
     """`1.5 GB`, of 1e9 bytes; small ones in MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+# ----------------------------------------------------------------------------------------------
+# What a check before start is given, and what makes a function a check.
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Case:
+    """This machine, and what is to run on it."""
+
+    machine: Machine
+    config: ClusterConfig
+    needs: Needs | None
+    """None: the model folder cannot be read."""
+    environment: Mapping[str, str]
+    clock: Clock
+    ray_address: str = "auto"
+    is_running: bool = False
+    """The cluster of this configuration runs already: its ports and its memory are taken by itself."""
+
+
+class Check(NamedTuple, Generic[C]):
+    """`look` says nothing where the question does not arise."""
+
+    name: str
+    group: str
+    question: str
+    """For the documentation: what is looked at."""
+    look: Callable[[C], Iterable[Verdict]]
+
+    def findings(self, case: C) -> list[Finding]:
+        return [Finding(self.name, self.group, verdict) for verdict in self.look(case)]

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Figures, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Case, Check, Figures, Verdict, error, note, ok, warning
 from cluster.doctor.machine import Machine, read, whole_number
 
 GROUP = "devices"

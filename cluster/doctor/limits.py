@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Case, Check, Figures, Verdict, error, gb, note, ok, warning
 from cluster.doctor.machine import read
-from cluster.doctor.needs import RAY_BYTES, Needs, PoolNeed
 from cluster.doctor.network import LOOPBACK
+from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 
 GROUP = "limits and memory"

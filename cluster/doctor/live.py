@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.client import Client
+from cluster.api.client import Client
 from cluster.config import ClusterConfig
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from cluster.scaling.config import ScalingConfig
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.config import TransferConfig
 
 _ANSWER_S = 5.0

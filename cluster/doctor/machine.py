@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import psutil
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.host import cpu_flags
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.host import cpu_flags
 
 _COMMAND_S = 10.0
 _TIMEX_BYTES, _MAX_ERROR_OFFSET, _TIME_ERROR = 256, 24, 5
@@ -44,8 +44,8 @@ def measure_product_rates(dtypes: Sequence[str]) -> dict[str, float]:
     """Operations a second of a linear layer on this machine, by dtype."""
     import torch  # here: no other check needs it
 
-    from workers.engine.executor import read_dtype
-    from workers.engine.limits import linear_flop_s
+    from workers.rank.device_limits import linear_flop_s
+    from workers.rank.model_runner import read_dtype
 
     return {name: linear_flop_s(torch.device("cpu"), read_dtype(name), SystemClock()) for name in dtypes}
 
@@ -184,7 +184,7 @@ class Machine:
         return num
 
     def cpu_flags(self) -> frozenset[str]:
-        """As `kvtransfer.host.cpu_flags` reads them."""
+        """As `kvtransfer.common.host.cpu_flags` reads them."""
         return cpu_flags(self.proc / "cpuinfo")
 
     # ---------------------------------------------------------------------------------- file systems

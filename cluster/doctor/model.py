@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config import PoolConfig
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Case, Check, Verdict, error, gb, note, ok, warning
 from cluster.errors import ConfigError
-from cluster.gateway.chat import load_chat_template
-from cluster.gateway.text import ModelText
+from cluster.text.chat_template import load_chat_template
+from cluster.text.tokenizer import ModelText
 from workers.errors import CheckpointError
-from workers.model.config import ModelConfig, file_problem, read_header, read_model_config, weight_files
-from workers.model.ignored import ignored_keys
+from workers.model.model_config import (
+    ModelConfig,
+    file_problem,
+    ignored_keys,
+    read_header,
+    read_model_config,
+    weight_files,
+)
 from workers.model.split import refuse_empty_parts
 
 GROUP = "model"

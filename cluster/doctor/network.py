@@ -8,8 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Verdict, error, note, ok, warning
+from cluster.doctor.checks import Case, Check, Verdict, error, note, ok, warning
 
 GROUP = "network and Ray"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

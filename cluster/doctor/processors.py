@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from cluster.capacity import BRAIN_CPUS, GATEWAY_CPUS
 from cluster.config import DtypeName
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Figures, Verdict, note, ok, warning
+from cluster.doctor.checks import Case, Check, Figures, Verdict, note, ok, warning
 from cluster.doctor.machine import Machine, read
 from cluster.dtypes import has_native_bf16, resolve_dtype, vector_unit
+from cluster.serve.capacity import BRAIN_CPUS, GATEWAY_CPUS
 
 GROUP = "processors"
 _VECTOR_FLAGS = ("avx2", "asimd")

@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Case, Check, Figures, Verdict, error, gb, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.stores.settings import check_redis_url, smallest_record_bytes
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
-from kvtransfer.store.index.redis_link import IndexAwayError, RedisLink, redacted
+from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.redis_server import find_binary
 
 GROUP = "Redis"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.case import Check
-from cluster.doctor.findings import Figures, Verdict, note, ok, warning
+from cluster.doctor.checks import Check, Figures, Verdict, note, ok, warning
 from cluster.doctor.live import Live
 from cluster.proto import tandem_pb2 as pb
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.doctor import (
+    cache,
     certificate,
     devices,
-    disk,
-    index,
     limits,
     members,
     model,
     network,
     processors,
+    redis,
     reuse,
     serving,
-    tiers,
+    storage,
     transfer,
 )
-from cluster.doctor.case import C, Case, Check
-from cluster.doctor.findings import Finding, error
+from cluster.doctor.checks import C, Case, Check, Finding, error
 from cluster.doctor.live import Live
 
 MACHINE_CHECKS: tuple[Check[Case], ...] = (
@@ -28,16 +27,16 @@ MACHINE_CHECKS: tuple[Check[Case], ...] = (
     *limits.CHECKS,
     *processors.CHECKS,
     *devices.CHECKS,
-    *disk.CHECKS,
+    *storage.CHECKS,
     *network.CHECKS,
     *certificate.CHECKS,
-    *index.CHECKS,
+    *redis.CHECKS,
 )
 LIVE_CHECKS: tuple[Check[Live], ...] = (
     *serving.CHECKS,
     *reuse.CHECKS,
     *transfer.CHECKS,
-    *tiers.CHECKS,
+    *cache.CHECKS,
     *members.CHECKS,
 )
 CONFIG_CHECK = "config"

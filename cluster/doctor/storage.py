@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.case import Case, Check
-from cluster.doctor.findings import Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Case, Check, Figures, Verdict, error, gb, note, ok, warning
 
 GROUP = "disk"
 _PAGE_BYTES = 4096

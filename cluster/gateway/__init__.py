@@ -1,1 +1,1 @@
-"""The gRPC front: checks requests, walks each through the pools, streams its tokens. No Ray, no torch."""
+"""Requests at a gateway: manager, state machine, task, migration and replica connections. No Ray, no torch."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 
+from cluster.gateway.replica_connections import ReplicaLinks
 from cluster.gateway.replica_view import ReplicaView
-from cluster.gateway.replicas import ReplicaLinks
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.errors import PeerGoneError
 

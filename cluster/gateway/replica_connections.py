@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from cluster.gateway.replica_view import LinkEvents, ReplicaState, ReplicaView
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
-from cluster.roster.roster import RosterClient
-from kvtransfer.clock import Clock
+from cluster.roster.state import RosterClient
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import (
     CompatibilityRecord,
@@ -22,9 +22,9 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
+from kvtransfer.rpc.stream import FrameStream, open_stream
 from router.messages import ReplicaLoad
 from router.service import RouterService
-from workers.links import FrameStream, open_stream
 from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,

@@ -23,16 +23,16 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.actions import RoutedAttempt, TimelineEntry
-from cluster.gateway.intake import Intake, Planned
-from cluster.gateway.journey import Journey
-from cluster.gateway.replicas import ReplicaLinks
-from cluster.gateway.validation import Limits, check_request
-from cluster.gateway.walk import Router, Walk
-from cluster.observe.ended import Caller, EndedRequest, Observer
-from cluster.observe.meters import GatewayMeters
+from cluster.gateway.replica_connections import ReplicaLinks
+from cluster.gateway.request_state import Journey
+from cluster.gateway.request_task import Router, Walk
+from cluster.metrics.ended_request import Caller, EndedRequest, Observer
+from cluster.metrics.gateway_counters import GatewayMeters
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.clock import Clock
-from kvtransfer.keys import TOKEN_BYTES
+from cluster.text.preprocess import Intake, Planned
+from cluster.text.validation import Limits, check_request
+from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import Cancel, StepFrame
 

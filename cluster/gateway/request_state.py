@@ -1,6 +1,6 @@
 """The walk of one request through the cluster, as a state machine without I/O.
 
-`cluster.gateway.walk` tells it what happened, with the time, and carries out the actions that it answers. The
+`cluster.gateway.request_task` tells it what happened, with the time, and carries out the actions that it answers. The
 file is over 400 lines because all transitions of one machine stand in one place.
 """
 
@@ -32,12 +32,19 @@ from cluster.gateway.actions import (
     Summary,
     TimelineEntry,
 )
-from cluster.gateway.placing import MAX_BACKOFF_S, Avoiding, backoff, by_submission, route_request, submission
-from cluster.gateway.samples import Sample
-from cluster.gateway.stream_moves import StreamMoves
-from cluster.gateway.suspicion import Suspicion
-from cluster.gateway.text import SampleText
-from kvtransfer.keys import TOKEN_BYTES
+from cluster.gateway.migration import StreamMoves
+from cluster.gateway.retry_policy import (
+    MAX_BACKOFF_S,
+    Avoiding,
+    Suspicion,
+    backoff,
+    by_submission,
+    route_request,
+    submission,
+)
+from cluster.gateway.sample_output import Sample
+from cluster.text.tokenizer import SampleText
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
 from workers.messages import (

@@ -26,9 +26,9 @@ from cluster.gateway.actions import (
     Submit,
     Summary,
 )
-from cluster.gateway.journey import Journey
-from kvtransfer.clock import Clock
-from kvtransfer.keys import TOKEN_BYTES
+from cluster.gateway.request_state import Journey
+from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
@@ -51,7 +51,7 @@ A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it
 
 
 class Links(Protocol):
-    """What a walk needs of `cluster.gateway.replicas.ReplicaLinks`."""
+    """What a walk needs of `cluster.gateway.replica_connections.ReplicaLinks`."""
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         """The connected replica of this id; None when there is none."""

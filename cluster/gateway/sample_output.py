@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.gateway.actions import Emit, SampleStart
-from cluster.gateway.text import SampleText
-from kvtransfer.keys import TOKEN_BYTES
+from cluster.text.tokenizer import SampleText
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.messages import TokenDelta
 
 _MASK = (1 << 64) - 1

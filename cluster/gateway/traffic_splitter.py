@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
+from cluster.api.client import APPLICATION_KEY
 from cluster.errors import UnavailableError, to_grpc_status
-from cluster.gateway.replicas import ReplicaLinks
-from cluster.observe.ended import RelayedRequest
-from cluster.options import APPLICATION_KEY
+from cluster.gateway.replica_connections import ReplicaLinks
+from cluster.metrics.ended_request import RelayedRequest
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
-from cluster.roster.roster import RosterClient
-from kvtransfer.clock import Clock
-from kvtransfer.secret import draw_id
+from cluster.roster.state import RosterClient
+from kvtransfer.common.clock import Clock
+from kvtransfer.rpc.handshake import draw_id
 
 RELAYED_KEY = "tandem-relayed-by"
 """Metadata of a request that a gateway passes on: it is answered where it arrives."""

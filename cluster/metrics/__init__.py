@@ -1,1 +1,1 @@
-"""What there is to see: metrics, logs, traces, what each tenant costs."""
+"""Metrics, logs and traces, and what each tenant uses."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from cluster.observe.ended import EndedRequest, RelayedRequest
-from cluster.observe.logs import ACCESS_LOGGER, about
+from cluster.metrics.ended_request import EndedRequest, RelayedRequest
+from cluster.metrics.logs import ACCESS_LOGGER, about
 
 _log = logging.getLogger(ACCESS_LOGGER)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.step_figures import BATCH_BOUNDS
+from workers.replica.stats import BATCH_BOUNDS
 
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from cluster.observe.board import Board
-from cluster.observe.meters import GatewayMeters, ReplicaMeters
+from cluster.metrics.gateway_counters import GatewayMeters, ReplicaMeters
+from cluster.metrics.registry import Board
 from cluster.proto import tandem_pb2 as pb
 
 _ENDS = (

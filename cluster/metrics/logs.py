@@ -11,10 +11,10 @@ import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from cluster.observe.config import LogConfig
+from cluster.metrics.config import LogConfig
 
 ACCESS_LOGGER = "tandem.access"
-"""Of the access log (`cluster.observe.access`)."""
+"""Of the access log (`cluster.metrics.access_log`)."""
 
 _ROOTS = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry")
 _MORE = "more_fields"
@@ -40,7 +40,7 @@ def about(request_id: str, more: Mapping[str, object]) -> dict[str, object]:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00,123 INFO cluster.gateway.desk: message`; an id that the message does not name
+    """`2026-01-31 12:00:00,123 INFO cluster.gateway.request_manager: message`; an id that the message does not name
     follows it."""
 
     def __init__(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from cluster.observe.catalogue import METRICS
-from cluster.observe.metric import Metric
+from ray.util import metrics as ray_metrics
+
+from cluster.metrics.definitions import METRICS, Metric
 
 PREFIX = "tandem_"
 _NOTHING = 5e-324
@@ -94,3 +95,12 @@ def _declared(name: str, kind: str) -> Metric:
     metric = METRICS[name]
     assert metric.kind == kind, f"{name} is a {metric.kind}"
     return metric
+
+
+# ----------------------------------------------------------------------------------------------
+# The one place where metrics meet Ray, whose agent on each node shows them to Prometheus.
+
+
+def ray_board(**common: str) -> Board:
+    """A board whose metrics Ray exports as `ray_tandem_...`; `common` are label values that all have."""
+    return Board(ray_metrics.Gauge, ray_metrics.Counter, common)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cluster.observe import buckets
-from cluster.observe.board import Board
-from cluster.observe.figures import cumulative
+from cluster.metrics import buckets
+from cluster.metrics.histogram import cumulative
+from cluster.metrics.registry import Board
 from kvtransfer.store.messages import StoreStat
 from workers.messages import LoadReport, PathMeasure
 

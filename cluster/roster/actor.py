@@ -15,8 +15,8 @@ from ray.exceptions import RayError
 
 from cluster.errors import RosterAwayError
 from cluster.roster.messages import RosterView
-from cluster.roster.wire import VIEW_CODEC, RemoteRoster, RosterActor
-from kvtransfer.clock import SystemClock
+from cluster.roster.remote import VIEW_CODEC, RemoteRoster, RosterActor
+from kvtransfer.common.clock import SystemClock
 
 NAMESPACE = "tandem"
 """Of all our named actors."""

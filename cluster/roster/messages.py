@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
-from kvtransfer.wire import Part
+from kvtransfer.rpc.codec import Part
 
 
 class ReplicaRecord(Part, frozen=True):

@@ -14,10 +14,10 @@ from cluster.roster.messages import (
     ScalingMove,
     StoreRecord,
 )
-from cluster.roster.roster import EXPIRE_S, REBUILD_S, RENEW_S, LocalRoster
-from kvtransfer.clock import Clock
+from cluster.roster.state import EXPIRE_S, REBUILD_S, RENEW_S, LocalRoster
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.wire import Codec
+from kvtransfer.rpc.codec import Codec
 
 
 class RosterActor:

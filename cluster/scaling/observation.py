@@ -8,8 +8,8 @@ from typing import NamedTuple
 from cluster.config import ClusterConfig
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView
-from cluster.scaling.history import Demand, DemandMeter, PoolView, ReplicaSample, Sample, last_changes
 from cluster.scaling.roles import RoleBook
+from cluster.scaling.samples import Demand, DemandMeter, PoolView, ReplicaSample, Sample, last_changes
 
 _READY = "ready"
 

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.floor import Need
-from cluster.scaling.history import History, PoolView
-from cluster.scaling.lending import role_changes
-from cluster.scaling.plan import Lend, Plan, PoolMove, Recall
+from cluster.scaling.forecast import Need
+from cluster.scaling.policy_input import HYSTERESIS, Kind, Lend, Plan, PoolMove, Recall, View
 from cluster.scaling.rates import BOTH, DECODE, PREFILL
-from cluster.scaling.view import HYSTERESIS, Kind, View
+from cluster.scaling.role_assignment import role_changes
+from cluster.scaling.samples import History, PoolView
 
 __all__ = ["Lend", "Plan", "PoolMove", "Recall", "decide", "history_span_s"]
 

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.floor import Load, Need, floors
-from cluster.scaling.forecast import TAIL
-from cluster.scaling.history import History, PoolView, Sample
-from cluster.scaling.pressure import KV_NEAR_FULL, RECENT_S, FastLoop, Pressure, Side, late_share, side_of
+from cluster.scaling.forecast import TAIL, Load, Need, floors
 from cluster.scaling.rates import (
     BOTH,
     DECODE,
@@ -23,6 +20,8 @@ from cluster.scaling.rates import (
     measured_sizes,
     measured_work,
 )
+from cluster.scaling.reactive import KV_NEAR_FULL, RECENT_S, FastLoop, Pressure, Side, late_share, side_of
+from cluster.scaling.samples import History, PoolView, Sample
 
 HYSTERESIS = 1.2
 """A pool shrinks only where the smaller one could serve this much more than the demand."""
@@ -188,3 +187,41 @@ def _most(pool: PoolView) -> int:
     if pool.limits is None or pool.is_pinned:
         return pool.desired
     return max(pool.limits.max, pool.desired)
+
+
+# ----------------------------------------------------------------------------------------------
+# What the policy decides.
+
+
+class PoolMove(NamedTuple):
+    """Another desired count."""
+
+    pool: str
+    before: int
+    after: int
+    reason: str
+
+
+class Lend(NamedTuple):
+    """This replica shall play `role`, which is not its pool's."""
+
+    replica_id: str
+    pool: str
+    role: str
+    reason: str
+
+
+class Recall(NamedTuple):
+    """This replica shall play its pool's role again."""
+
+    replica_id: str
+    pool: str
+    reason: str
+
+
+class Plan(NamedTuple):
+    """What to do now: recalls and lends first, then the moves. `notes` tell what stands in the way."""
+
+    moves: tuple[PoolMove, ...] = ()
+    lends: tuple[Lend | Recall, ...] = ()
+    notes: tuple[str, ...] = ()

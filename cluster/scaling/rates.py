@@ -11,7 +11,7 @@ import numpy as np
 
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import Forecast, Moments, Spell, forecast, mean_rate, moments
-from cluster.scaling.history import History, PoolView, ReplicaSample, Sample
+from cluster.scaling.samples import History, PoolView, ReplicaSample, Sample
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 _FIXED_SHARE = 0.75

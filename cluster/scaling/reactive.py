@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import TAIL
-from cluster.scaling.history import Demand, ReplicaSample, Sample
 from cluster.scaling.rates import BOTH, DECODE, PREFILL, Rates, Sizes, kind_of
+from cluster.scaling.samples import Demand, ReplicaSample, Sample
 
 NUM_SAMPLES = 3
 RECENT_S = 30.0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.roster.messages import RosterView, ScalingMove
-from cluster.scaling.lever import AppTargets, PoolTarget
+from cluster.scaling.serve_client import AppTargets, PoolTarget
 
 SETTLE_S = 5.0
 """For so long after a deploy was seen its resets may come."""

@@ -13,12 +13,12 @@ import msgspec
 from cluster.errors import BenchError
 from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.history import History, PoolView, Sample, last_changes
-from cluster.scaling.plan import Lend, Plan, PoolMove
 from cluster.scaling.policy import decide, history_span_s
-from cluster.scaling.pressure import NUM_SAMPLES
+from cluster.scaling.policy_input import Lend, Plan, PoolMove
 from cluster.scaling.rates import PREFILL
-from cluster.scaling.simulated import TICK_S, Arrival, Job, ServiceModel, SimulatedCluster
+from cluster.scaling.reactive import NUM_SAMPLES
+from cluster.scaling.samples import History, PoolView, Sample, last_changes
+from cluster.scaling.simulation import TICK_S, Arrival, Job, ServiceModel, SimulatedCluster
 
 _TAIL_S = 3600.0
 """After the last arrival the replay goes on for at most so long."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from cluster.scaling.floor import Need
-from cluster.scaling.history import PoolView
-from cluster.scaling.plan import Lend, Recall
+from cluster.scaling.forecast import Need
+from cluster.scaling.policy_input import Kind, Lend, Recall, View
 from cluster.scaling.rates import DECODE, PREFILL
-from cluster.scaling.view import Kind, View
+from cluster.scaling.samples import PoolView
 
 _OTHER = {PREFILL: DECODE, DECODE: PREFILL}
 

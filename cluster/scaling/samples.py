@@ -4,7 +4,7 @@
 # - `cluster.scaling.observation` makes a `Sample` of the `tandem.v1.StatusResponse` of all gateways: a
 #   `ReplicaSample` is a `Replica` with its `Load`, of the gateway that heard of it last (least `age_s`);
 #   `Sample.demand` is what a `DemandMeter` makes of the `StatusResponse.demand` of each gateway.
-# - The gateway's meters (`cluster.observe.meters`) count `StatusResponse.demand`: all twelve fields of
+# - The gateway's meters (`cluster.metrics.gateway_counters`) count `StatusResponse.demand`: all twelve fields of
 #   `tandem.v1.Demand`, since the gateway's start.
 # - The brain's load report has `num_waiting_landings`, which the gateway copies to `Load`.
 

@@ -10,10 +10,12 @@ from cluster.config import ClusterConfig
 from cluster.errors import DashboardError, RosterAwayError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RoleLease, RosterView, ScalingMove
-from cluster.roster.roster import ScalingRoster
+from cluster.roster.state import ScalingRoster
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.history import History, PoolView
-from cluster.scaling.keeper import (
+from cluster.scaling.counts import KeptCounts
+from cluster.scaling.observation import Reports, pool_views
+from cluster.scaling.policy import Lend, Plan, decide, history_span_s
+from cluster.scaling.reconciler import (
     Action,
     Forget,
     Keeper,
@@ -23,12 +25,10 @@ from cluster.scaling.keeper import (
     SetDesired,
     Tell,
 )
-from cluster.scaling.kept_counts import KeptCounts
-from cluster.scaling.lever import AppTargets, Lever
-from cluster.scaling.observation import Reports, pool_views
-from cluster.scaling.policy import Lend, Plan, decide, history_span_s
 from cluster.scaling.roles import RoleBook
-from kvtransfer.clock import Clock
+from cluster.scaling.samples import History, PoolView
+from cluster.scaling.serve_client import AppTargets, Lever
+from kvtransfer.common.clock import Clock
 
 _MISSED_REPORTS = 4
 """A gateway that missed so many is not looked at."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.scaling.history import Demand, PoolView, ReplicaSample, Sample
 from cluster.scaling.rates import BOTH, DECODE, PREFILL, StepCost, kind_of
+from cluster.scaling.samples import Demand, PoolView, ReplicaSample, Sample
 
 TICK_S = 0.1
 

@@ -1,1 +1,1 @@
-"""What changes a running application: a new configuration, a share of the traffic."""
+"""The composition root: the Ray application, its actors, rollout, capacity and start."""

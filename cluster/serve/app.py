@@ -19,34 +19,34 @@ from typing import Any
 
 from ray import serve
 
-from cluster.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.config import ClusterConfig
+from cluster.console.orders import Operations
 from cluster.doctor.machine import Machine
-from cluster.doctor.room import check_container_memory
 from cluster.dtypes import resolve_dtype
-from cluster.gateway.server import Gateway
-from cluster.observe.export import ray_board
-from cluster.observe.gateway_metrics import GatewayMetrics
-from cluster.observe.logs import log_to_stderr
-from cluster.observe.replica_metrics import ReplicaMetrics
-from cluster.rank_actors import RayRankLauncher, node_host, only
-from cluster.ray_private import with_version
-from cluster.rollout.rolling import gateway_version, pool_version, with_replicas
+from cluster.metrics.gateway_metrics import GatewayMetrics
+from cluster.metrics.logs import log_to_stderr
+from cluster.metrics.registry import ray_board
+from cluster.metrics.replica_metrics import ReplicaMetrics
 from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
-from cluster.roster.roster import keep_registered
-from cluster.scaling.actor import ScalerReports, dashboard_url
-from cluster.scaling.lever import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
+from cluster.roster.state import keep_registered
 from cluster.scaling.roles import role_of
-from cluster.stores.actors import keep_store, own_store_name
+from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
+from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
+from cluster.serve.gateway_server import Gateway
+from cluster.serve.memory import check_container_memory
+from cluster.serve.rank_actors import RayRankLauncher, node_host, only
+from cluster.serve.ray_private import with_version
+from cluster.serve.rollout import gateway_version, pool_version, with_replicas
+from cluster.serve.scaler_actor import ScalerReports, dashboard_url
+from cluster.serve.store_actors import keep_store, own_store_name
 from cluster.stores.settings import draw_life
-from cluster.web.orders import Operations
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.brain import Brain
 from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
+from workers.replica.engine_core import Brain
 
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
@@ -73,7 +73,7 @@ def build_application(
     orders are kept in the store's Redis under `counts_key` ("": not).
 
     Deployed over a running one, Serve replaces the replicas of those deployments whose version differs, one
-    after the other (`cluster.rollout.rolling`).
+    after the other (`cluster.serve.rollout`).
     """
     config_json, life = config.model_dump_json(), life or draw_life()
     mark = f"{round(SystemClock().wall() * 1000):015d}"

@@ -1,4 +1,4 @@
-"""The application as a Ray Serve configuration declares it: `import_path: cluster.declared:build`.
+"""The application as a Ray Serve configuration declares it: `import_path: cluster.serve.entrypoint:build`.
 
 What `tandem serve` does beyond that (start Ray, plan CPUs, keep an index server) has no place there: such a
 configuration is built by Serve wherever it likes, more than once, and nobody stays to look after anything.
@@ -16,21 +16,20 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.app import build_application
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError, RosterAwayError, StartError
-from cluster.gateway.text import ModelText
-from cluster.ray_private import deployed_config
-from cluster.rollout.counts import KnownCounts, counts_of, counts_to_deploy
-from cluster.rollout.remembered import RememberedCounts, counts_key
-from cluster.rollout.rolling import with_replicas
 from cluster.roster.actor import await_roster
-from cluster.scaling.lever import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
-from cluster.secret_files import read_cluster_secret, read_redis_url
+from cluster.scaling.counts import KnownCounts, RememberedCounts, counts_key, counts_of, counts_to_deploy
+from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
+from cluster.serve.app import build_application
+from cluster.serve.ray_private import deployed_config
+from cluster.serve.rollout import with_replicas
+from cluster.serve.secret_files import read_cluster_secret, read_redis_url
 from cluster.stores.settings import NODE_ID_CHARS, check_redis_url
+from cluster.text.tokenizer import ModelText
 from kvtransfer.errors import WireError
-from kvtransfer.store.index.redis_link import IndexAwayError
-from workers.model.config import read_model_config
+from kvtransfer.store.index.redis_client import IndexAwayError
+from workers.model.model_config import read_model_config
 
 _KEYS = ("config", "secret_file", "redis_url_file")
 _ROSTER_S = 20.0

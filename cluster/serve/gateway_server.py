@@ -1,6 +1,6 @@
 """The gateway: the gRPC server in front of a desk, its Links and its router, all in this process.
 
-No Ray and no torch here: `cluster.app` runs a `Gateway` in a Serve replica; tests and benchmarks anywhere.
+No Ray and no torch here: `cluster.serve.app` runs a `Gateway` in a Serve replica; tests and benchmarks anywhere.
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.api.grpc_server import ClientPort, bind, open_health, open_server
+from cluster.api.replies import Reporter
+from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.config import ClusterConfig
+from cluster.console.http_server import open_console
+from cluster.console.orders import Operations
 from cluster.gateway.cache_purges import CachePurges
-from cluster.gateway.desk import Desk
-from cluster.gateway.intake import Intake
-from cluster.gateway.listening import ClientPort, bind, open_health, open_server
-from cluster.gateway.recent import Lately
-from cluster.gateway.replicas import ReplicaLinks
-from cluster.gateway.reports import Reporter
-from cluster.gateway.servicer import InferenceServicer
-from cluster.gateway.text_calls import TextCalls
-from cluster.gateway.traffic import TrafficRelay
-from cluster.observe.access import log_access, log_relayed
-from cluster.observe.ended import Observer
-from cluster.observe.meters import GatewayMeters
-from cluster.observe.tracing import RequestTracer
+from cluster.gateway.history import Lately
+from cluster.gateway.replica_connections import ReplicaLinks
+from cluster.gateway.request_manager import Desk
+from cluster.gateway.traffic_splitter import TrafficRelay
+from cluster.metrics.access_log import log_access, log_relayed
+from cluster.metrics.ended_request import Observer
+from cluster.metrics.gateway_counters import GatewayMeters
+from cluster.metrics.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
-from cluster.roster.roster import RosterClient
-from cluster.stores.admin import StoreAdmin
-from cluster.web.orders import Operations
-from cluster.web.server import open_console
-from kvtransfer.clock import Clock
-from kvtransfer.faults import Faults
-from kvtransfer.secret import draw_id
+from cluster.roster.state import RosterClient
+from cluster.stores.store_admin import StoreAdmin
+from cluster.text.preprocess import Intake
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
+from kvtransfer.rpc.handshake import draw_id
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05

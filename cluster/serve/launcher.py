@@ -23,29 +23,29 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.app import build_application
-from cluster.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
-from cluster.gateway.text import ModelText
-from cluster.local_ray import LocalRay, own_signals
-from cluster.observe.tracing import check_tracing
-from cluster.rank_actors import node_host
-from cluster.ray_private import free_resources, session_logs
-from cluster.rollout.deployed import Deployed, forget, remember
+from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
-from cluster.scaling.actor import stop_scaler
-from cluster.scaling.lever import deployment_name
-from cluster.secret_files import read_cluster_secret
-from cluster.stores.actors import stop_stores
+from cluster.scaling.serve_client import deployment_name
+from cluster.serve.app import build_application
+from cluster.serve.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
+from cluster.serve.local_ray import LocalRay, own_signals
+from cluster.serve.rank_actors import node_host
+from cluster.serve.ray_private import free_resources, session_logs
+from cluster.serve.rollout import Deployed, forget, remember
+from cluster.serve.scaler_actor import stop_scaler
+from cluster.serve.secret_files import read_cluster_secret
+from cluster.serve.store_actors import stop_stores
 from cluster.stores.index_server import IndexServer
 from cluster.stores.settings import check_redis_url, check_store, draw_life
-from kvtransfer.clock import Clock
+from cluster.text.tokenizer import ModelText
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.host import cpu_flags
 from kvtransfer.errors import StoreError
-from kvtransfer.host import cpu_flags
-from kvtransfer.secret import draw_secret
-from workers.model.config import read_model_config
+from kvtransfer.rpc.handshake import draw_secret
+from workers.model.model_config import read_model_config
 
 SCHEDULE_S = 20.0
 """How long resources may be missing before that is an error."""

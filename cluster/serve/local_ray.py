@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import ray
 
-from cluster import ray_keeper
-from cluster.ray_private import out_of_reach
+from cluster.serve import ray_watchdog
+from cluster.serve.ray_private import out_of_reach
 
 _VITAL = ("gcs_server", "raylet")
 _OBJECT_STORE_BYTES = 128 << 20
@@ -41,14 +41,14 @@ class LocalRay:
     """Starts Ray's processes and connects to them. They are in sessions of their own, so that a signal to our
     process group (Ctrl-C, `timeout`, a shell's `kill %1`) leaves it to us to end them, after the streams.
 
-    They do not outlive this process, however it ends: `ray_keeper` sees to that.
+    They do not outlive this process, however it ends: `ray_watchdog` sees to that.
     """
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of `ray.init`."""
         self._started: list[subprocess.Popen[bytes]] = []
         self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(ray_keeper.__file__))],
+            [sys.executable, "-I", "-S", str(Path(ray_watchdog.__file__))],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -96,7 +96,7 @@ class LocalRay:
 
     def _end_keeper(self) -> None:
         assert self._keeper.stdin is not None
-        self._tell_keeper(ray_keeper.ENDED)
+        self._tell_keeper(ray_watchdog.ENDED)
         with contextlib.suppress(BrokenPipeError):
             self._keeper.stdin.close()
         self._keeper.wait()

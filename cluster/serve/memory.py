@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.doctor.checks import gb
+from cluster.doctor.machine import Machine
 from cluster.dtypes import ITEM_BYTES, resolve_dtype
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import mapping_bytes
+from cluster.errors import ConfigError
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import mapping_bytes
 from kvtransfer.messages import Shard
+from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
-from workers.model.config import ModelConfig, read_header, read_model_config, weight_files
+from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
 from workers.model.split import kv_heads, part
 
 RANK_BYTES = 350_000_000
@@ -147,3 +151,54 @@ def _open_files(config: ClusterConfig) -> int:
     of_rank = 2 * config.transfer.tcp_streams * num_ranks + 2 * num_replicas
     of_store = MAX_IDLE_FILES + 2 * num_ranks if config.store.dram_gb else 0
     return FILES_OF_A_PROCESS + max(of_gateway, of_rank, of_store)
+
+
+# ----------------------------------------------------------------------------------------------
+# Whether a replica fits into the memory of its container: the doctor's arithmetic, applied at its start.
+
+
+def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machine) -> None:
+    """`ConfigError` where the control group of this process has less memory than one replica of the pool, or
+    the stage of it that is here, takes beside the node's store. Without a limit nothing is checked.
+
+    What is counted is taken for certain; where it exceeds the limit, the kernel would end a process later,
+    when the store or the KV pool fills.
+    """
+    limit = machine.memory_limit()
+    if limit is None:
+        return
+    needs = needs_of(config)
+    need = next(pool for pool in needs.pools if pool.name == pool_name)
+    stages = [need.ranks[first : first + need.tp] for first in range(0, len(need.ranks), need.tp)]
+    # Stages may be on other nodes, and which one is here is not known yet.
+    ranks = (
+        need.ranks if len(stages) == 1 else min(stages, key=lambda stage: sum(it.host_bytes for it in stage))
+    )
+    on_cpu = [rank for rank in ranks if rank.device == "cpu"]
+    parts = {
+        "store.dram_gb": _store_bytes(config, needs.store_bytes, machine),
+        "weights": sum(rank.weight_bytes for rank in on_cpu),
+        "engine.kv_tokens": sum(rank.kv_bytes for rank in on_cpu),
+        "engine.offload_tokens": sum(rank.offload_bytes for rank in ranks),
+        "processes": BRAIN_BYTES + len(ranks) * RANK_BYTES,
+    }
+    needed = sum(parts.values())
+    if needed <= limit[0]:
+        return
+    largest = max(parts, key=lambda name: parts[name])
+    lower = largest if largest in ("store.dram_gb", "engine.kv_tokens", "engine.offload_tokens") else ""
+    if largest == "store.dram_gb":
+        lower += f" to {max(limit[0] - needed + parts[largest], 0) / 1e9:.1f} at most"
+    told = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
+    raise ConfigError(
+        f"pools.{pool_name}: a replica takes {gb(needed)} ({told}), and the memory limit of its container is "
+        f"{gb(limit[0])}: {f'lower {lower}, or ' if lower else ''}raise the limit, which is "
+        f"pools.{pool_name}.resources.memory in the chart"
+    )
+
+
+def _store_bytes(config: ClusterConfig, store_bytes: int, machine: Machine) -> int:
+    """Huge pages are no memory of the control group."""
+    has_huge = config.store.huge_pages and machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
+    num_free = machine.memory("HugePages_Free") or 0
+    return 0 if has_huge and num_free * HUGE_PAGE_BYTES >= store_bytes else store_bytes

@@ -1,6 +1,6 @@
 """A replica's ranks as Ray actors: each in the bundle of its stage, ended on whichever node it runs.
 
-Used by `cluster.app`, inside a replica's placement group.
+Used by `cluster.serve.app`, inside a replica's placement group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.observe.config import LogConfig
-from cluster.observe.logs import log_to_stderr
-from kvtransfer.clock import SystemClock
+from cluster.metrics.config import LogConfig
+from cluster.metrics.logs import log_to_stderr
+from kvtransfer.common.clock import SystemClock
 from workers.messages import RANK_SPEC_CODEC, RankSpec
 
 _KILL_AFTER_S = 0.3
@@ -44,7 +44,7 @@ class RankActor:
         return Place(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
 
     def run(self, spec_frame: bytes, logs_json: str, pool: str) -> None:
-        from workers.engine.rank import run_rank  # here: it imports torch, which no other actor needs
+        from workers.rank.process import run_rank  # here: it imports torch, which no other actor needs
 
         spec = RANK_SPEC_CODEC.decode(spec_frame)
         who = f"{spec.replica.replica_id}/{spec.rank}"

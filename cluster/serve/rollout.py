@@ -1,6 +1,6 @@
 """What each deployment takes from the configuration: an update rolls those whose part has changed, no others.
 
-Pure functions over configurations; `cluster.rollout.update` carries them out in Ray Serve.
+Pure functions over configurations; `cluster.serve.update` carries them out in Ray Serve.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.capacity import bundles, placement_strategy
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype, with_dtype
 from cluster.errors import ConfigError
-from cluster.rollout.counts import KnownCounts, counts_to_deploy
+from cluster.scaling.counts import KnownCounts, counts_to_deploy
+from cluster.serve.capacity import bundles, placement_strategy
+from cluster.serve.ray_private import delete_value, read_value, write_value
+from kvtransfer.rpc.codec import Codec, Part
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
 _ANEW = "stop the application and start it anew"
@@ -198,3 +200,49 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(f"{path}.{key}" if path else key, inner)
     else:
         yield path, value
+
+
+# ----------------------------------------------------------------------------------------------
+# What an application was deployed with, kept in Ray's GCS as long as it runs, for whoever updates it.
+#
+# Ray Serve keeps the same in the same place for restarting replicas; it has no way to ask for it.
+
+_NAMESPACE = b"tandem"
+
+
+class Deployed(Part, frozen=True):
+    """The configuration that an application follows, and what must stay the same when that changes."""
+
+    config_json: str
+    """With all that was settled at its start, such as the address of the store's index."""
+    cpus: dict[str, float]
+    """Per rank, by pool."""
+    secret: bytes
+    life: str
+
+    @property
+    def config(self) -> ClusterConfig:
+        return ClusterConfig.model_validate_json(self.config_json)
+
+
+_CODEC: Codec[Deployed] = Codec(Deployed)
+
+
+def remember(app: str, deployed: Deployed) -> None:
+    """Replaces what was there."""
+    write_value(_key(app), _CODEC.encode(deployed), _NAMESPACE)
+
+
+def recall(app: str) -> Deployed | None:
+    """None where no `tandem serve` has deployed such an application to this Ray cluster."""
+    frame = read_value(_key(app), _NAMESPACE)
+    return None if frame is None else _CODEC.decode(frame)
+
+
+def forget(app: str) -> None:
+    """The application is gone."""
+    delete_value(_key(app), _NAMESPACE)
+
+
+def _key(app: str) -> bytes:
+    return f"deployed/{app}".encode()

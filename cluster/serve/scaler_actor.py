@@ -17,15 +17,14 @@ from ray.exceptions import RayError
 
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
-from cluster.observe.logs import log_to_stderr
+from cluster.metrics.logs import log_to_stderr
 from cluster.proto import tandem_pb2 as pb
-from cluster.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
-from cluster.rollout.remembered import RememberedCounts
 from cluster.roster.actor import NAMESPACE, open_roster
-from cluster.scaling.kept_counts import KeptCounts
-from cluster.scaling.lever import Lever
+from cluster.scaling.counts import KeptCounts, RememberedCounts
 from cluster.scaling.scaler import Scaler
-from kvtransfer.clock import SystemClock
+from cluster.scaling.serve_client import Lever
+from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
+from kvtransfer.common.clock import SystemClock
 
 _CALL_S = 5.0
 _A_PLACE_THERE = 0.001

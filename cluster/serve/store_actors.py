@@ -16,18 +16,18 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.observe.export import ray_board
-from cluster.observe.logs import log_to_stderr
-from cluster.observe.replica_metrics import StoreMetrics
-from cluster.rank_actors import node_host
+from cluster.metrics.logs import log_to_stderr
+from cluster.metrics.registry import ray_board
+from cluster.metrics.replica_metrics import StoreMetrics
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
-from cluster.roster.roster import keep_registered
+from cluster.roster.state import keep_registered
+from cluster.serve.rank_actors import node_host
 from cluster.stores.settings import NODE_ID_CHARS, Node, NvmeFolder, store_name, store_settings
-from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.faults import Faults
-from kvtransfer.store.node.owner import StoreOwner
+from kvtransfer.store.server.store_server import StoreOwner
 
 _START_S = 20.0
 _STOP_S = 5.0

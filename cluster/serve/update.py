@@ -17,23 +17,32 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.app import build_application
-from cluster.capacity import ReplicaDemand, bundles, demands, gateway_bundle, plan_cpus, shortages
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import ConfigError, RosterAwayError, StartError
-from cluster.gateway.text import ModelText
-from cluster.observe.tracing import check_tracing
-from cluster.ray_private import free_resources
-from cluster.rollout.counts import KnownCounts, counts_to_deploy
-from cluster.rollout.deployed import Deployed, recall, remember
-from cluster.rollout.rolling import Change, Roll, carried_over, changes, check_update, plan_rolls
+from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, read_roster
 from cluster.roster.messages import RosterView
-from cluster.scaling.lever import MARK_DEPLOYMENT, deployment_name
-from cluster.secret_files import read_cluster_secret
-from cluster.serve import SCHEDULE_S, Progress, check_hosts, check_reachable, failure, unplaced
-from kvtransfer.clock import Clock
-from workers.model.config import read_model_config
+from cluster.scaling.counts import KnownCounts, counts_to_deploy
+from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
+from cluster.serve.app import build_application
+from cluster.serve.capacity import ReplicaDemand, bundles, demands, gateway_bundle, plan_cpus, shortages
+from cluster.serve.launcher import SCHEDULE_S, Progress, check_hosts, check_reachable, failure, unplaced
+from cluster.serve.ray_private import free_resources
+from cluster.serve.rollout import (
+    Change,
+    Deployed,
+    Roll,
+    carried_over,
+    changes,
+    check_update,
+    plan_rolls,
+    recall,
+    remember,
+)
+from cluster.serve.secret_files import read_cluster_secret
+from cluster.text.tokenizer import ModelText
+from kvtransfer.common.clock import Clock
+from workers.model.model_config import read_model_config
 
 _POLL_S = 0.25
 _ROSTER_S = 20.0

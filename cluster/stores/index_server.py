@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.index.redis_server import RedisServer
 

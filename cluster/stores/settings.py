@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import ITEM_BYTES, resolve_dtype
 from cluster.errors import ConfigError
-from kvtransfer.layout import BlockLayout
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.config import StoreConfig, StoreSettings
 from kvtransfer.messages import Shard
-from kvtransfer.secret import draw_id
-from kvtransfer.store.config import StoreConfig, StoreSettings
+from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
-from workers.model.config import ModelConfig, read_model_config
+from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.split import kv_heads
 
 NODE_ID_CHARS = 12

@@ -11,6 +11,7 @@ from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
+from kvtransfer.rpc.store_stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -32,7 +33,6 @@ from kvtransfer.store.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from kvtransfer.store.streams import FrameStream, open_tcp
 
 STAT_S = 3.0
 """No store needs longer to say how it is: one that does hangs."""

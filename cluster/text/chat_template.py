@@ -2,7 +2,7 @@
 
 A template comes with the weights and may be hostile. It runs in jinja2's immutable sandbox, which keeps it
 from Python's objects, inside a child process with bounded memory, time and output, which keeps an endless
-loop or a huge string from the gateway. `python -m cluster.gateway.chat FD` is that child.
+loop or a huge string from the gateway. `python -m cluster.text.chat_template FD` is that child.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import TemplateError
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.framing import read_frame, receive_frame, send_frame, write_frame
-from kvtransfer.wire import Codec, Message, Part
+from kvtransfer.rpc.codec import Codec, Message, Part
+from kvtransfer.rpc.framing import read_frame, receive_frame, send_frame, write_frame
 from workers.errors import CheckpointError
 
 _RENDER_TIMEOUT_S = 5.0
@@ -178,7 +178,7 @@ class ChatRenderer:
 
 
 class _Child:
-    """A running `python -m cluster.gateway.chat`."""
+    """A running `python -m cluster.text.chat_template`."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Child:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cluster.gateway.chat", str(theirs.fileno())),
+                *(sys.executable, "-m", "cluster.text.chat_template", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 cwd=Path(__file__).parents[1],

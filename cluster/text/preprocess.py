@@ -11,15 +11,15 @@ import numpy as np
 from cluster.config import ClusterConfig
 from cluster.errors import TemplateError
 from cluster.gateway.actions import JourneyPlan, SampleStart
-from cluster.gateway.chat import ChatRenderer, ChatTurn, load_chat_template
-from cluster.gateway.samples import sample_seed
-from cluster.gateway.text import SHORT_CHARS, ModelText, SampleText
-from cluster.gateway.validation import Limits, max_tokens_of, sampling_of
+from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.clock import Clock
-from kvtransfer.keys import TOKEN_BYTES, block_keys
-from kvtransfer.secret import draw_id
-from workers.model.config import read_model_config
+from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
+from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
+from cluster.text.validation import Limits, max_tokens_of, sampling_of
+from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
+from kvtransfer.common.clock import Clock
+from kvtransfer.rpc.handshake import draw_id
+from workers.model.model_config import read_model_config
 
 
 class Planned(NamedTuple):

@@ -12,15 +12,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtransfer.clock import Clock
+from kvtransfer.agent.lanes import PathHealth, WriterHouse
+from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.agent.writer import WriterConnection
+from kvtransfer.blocks.layout import intersect
+from kvtransfer.blocks.pool import KvPool
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
+from kvtransfer.common.host import host_id
 from kvtransfer.errors import PathError
-from kvtransfer.faults import Faults
-from kvtransfer.fence import PushFence
-from kvtransfer.gate import Gate
-from kvtransfer.health import PathHealth
-from kvtransfer.host import host_id
-from kvtransfer.lanes import WriterHouse
-from kvtransfer.layout import intersect
 from kvtransfer.messages import (
     CloseLanding,
     ClosePeer,
@@ -38,11 +38,10 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
-from kvtransfer.pool import KvPool
-from kvtransfer.traffic import TrafficGovernor
+from kvtransfer.protocol.fence import PushFence
+from kvtransfer.protocol.gate import Gate
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank
-from kvtransfer.writer import WriterConnection
 
 TRANSFER_THREADS = "kv-"
 """The names of the threads without which nothing moves or is verified start with this."""

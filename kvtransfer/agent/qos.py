@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar, get_args
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import TrafficClass, TransferSettings
 
 CLASSES: tuple[TrafficClass, ...] = get_args(TrafficClass)

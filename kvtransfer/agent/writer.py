@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvtransfer.agent.lanes import OpenLane, Paths, WriterHouse
+from kvtransfer.agent.qos import ClassQueue, Flow, TrafficGovernor
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.fence import PushFence
-from kvtransfer.lanes import OpenLane, Paths, WriterHouse
 from kvtransfer.messages import (
     BlockMove,
     ConnectPeer,
@@ -32,7 +32,7 @@ from kvtransfer.messages import (
     PushOrder,
     TransferReport,
 )
-from kvtransfer.traffic import ClassQueue, Flow, TrafficGovernor
+from kvtransfer.protocol.fence import PushFence
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvtransfer.checksum_torch import finish_totals, piece_totals
-from kvtransfer.layout import BlockLayout, intersect
+from kvtransfer.blocks.checksum import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, SHIFT, WORD_BYTES, finish
+from kvtransfer.blocks.layout import BlockLayout, intersect
+from kvtransfer.blocks.pool import KvPool
+from kvtransfer.blocks.runs import Place
 from kvtransfer.messages import Shard
-from kvtransfer.pool import KvPool
-from kvtransfer.runs import Place
 
 _log = logging.getLogger(__name__)
 
@@ -234,3 +234,52 @@ def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if end == len(ids) or ids[end] != ids[end - 1] + 1:
             yield ids[start], end - start, start
             start = end
+
+
+# ----------------------------------------------------------------------------------------------
+# The piece checksum of `kvtransfer.blocks.checksum` in torch, for pieces that lie on a device. Bit for bit equal.
+#
+# int64 arithmetic wraps the same way on the CPU and on CUDA.
+
+_LOW = (1 << SHIFT) - 1
+
+
+def checksum_torch(tensor: torch.Tensor) -> int:
+    """The checksum of a tensor's bytes in its logical (row-major) order; synchronizes with the device."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return finish_totals(piece_totals(data.unsqueeze(0)), data.numel())[0]
+
+
+def piece_totals(pieces: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, num_bytes] -> int64 [n] on the same device: each row's sum over its mixed words, for
+    `finish_totals`. It only queues work; three temporaries of the pieces' size live meanwhile."""
+    words = _as_words(pieces)
+    mixed = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
+    mixed = mixed.mul_(_signed(GOLDEN)) + words
+    for multiplier in (MULTIPLIER_1, MULTIPLIER_2):
+        mixed.bitwise_xor_(_shifted(mixed)).mul_(_signed(multiplier))
+    return mixed.bitwise_xor_(_shifted(mixed)).sum(dim=1)
+
+
+def finish_totals(totals: torch.Tensor, num_bytes: int) -> list[int]:
+    """The checksums of pieces of `num_bytes` from their totals; synchronizes with the device."""
+    return [finish(total & MASK, num_bytes) for total in totals.tolist()]
+
+
+def _as_words(pieces: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, num_bytes] -> int64 [n, ceil(num_bytes / 8)], zero padded; a view when it can be one."""
+    padding = -pieces.shape[1] % WORD_BYTES
+    if padding:
+        pieces = torch.nn.functional.pad(pieces, (0, padding))
+    elif pieces.data_ptr() % WORD_BYTES or pieces.storage_offset() % WORD_BYTES or not pieces.is_contiguous():
+        pieces = pieces.clone(memory_format=torch.contiguous_format)
+    return pieces.view(torch.int64)
+
+
+def _shifted(words: torch.Tensor) -> torch.Tensor:
+    """Logical shift right of int64, whose own shift keeps the sign."""
+    return (words >> SHIFT).bitwise_and_(_LOW)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -1,6 +1,6 @@
 """Copies and sums the runs of many blocks in one call: compiled code where there is a compiler, else numpy.
 
-The two give the same bytes and the same sums (`kvtransfer.checksum`), which run over a piece's runs in the
+The two give the same bytes and the same sums (`kvtransfer.blocks.checksum`), which run over a piece's runs in the
 order of the table. Both give up the GIL while they work.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer import native
-from kvtransfer.checksum import Checksummer
-from kvtransfer.layout import Run
+from kvtransfer.blocks.checksum import Checksummer
+from kvtransfer.blocks.layout import Run
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,4 +1,4 @@
-"""The compiled form of `kvtransfer.runs`: `load()` gives it, or None where there is no C++ compiler."""
+"""The compiled form of `kvtransfer.blocks.runs`: `load()` gives it, or None where there is no C++ compiler."""
 
 from __future__ import annotations
 

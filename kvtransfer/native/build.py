@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtransfer.host import cpu_flags
-from kvtransfer.private_folder import private_folder
+from kvtransfer.common.host import cpu_flags, private_folder
 
 _COMPILE_TIMEOUT_S = 120
 

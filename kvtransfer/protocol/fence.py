@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvtransfer.gate import RecentIds
 from kvtransfer.messages import PushDone, PushFailed, PushOrder, PushStopped, TransferReport
+from kvtransfer.protocol.gate import RecentIds
 
 _LANDING_STOPPED = "its landing was stopped"
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
 
 EARLY_WAIT_S = 5.0
 """A connection waits this long for the order that opens a landing: the writer may be faster than it."""

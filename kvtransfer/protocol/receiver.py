@@ -15,14 +15,12 @@ A landing's blocks return to the pool only when no writer can touch them any mor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
-from kvtransfer.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
-from kvtransfer.block_source import BlockSource
 from kvtransfer.config import TransferConfig
-from kvtransfer.gate import RecentIds
 from kvtransfer.messages import (
     CloseLanding,
     LandingAbort,
@@ -40,8 +38,9 @@ from kvtransfer.messages import (
     WriterGone,
     WriterStopped,
 )
-from kvtransfer.overtaking import may_pass
-from kvtransfer.verification import Lanes, ManifestError, Verification
+from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
+from kvtransfer.protocol.gate import RecentIds
+from kvtransfer.protocol.verification import Lanes, ManifestError, Verification
 
 _AGING_S = 10.0  # in which a waiting landing gains one level of priority
 _MAX_TRIES = 16  # that find too little room at a time: each has its prefix looked up
@@ -398,3 +397,48 @@ class LandingBook:
 
 def _name(landing: _Landing) -> tuple[bytes, str, int]:
     return landing.request.landing_id, landing.request.request_id, landing.request.attempt
+
+
+# ----------------------------------------------------------------------------------------------
+# Whose blocks landings take: the side of the block pool that they see.
+
+
+class BlockSource(Protocol):
+    """What a landing needs of the block pool (see `workers.scheduler.block_pool.BlockPool`)."""
+
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_total(self) -> int: ...
+    def match(self, keys: Sequence[bytes]) -> list[int]: ...
+    def acquire(self, block_ids: Sequence[int]) -> None: ...
+    def allocate(self, num_blocks: int) -> list[int]: ...
+    def release(self, block_ids: Sequence[int]) -> None: ...
+    def quarantine(self, block_ids: Sequence[int]) -> None: ...
+    def release_quarantine(self, block_ids: Sequence[int]) -> None: ...
+
+
+# ----------------------------------------------------------------------------------------------
+# When landings may pass one that stands first in the queue and finds too little room (a function of time).
+#
+# A landing that needs much of the pool may find room only when nearly all that runs at the replica has ended.
+# Times in which others pass it alternate with holds in which nobody does, so that room comes together. Every
+# hold is twice as long as the one before: in the end one is longer than anything runs, so the landing starts;
+# and the times to pass come again until then, so those behind it do not wait for that.
+
+PASSING_S = 10.0
+"""The time to pass a landing that needs the whole pool; one that needs less is passed for its share of it."""
+FIRST_HOLD_S = 10.0
+MIN_SHARE = 0.25
+"""Nobody passes a landing that needs less of the pool than this: room for it comes soon enough."""
+
+
+def may_pass(share: float, blocked_s: float) -> bool:
+    """Whether others may pass a landing that needs `share` of the pool and has been first for `blocked_s`."""
+    if share < MIN_SHARE:
+        return False
+    passing_s, hold_s = PASSING_S * share, FIRST_HOLD_S
+    while blocked_s >= passing_s + hold_s:
+        blocked_s -= passing_s + hold_s
+        hold_s *= 2
+    return blocked_s < passing_s

@@ -20,16 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.actions import (
-    Granted,
-    HandOverReady,
-    KillRanks,
-    PushAction,
-    Pushed,
-    PushEnded,
-    ToPeer,
-    ToRanks,
-)
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     BlockMove,
@@ -49,6 +39,16 @@ from kvtransfer.messages import (
     StopPush,
     TrafficClass,
     WriterStopped,
+)
+from kvtransfer.protocol.actions import (
+    Granted,
+    HandOverReady,
+    KillRanks,
+    PushAction,
+    Pushed,
+    PushEnded,
+    ToPeer,
+    ToRanks,
 )
 
 

@@ -1,6 +1,6 @@
 """Frames on a byte stream: a uint32 little-endian length, then that many bytes. Blocking and asyncio.
 
-Every connection of the cluster starts with the proof of `kvtransfer.secret`, which both sides exchange on the
+Every connection of the cluster starts with the proof of `kvtransfer.rpc.handshake`, which both sides exchange on the
 bare socket: nothing is read ahead of it, so an unproven peer can take no more memory than one frame of it.
 """
 
@@ -11,8 +11,8 @@ import socket
 import struct
 
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.secret import ClientHandshake, ServerHandshake
-from kvtransfer.wire import MAX_FRAME_BYTES
+from kvtransfer.rpc.codec import MAX_FRAME_BYTES
+from kvtransfer.rpc.handshake import ClientHandshake, ServerHandshake
 
 _LENGTH = struct.Struct("<I")
 HANDSHAKE_TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ import hmac
 import secrets
 
 from kvtransfer.errors import ProofError
-from kvtransfer.wire import Codec, Message
+from kvtransfer.rpc.codec import Codec, Message
 
 NONCE_BYTES = 16
 

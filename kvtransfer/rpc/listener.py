@@ -15,9 +15,9 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 
-from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.framing import prove_as_async_server
+from kvtransfer.rpc.framing import prove_as_async_server
 
 MAX_UNPROVEN = 64
 _ACCEPT_PAUSE_S = 0.1

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.framing import (
+from kvtransfer.rpc.framing import (
     HANDSHAKE_TIMEOUT_S,
     connect_tcp,
     prove_as_async_client,

@@ -1,6 +1,6 @@
 """Links and Peer links: long-lived streams of msgpack frames, opened by a gateway or by a prefill brain.
 
-A TCP connection starts with the proof of the cluster secret on the bare socket (`kvtransfer.listener`), then
+A TCP connection starts with the proof of the cluster secret on the bare socket (`kvtransfer.rpc.listener`), then
 the client sends the kind of link as a frame, then the messages of `workers.messages` follow. Both sides send
 an empty frame when they have nothing else to send, so that a dead host and a stopped process are noticed.
 
@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Literal, cast
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
-from kvtransfer.listener import ProvenListener
-from kvtransfer.wire import MAX_FRAME_BYTES
+from kvtransfer.rpc.codec import MAX_FRAME_BYTES
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
+from kvtransfer.rpc.listener import ProvenListener
 
 LinkKind = Literal["link", "peer"]
 

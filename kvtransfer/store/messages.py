@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
-from kvtransfer.wire import Codec, Message, Part
+from kvtransfer.rpc.codec import Codec, Message, Part
 
 STORE_PROTOCOL = 2
 HEADER_BYTES = 4096
@@ -39,7 +39,7 @@ class RecordId(Part, frozen=True):
 
 class RecordInfo(Part, frozen=True):
     """A record as every tier knows it. `parent` is the key of the block before (b"" at the root), `chain` the
-    first key of its chain, `num_bytes` its payload, `checksum` the payload's (`kvtransfer.checksum`)."""
+    first key of its chain, `num_bytes` its payload, `checksum` the payload's (`kvtransfer.blocks.checksum`)."""
 
     id: RecordId
     parent: bytes

@@ -1,7 +1,7 @@
 """What a record looks like, in the arena and on NVMe alike: one header page, then the payload, padded.
 
 The page starts with magic, checksum, version and length, at the same places in every version of the format;
-the checksum (`kvtransfer.checksum`) covers version, length and fields. Headers suffice to rebuild the books.
+the checksum (`kvtransfer.blocks.checksum`) covers version, length and fields. Headers suffice to rebuild the books.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvtransfer.checksum import Checksummer
+from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.errors import OtherVersionError, StoreError, WireError
 from kvtransfer.messages import CompatibilityRecord
+from kvtransfer.rpc.codec import Codec, Part
 from kvtransfer.store.messages import HEADER_BYTES as HEADER_BYTES
 from kvtransfer.store.messages import RecordInfo
-from kvtransfer.wire import Codec, Part
 
 PAGE_BYTES = 4096
 MAGIC = b"tandem\x9dR"
@@ -36,7 +36,7 @@ _MAX_FIELDS_BYTES = HEADER_BYTES - _FRONT.size
 
 class Writer(NamedTuple):
     """A process that may write the payload of an allocated record: its id, its start time (clock ticks since
-    boot, `kvtransfer.store.writers`) and the session for which it writes (b"": the owner itself)."""
+    boot, `kvtransfer.store.server.arena_manager`) and the session for which it writes (b"": the owner itself)."""
 
     process_id: int
     started_at: int

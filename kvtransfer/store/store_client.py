@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PeerGoneError, TransferError, WireError
+from kvtransfer.rpc.store_stream import FrameStream, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     TO_OWNER_CODEC,
@@ -33,7 +34,6 @@ from kvtransfer.store.messages import (
     StoreWelcome,
     TierEvents,
 )
-from kvtransfer.store.streams import FrameStream, open_unix
 
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 0.5

@@ -18,14 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from kvtransfer.clock import Clock
+from kvtransfer.blocks.layout import plan_runs
+from kvtransfer.blocks.pool import SCRATCH_BYTES, KvPool
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import IncompatibleError, PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.faults import Faults
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
-from kvtransfer.gate import Gate
-from kvtransfer.layout import plan_runs
-from kvtransfer.listener import ListeningThread, shut_down
-from kvtransfer.memory import SCRATCH_BYTES
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
     BlockMove,
@@ -34,7 +31,9 @@ from kvtransfer.messages import (
     ReplicaIdentity,
     TransferSettings,
 )
-from kvtransfer.pool import KvPool
+from kvtransfer.protocol.gate import Gate
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.rpc.listener import ListeningThread, shut_down
 from kvtransfer.transports.connection import (
     HELLO_CODEC,
     ChannelHello,

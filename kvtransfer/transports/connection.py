@@ -12,13 +12,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
-from kvtransfer.gate import RecentIds
-from kvtransfer.layout import BlockLayout
-from kvtransfer.listener import shut_down
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.wire import Codec, Message
+from kvtransfer.protocol.gate import RecentIds
+from kvtransfer.rpc.codec import Codec, Message
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.listener import shut_down
 
 STALLED_S = 1.0
 """A stopped push waits this long for a target that neither reads nor answers before it gives up."""

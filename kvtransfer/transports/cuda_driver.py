@@ -12,8 +12,8 @@ import threading
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import NamedTuple
 
+from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.errors import PathError
-from kvtransfer.layout import BlockLayout
 from kvtransfer.messages import Shard
 
 HANDLE_BYTES = 64

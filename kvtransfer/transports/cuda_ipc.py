@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
-from kvtransfer.device import DevicePool
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.errors import PathError, PeerGoneError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
-from kvtransfer.listener import shut_down
-from kvtransfer.memory import SCRATCH_BYTES
 from kvtransfer.messages import BlockMove, Lane
+from kvtransfer.rpc.codec import Codec, Message
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.connection import (
     ACK_CODEC,
@@ -43,7 +44,6 @@ from kvtransfer.transports.connection import (
 )
 from kvtransfer.transports.cuda_driver import Exported, Grid, cuda_driver, halves, piece_grid
 from kvtransfer.transports.onesided import Begin, OneSidedChannel, OneSidedListener, Sync
-from kvtransfer.wire import Codec, Message
 
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")

@@ -13,8 +13,15 @@ from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.messages import Lane
 from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.pair import PairChannel, PairListener, connect_pair
-from kvtransfer.transports.pair_group import ENDLESS, STORE_TIMEOUT, PairGroup, Work
+from kvtransfer.transports.pair import (
+    ENDLESS,
+    STORE_TIMEOUT,
+    PairChannel,
+    PairGroup,
+    PairListener,
+    Work,
+    connect_pair,
+)
 
 _BREAK_TAG = 1
 _BREAK_AFTER = timedelta(milliseconds=1)

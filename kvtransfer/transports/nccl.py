@@ -18,8 +18,15 @@ from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.messages import Lane
 from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.pair import PairChannel, PairListener, connect_pair
-from kvtransfer.transports.pair_group import ENDLESS, Group, PairGroup, Work
+from kvtransfer.transports.pair import (
+    ENDLESS,
+    Group,
+    PairChannel,
+    PairGroup,
+    PairListener,
+    Work,
+    connect_pair,
+)
 
 _POLL_S = 0.0002
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvtransfer.errors import PeerGoneError, PushStoppedError
-from kvtransfer.framing import receive_frame, send_frame
-from kvtransfer.gate import RecentIds
 from kvtransfer.messages import BlockMove, Lane
+from kvtransfer.protocol.gate import RecentIds
+from kvtransfer.rpc.codec import Codec, Message
+from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.transports.base import Channel, Listener, WriterRank
 from kvtransfer.transports.connection import ACK_CODEC, Ack, ChannelHello, Connection, Stopped
-from kvtransfer.wire import Codec, Message
 
 _MAX_BEGUN = 4096
 

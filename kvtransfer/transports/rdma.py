@@ -30,12 +30,13 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from kvtransfer.clock import Clock
+from kvtransfer.blocks.layout import Run, plan_runs, split_runs
+from kvtransfer.blocks.pool import SCRATCH_BYTES
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.framing import receive_frame, send_frame
-from kvtransfer.layout import Run, plan_runs, split_runs
-from kvtransfer.memory import SCRATCH_BYTES
 from kvtransfer.messages import BlockMove, Lane
+from kvtransfer.rpc.codec import Codec, Message
+from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.transports.base import Listener, Measured, TargetRank, WriterRank
 from kvtransfer.transports.connection import (
     ACK_CODEC,
@@ -49,11 +50,18 @@ from kvtransfer.transports.connection import (
     Stopped,
     greet,
 )
-from kvtransfer.transports.nixl import NixlAgent, Posting, Region, is_infiniband, network_devices
+from kvtransfer.transports.nixl import (
+    NixlAgent,
+    Posting,
+    Region,
+    Runs,
+    Slot,
+    is_infiniband,
+    network_devices,
+    pool_region,
+)
 from kvtransfer.transports.onesided import Begin, OneSidedChannel, Sync
-from kvtransfer.transports.registered import Runs, Slot, pool_region
 from kvtransfer.transports.tcp import family, open_socket, tune
-from kvtransfer.wire import Codec, Message
 
 _BATCH_BYTES = 8 << 20
 """Written at once; two batches are under way at a time."""

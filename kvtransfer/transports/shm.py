@@ -23,13 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from kvtransfer.blocks.layout import Run, plan_runs, split_runs
+from kvtransfer.blocks.pool import HostPool, map_shared, mapping_bytes, scratch_offset
+from kvtransfer.blocks.runs import Place, RunTable, copy_runs
 from kvtransfer.errors import PathError, TransferError, WireError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S
-from kvtransfer.layout import Run, plan_runs, split_runs
-from kvtransfer.memory import map_shared, mapping_bytes, scratch_offset
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.pool import HostPool
-from kvtransfer.runs import Place, RunTable, copy_runs
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.connection import ChannelHello, ChannelWelcome, Connection, Stopped, greet
 from kvtransfer.transports.onesided import OneSidedChannel, OneSidedListener

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from console_house import ConsoleHouse
-from gateway_house import GatewayHouse, Pair
+from console_harness import ConsoleHouse
+from gateway_harness import GatewayHouse, Pair
 from gateway_model import write_model
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from serving import TINY
 
-from cluster.app import build_application
-from cluster.capacity import BRAIN_CPUS
 from cluster.config import default_config
 from cluster.errors import ConfigError, StartError
-from cluster.scaling.lever import deployment_name
-from cluster.serve import check_hosts, check_reachable
+from cluster.scaling.serve_client import deployment_name
+from cluster.serve.app import build_application
+from cluster.serve.capacity import BRAIN_CPUS
+from cluster.serve.launcher import check_hosts, check_reachable
 
 
 def test_each_pool_is_a_deployment_of_placement_groups_below_the_gateway() -> None:

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from cluster.commands.bench import (
+from cluster.cli.bench import (
     Objectives,
     RequestRecord,
     Workload,
@@ -18,9 +18,9 @@ from cluster.commands.bench import (
     run_workload,
     summarize,
 )
-from cluster.commands.display import bench_table
+from cluster.cli.display import bench_table
 from cluster.errors import CallError
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 
 LOAD = Workload(
     num_requests=8,

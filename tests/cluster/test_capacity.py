@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.capacity import (
+from cluster.config import PoolConfig
+from cluster.serve.capacity import (
     BRAIN_CPUS,
     GATEWAY_CPUS,
     ReplicaDemand,
@@ -18,7 +19,6 @@ from cluster.capacity import (
     plan_cpus,
     shortages,
 )
-from cluster.config import PoolConfig
 
 GATEWAY = ReplicaDemand("gateway", ({"CPU": GATEWAY_CPUS},))
 

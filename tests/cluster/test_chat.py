@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_house import GatewayHouse
+from gateway_harness import GatewayHouse
 from gateway_model import TEMPLATE, expected, write_model
 from transformers import PreTrainedTokenizerFast
 
-from cluster.client import GenerateOptions, Turn
+from cluster.api.client import GenerateOptions, Turn
 from cluster.errors import CallError, TemplateError
-from cluster.gateway.chat import ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
+from cluster.text.chat_template import ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
 from workers.errors import CheckpointError
 
 TURNS = [

@@ -11,7 +11,7 @@ import pytest
 from optional_programs import uses_compiler, uses_redis_or_valkey
 from serving import ROOT, TINY, environment, free_port, tandem
 
-from cluster.commands.serve_config import serve_config
+from cluster.cli.update import serve_config
 
 
 def test_help_names_every_command() -> None:

@@ -14,15 +14,22 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from gateway_house import GatewayHouse, Pair, until
+from gateway_harness import GatewayHouse, Pair, until
 from gateway_model import PROMPT, decode, expected
 
-from cluster import client as client_module
-from cluster.blocking_client import BlockingClient
-from cluster.client import Client, Collector, GenerateOptions, GenerateStream, Prompt, Turn
+from cluster.api import client as client_module
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import (
+    Client,
+    Collector,
+    GenerateOptions,
+    GenerateStream,
+    Prompt,
+    Turn,
+    generate_request,
+)
 from cluster.errors import CallError, InvalidRequestError
-from cluster.gateway.samples import sample_seed
-from cluster.options import generate_request
+from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
 from workers.messages import RequestFailed
 

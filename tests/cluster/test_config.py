@@ -10,8 +10,8 @@ import pytest
 
 from cluster.config import ClusterConfig, PoolConfig, default_config, load_config, parse_config
 from cluster.errors import ConfigError
-from kvtransfer.faults import FaultRule
-from workers.model.config import read_model_config
+from kvtransfer.common.faults import FaultRule
+from workers.model.model_config import read_model_config
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 POOLS = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]

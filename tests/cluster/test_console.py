@@ -9,20 +9,20 @@ from typing import Any
 
 import aiohttp
 import pytest
-from console_house import TOKEN, ConsoleHouse, FakeDashboard, Page
-from gateway_house import GatewayHouse, until
+from console_harness import TOKEN, ConsoleHouse, FakeDashboard, Page
+from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, encode
 from google.protobuf.json_format import ParseDict
 from rich.console import Console as Terminal
 
-from cluster.client import Client, Collector, GenerateOptions
-from cluster.commands import calls
+from cluster.api.client import Client, Collector, GenerateOptions
+from cluster.cli import calls
 from cluster.config import ClusterConfig, GatewayConfig, parse_config
+from cluster.console.orders import Operations
 from cluster.errors import CallError, ConfigError, DashboardAwayError, RosterAwayError, StartError
 from cluster.proto import tandem_pb2 as pb
-from cluster.serve import check_hosts
-from cluster.web.orders import Operations
-from kvtransfer.clock import SystemClock
+from cluster.serve.launcher import check_hosts
+from kvtransfer.common.clock import SystemClock
 from workers.messages import PathMeasure
 
 

@@ -20,8 +20,8 @@ from optional_programs import needs_chromium
 from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, tandem
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
 from cluster.proto import tandem_pb2 as pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, *needs_chromium]

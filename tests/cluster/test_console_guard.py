@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from console_house import TOKEN, ConsoleHouse, Page
+from console_harness import TOKEN, ConsoleHouse, Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gateway.fresh import Fresh
-from cluster.web.guard import HEADERS, bearer_token, refused_host, refused_order
-from kvtransfer.clock import ManualClock
+from cluster.api.replies import Fresh
+from cluster.console.http_server import HEADERS, bearer_token, refused_host, refused_order
+from kvtransfer.common.clock import ManualClock
 
 STATIC = Path(__file__).resolve().parent.parent.parent / "cluster" / "web" / "static"
 ORDER = json.dumps({"pool": "decode", "replicas": 3}).encode()

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from browser import Browser
-from console_house import TOKEN, ConsoleHouse
-from gateway_house import until
+from console_harness import TOKEN, ConsoleHouse
+from gateway_harness import until
 from gateway_model import PROMPT
 from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
 
-from cluster.client import GenerateOptions
+from cluster.api.client import GenerateOptions
 from cluster.roster.messages import GatewayRecord
 from workers.messages import PathMeasure
 

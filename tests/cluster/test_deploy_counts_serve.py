@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import dummy_pools
 import pytest
-from chart_house import with_value
-from index_house import RawRedis
+from chart_harness import with_value
+from index_harness import RawRedis
 from serving import ROOT, TINY, environment, free_port
 
-from cluster.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingClient
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 TOKEN = "token-of-the-test-0123456789"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from cluster.commands.display import DemoRow, demo_table, stages, status_view
-from cluster.commands.store_display import size
+from cluster.cli.display import DemoRow, demo_table, stages, status_view
+from cluster.cli.store_display import size
 from cluster.proto import tandem_pb2 as pb
 
 

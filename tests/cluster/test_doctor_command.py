@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_house import Pair
+from gateway_harness import Pair
 from rich.console import Console
 from serving import ROOT, TINY, RunningCluster, free_port, tandem
 from typer.testing import CliRunner
 
-from cluster.__main__ import cli
-from cluster.commands.doctor import findings_view, summary
-from cluster.doctor.case import Check
-from cluster.doctor.examination import CONFIG_CHECK, LIVE_CHECKS, MACHINE_CHECKS, REACH_CHECK, config_findings
-from cluster.doctor.findings import (
+from cluster.cli.doctor import findings_view, summary
+from cluster.cli.main import cli
+from cluster.doctor.checks import (
+    Check,
     Finding,
     Severity,
     as_json,
@@ -31,6 +30,7 @@ from cluster.doctor.findings import (
     warning,
     worst_first,
 )
+from cluster.doctor.run_checks import CONFIG_CHECK, LIVE_CHECKS, MACHINE_CHECKS, REACH_CHECK, config_findings
 
 KEYS = {"check", "group", "severity", "seen", "why", "remedy", "figures"}
 CHECKS: list[Check[Any]] = [*MACHINE_CHECKS, *LIVE_CHECKS]

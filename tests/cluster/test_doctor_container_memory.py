@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_house import FakeMachine, config_of
+from doctor_harness import FakeMachine, config_of
 
 from cluster.config import ClusterConfig
 from cluster.doctor.machine import Machine
-from cluster.doctor.needs import BRAIN_BYTES, needs_of
-from cluster.doctor.room import check_container_memory
 from cluster.errors import ConfigError
+from cluster.serve.memory import BRAIN_BYTES, check_container_memory, needs_of
 
 GIB = 1 << 30
 

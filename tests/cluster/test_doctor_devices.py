@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doctor_house import FakeMachine, case_of, config_of, only, said
+from doctor_harness import FakeMachine, case_of, config_of, only, said
 
 from cluster.doctor import devices
-from cluster.doctor.findings import Severity
+from cluster.doctor.checks import Severity
 
 OK, NOTE, WARNING, ERROR = Severity
 GPU, NIC = "0000:17:00.0", "0000:18:00.0"

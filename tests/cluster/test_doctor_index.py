@@ -7,13 +7,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from doctor_house import case_of, config_of, only, said
-from index_house import RawRedis
+from doctor_harness import case_of, config_of, only, said
+from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 
-from cluster.doctor import index
-from cluster.doctor.case import Case
-from cluster.doctor.findings import Severity, Verdict
+from cluster.doctor import redis
+from cluster.doctor.checks import Case, Severity, Verdict
 from cluster.doctor.machine import Machine
 from cluster.stores.settings import smallest_record_bytes
 from kvtransfer.errors import StoreError
@@ -34,7 +33,7 @@ def given(url: str, **store: object) -> Case:
 
 
 def look(case: Case) -> list[Verdict]:
-    return list(index.server(case))
+    return list(redis.server(case))
 
 
 def test_a_good_server_is_well(server: RawRedis) -> None:
@@ -85,7 +84,7 @@ def test_a_wrong_password_is_named_and_not_shown(tmp_path: Path) -> None:
     with closing(RawRedis(tmp_path, requirepass="right-password")) as server:
         server.client(password="right-password").ping()
         for url in (server.url, server.url.replace("//", "//:wrong-password@")):
-            verdict = only(index.server, given(url))
+            verdict = only(redis.server, given(url))
             assert verdict.severity is ERROR
             assert "give the right user and password in store.redis_url" in verdict.seen
             assert "wrong-password" not in verdict.seen + verdict.why + verdict.remedy
@@ -94,19 +93,19 @@ def test_a_wrong_password_is_named_and_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_away_or_speaks_no_tls_is_an_error(server: RawRedis) -> None:
-    with_tls = only(index.server, given(server.url.replace("redis://", "rediss://")))
+    with_tls = only(redis.server, given(server.url.replace("redis://", "rediss://")))
     assert with_tls.severity is ERROR
     assert "TLS" in with_tls.seen
     server.kill()
-    away = only(index.server, given(server.url))
+    away = only(redis.server, given(server.url))
     assert away.severity is ERROR
     assert "start it, or correct store.redis_url" in away.seen
-    assert only(index.server, given("http://127.0.0.1:1/")).severity is ERROR
+    assert only(redis.server, given("http://127.0.0.1:1/")).severity is ERROR
 
 
 def test_versions_before_6_2_are_refused() -> None:
     def severities(**info: str) -> list[Severity]:
-        return [verdict.severity for verdict in index.version("redis://h", info)]
+        return [verdict.severity for verdict in redis.version("redis://h", info)]
 
     assert severities(redis_version="6.0.16") == [ERROR]
     assert severities(redis_version="6.2.0") == [OK]
@@ -116,20 +115,20 @@ def test_versions_before_6_2_are_refused() -> None:
 
 
 def test_the_servers_clock_is_compared() -> None:
-    assert not list(index.lead("redis://h", 0.4))
-    (ahead,) = index.lead("redis://h", 90.0)
-    (behind,) = index.lead("redis://h", -90.0)
+    assert not list(redis.lead("redis://h", 0.4))
+    (ahead,) = redis.lead("redis://h", 90.0)
+    (behind,) = redis.lead("redis://h", -90.0)
     assert "90.0 s ahead of" in ahead.seen
     assert "90.0 s behind" in behind.seen
 
 
 def test_without_a_url_a_server_of_ours_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(index.server, case_of(Machine())).severity is OK
+    assert only(redis.server, case_of(Machine())).severity is OK
 
     def none() -> str:
         raise StoreError("no redis-server was found")
 
-    monkeypatch.setattr(index, "find_binary", none)
-    assert only(index.server, case_of(Machine())).severity is WARNING
-    assert not said(index.server, case_of(Machine(), config_of(store={"index": False})))
-    assert not said(index.server, case_of(Machine(), config_of(store={"dram_gb": 0})))
+    monkeypatch.setattr(redis, "find_binary", none)
+    assert only(redis.server, case_of(Machine())).severity is WARNING
+    assert not said(redis.server, case_of(Machine(), config_of(store={"index": False})))
+    assert not said(redis.server, case_of(Machine(), config_of(store={"dram_gb": 0})))

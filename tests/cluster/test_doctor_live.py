@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from doctor_house import only, said
+from doctor_harness import only, said
 from doctor_live import live, replica
 
 from cluster.doctor import reuse, serving, transfer
-from cluster.doctor.examination import LIVE_CHECKS, examine_cluster
-from cluster.doctor.findings import Severity, Verdict
+from cluster.doctor.checks import Severity, Verdict
 from cluster.doctor.live import GatewayReply
+from cluster.doctor.run_checks import LIVE_CHECKS, examine_cluster
 from cluster.proto import tandem_pb2 as pb
 
 OK, NOTE, WARNING, ERROR = Severity

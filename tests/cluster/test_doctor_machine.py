@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 
 import pytest
-from doctor_house import FakeMachine, case_of, config_of, only, said
+from doctor_harness import FakeMachine, case_of, config_of, only, said
 
 from cluster.doctor import limits, processors
-from cluster.doctor.findings import Severity
+from cluster.doctor.checks import Severity
 from cluster.doctor.machine import Machine, numbers, run_command
-from cluster.doctor.needs import BRAIN_BYTES, RANK_BYTES, RAY_BYTES, needs_of
+from cluster.serve.memory import BRAIN_BYTES, RANK_BYTES, RAY_BYTES, needs_of
 
 OK, NOTE, WARNING, ERROR = Severity
 GIB = 1 << 30

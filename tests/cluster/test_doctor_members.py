@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from doctor_house import only, said
+from doctor_harness import only, said
 from doctor_live import NOW, live
 
-from cluster.doctor import members, tiers
-from cluster.doctor.findings import Severity
+from cluster.doctor import cache, members
+from cluster.doctor.checks import Severity
 from cluster.doctor.live import GatewayReply
 from cluster.proto import tandem_pb2 as pb
 
@@ -18,10 +18,10 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
     def away(node: pb.StoreNodeStat) -> None:
         node.error = "not reached, nothing was done: refused"
 
-    verdict = only(tiers.stores, live(store=away))
+    verdict = only(cache.stores, live(store=away))
     assert verdict.severity is ERROR
     assert "node-a (process 77)" in verdict.seen
-    assert not said(tiers.index, live(store=away))
+    assert not said(cache.index, live(store=away))
 
 
 @pytest.mark.parametrize(("state", "severity"), [("slow", WARNING), ("down", WARNING), ("up", OK)])
@@ -30,22 +30,22 @@ def test_the_state_of_the_index_is_told(state: str, severity: Severity) -> None:
         node.index.state = state
         node.index.note = "start it, or correct store.redis_url" if state == "down" else ""
 
-    assert only(tiers.index, live(store=change)).severity is severity
+    assert only(cache.index, live(store=change)).severity is severity
 
 
 def test_no_index_is_wanted_where_it_is_off() -> None:
     def off(node: pb.StoreNodeStat) -> None:
         node.index.state = "off"
 
-    assert not said(tiers.index, live(store=off))
+    assert not said(cache.index, live(store=off))
 
 
 def test_late_look_ups_count_while_we_look() -> None:
     def late(node: pb.StoreNodeStat) -> None:
         node.index.num_late = 9
 
-    assert only(tiers.index, live(store=late, store_before=lambda node: None)).severity is WARNING
-    assert only(tiers.index, live(store=late)).severity is OK
+    assert only(cache.index, live(store=late, store_before=lambda node: None)).severity is WARNING
+    assert only(cache.index, live(store=late)).severity is OK
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,19 @@ def test_tiers_tell_what_fails(
         (live(store=change, store_before=lambda node: None), grown),
         (live(store=change), lasting),
     ):
-        assert [severity for severity, _ in said(tiers.tiers, seen)] == ([expected] if expected else [])
-    assert not said(tiers.tiers, live())
+        assert [severity for severity, _ in said(cache.tiers, seen)] == ([expected] if expected else [])
+    assert not said(cache.tiers, live())
 
 
 def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
     def unstored(status: pb.StatusResponse) -> None:
         status.replicas[1].load.num_unstored_blocks["queue"] = 12
 
-    verdict = only(tiers.unstored, live(unstored, before=lambda status: None))
+    verdict = only(cache.unstored, live(unstored, before=lambda status: None))
     assert verdict.severity is NOTE
     assert verdict.seen.startswith("d0: 12 finished blocks")
     assert "engine.write_queue" in verdict.why
-    assert not said(tiers.unstored, live(unstored))
+    assert not said(cache.unstored, live(unstored))
 
 
 # ---------------------------------------------------------------------------------------------- members

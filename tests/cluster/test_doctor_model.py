@@ -7,14 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from doctor_house import TINY, case_of, config_of, only, said
+from doctor_harness import TINY, case_of, config_of, only, said
 
 from cluster.doctor import model
-from cluster.doctor.case import Case
-from cluster.doctor.findings import Severity
+from cluster.doctor.checks import Case, Severity
 from cluster.doctor.machine import Machine
-from cluster.doctor.needs import needs_of
-from kvtransfer.clock import SystemClock
+from cluster.serve.memory import needs_of
+from kvtransfer.common.clock import SystemClock
 
 OK, NOTE, WARNING, ERROR = Severity
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from certificates import write_certificate
-from doctor_house import FakeMachine, case_of, config_of, only, said
+from doctor_harness import FakeMachine, case_of, config_of, only, said
 
 from cluster.config import ClusterConfig
 from cluster.doctor import certificate, network
-from cluster.doctor.findings import Severity
+from cluster.doctor.checks import Severity
 from cluster.doctor.machine import KernelClock, Machine, read_kernel_clock
-from kvtransfer.clock import ManualClock, SystemClock
+from kvtransfer.common.clock import ManualClock, SystemClock
 
 OK, NOTE, WARNING, ERROR = Severity
 TOKEN = "0123456789abcdef0123456789abcdef"

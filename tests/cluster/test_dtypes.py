@@ -11,8 +11,8 @@ from serving import TINY
 from cluster.config import ClusterConfig, parse_config
 from cluster.dtypes import may_compute, needs_flags, resolve_dtype, settle_dtype
 from cluster.errors import ConfigError
-from cluster.rollout.rolling import carried_over, changes, check_update, plan_rolls, pool_version
-from kvtransfer import host
+from cluster.serve.rollout import carried_over, changes, check_update, plan_rolls, pool_version
+from kvtransfer.common import host
 from workers.model.random_checkpoint import write_random_checkpoint
 
 AVX2 = frozenset({"fpu", "avx2", "fma"})

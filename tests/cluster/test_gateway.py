@@ -7,18 +7,18 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from gateway_house import GatewayHouse, Pair, until
+from gateway_harness import GatewayHouse, Pair, until
 from gateway_model import PROMPT, decode, encode, expected, raw
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from patience import WAIT_S
 
-from cluster.client import Collector, GenerateOptions, GenerateStream, Turn
+from cluster.api.client import Collector, GenerateOptions, GenerateStream, Turn
 from cluster.errors import CallError
-from cluster.gateway.samples import sample_seed
-from cluster.gateway.server import SERVICE_NAME
+from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.clock import SystemClock
+from cluster.serve.gateway_server import SERVICE_NAME
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import PathMeasure, RequestFailed
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_house import GatewayHouse
+from gateway_harness import GatewayHouse
 
-from cluster.client import GenerateOptions
+from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 
 SHORT = GenerateOptions(max_tokens=4)

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from gateway_house import GatewayHouse, until
+from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, expected
 
-from cluster.client import Collector, Event, GenerateOptions
+from cluster.api.client import Collector, Event, GenerateOptions
 from cluster.errors import CallError
-from cluster.gateway.server import Gateway
+from cluster.serve.gateway_server import Gateway
 
 OPTIONS = GenerateOptions(max_tokens=8, seed=1)
 

@@ -7,21 +7,29 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from doctor_house import said
-from gateway_house import GatewayHouse, Pair, until
+from doctor_harness import said
+from gateway_harness import GatewayHouse, Pair, until
 from gateway_model import BLOCK_TOKENS
 
-from cluster.doctor import divergence, members, reuse, serving
-from cluster.doctor.divergence import WINDOW_TOKENS, PrefixBook, Reuse, find_anchors
-from cluster.doctor.findings import Severity
+from cluster.api.client import GenerateOptions
+from cluster.doctor import members, reuse, serving
+from cluster.doctor.checks import Severity
 from cluster.doctor.live import Expected, look
+from cluster.gateway import history
 from cluster.gateway.actions import JourneyPlan, SampleResult, SampleStart, Summary
-from cluster.gateway.recent import MAX_AGE_S, Lately, percentile
-from cluster.observe.ended import Caller, EndedRequest
-from cluster.options import GenerateOptions
+from cluster.gateway.history import (
+    MAX_AGE_S,
+    WINDOW_TOKENS,
+    Lately,
+    PrefixBook,
+    Reuse,
+    find_anchors,
+    percentile,
+)
+from cluster.metrics.ended_request import Caller, EndedRequest
 from cluster.roster.messages import GatewayRecord
-from kvtransfer.clock import ManualClock, SystemClock
-from kvtransfer.keys import block_keys
+from kvtransfer.blocks.keys import block_keys
+from kvtransfer.common.clock import ManualClock, SystemClock
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes
 
 BLOCK = 16
@@ -137,9 +145,9 @@ def test_tenants_know_nothing_of_each_other() -> None:
 
 
 def test_memory_is_bounded_and_heads_are_kept_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(divergence, "MAX_KEYS", 40)
-    monkeypatch.setattr(divergence, "MAX_ANCHORS", 40)
-    monkeypatch.setattr(divergence, "MAX_TENANTS", 3)
+    monkeypatch.setattr(history, "MAX_KEYS", 40)
+    monkeypatch.setattr(history, "MAX_ANCHORS", 40)
+    monkeypatch.setattr(history, "MAX_TENANTS", 3)
     book, head = PrefixBook(BLOCK), drawn(1, 160)
     for number in range(20):
         known = put(book, head + drawn(50 + number, 320))

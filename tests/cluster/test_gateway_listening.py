@@ -11,16 +11,16 @@ import grpc
 import grpc.aio
 import pytest
 from certificates import name_of, write_certificate
-from gateway_house import GatewayHouse
+from gateway_harness import GatewayHouse
 from gateway_model import PROMPT, expected
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from patience import WAIT_S
 from serving import free_port
 
-from cluster.client import Client, GenerateOptions
+from cluster.api.client import Client, GenerateOptions
 from cluster.config import parse_config
 from cluster.errors import CallError, ConfigError, StartError
-from cluster.gateway.server import SERVICE_NAME
+from cluster.serve.gateway_server import SERVICE_NAME
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

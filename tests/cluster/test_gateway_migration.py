@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway_house import GatewayHouse, ScriptedReplica, until
+from gateway_harness import GatewayHouse, ScriptedReplica, until
 from gateway_model import PROMPT, expected
 
-from cluster.client import Completion, GenerateOptions
-from cluster.gateway.server import Gateway
+from cluster.api.client import Completion, GenerateOptions
+from cluster.serve.gateway_server import Gateway
 from workers.messages import RequestFailed, RoleChanged
 
 NUM_TOKENS = 40

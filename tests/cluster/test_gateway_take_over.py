@@ -9,17 +9,17 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from gateway_house import GatewayHouse, until
+from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, expected
 from serving import free_port
 
+from cluster.api.client import GenerateOptions, generate_request
 from cluster.config import ClusterConfig
 from cluster.errors import StartError
-from cluster.gateway.server import Gateway
-from cluster.options import GenerateOptions, generate_request
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
+from cluster.serve.gateway_server import Gateway
 
 NUM_TOKENS = 8
 NUM_CLIENTS = 8

@@ -11,8 +11,8 @@ from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
 
 from cluster.stores.index_server import IndexServer
-from kvtransfer.clock import SystemClock
-from kvtransfer.secret import draw_secret
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.rpc.handshake import draw_secret
 
 pytestmark = uses_redis_or_valkey
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from cluster.commands.json_text import as_dict
+from cluster.api.json_text import as_dict
 from cluster.proto import tandem_pb2 as pb
 
 MESSAGES = sorted(name for name, kind in vars(pb).items() if isinstance(kind, type))

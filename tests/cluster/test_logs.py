@@ -9,13 +9,13 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from gateway_house import GatewayHouse, Pair, until
+from gateway_harness import GatewayHouse, Pair, until
 from gateway_model import PROMPT
 
-from cluster.client import GenerateOptions
+from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
-from cluster.observe.config import LogConfig
-from cluster.observe.logs import ACCESS_LOGGER, about, log_to_stderr
+from cluster.metrics.config import LogConfig
+from cluster.metrics.logs import ACCESS_LOGGER, about, log_to_stderr
 from workers.messages import RequestFailed
 
 _NAMES = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry", ACCESS_LOGGER)
@@ -47,14 +47,14 @@ def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 def test_a_json_line_says_when_who_what_and_about_which_request(stderr: Callable[[], str]) -> None:
     log_to_stderr(LogConfig(format="json"), "decode-a1/0", "decode")
-    log = logging.getLogger("workers.inbound")
+    log = logging.getLogger("workers.disagg.kv_receiver")
     log.info("landing of %s ended: %s", "r~1", 'lost "peer"\nand more', extra={"request_id": "r~1"})
     log.warning("no ids")
     first, second = lines(stderr())
     assert datetime.fromisoformat(first.pop("ts")).utcoffset() is not None
     assert first == {
         "level": "info",
-        "logger": "workers.inbound",
+        "logger": "workers.disagg.kv_receiver",
         "message": 'landing of r~1 ended: lost "peer"\nand more',
         "process": "decode-a1/0",
         "pool": "decode",
@@ -69,7 +69,7 @@ def test_a_json_line_has_the_traceback_of_an_error(stderr: Callable[[], str]) ->
     try:
         raise ValueError("of this")
     except ValueError:
-        logging.getLogger("cluster.app").exception("it broke")
+        logging.getLogger("cluster.serve.app").exception("it broke")
     (line,) = lines(stderr())
     assert "pool" not in line
     assert line["error"].startswith("Traceback")
@@ -78,21 +78,21 @@ def test_a_json_line_has_the_traceback_of_an_error(stderr: Callable[[], str]) ->
 
 def test_text_names_a_request_once(stderr: Callable[[], str]) -> None:
     log_to_stderr(LogConfig(), "gateway-1")
-    log = logging.getLogger("cluster.gateway.desk")
+    log = logging.getLogger("cluster.gateway.request_manager")
     log.info("request %s failed", "abc", extra={"request_id": "abc"})
     log.info("it failed", extra=about("abc", {"tenant": "t"}))
     log.info("nothing of a request")
     told = [line.split(" ", 3)[3] for line in stderr().splitlines()]
     assert told == [
-        "cluster.gateway.desk: request abc failed",
-        "cluster.gateway.desk: it failed [request abc]",
-        "cluster.gateway.desk: nothing of a request",
+        "cluster.gateway.request_manager: request abc failed",
+        "cluster.gateway.request_manager: it failed [request abc]",
+        "cluster.gateway.request_manager: nothing of a request",
     ]
 
 
 def test_the_level_is_not_that_of_the_access_log(stderr: Callable[[], str]) -> None:
     log_to_stderr(LogConfig(format="json", level="error"), "gateway-1")
-    logging.getLogger("cluster.app").warning("not told")
+    logging.getLogger("cluster.serve.app").warning("not told")
     logging.getLogger(ACCESS_LOGGER).info("told", extra=about("r", {"state": "finished"}))
     (line,) = lines(stderr())
     assert (line["message"], line["request_id"], line["state"]) == ("told", "r", "finished")

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.gateway.actions import JourneyPlan, RoutedAttempt, SampleResult, SampleStart, Summary
-from cluster.observe.ended import Caller, EndedRequest
-from cluster.observe.figures import Histogram, Spread
-from cluster.observe.meters import CURVE_S, RING_S, GatewayMeters, cached_by_tier
+from cluster.metrics.ended_request import Caller, EndedRequest
+from cluster.metrics.gateway_counters import CURVE_S, RING_S, GatewayMeters, cached_by_tier
+from cluster.metrics.histogram import Histogram, Spread
 from router.messages import Decision
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes, TokenDelta
 

@@ -20,16 +20,16 @@ from promql import (
     series_of,
 )
 
-from cluster.observe.board import Board
-from cluster.observe.catalogue import METRICS, SECTIONS, series_names
-from cluster.observe.gateway_metrics import GatewayMetrics
-from cluster.observe.meters import GatewayMeters
-from cluster.observe.replica_metrics import ReplicaMetrics, StoreMetrics
+from cluster.metrics.definitions import METRICS, SECTIONS, series_names
+from cluster.metrics.gateway_counters import GatewayMeters
+from cluster.metrics.gateway_metrics import GatewayMetrics
+from cluster.metrics.registry import Board
+from cluster.metrics.replica_metrics import ReplicaMetrics, StoreMetrics
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
 from workers.messages import DeviceMemory, LoadReport, PathMeasure
-from workers.step_figures import BATCH_BOUNDS
+from workers.replica.stats import BATCH_BOUNDS
 
 HERE = ReplicaIdentity("decode-a", 1)
 LOAD = LoadReport(

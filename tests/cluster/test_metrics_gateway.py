@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_house import GatewayHouse, Pair, until
+from gateway_harness import GatewayHouse, Pair, until
 from gateway_model import PROMPT, encode
 
-from cluster.client import GenerateOptions
+from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 
 NUM_PROMPT = len(encode(PROMPT))

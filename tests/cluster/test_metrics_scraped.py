@@ -12,12 +12,11 @@ from prometheus import Prometheus
 from promql import DASHBOARDS, RULES, SERIES, Query, panel_queries, series_of
 from serving import TINY, RunningCluster, free_port
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
-from cluster.observe.catalogue import METRICS, series_names
-from cluster.observe.metric import NEEDS_FAULT
-from kvtransfer.clock import SystemClock
+from cluster.metrics.definitions import METRICS, NEEDS_FAULT, series_names
+from kvtransfer.common.clock import SystemClock
 
 pytestmark = [
     pytest.mark.cluster,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.observe.tenants import OTHERS, TenantBook
+from cluster.metrics.tenants import OTHERS, TenantBook
 
 
 def spend(book: TenantBook, tenant: str, num_tokens: int) -> None:

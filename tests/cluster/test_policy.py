@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from scaling_house import (
+from scaling_harness import (
     NOW,
     PAIR,
     PROMPTS,
@@ -23,8 +23,8 @@ from scaling_house import (
 )
 
 from cluster.scaling.config import PoolLimits
-from cluster.scaling.history import History, ReplicaSample
 from cluster.scaling.policy import Plan, decide, history_span_s
+from cluster.scaling.samples import History, ReplicaSample
 
 # -------------------------------------------------------------------------------------------- when
 

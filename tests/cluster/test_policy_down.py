@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from scaling_house import NOW, config, counts, decided, decoding, demand, history_of, pool, prefilling
+from scaling_harness import NOW, config, counts, decided, decoding, demand, history_of, pool, prefilling
 
 from cluster.scaling.config import PoolLimits
-from cluster.scaling.history import Demand
 from cluster.scaling.policy import PoolMove, decide
+from cluster.scaling.samples import Demand
 
 # ------------------------------------------------------------------------------------------ shrinking
 

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scaling_house import config, decoding, demand, history_of, prefilling
+from scaling_harness import config, decoding, demand, history_of, prefilling
 
 from cluster.roster.messages import ScalingMove
-from cluster.scaling.floor import Load, both_need, decode_need, floors, prefill_need
-from cluster.scaling.forecast import Moments
-from cluster.scaling.history import Demand, DemandMeter, History, ReplicaSample, Sample, last_changes
+from cluster.scaling.forecast import Load, Moments, both_need, decode_need, floors, prefill_need
 from cluster.scaling.rates import (
     Rates,
     Sizes,
@@ -24,6 +22,7 @@ from cluster.scaling.rates import (
     measured_work,
     step_cost,
 )
+from cluster.scaling.samples import Demand, DemandMeter, History, ReplicaSample, Sample, last_changes
 
 RATES = Rates(
     prefill_tok_s=8000.0,

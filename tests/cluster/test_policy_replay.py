@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scaling_house import config, evenly, poisson, pool
+from scaling_harness import config, evenly, poisson, pool
 from typer.testing import CliRunner
 
-from cluster.__main__ import cli
+from cluster.cli.main import cli
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.rates import StepCost
 from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arrivals, replay
-from cluster.scaling.simulated import Arrival, ServiceModel, SimulatedCluster
+from cluster.scaling.simulation import Arrival, ServiceModel, SimulatedCluster
 
 MODEL = ServiceModel(
     prefill_tok_s=8000.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scaling_house import (
+from scaling_harness import (
     BUSY,
     NOW,
     PAIR,
@@ -19,8 +19,8 @@ from scaling_house import (
     queueing,
 )
 
-from cluster.scaling.history import PoolView, ReplicaSample
 from cluster.scaling.policy import Lend, Recall
+from cluster.scaling.samples import PoolView, ReplicaSample
 
 # -------------------------------------------------------------------------------------------- lending
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from patience import WAIT_S
 
-from cluster.rank_actors import end_process
+from cluster.serve.rank_actors import end_process
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from patience import SETTLE_S
 from request_load import Steady
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.index.redis_server import RedisServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]

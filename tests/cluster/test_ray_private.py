@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from ray import serve
 from serving import ROOT, environment
 
-from cluster.ray_private import HEAD_RESOURCE, with_version
+from cluster.serve.ray_private import HEAD_RESOURCE, with_version
 
 TOKEN = "token-of-the-probe-0123456789"
 PARAMETERS = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gateway_house import GatewayHouse, until
+from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, expected
 
-from cluster.client import GenerateOptions
-from cluster.gateway import replicas
-from cluster.gateway.server import Gateway
+from cluster.api.client import GenerateOptions
+from cluster.gateway import replica_connections
 from cluster.proto import tandem_pb2 as pb
+from cluster.serve.gateway_server import Gateway
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents
 
 
@@ -47,7 +47,7 @@ async def test_a_replica_of_another_model_is_refused_and_the_others_serve(
 
 async def test_another_block_size_is_refused(house: GatewayHouse, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, _ = await house.add_gateway()
-    monkeypatch.setattr("gateway_house.BLOCK_TOKENS", 64)
+    monkeypatch.setattr("gateway_harness.BLOCK_TOKENS", 64)
     await house.add_replica("d0", "decode")
     await until(lambda: states(gateway) == ["refused"], "it is refused")
     assert gateway.links.views()[0].note == "block_tokens 64, configured 16"
@@ -113,7 +113,7 @@ async def test_a_replica_that_falls_silent_is_left_and_found_again(
     house: GatewayHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that is stopped: its connection stays open, but nothing comes."""
-    monkeypatch.setattr(replicas, "SILENCE_S", 0.5)
+    monkeypatch.setattr(replica_connections, "SILENCE_S", 0.5)
     silent = await house.add_replica("d0", "decode")
     gateway, address = await house.add_gateway()
     silent.script.stop_after = 2

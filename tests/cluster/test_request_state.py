@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from journey_house import (
+from request_state_harness import (
     D0,
     D1,
     P0,
@@ -37,7 +37,7 @@ from cluster.gateway.actions import (
     SampleStart,
     Submit,
 )
-from cluster.gateway.samples import sample_seed
+from cluster.gateway.sample_output import sample_seed
 from workers.messages import (
     HandOverTarget,
     RequestFailed,

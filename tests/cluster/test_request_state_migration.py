@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from journey_house import (
+from msgspec.structs import replace
+from request_state_harness import (
     D0,
     D1,
     P0,
@@ -16,7 +17,6 @@ from journey_house import (
     route,
     truth,
 )
-from msgspec.structs import replace
 
 from cluster.gateway.actions import (
     Action,
@@ -30,8 +30,8 @@ from cluster.gateway.actions import (
     RouteMove,
     Submit,
 )
-from cluster.gateway.journey import Journey
-from cluster.gateway.stream_moves import OVERDUE_S
+from cluster.gateway.migration import OVERDUE_S
+from cluster.gateway.request_state import Journey
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
 

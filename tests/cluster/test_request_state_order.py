@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journey_house import (
+from msgspec.structs import replace
+from request_state_harness import (
     D0,
     D1,
     P0,
@@ -21,10 +22,9 @@ from journey_house import (
     prefilled,
     truth,
 )
-from msgspec.structs import replace
 
 from cluster.gateway.actions import Action, Emit, Fail, Finish, JourneyState, MoveAt, Route, RouteMove, Submit
-from cluster.gateway.journey import Journey
+from cluster.gateway.request_state import Journey
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import (
     HandOverReport,

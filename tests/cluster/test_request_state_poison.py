@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from journey_house import D0, D1, P0, P1, delta, handed_over, make_journey, route
+from request_state_harness import D0, D1, P0, P1, delta, handed_over, make_journey, route
 
 from cluster.errors import PoisonRequestError, UnavailableError, to_grpc_status
 from cluster.gateway.actions import Action, Fail, Route, Submit
-from cluster.gateway.journey import Journey
+from cluster.gateway.request_state import Journey
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import IsolationReport, RequestFailed
 

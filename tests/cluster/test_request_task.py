@@ -9,11 +9,11 @@ import pytest
 
 from cluster.errors import DeadlineError, RequestError, SlowClientError, UnavailableError
 from cluster.gateway.actions import Emit, JourneyPlan, SampleStart, Summary
-from cluster.gateway.journey import Journey
-from cluster.gateway.stream_moves import NOWHERE_PAUSE_S
-from cluster.gateway.text import SampleText
-from cluster.gateway.walk import MAX_UNREAD, Outbox, Walk
-from kvtransfer.clock import ManualClock
+from cluster.gateway.migration import NOWHERE_PAUSE_S
+from cluster.gateway.request_state import Journey
+from cluster.gateway.request_task import MAX_UNREAD, Outbox, Walk
+from cluster.text.tokenizer import SampleText
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest

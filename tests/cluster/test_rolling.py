@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from serving import TINY
 
-from cluster.app import build_application
-from cluster.commands.update import plan_json, plan_view
+from cluster.cli.update import plan_json, plan_view
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
-from cluster.rollout.deployed import Deployed
-from cluster.rollout.rolling import (
+from cluster.serve.app import build_application
+from cluster.serve.rollout import (
     Change,
+    Deployed,
     carried_over,
     changes,
     check_update,
@@ -23,7 +23,7 @@ from cluster.rollout.rolling import (
     pool_version,
     with_replicas,
 )
-from cluster.rollout.update import UpdatePlan
+from cluster.serve.update import UpdatePlan
 from workers.model.random_checkpoint import write_random_checkpoint
 
 CPUS = {"prefill": 0.1, "decode": 0.1, "extra": 0.1}

@@ -11,7 +11,8 @@ from patience import WAIT_S
 
 from cluster.errors import RosterAwayError
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, StoreRecord
-from cluster.roster.roster import (
+from cluster.roster.remote import RemoteRoster, RosterActor
+from cluster.roster.state import (
     EXPIRE_S,
     REBUILD_S,
     LocalRoster,
@@ -19,8 +20,7 @@ from cluster.roster.roster import (
     RosterClient,
     keep_registered,
 )
-from cluster.roster.wire import RemoteRoster, RosterActor
-from kvtransfer.clock import ManualClock, SystemClock
+from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
 COMPATIBILITY = CompatibilityRecord(1, b"f" * 16, "fp32", "fp32", 16, 4, 2, 32)
@@ -80,7 +80,7 @@ def test_a_restarted_store_takes_the_place_of_its_older_life() -> None:
 
 
 def test_only_so_many_removed_members_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.roster.roster.NUM_REMOVED", 3)
+    monkeypatch.setattr("cluster.roster.state.NUM_REMOVED", 3)
     roster = Roster()
     for number in range(5):
         roster.remove(f"decode-{number}", 1)

@@ -11,23 +11,22 @@ from typing import Any
 
 import pytest
 import typer
-from gateway_house import GatewayHouse, until
+from gateway_harness import GatewayHouse, until
 from rich.console import Console
-from serve_house import TOKEN, FakeApp, FakeDashboard, FakePool
+from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
 from typer.testing import CliRunner
 
-from cluster.commands.pools_display import move_line, pool_parts
-from cluster.commands.scale import dashboard_url, read_token, scale
-from cluster.commands.scale_plan import parse_orders, plan_json, plan_scale, plan_view
-from cluster.commands.scale_work import Door, ScaleWork
+from cluster.cli.display import move_line, pool_parts
+from cluster.cli.scale import Door, ScaleWork, dashboard_url, read_token, scale
+from cluster.cli.scale_plan import parse_orders, plan_json, plan_scale, plan_view
+from cluster.console.orders import Operations
 from cluster.errors import ConfigError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord
-from cluster.scaling.lever import AppTargets, PoolTarget
-from cluster.scaling.room import make_room
-from cluster.web.orders import Operations
-from kvtransfer.clock import SystemClock
+from cluster.scaling.serve_client import AppTargets, PoolTarget
+from cluster.serve.capacity import make_room
+from kvtransfer.common.clock import SystemClock
 
 RUNNING = ["RUNNING"]
 

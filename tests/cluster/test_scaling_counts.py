@@ -8,18 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from index_house import RawRedis
+from index_harness import RawRedis
 from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.rollout.counts import KnownCounts, counts_of, counts_to_deploy, kept_counts
-from cluster.rollout.remembered import RememberedCounts, counts_key
 from cluster.roster.messages import RosterView
-from cluster.scaling.kept_counts import WRITE_AGAIN_S, KeptCounts
-from cluster.scaling.lever import AppTargets, PoolTarget
-from kvtransfer.clock import ManualClock
+from cluster.scaling.counts import (
+    WRITE_AGAIN_S,
+    KeptCounts,
+    KnownCounts,
+    RememberedCounts,
+    counts_key,
+    counts_of,
+    counts_to_deploy,
+    kept_counts,
+)
+from cluster.scaling.serve_client import AppTargets, PoolTarget
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.errors import WireError
-from kvtransfer.store.index.redis_link import IndexAwayError
+from kvtransfer.store.index.redis_client import IndexAwayError
 
 
 def make(decode: int = 2, **rest: Any) -> ClusterConfig:

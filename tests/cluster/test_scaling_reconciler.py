@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from keeper_harness import NOBODY, House
+from reconciler_harness import NOBODY, House
 
-from cluster.roster.wishes import Wishes
-from cluster.scaling.keeper import SETTLE_S, Keeper
+from cluster.roster.state import Wishes
+from cluster.scaling.reconciler import SETTLE_S, Keeper
 
 
 def test_nothing_is_done_while_serve_has_what_the_configuration_says() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.roster.messages import ReplicaRecord, RoleLease, RosterView
-from cluster.roster.wishes import Wishes
+from cluster.roster.state import Wishes
 from cluster.scaling.roles import RoleBook, role_of
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 

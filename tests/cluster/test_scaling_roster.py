@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
 from cluster.roster.messages import RoleLease, RosterView, ScalingMove
-from cluster.roster.roster import LocalRoster, ScalingRoster
-from cluster.roster.wire import RemoteRoster, RosterActor
-from cluster.roster.wishes import NUM_MOVES, Wishes
-from kvtransfer.clock import ManualClock
+from cluster.roster.remote import RemoteRoster, RosterActor
+from cluster.roster.state import NUM_MOVES, LocalRoster, ScalingRoster, Wishes
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 
 P0 = ReplicaIdentity("p0", 1)

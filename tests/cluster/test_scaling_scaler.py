@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from gateway_house import until
-from serve_house import TOKEN, FakeApp, FakeDashboard, FakePool
+from gateway_harness import until
+from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import DashboardError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView
-from cluster.roster.roster import LocalRoster
+from cluster.roster.state import LocalRoster
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.history import Demand, History, PoolView
-from cluster.scaling.lever import Lever
 from cluster.scaling.policy import Lend, Plan, PoolMove, Recall
+from cluster.scaling.samples import Demand, History, PoolView
 from cluster.scaling.scaler import Scaler
-from kvtransfer.clock import ManualClock
+from cluster.scaling.serve_client import Lever
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
 TICK_S = 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serve_house import TOKEN, FakeApp, FakeDashboard, FakePool
+from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port
 
 from cluster.errors import (
@@ -13,7 +13,7 @@ from cluster.errors import (
     TokenRefusedError,
     UnknownPoolError,
 )
-from cluster.scaling.lever import Lever, PoolTarget
+from cluster.scaling.serve_client import Lever, PoolTarget
 
 
 def two_pools() -> FakeApp:

@@ -17,8 +17,8 @@ import pytest
 from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, object_store_counters, tandem
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
 from cluster.proto import tandem_pb2 as pb
 
 pytestmark = pytest.mark.cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from serving import TINY, RunningCluster, free_port
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 POINTS = {"brain.hand_over": 1, "brain.join": 1, "gateway.token": 150}

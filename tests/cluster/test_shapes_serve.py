@@ -10,8 +10,8 @@ import pytest
 from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import Completion, GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import Completion, GenerateOptions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 """Slow: 26 ranks and 10 brains start on whatever cores there are."""

@@ -15,10 +15,10 @@ import pytest
 from ray._private import services
 from serving import ROOT, TINY, RunningCluster, environment
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
-from cluster.ray_private import out_of_reach
-from kvtransfer.clock import SystemClock
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
+from cluster.serve.ray_private import out_of_reach
+from kvtransfer.common.clock import SystemClock
 
 DRAIN_S = 20.0
 END_S = 10.0
@@ -40,10 +40,10 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize(
     ("number", "module", "says"),
     [
-        (signal.SIGINT, "cluster.client", ""),
+        (signal.SIGINT, "cluster.api.client", ""),
         (signal.SIGTERM, "typer", ""),
         (signal.SIGINT, "grpc", ""),
-        (signal.SIGTERM, "cluster.serve", "interrupted while starting"),
+        (signal.SIGTERM, "cluster.serve.launcher", "interrupted while starting"),
         (signal.SIGINT, "ray", "interrupted while starting"),
     ],
 )

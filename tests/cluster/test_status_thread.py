@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gateway_house import Pair
+from gateway_harness import Pair
 from gateway_model import FINGERPRINT
 
-from cluster.gateway.fresh import Fresh
+from cluster.api.replies import STATUS_S, Fresh
+from cluster.api.status import StatusThread
 from cluster.gateway.replica_view import ReplicaState, ReplicaView
-from cluster.gateway.reports import STATUS_S
-from cluster.gateway.status import StatusThread
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, ReplicaIdentity
 from workers.messages import LoadReport, PathMeasure
 

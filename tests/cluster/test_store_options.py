@@ -11,7 +11,7 @@ import pytest
 from serving import ROOT, TINY, environment
 from typer.testing import CliRunner
 
-from cluster.__main__ import cli
+from cluster.cli.main import cli
 from cluster.errors import BenchError
 
 TRACE = [[1, 2, 3], [1, 2, 4], [1, 2, 3]]

@@ -11,8 +11,8 @@ import pytest
 from ray_nodes import RayNodes
 from serving import TINY, RunningCluster, free_port
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import Completion, GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import Completion, GenerateOptions
 from cluster.proto import tandem_pb2 as pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -22,12 +22,12 @@ from cluster.stores.settings import (
     store_name,
     store_settings,
 )
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import Faults
-from kvtransfer.store.config import StoreConfig
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
+from kvtransfer.config import StoreConfig
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.store.nvme.log import NvmeTier
-from workers.model.config import read_model_config
+from workers.model.model_config import read_model_config
 
 NODE = Node("0123456789abcdef" * 3, "127.0.0.1")
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cluster.gateway.text import REPLACEMENT, ModelText, SampleText, StopStrings
+from cluster.text.tokenizer import REPLACEMENT, ModelText, SampleText, StopStrings
 from workers.errors import CheckpointError
 
 BYTE_LEVEL = train_tokenizer()

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateway_house import GatewayHouse, Pair
+from gateway_harness import GatewayHouse, Pair
 from gateway_model import MAX_CONTEXT, encode, write_model
 
+from cluster.api import servicer
+from cluster.api.servicer import MAX_CALLS, TextCalls
 from cluster.errors import CallError, OverloadedError
-from cluster.gateway import text_calls
-from cluster.gateway.intake import Intake
-from cluster.gateway.text import ModelText
-from cluster.gateway.text_calls import MAX_CALLS, TextCalls
 from cluster.proto import tandem_pb2 as pb
+from cluster.text.preprocess import Intake
+from cluster.text.tokenizer import ModelText
 
 WAIT_S = 20.0
 
@@ -72,7 +72,7 @@ async def test_threads_are_not_those_of_generate(intake: HeldIntake) -> None:
 async def test_more_ids_than_are_copied_at_once_come_back_whole(
     intake: HeldIntake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_calls, "_NUM_TOKENS", 3)
+    monkeypatch.setattr(servicer, "_NUM_TOKENS", 3)
     intake.held.set()
     calls, limits = TextCalls(intake), intake.limits(MAX_CONTEXT)
     text = "the quick brown fox, the answer"

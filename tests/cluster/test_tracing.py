@@ -9,22 +9,21 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_house import GatewayHouse, until
+from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, encode
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from cluster.client import GenerateOptions
+from cluster.api.client import GenerateOptions
 from cluster.config import ClusterConfig
 from cluster.errors import CallError, ConfigError
 from cluster.gateway.actions import Summary, TimelineEntry
-from cluster.observe.config import TracingConfig
-from cluster.observe.ended import Caller, EndedRequest
-from cluster.observe.stages import Stage, flatten, request_stages
-from cluster.observe.tracing import check_tracing
+from cluster.metrics.config import TracingConfig
+from cluster.metrics.ended_request import Caller, EndedRequest
+from cluster.metrics.tracing import Stage, check_tracing, flatten, request_stages
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from workers.messages import HandOverReport, PrefillReport, RequestFailed, StageTimes
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

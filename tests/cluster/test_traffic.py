@@ -12,21 +12,20 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_house import GatewayHouse, until
+from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, encode
 
-from cluster.client import Client, GenerateOptions
-from cluster.commands.display import traffic_line
+from cluster.api.client import APPLICATION_KEY, Client, GenerateOptions
+from cluster.cli.display import traffic_line
 from cluster.errors import CallError
-from cluster.gateway.server import Gateway
-from cluster.gateway.traffic import RELAYED_KEY, application_of
-from cluster.observe.logs import ACCESS_LOGGER
-from cluster.options import APPLICATION_KEY
+from cluster.gateway.traffic_splitter import RELAYED_KEY, application_of
+from cluster.metrics.logs import ACCESS_LOGGER
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
-from cluster.rollout.shares import parse_shares
 from cluster.roster.messages import GatewayRecord
-from cluster.roster.roster import LocalRoster, RosterClient
+from cluster.roster.state import LocalRoster, RosterClient
+from cluster.serve.gateway_server import Gateway
+from cluster.serve.traffic_shares import parse_shares
 
 OWN, OTHER = "tandem", "tandem-v2"
 IDS = [f"request-{number}" for number in range(2000)]

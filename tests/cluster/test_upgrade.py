@@ -14,10 +14,10 @@ from typing import Any, Self
 import pytest
 from serving import TINY, RunningCluster, free_port, tandem
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import Client, Collector, Completion, GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import Client, Collector, Completion, GenerateOptions
 from cluster.errors import CallError
-from cluster.gateway.traffic import application_of
+from cluster.gateway.traffic_splitter import application_of
 from cluster.proto import tandem_pb2 as pb
 from workers.model.random_checkpoint import write_random_checkpoint
 

@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_house import Pair
+from gateway_harness import Pair
 from gateway_model import MAX_CONTEXT, PROMPT, expected
 
-from cluster.client import GenerateOptions
+from cluster.api.client import GenerateOptions
 from cluster.errors import STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
-from cluster.gateway.validation import Limits, check_request, max_tokens_of, sampling_of
 from cluster.proto import tandem_pb2 as pb
+from cluster.text.validation import Limits, check_request, max_tokens_of, sampling_of
 from workers.messages import SamplingParams
 
 LIMITS = Limits(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from walk_house import SINGLE, House
+from e2e_harness import SINGLE, House
 
 from workers.config import Parallel
 from workers.model.random_checkpoint import write_random_checkpoint

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from walk_house import House, until
+from e2e_harness import House, until
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 77, "max_tokens": 16}

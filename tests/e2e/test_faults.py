@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from walk_house import BLOCK_TOKENS, SHAPES, SINGLE, Heard, House, Replica, until
+from e2e_harness import BLOCK_TOKENS, SHAPES, SINGLE, Heard, House, Replica, until
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from workers.errors import RankDiedError
 from workers.messages import Cancel
 from workers.model.random_checkpoint import write_random_checkpoint

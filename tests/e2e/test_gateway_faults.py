@@ -15,12 +15,12 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from e2e_front import Call, Front, prompt, tokens_alone
+from e2e_harness import SHAPES, Replica, until
+from e2e_stage import SAMPLINGS, Stage, decoding
 from tokenizers import Tokenizer
-from walk_front import Call, Front, prompt, tokens_alone
-from walk_house import SHAPES, Replica, until
-from walk_stage import SAMPLINGS, Stage, decoding
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

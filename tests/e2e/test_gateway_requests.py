@@ -17,15 +17,15 @@ import pytest
 import pytest_asyncio
 import torch
 import transformers
+from e2e_front import Front, copy_tiny, prompt, tokens_alone
+from e2e_harness import House, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from walk_front import Front, copy_tiny, prompt, tokens_alone
-from walk_house import House, until
 
-from cluster.client import GenerateStream, Turn
+from cluster.api.client import GenerateStream, Turn
 from cluster.errors import CallError
-from cluster.gateway.samples import sample_seed
-from cluster.gateway.server import SERVICE_NAME
+from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
+from cluster.serve.gateway_server import SERVICE_NAME
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from e2e_harness import BLOCK_TOKENS, Heard, House, until
 from optional_programs import uses_compiler
-from walk_house import BLOCK_TOKENS, Heard, House, until
 
 from workers.messages import Cancel
 

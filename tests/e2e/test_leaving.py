@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from walk_front import Call, prompt, tokens_alone
-from walk_house import until
-from walk_stage import Stage, decoding
+from e2e_front import Call, prompt, tokens_alone
+from e2e_harness import until
+from e2e_stage import Stage, decoding
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from walk_house import BLOCK_TOKENS, House, until
-from walk_moves import NUM_TOKENS, move, moved_and_right, prompt, started
+from e2e_harness import BLOCK_TOKENS, House, until
+from e2e_migration import NUM_TOKENS, move, moved_and_right, prompt, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from walk_house import SHAPES, SINGLE, House, until
-from walk_moves import NUM_TOKENS, fired, joined, move, moved_and_right, prompt, rule, started
+from e2e_harness import SHAPES, SINGLE, House, until
+from e2e_migration import NUM_TOKENS, fired, joined, move, moved_and_right, prompt, rule, started
 
 from workers.config import Parallel
 from workers.messages import Cancel

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from walk_house import House
+from e2e_harness import House
 
 from workers.config import Parallel
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
-from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
-from walk_house import House, Replica, until
+from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
+from e2e_harness import House, Replica, until
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
 from workers.errors import RankDiedError
 

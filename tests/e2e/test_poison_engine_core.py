@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from e2e_harness import Heard, House, Replica, until
 from msgspec.structs import replace
-from walk_house import Heard, House, Replica, until
 
-from workers.engine.sequence import Sequence
 from workers.errors import RankDiedError
 from workers.messages import Submission
+from workers.scheduler.sequence import Sequence
 
 
 class Poisoned:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from store_house import StoreHouse
-from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
-from walk_house import House, Replica, until
+from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
+from e2e_harness import House, Replica, until
+from store_harness import StoreHouse
 
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.store.messages import StatRequest, StorePutDone, StoreStat
-from workers.write_through import WriteThrough
+from workers.store_connector.block_saver import WriteThrough
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

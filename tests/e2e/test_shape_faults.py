@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
-from walk_house import Heard, House, Replica, until
+from e2e_harness import Heard, House, Replica, until
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
 from workers.errors import RankDiedError
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from walk_house import House
+from e2e_harness import House
 
 from workers.config import Parallel
-from workers.model.config import Family
+from workers.model.model_config import Family
 from workers.model.random_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from walk_house import House
+from e2e_harness import House
 
 from workers.config import Parallel
 from workers.model.random_checkpoint import write_random_checkpoint

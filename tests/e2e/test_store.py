@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_house import StoreHouse
-from walk_house import BLOCK_TOKENS, Heard, House, Replica, until
+from e2e_harness import BLOCK_TOKENS, Heard, House, Replica, until
+from store_harness import StoreHouse
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77}

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from e2e_harness import SHAPES, SINGLE, Heard, House, Replica, until
 from patience import WAIT_S
-from store_house import StoreHouse
-from walk_house import SHAPES, SINGLE, Heard, House, Replica, until
+from store_harness import StoreHouse
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import TransferError
-from kvtransfer.faults import FaultRule
 from kvtransfer.store.messages import PurgeRequest, PurgeResult, StatRequest, StoreStat, TierStat
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from index_house import RawRedis
+from e2e_harness import BLOCK_TOKENS, Heard, House, Replica, until
+from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
-from store_house import StoreHouse
-from walk_house import BLOCK_TOKENS, Heard, House, Replica, until
+from store_harness import StoreHouse
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.store.messages import IndexStat, StatRequest, StoreStat
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, uses_redis_or_valkey]

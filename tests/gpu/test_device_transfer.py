@@ -19,12 +19,11 @@ import torch.distributed as dist
 from channel_process import BeTarget, BeWriter, RankProcess, RankProcesses
 from channel_ranks import LAYOUT, Setup, eventually, landed, piece_of, pool_data
 
-from kvtransfer.checksum import checksum
-from kvtransfer.checksum_torch import checksum_torch
-from kvtransfer.device import DevicePool
-from kvtransfer.faults import FaultRule
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.device_pool import DevicePool, checksum_torch
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
-from kvtransfer.secret import draw_secret
+from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.transports.nccl import make_group
 
 pytestmark = [

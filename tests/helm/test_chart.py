@@ -11,7 +11,7 @@ import helm_python
 import jsonschema
 import pytest
 import yaml
-from chart_house import (
+from chart_harness import (
     EXAMPLES,
     LOADER,
     MONITORING,

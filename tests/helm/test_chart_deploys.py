@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from chart_house import EXAMPLES, Object, merged, ray_service, serve_config, with_value
+from chart_harness import EXAMPLES, Object, merged, ray_service, serve_config, with_value
 from optional_programs import uses_redis_or_valkey
 from ray_groups import RayGroups, places_of
 from serving import TINY, free_port
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
 from cluster.stores.index_server import IndexServer
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]
 SECRET = b"0123456789abcdef0123456789abcdef"

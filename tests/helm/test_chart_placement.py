@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_house import EXAMPLES, Object, merged, objects, pods, ray_service, serve_config, with_value
+from chart_harness import EXAMPLES, Object, merged, objects, pods, ray_service, serve_config, with_value
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.__main__ import _ENVIRONMENT
-from cluster.capacity import ReplicaDemand, demands, gateway_bundle, shortages
+from cluster.cli.main import _ENVIRONMENT
 from cluster.config import ClusterConfig, GatewayConfig
-from cluster.declared import declared_config, with_declared_counts
-from cluster.scaling.lever import MARK_DEPLOYMENT as GATEWAY_DEPLOYMENT
-from cluster.scaling.lever import declared_counts
+from cluster.scaling.serve_client import MARK_DEPLOYMENT as GATEWAY_DEPLOYMENT
+from cluster.scaling.serve_client import declared_counts
+from cluster.serve.capacity import ReplicaDemand, demands, gateway_bundle, shortages
+from cluster.serve.entrypoint import declared_config, with_declared_counts
 
 SHAPES: dict[str, Object] = {
     "defaults": {},
@@ -50,7 +50,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def application(service: Object, files: tuple[Path, Path]) -> tuple[ClusterConfig, int]:
     """The configuration as Serve would build it, and how many gateways there are."""
     (app,) = ServeDeploySchema.model_validate(serve_config(service)).applications
-    assert app.import_path == "cluster.declared:build"
+    assert app.import_path == "cluster.serve.entrypoint:build"
     assert app.external_scaler_enabled
     args = app.args | {"secret_file": str(files[0]), "redis_url_file": str(files[1])}
     config = with_declared_counts(declared_config(args), app.model_dump(exclude_unset=True))

@@ -6,9 +6,9 @@ from typing import Any
 
 import helm_python
 import pytest
-from chart_house import EXAMPLES, render, with_value
+from chart_harness import EXAMPLES, render, with_value
 
-from cluster.doctor.needs import BRAIN_BYTES, RANK_BYTES
+from cluster.serve.memory import BRAIN_BYTES, RANK_BYTES
 
 BY_THE_SCHEMA = {
     "pools.decode.config.tp": (0, "minimum: got 0, want 1"),

@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis
-from chart_house import Object, objects, only, pods
+from chart_harness import Object, objects, only, pods
 from optional_programs import needs_redis_server
 from patience import WAIT_S
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from serving import free_port
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.index.redis_server import find_binary
 
 FETCHED = {"repo": "org/name", "command": ["bash", "fetch.sh"]}

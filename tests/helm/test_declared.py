@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_house import with_value
+from chart_harness import with_value
 from ray import serve
 from ray.serve._private.build_app import build_app
 from serving import TINY
 
-from cluster.app import build_application
 from cluster.config import parse_config
-from cluster.declared import build, declared_config, declared_life, with_declared_counts
 from cluster.errors import ConfigError
-from cluster.scaling.lever import declared_counts
+from cluster.scaling.serve_client import declared_counts
+from cluster.serve.app import build_application
+from cluster.serve.entrypoint import build, declared_config, declared_life, with_declared_counts
 from workers.errors import WorkerError
 
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from service_house import TARGET, WRITER, Rank
-from transfer_house import TRANSPORTS, TransferHouse
+from service_harness import TARGET, WRITER, Rank
+from transfer_harness import TRANSPORTS, TransferHouse
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 from patience import WAIT_S
-from service_house import BOTH, LAYOUT, NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
-from transfer_house import eventually
+from service_harness import BOTH, LAYOUT, NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
+from transfer_harness import eventually
 
-from kvtransfer.checksum import Checksummer
-from kvtransfer.clock import ManualClock
+from kvtransfer.blocks.checksum import Checksummer
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import (
     ClosePeer,
     Endpoint,
@@ -30,7 +30,7 @@ from kvtransfer.messages import (
     StopPush,
     TransferReport,
 )
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
 
 
 def check_sum(data: bytes) -> int:
@@ -158,7 +158,7 @@ def test_what_is_not_applicable_is_no_news(
     writer: Rank, target: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere = msgspec.structs.replace(target.agent.endpoints(), host_id="elsewhere")
-    with caplog.at_level(logging.INFO, "kvtransfer.lanes"):
+    with caplog.at_level(logging.INFO, "kvtransfer.agent.lanes"):
         writer.connect(lanes=[Lane(elsewhere, WHOLE)], transports=("cuda_ipc", "shm", "tcp"))
         (path,) = writer.paths()
     assert (path.transport, path.instead_of) == ("tcp", "")
@@ -177,7 +177,7 @@ def test_what_is_passed_over_is_told(writer: Rank, target: Rank, caplog: pytest.
         port = unused.getsockname()[1]
     shm = next(each for each in endpoints.endpoints if each.transport == "shm")
     broken = msgspec.structs.replace(endpoints, endpoints=(Endpoint("tcp", f"127.0.0.1:{port}"), shm))
-    with caplog.at_level(logging.INFO, "kvtransfer.lanes"):
+    with caplog.at_level(logging.INFO, "kvtransfer.agent.lanes"):
         writer.connect(lanes=[Lane(broken, WHOLE)], transports=("rdma", "tcp", "shm"))
         (path,) = writer.paths()
     assert (path.transport, path.device) == ("shm", "memory")
@@ -185,7 +185,7 @@ def test_what_is_passed_over_is_told(writer: Rank, target: Rank, caplog: pytest.
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     only_shm = msgspec.structs.replace(endpoints, endpoints=(shm,))
     caplog.clear()
-    with caplog.at_level(logging.INFO, "kvtransfer.lanes"):
+    with caplog.at_level(logging.INFO, "kvtransfer.agent.lanes"):
         writer.connect(lanes=[Lane(only_shm, WHOLE)], transports=("tcp", "shm"))
         assert writer.paths()[0].instead_of == "tcp: not offered by the peer"
         writer.connect(lanes=[Lane(only_shm, WHOLE)], transports=("rdma", "shm"))
@@ -228,13 +228,13 @@ def test_a_path_below_the_floor_is_used_with_a_warning_when_it_may(
 @pytest.fixture
 def no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting threads are woken by what happens, or not at all."""
-    monkeypatch.setattr("kvtransfer.traffic.STALLED_S", 1e6)
+    monkeypatch.setattr("kvtransfer.agent.qos.STALLED_S", 1e6)
 
 
 def test_a_write_back_lets_a_hand_over_through_after_its_batch(
     writer: Rank, target: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.traffic.BATCH_BYTES", 3 * LAYOUT.block_bytes)
+    monkeypatch.setattr("kvtransfer.agent.qos.BATCH_BYTES", 3 * LAYOUT.block_bytes)
     connection_id = writer.connect(target)
     writer.paths()
     low_landing, high_landing = target.open(*range(10)), target.open(20, 21)

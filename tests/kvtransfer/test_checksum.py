@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.checksum import Checksummer, checksum
-from kvtransfer.checksum_torch import checksum_torch
-from kvtransfer.layout import Run
-from kvtransfer.runs import Place, RunTable, sum_runs
+from kvtransfer.blocks.checksum import Checksummer, checksum
+from kvtransfer.blocks.device_pool import checksum_torch
+from kvtransfer.blocks.layout import Run
+from kvtransfer.blocks.runs import Place, RunTable, sum_runs
 
 MODULUS = 1 << 64
 WORDS = st.lists(st.integers(0, MODULUS - 1) | st.integers(0, 3), min_size=2, max_size=40)

@@ -20,13 +20,12 @@ import torch
 from channel_ranks import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
 from child_processes import killed_on_error
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import SystemClock
-from kvtransfer.device import DevicePool
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import PathError, PeerGoneError, ProofError, PushStoppedError, TransferError
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.gate import Gate
-from kvtransfer.layout import BlockLayout
 from kvtransfer.messages import (
     BlockMove,
     LandingClosed,
@@ -37,7 +36,8 @@ from kvtransfer.messages import (
     TransferReport,
     WriterGone,
 )
-from kvtransfer.secret import draw_id, draw_secret
+from kvtransfer.protocol.gate import Gate
+from kvtransfer.rpc.handshake import draw_id, draw_secret
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.connection import HELLO_CODEC

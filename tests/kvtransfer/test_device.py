@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import device
-from kvtransfer.checksum import checksum
-from kvtransfer.checksum_torch import checksum_torch
-from kvtransfer.device import DevicePool
-from kvtransfer.layout import BlockLayout
+from kvtransfer.blocks import device_pool
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.device_pool import DevicePool, checksum_torch
+from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import Shard
 
 NUM_BLOCKS = 11
@@ -57,7 +56,7 @@ def test_what_is_gathered_and_summed_is_the_piece(
     staging = torch.zeros(expected.size, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         if small:  # several operations, the last of which may be a smaller one
-            patch.setattr(device, "_BATCH_BYTES", 3 * pool.piece_bytes(piece))
+            patch.setattr(device_pool, "_BATCH_BYTES", 3 * pool.piece_bytes(piece))
         sums = pool.gather(ids, piece, staging.numpy().data if on_host else staging)
         assert pool.sums(ids, piece) == sums
     assert staging.numpy().tobytes() == expected.tobytes()

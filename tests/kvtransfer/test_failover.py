@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from service_house import NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
+from service_harness import NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import (
     OpenLanding,
     PeerConnected,
@@ -17,7 +17,7 @@ from kvtransfer.messages import (
     ReplicaIdentity,
     StopPush,
 )
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
 
 
 def test_tcp_finishes_what_shared_memory_began(target: Rank) -> None:

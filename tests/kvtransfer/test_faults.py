@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.faults import FaultRule, Faults
+from kvtransfer.common.faults import FaultRule, Faults
 
 
 def test_a_rule_fires_so_many_times_in_the_process_that_came_first(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.fence import PushFence
 from kvtransfer.messages import PushDone, PushFailed, PushOrder, PushStopped, TransferReport
+from kvtransfer.protocol.fence import PushFence
 
 LANDINGS = [b"a", b"b"]
 CONNECTIONS = [b"x", b"y"]

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.framing import read_frame, write_frame
+from kvtransfer.rpc.framing import read_frame, write_frame
 
 
 async def _write_to_a_closed_connection() -> list[bytes]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from transfer_house import eventually
+from transfer_harness import eventually
 
-from kvtransfer.gate import Gate, RecentIds
 from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
+from kvtransfer.protocol.gate import Gate, RecentIds
 
 WRITER = ReplicaIdentity("w", 1)
 OTHER = ReplicaIdentity("w", 2)

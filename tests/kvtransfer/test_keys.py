@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.keys import KEY_BYTES, block_keys, extend_keys, root_key
+from kvtransfer.blocks.keys import KEY_BYTES, block_keys, extend_keys, root_key
 
 FINGERPRINT = bytes(range(16))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from landing_world import BLOCK, DECODE, PREFILL, World, request
 
-from kvtransfer.actions import KillRanks, ToWriter
 from kvtransfer.messages import (
     LandingAbort,
     LandingClosed,
@@ -15,7 +14,8 @@ from kvtransfer.messages import (
     LandingResult,
     WriterGone,
 )
-from workers.engine.blocks import BlockPool
+from kvtransfer.protocol.actions import KillRanks, ToWriter
+from workers.scheduler.block_pool import BlockPool
 
 
 def test_a_hand_over_moves_only_what_the_decode_side_lacks() -> None:

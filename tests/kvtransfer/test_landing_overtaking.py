@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_world import BLOCK, PREFILL, SHARD, request
 
-from kvtransfer.actions import LandingAction, ToWriter
 from kvtransfer.config import TransferConfig
-from kvtransfer.landing import LandingBook
 from kvtransfer.messages import LandingGrant
-from kvtransfer.overtaking import FIRST_HOLD_S, MIN_SHARE, PASSING_S, may_pass
-from workers.engine.blocks import BlockPool
+from kvtransfer.protocol.actions import LandingAction, ToWriter
+from kvtransfer.protocol.receiver import FIRST_HOLD_S, MIN_SHARE, PASSING_S, LandingBook, may_pass
+from workers.scheduler.block_pool import BlockPool
 
 NUM_BLOCKS = 20
 LARGE = 0

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request
 
-from kvtransfer.actions import KillRanks, Landed, ToPeer
 from kvtransfer.messages import (
     LandingAbort,
     LandingClosed,
@@ -23,7 +22,8 @@ from kvtransfer.messages import (
     VerifyOrder,
     WriterGone,
 )
-from workers.engine.blocks import BlockPool
+from kvtransfer.protocol.actions import KillRanks, Landed, ToPeer
+from workers.scheduler.block_pool import BlockPool
 
 WHOLE = (Shard(0, 2, 0, 2),)
 """A model of two layers with two heads."""

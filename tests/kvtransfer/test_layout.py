@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.checksum import Checksummer
+from kvtransfer.blocks.checksum import Checksummer
+from kvtransfer.blocks.layout import (
+    BlockLayout,
+    Run,
+    intersect,
+    piece_runs,
+    plan_pieces,
+    plan_runs,
+    split_runs,
+)
 from kvtransfer.errors import IncompatibleError
-from kvtransfer.layout import BlockLayout, Run, intersect, piece_runs, plan_pieces, plan_runs, split_runs
 from kvtransfer.messages import Shard
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, BLOCK_TOKENS = 4, 6, 2, 3

@@ -8,8 +8,8 @@ import gc
 import socket
 from collections.abc import Coroutine
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.listener import ProvenListener
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.rpc.listener import ProvenListener
 
 
 async def _refuse(sock: socket.socket, name: str) -> None:

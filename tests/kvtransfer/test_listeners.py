@@ -11,9 +11,9 @@ import pytest
 from listeners import KINDS, SECRET, ListenerProcess
 
 from kvtransfer.errors import ProofError
-from kvtransfer.framing import prove_as_client, receive_frame, send_frame
-from kvtransfer.listener import MAX_UNPROVEN
-from kvtransfer.secret import ClientHandshake
+from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.handshake import ClientHandshake
+from kvtransfer.rpc.listener import MAX_UNPROVEN
 
 UNPROVEN_BYTES = 64 << 10
 SLACK_BYTES = 2 << 20

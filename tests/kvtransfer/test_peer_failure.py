@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agent_process import HOLD
-from transfer_house import (
+from transfer_harness import (
     LAYOUT,
     ONE_SIDED,
     Rank,
@@ -17,7 +17,7 @@ from transfer_house import (
     lane,
 )
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import (
     CloseLanding,
     ClosePeer,

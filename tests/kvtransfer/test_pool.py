@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from optional_programs import needs_compiler, uses_compiler
 
 from kvtransfer import native
-from kvtransfer.checksum import checksum
-from kvtransfer.layout import BlockLayout, Run
-from kvtransfer.memory import KvMemory
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.layout import BlockLayout, Run
+from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.blocks.runs import Place, RunTable, copy_runs, sum_runs
 from kvtransfer.messages import Shard
-from kvtransfer.pool import HostPool
-from kvtransfer.runs import Place, RunTable, copy_runs, sum_runs
 
 # What this machine has, AVX2, plain SSE2 (flags of another architecture do not compile), and no compiler.
 PROCESSORS = [
@@ -35,7 +34,7 @@ same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixtu
 
 @pytest.fixture(params=PROCESSORS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvtransfer.runs` works with the code for one of the processors."""
+    """`kvtransfer.blocks.runs` works with the code for one of the processors."""
     built = None
     if request.param != "numpy":
         built = native.load(request.param)

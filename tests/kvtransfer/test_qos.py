@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import WAIT_S
 
-from kvtransfer.clock import ManualClock, SystemClock
+from kvtransfer.agent.qos import BATCH_BYTES, CLASSES, STALLED_S, ClassQueue, TrafficGovernor, TrafficRules
+from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import TrafficClass, TransferSettings
-from kvtransfer.traffic import BATCH_BYTES, CLASSES, STALLED_S, ClassQueue, TrafficGovernor, TrafficRules
 
 NO_LIMITS = TransferSettings("127.0.0.1", ())
 EVENTS = st.lists(
@@ -147,7 +147,7 @@ class Mover(threading.Thread):
 @pytest.fixture
 def no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting threads are woken by what happens, or not at all."""
-    monkeypatch.setattr("kvtransfer.traffic.STALLED_S", 1e6)
+    monkeypatch.setattr("kvtransfer.agent.qos.STALLED_S", 1e6)
 
 
 @pytest.mark.usefixtures("no_stall")

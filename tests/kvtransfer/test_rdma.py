@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from agent_process import HOLD
 from patience import WAIT_S
-from transfer_house import SHARD, Rank, TransferHouse, eventually, lane, settings
+from transfer_harness import SHARD, Rank, TransferHouse, eventually, lane, settings
 
+from kvtransfer.blocks.layout import Run
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PathError
-from kvtransfer.faults import FaultRule
-from kvtransfer.layout import Run
 from kvtransfer.messages import (
     Endpoint,
     Lane,
@@ -33,8 +33,7 @@ from kvtransfer.messages import (
     TransferSettings,
     WriterGone,
 )
-from kvtransfer.transports.nixl import Region, load_nixl, network_devices
-from kvtransfer.transports.registered import Runs
+from kvtransfer.transports.nixl import Region, Runs, load_nixl, network_devices
 
 FILL = 0xA5
 needs_nixl = pytest.mark.skipif(

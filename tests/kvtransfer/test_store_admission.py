@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtransfer.config import Admission as PolicyName
 from kvtransfer.messages import Shard
-from kvtransfer.store.config import Admission as PolicyName
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.policy.admission import MAX_SEEN, MIN_SEEN, MIN_TRIALS, SAMPLED, SEEN_FACTOR, Admission
-from kvtransfer.store.policy.simulate import POLICIES, PlainLru, Policy, SegmentLog, Sizes, simulate
+from kvtransfer.store.policy.nvme_admission import (
+    MAX_SEEN,
+    MIN_SEEN,
+    MIN_TRIALS,
+    SAMPLED,
+    SEEN_FACTOR,
+    Admission,
+)
+from kvtransfer.store.policy.trace_simulation import POLICIES, PlainLru, Policy, SegmentLog, Sizes, simulate
 
 SHARD = Shard(0, 2, 0, 4)
 POLICY_NAMES: tuple[PolicyName, ...] = ("adaptive", "all", "seen_twice")

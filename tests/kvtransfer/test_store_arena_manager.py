@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from store_house import StoreHouse, eventually
+from store_harness import StoreHouse, eventually
 
-from kvtransfer.clock import ManualClock
-from kvtransfer.store.dram.ahead import PagesAhead
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.prefault import PagesAhead
 from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
-from kvtransfer.store.node.doors import Visitor, send_descriptor
-from kvtransfer.store.node.hall import LONELY_WAIT_S, SPARE_WAIT_S, Hall
+from kvtransfer.store.server.arena_manager import LONELY_WAIT_S, SPARE_WAIT_S, Hall
+from kvtransfer.store.server.store_listener import Visitor, send_descriptor
 
 
 class Entrance:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arena_house import (
+from arena_harness import (
     MODEL,
     SESSION,
     SLOT_BYTES,
@@ -21,9 +21,9 @@ from arena_house import (
     read,
 )
 from patience import WAIT_S
-from service_house import Hooks
+from service_harness import Hooks
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.store.messages import (
     AttachStore,
     StoreAttached,
@@ -32,7 +32,7 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
 )
-from kvtransfer.store.ranks import attachment
+from kvtransfer.store.worker import attachment
 
 SIZE = layout(MODEL).block_bytes
 

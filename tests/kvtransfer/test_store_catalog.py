@@ -14,7 +14,7 @@ from pathlib import Path
 
 import catalog_process
 import pytest
-from catalog_house import (
+from catalog_harness import (
     ARENA_BYTES,
     GRANULE_BYTES,
     LEFT,
@@ -31,9 +31,9 @@ from catalog_house import (
 )
 from msgspec.structs import replace
 
-from kvtransfer.checksum import checksum
+from kvtransfer.blocks.checksum import checksum
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.books import is_meant
+from kvtransfer.store.dram.record_table import is_meant
 from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import MAX_TENANT_BYTES, Writer, image_bytes

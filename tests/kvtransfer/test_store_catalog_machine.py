@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from catalog_house import (
+from catalog_harness import (
     GRANULE_BYTES,
     LEFT,
     ONE_GRANULE,
@@ -23,7 +23,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.checksum import checksum
+from kvtransfer.blocks.checksum import checksum
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import HELD, REFUSED, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef

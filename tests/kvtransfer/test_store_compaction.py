@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from nvme_house import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvme_house, payload_of
+from nvme_harness import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvme_harness, payload_of
 
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
@@ -38,7 +38,7 @@ def used_bytes(folder: Path) -> int:
 
 
 def test_when_it_is_full_it_says_so_and_nothing_is_lost(tmp_path: Path) -> None:
-    with nvme_house(tmp_path, 4) as house:
+    with nvme_harness(tmp_path, 4) as house:
         assert not house.tier.needs_compaction
         infos = fill(house)
         assert len(infos) == 3 * 5  # the last segment is a compaction's
@@ -54,7 +54,7 @@ def test_when_it_is_full_it_says_so_and_nothing_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_segments", [2, 3, 6])
 def test_the_oldest_go_but_for_those_that_are_wanted(tmp_path: Path, num_segments: int) -> None:
-    with nvme_house(tmp_path, num_segments) as house:
+    with nvme_harness(tmp_path, num_segments) as house:
         infos = fill(house)
         compacted = house.compact(infos[0], infos[3], infos[-1])
         assert {move.info for move in compacted.moved} <= {infos[0], infos[3], infos[-1]}
@@ -72,7 +72,7 @@ def test_the_oldest_go_but_for_those_that_are_wanted(tmp_path: Path, num_segment
 
 
 def test_survivors_take_half_a_segment_at_most_the_newest_first(tmp_path: Path) -> None:
-    with nvme_house(tmp_path, 4) as house:
+    with nvme_harness(tmp_path, 4) as house:
         infos = fill(house)
         compacted = house.compact(*infos)
         assert [move.info for move in compacted.moved] == infos[3:5][-len(compacted.moved) :]
@@ -81,14 +81,14 @@ def test_survivors_take_half_a_segment_at_most_the_newest_first(tmp_path: Path) 
 
 
 def test_nothing_is_done_while_there_is_room(tmp_path: Path) -> None:
-    with nvme_house(tmp_path, 4) as house:
+    with nvme_harness(tmp_path, 4) as house:
         info = house.put(1)
         assert house.compact() == ((), ())
         assert house.has(info)
 
 
 def test_old_places_serve_until_the_books_know_the_new_ones(tmp_path: Path) -> None:
-    with nvme_house(tmp_path, 3) as house:
+    with nvme_harness(tmp_path, 3) as house:
         infos = fill(house)
         compacted = house.tier.compact(lambda info: info.id == infos[0].id)
         assert house.has(infos[0])  # by its old place
@@ -104,20 +104,20 @@ def test_old_places_serve_until_the_books_know_the_new_ones(tmp_path: Path) -> N
 
 
 def test_erasing_by_an_old_place_erases_the_copy(tmp_path: Path) -> None:
-    with nvme_house(tmp_path / "a", 3) as house:
+    with nvme_harness(tmp_path / "a", 3) as house:
         infos = fill(house)
         old = house.held[infos[0].id][1]
         compacted = house.tier.compact(lambda info: info.id == infos[0].id)
         assert len(compacted.moved) == 1
         house.tier.erase([old])
         folder = crashed(tmp_path / "a", tmp_path / "b")
-    with nvme_house(folder, 3) as again:
+    with nvme_harness(folder, 3) as again:
         assert infos[0].id not in again.held
         assert set(again.held) == {info.id for info in infos[5:]}
 
 
 def test_what_is_dropped_while_it_is_copied_stays_dropped(tmp_path: Path) -> None:
-    with nvme_house(tmp_path, 3) as house:
+    with nvme_harness(tmp_path, 3) as house:
         infos = fill(house)
 
         def drop_it(info: RecordInfo) -> bool:
@@ -135,7 +135,7 @@ def test_a_crash_before_the_victim_is_gone_leaves_one_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[Path] = []
-    with nvme_house(tmp_path / "a", 3) as house:
+    with nvme_harness(tmp_path / "a", 3) as house:
         infos = fill(house)
         commit = house.tier._books.commit
 
@@ -145,17 +145,17 @@ def test_a_crash_before_the_victim_is_gone_leaves_one_of_each(
 
         monkeypatch.setattr(house.tier._books, "commit", crash_and_commit)
         house.compact(infos[4])
-    with nvme_house(copies[0], 3) as again:
+    with nvme_harness(copies[0], 3) as again:
         assert set(again.held) == {info.id for info in infos}
         assert all(again.has(info) for info in infos)
         again.tier.erase([again.held[infos[4].id][1]])
         folder = crashed(copies[0], tmp_path / "c")
-    with nvme_house(folder, 3) as again:  # neither the copy nor the first one
+    with nvme_harness(folder, 3) as again:  # neither the copy nor the first one
         assert infos[4].id not in again.held
 
 
 def test_a_victim_is_used_again_unless_somebody_reads_it(tmp_path: Path) -> None:
-    with nvme_house(tmp_path, 3) as house:
+    with nvme_harness(tmp_path, 3) as house:
         fill(house)
         inode = house.segments()[0].stat().st_ino
         house.compact()
@@ -183,7 +183,7 @@ def test_the_capacity_holds_at_every_moment(tmp_path: Path, monkeypatch: pytest.
         return watch
 
     monkeypatch.setattr(os, "pwritev", watched(os.pwritev))
-    with nvme_house(tmp_path, 4) as house:
+    with nvme_harness(tmp_path, 4) as house:
         for number in range(12):
             infos = fill(house, number * 100)
             house.compact(*infos[::2])
@@ -191,9 +191,9 @@ def test_the_capacity_holds_at_every_moment(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_smaller_capacity_gives_up_the_oldest(tmp_path: Path) -> None:
-    with nvme_house(tmp_path, 8) as house:
+    with nvme_harness(tmp_path, 8) as house:
         infos = fill(house)
-    with nvme_house(tmp_path, 3) as house:
+    with nvme_harness(tmp_path, 3) as house:
         assert used_bytes(tmp_path) <= 3 * SEGMENT_BYTES
         assert set(house.held) == {info.id for info in infos[-len(house.held) :]}
         assert house.held
@@ -206,7 +206,7 @@ def test_a_smaller_capacity_gives_up_the_oldest(tmp_path: Path) -> None:
 def test_readers_and_writers_and_compaction_at_once(tmp_path: Path) -> None:
     """Eight threads; every record that the books have comes back right or, once, as given up meanwhile."""
     lock = threading.Lock()
-    with nvme_house(tmp_path, 5) as house:
+    with nvme_harness(tmp_path, 5) as house:
         num_read = 0
         now_at: dict[NvmeRef | None, NvmeRef | None] = {}
         is_over = threading.Event()
@@ -270,7 +270,7 @@ def test_readers_and_writers_and_compaction_at_once(tmp_path: Path) -> None:
 
 
 def test_the_figures_count_whole_records(tmp_path: Path) -> None:
-    with nvme_house(tmp_path) as house:
+    with nvme_harness(tmp_path) as house:
         info = house.put(1, 5000)
         house.get(info.id)
         stat = house.tier.stat()

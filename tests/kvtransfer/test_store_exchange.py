@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from exchange_house import GRANULE_BYTES, Node, NodeProcess, eventually, record_id, settings
+from exchange_harness import GRANULE_BYTES, Node, NodeProcess, eventually, record_id, settings
 from patience import WAIT_S
-from service_house import Hooks
+from service_harness import Hooks
 
-from kvtransfer.clock import ManualClock
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.store.messages import (
     RecordId,
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from exchange_house import GRANULE_BYTES, Node, eventually, record_id, settings
+from exchange_harness import GRANULE_BYTES, Node, eventually, record_id, settings
 from patience import WAIT_S
 
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.store_stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -22,7 +23,6 @@ from kvtransfer.store.messages import (
     ToOwner,
 )
 from kvtransfer.store.remote.exchange import Wanted
-from kvtransfer.store.streams import FrameStream, open_tcp
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from nvme_house import NvmeHouse, settings_for
-from store_house import StoreHouse
+from nvme_harness import NvmeHouse, settings_for
+from store_harness import StoreHouse
 from store_replica import COMPATIBILITY, LEFT, Chain, Replica, block_bytes
 
 from kvtransfer.messages import CompatibilityRecord

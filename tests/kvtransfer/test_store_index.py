@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from index_house import (
+from index_harness import (
     CHAIN,
     PATIENT_S,
     QUICK,
@@ -24,10 +24,9 @@ from index_house import (
 )
 from optional_programs import uses_redis_or_valkey
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import Shard
-from kvtransfer.store.index.holders import NODES_S
-from kvtransfer.store.index.index import Holder
+from kvtransfer.store.index.index import NODES_S, Holder
 from kvtransfer.store.index.values import key_prefix, node_key, node_number
 from kvtransfer.store.messages import IndexStat
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from index_house import (
+from index_harness import (
     CHAIN,
     QUICK,
     SPACE,
@@ -25,8 +25,8 @@ from index_house import (
 )
 from optional_programs import uses_redis_or_valkey
 
-from kvtransfer.store.index.breaker import FAILURE_BUDGET
-from kvtransfer.store.index.holders import CHUNK
+from kvtransfer.store.index.index import CHUNK
+from kvtransfer.store.index.redis_client import FAILURE_BUDGET
 from kvtransfer.store.index.values import node_key, node_number
 
 pytestmark = [pytest.mark.slow, uses_redis_or_valkey]

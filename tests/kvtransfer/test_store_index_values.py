@@ -10,7 +10,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_house import RawRedis
+from index_harness import RawRedis
 
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard

@@ -9,13 +9,14 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
-from store_house import StoreHouse, eventually
+from store_harness import StoreHouse, eventually
 from store_replica import COMPATIBILITY
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.faults import Faults
 from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
@@ -26,11 +27,10 @@ from kvtransfer.store.messages import (
     PutCommit,
     RecordId,
 )
-from kvtransfer.store.node.hall import Hall
-from kvtransfer.store.node.node import Node
-from kvtransfer.store.node.sessions import BrainSession
 from kvtransfer.store.record import Writer
-from kvtransfer.store.streams import FrameStream
+from kvtransfer.store.server.arena_manager import Hall
+from kvtransfer.store.server.node import Node
+from kvtransfer.store.server.session import BrainSession
 
 SPACE, KEY, SHARD, SESSION = b"thespace", bytes(16), Shard(0, 2, 0, 2), b"s" * 16
 

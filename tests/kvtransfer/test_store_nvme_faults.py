@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import nvme_house as support
+import nvme_harness as support
 import pytest
-from nvme_house import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvme_house, settings_for
+from nvme_harness import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvme_harness, settings_for
 
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.store.nvme import segments
 from kvtransfer.store.record import HEADER_BYTES
 
@@ -64,7 +64,7 @@ def mounted(folder: Path, kind: str, options: str) -> Iterator[Path]:
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_a_flipped_bit_anywhere_costs_one_record_at_most(tmp_path: Path, is_sealed: bool) -> None:
-    with nvme_house(tmp_path / "a") as house:
+    with nvme_harness(tmp_path / "a") as house:
         infos = [house.put(key, RECORD) for key in range(3)]
         if not is_sealed:
             shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -74,7 +74,7 @@ def test_a_flipped_bit_anywhere_costs_one_record_at_most(tmp_path: Path, is_seal
     for offset in [*range(5, SEGMENT_BYTES - 8192, 5 * 1024 + 11), *directory]:
         copy = crashed(folder, tmp_path / "copy")
         flip(copy / path.name, offset)
-        with nvme_house(copy) as again:
+        with nvme_harness(copy) as again:
             assert sum(again.has(info) for info in infos) >= 2, offset
             if offset % (6 * 4096) > 4096 + RECORD or offset in directory:
                 assert all(again.has(info) for info in infos)
@@ -82,7 +82,7 @@ def test_a_flipped_bit_anywhere_costs_one_record_at_most(tmp_path: Path, is_seal
 
 
 def test_bytes_that_change_while_it_runs_are_a_miss(tmp_path: Path) -> None:
-    with nvme_house(tmp_path) as house:
+    with nvme_harness(tmp_path) as house:
         infos = [house.put(key, RECORD) for key in range(3)]
         (path,) = house.segments()
         flip(path, HEADER_BYTES + 7)
@@ -92,7 +92,7 @@ def test_bytes_that_change_while_it_runs_are_a_miss(tmp_path: Path) -> None:
 
 
 def test_another_record_at_the_place_is_named(tmp_path: Path) -> None:
-    with nvme_house(tmp_path) as house:
+    with nvme_harness(tmp_path) as house:
         info, other = house.put(1, RECORD), house.put(2, RECORD)
         ref = house.held[other.id][1]
         with pytest.raises(StoreIoError, match=rf"0+1\.seg: at {ref.offset} stands a record of 0+2$"):
@@ -102,7 +102,7 @@ def test_another_record_at_the_place_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_loses_what_was_behind(tmp_path: Path) -> None:
-    with nvme_house(tmp_path / "a") as house:
+    with nvme_harness(tmp_path / "a") as house:
         infos = [house.put(key, RECORD) for key in range(4)]
         (path,) = house.segments()
         os.truncate(path, house.held[infos[2].id][1].offset + 9000)
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_loses_what_was_behind(tmp_path: Path) -> None:
         with pytest.raises(StoreIoError, match=r"reading .*\.seg: EIO, \d+ bytes instead of \d+"):
             house.tier.read(house.held[infos[2].id][1], infos[2], image_of(infos[2]))
         folder = crashed(tmp_path / "a", tmp_path / "b")
-    with nvme_house(folder) as again:
+    with nvme_harness(folder) as again:
         assert set(again.held) == {infos[0].id, infos[1].id}
         assert again.put(9, RECORD).id in again.held
         assert (folder / path.name).stat().st_size == SEGMENT_BYTES
@@ -121,7 +121,7 @@ def test_a_file_that_is_removed_is_missed_and_then_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "MAX_IDLE_FILES", 0)
-    with nvme_house(tmp_path, 3) as house:
+    with nvme_harness(tmp_path, 3) as house:
         infos = [house.put(key, RECORD) for key in range(10)]
         victim = house.segments()[0]
         victim.unlink()
@@ -139,7 +139,7 @@ def test_a_file_that_is_removed_is_missed_and_then_forgotten(
 
 def test_the_whole_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MAX_IDLE_FILES", 0)
-    with nvme_house(tmp_path / "a") as house:
+    with nvme_harness(tmp_path / "a") as house:
         info = house.put(1, RECORD)
         shutil.rmtree(tmp_path / "a")
         assert not house.has(info)
@@ -154,7 +154,7 @@ def test_the_whole_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_disk_stops_writing_for_longer_each_time_but_not_reading(tmp_path: Path) -> None:
-    with nvme_house(tmp_path) as house:
+    with nvme_harness(tmp_path) as house:
         infos = [house.put(key, RECORD) for key in range(5)]
         with file_size_limit(SEGMENT_BYTES // 2):
             for pause_s in (1.0, 2.0, 4.0):
@@ -185,18 +185,18 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
             house.put(10, RECORD)
         assert all(house.has(info) for info in infos)
         house.tier.close()
-        with nvme_house(folder / "node") as again:
+        with nvme_harness(folder / "node") as again:
             assert all(again.has(info) for info in infos)
 
 
 def test_a_read_only_disk_is_read(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "tmpfs", "size=2m") as disk:
-        with nvme_house(disk / "node") as house:
+        with nvme_harness(disk / "node") as house:
             infos = [house.put(key, RECORD) for key in range(7)]
             crashed(disk / "node", disk / "torn")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for folder in (disk / "node", disk / "torn"):
-            with nvme_house(folder) as house:
+            with nvme_harness(folder) as house:
                 assert all(house.has(info) for info in infos)
                 house.clock.advance(100.0)
                 with pytest.raises(StoreIoError, match=r"EROFS|EBADF"):
@@ -213,7 +213,7 @@ def test_a_read_only_disk_is_read(tmp_path: Path) -> None:
 def test_without_o_direct_the_page_cache_is_used_and_the_operator_told(tmp_path: Path) -> None:
     with mounted(tmp_path / "ram", "ramfs", "mode=700") as disk:
         for _ in range(2):
-            with nvme_house(disk / "node") as house:
+            with nvme_harness(disk / "node") as house:
                 info = house.put(1, RECORD)
                 assert house.has(info)
                 assert "refuses O_DIRECT" in house.tier.stat().note
@@ -223,7 +223,7 @@ def test_a_write_that_fails_leaves_a_hole(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
         return os.pwrite(fd, buffers[0], offset)  # only the header
 
-    with nvme_house(tmp_path / "a") as house:
+    with nvme_harness(tmp_path / "a") as house:
         before = house.put(1, RECORD)
         with monkeypatch.context() as context:
             context.setattr(os, "pwritev", fail)
@@ -233,7 +233,7 @@ def test_a_write_that_fails_leaves_a_hole(tmp_path: Path, monkeypatch: pytest.Mo
         after = house.put(3, RECORD)
         folder = crashed(tmp_path / "a", tmp_path / "b")
     for path in (tmp_path / "a", folder):
-        with nvme_house(path) as again:
+        with nvme_harness(path) as again:
             assert set(again.held) == {before.id, after.id}
             assert again.has(before)
             assert again.has(after)
@@ -246,7 +246,7 @@ def test_a_compaction_that_fails_changes_nothing(
     def fail(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
-    with nvme_house(tmp_path, 3) as house:
+    with nvme_harness(tmp_path, 3) as house:
         infos = [house.put(key, RECORD) for key in range(10)]
         with monkeypatch.context() as context:
             context.setattr(os, call, fail)
@@ -266,20 +266,20 @@ def test_a_segment_that_cannot_be_read_is_not_deleted_but_by_a_purge(
     def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
         raise OSError(5, "Input/output error")
 
-    with nvme_house(tmp_path) as house:
+    with nvme_harness(tmp_path) as house:
         info = house.put(1, RECORD)
     with monkeypatch.context() as context:
         context.setattr(os, "preadv", fail)
-        with nvme_house(tmp_path) as house:
+        with nvme_harness(tmp_path) as house:
             assert house.held == {}
             assert house.tier.stat().num_io_errors == 1
-    with nvme_house(tmp_path) as house:
+    with nvme_harness(tmp_path) as house:
         assert house.has(info)
     with monkeypatch.context() as context:
         context.setattr(os, "preadv", fail)
-        with nvme_house(tmp_path) as house:
+        with nvme_harness(tmp_path) as house:
             house.tier.erase([])  # who knows what it holds
-    with nvme_house(tmp_path) as house:
+    with nvme_harness(tmp_path) as house:
         assert house.held == {}
 
 
@@ -291,7 +291,7 @@ def test_bytes_corrupted_on_their_way_are_a_miss(tmp_path: Path) -> None:
         FaultRule("store.nvme.write", "corrupt", str(tmp_path / "write"), after=2),
         FaultRule("store.nvme.read", "corrupt", str(tmp_path / "read"), after=3),
     ]
-    with nvme_house(tmp_path / "a", faults=Faults(rules)) as house:
+    with nvme_harness(tmp_path / "a", faults=Faults(rules)) as house:
         infos = [house.put(key, RECORD) for key in range(3)]
         assert [house.has(info) for info in infos] == [True, False, False]
         assert [house.has(info) for info in infos] == [True, False, True]
@@ -307,13 +307,13 @@ def test_a_process_killed_at_any_point_loses_nothing_that_was_written(
     tmp_path: Path, point: str, after: int
 ) -> None:
     folder = tmp_path / "node"
-    with nvme_house(folder, 3) as house:
+    with nvme_harness(folder, 3) as house:
         held = {house.put(key, RECORD).id for key in range(100, 104)}
     script = f"""
 import sys; sys.path.insert(0, {str(Path(support.__file__).parent)!r})
 from pathlib import Path
-from nvme_house import *
-from kvtransfer.faults import FaultRule
+from nvme_harness import *
+from kvtransfer.common.faults import FaultRule
 rules = [FaultRule({point!r}, "kill", {str(tmp_path / "marker")!r}, {after})]
 house = NvmeHouse(settings_for(Path({str(folder)!r}), 3), Faults(rules))
 infos = []
@@ -335,7 +335,7 @@ house.has(infos[0])
     if "compacted" in told:
         held = {info_of(key, RECORD).id for key in (100, 103)}
         written -= {info_of(0, RECORD).id}
-    with nvme_house(folder, 3) as house:
+    with nvme_harness(folder, 3) as house:
         assert written | held <= set(house.held)
         assert all(house.has(info) for info, _ in list(house.held.values()))
         while house.tier.needs_compaction:

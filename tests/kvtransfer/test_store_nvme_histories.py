@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from nvme_house import NvmeHouse, info_of, payload_of, settings_for
+from nvme_harness import NvmeHouse, info_of, payload_of, settings_for
 
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordId

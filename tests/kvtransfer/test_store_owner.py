@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from patience import WAIT_S
-from store_house import SECRET, StoreHouse, eventually
+from store_harness import SECRET, StoreHouse, eventually
 from store_replica import BOTTOM, LEFT, MODEL, RIGHT, TOP, Chain, Replica, block_bytes
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.faults import Faults
 from kvtransfer.messages import Shard
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.store_stream import open_tcp, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HELD,
@@ -33,8 +34,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreStat,
 )
-from kvtransfer.store.node.owner import StoreOwner
-from kvtransfer.store.streams import open_tcp, open_unix
+from kvtransfer.store.server.store_server import StoreOwner
 
 
 @pytest.fixture

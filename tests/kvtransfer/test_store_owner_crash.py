@@ -12,12 +12,12 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from store_house import StoreHouse, eventually
+from store_harness import StoreHouse, eventually
 from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import TransferError
-from kvtransfer.faults import FaultRule
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import PurgeRequest, PurgeResult
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from store_house import StoreHouse, eventually
+from store_harness import StoreHouse, eventually
 from store_replica import BOTTOM, LEFT, MODEL, RIGHT, TOP, Chain, Replica, block_bytes
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import (
     AdminFailed,

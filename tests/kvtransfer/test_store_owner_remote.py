@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from index_house import RawRedis
+from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
-from store_house import StoreHouse, eventually
+from store_harness import StoreHouse, eventually
 from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.messages import PurgeRequest, PurgeResult, StatRequest, StoreStat, Tier
 
 pytestmark = [pytest.mark.slow, uses_redis_or_valkey]

@@ -11,14 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import device
-from kvtransfer.checksum import checksum
-from kvtransfer.device import DevicePool
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.blocks import device_pool as device_pool_module
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.runs import Place
 from kvtransfer.messages import Shard
-from kvtransfer.pool import HostPool, KvPool
-from kvtransfer.runs import Place
 
 NUM_BLOCKS = 5
 
@@ -92,7 +91,7 @@ def test_blocks_are_stored_whole(
     offsets = [3 + step * block for block in ids]
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(device, "_BATCH_BYTES", 2 * layout.block_bytes)
+            patch.setattr(device_pool_module, "_BATCH_BYTES", 2 * layout.block_bytes)
         sums = pool.store(ids, Place(memory.data), offsets)
     expected = np.full_like(memory, 7)
     for block, offset in zip(ids, offsets, strict=True):
@@ -118,7 +117,7 @@ def test_a_piece_is_loaded_from_a_record_of_any_shape(
         memory[offset : offset + size] = record
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(device, "_BATCH_BYTES", 2 * size)
+            patch.setattr(device_pool_module, "_BATCH_BYTES", 2 * size)
         sums = pool.load(ids, piece, Place(memory.data), offsets, shard)
     expected = data.copy()
     part(expected, layout.shard, piece)[ids] = part(records, shard, piece)[: len(ids)]

@@ -11,12 +11,12 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 import pytest
-from store_house import StoreHouse, eventually
+from store_harness import StoreHouse, eventually
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.store.dram import page_taker
-from kvtransfer.store.dram.ahead import PagesAhead
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.store.dram import prefault_process
 from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.prefault import PagesAhead
 
 MIB = 1 << 20
 
@@ -95,10 +95,10 @@ async def test_a_small_arena_is_left_to_its_first_writes() -> None:
 def run_taker(arena: Arena, owner_pid: str, at_once: int) -> int:
     """Of a process of its own: how it was scheduled in the end."""
     code = (
-        f"import os, page_taker; page_taker.main({arena.fd}, {MIB * 2}, {MIB * 8}, {owner_pid}, {at_once});"
+        f"import os, prefault_process; prefault_process.main({arena.fd}, {MIB * 2}, {MIB * 8}, {owner_pid}, {at_once});"
         "print(os.sched_getscheduler(0))"
     )
-    folder = Path(page_taker.__file__).parent
+    folder = Path(prefault_process.__file__).parent
     run = subprocess.run(
         [sys.executable, "-S", "-c", code],
         pass_fds=(arena.fd,),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvtransfer.checksum import checksum
+from kvtransfer.blocks.checksum import checksum
 from kvtransfer.errors import OtherVersionError, StoreError
 from kvtransfer.messages import CompatibilityRecord, Shard
 from kvtransfer.store.messages import RecordId, RecordInfo
@@ -28,7 +28,7 @@ from kvtransfer.store.record import (
     image_bytes,
     space_id,
 )
-from kvtransfer.store.writers import is_running, writer_of
+from kvtransfer.store.server.arena_manager import is_running, writer_of
 
 SHARD = Shard(0, 28, 0, 8)
 INFO = RecordInfo(

@@ -20,7 +20,7 @@ import pytest
 import redis
 from certificates import write_certificate
 from child_processes import killed_on_error
-from index_house import (
+from index_harness import (
     PATIENT_S,
     SPACE,
     RawRedis,
@@ -37,11 +37,11 @@ from optional_programs import needs_redis_or_valkey, uses_redis_or_valkey
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.index import redis_server
 from kvtransfer.store.index.index import Index
-from kvtransfer.store.index.redis_link import IndexAwayError, RedisLink, redacted
+from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.redis_server import RedisServer, find_binary, server_password
 
 pytestmark = uses_redis_or_valkey
@@ -128,7 +128,7 @@ async def test_neither_outlives_the_other(victim: int) -> None:
 
 _STARTER = """
 import asyncio, sys, threading
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.index.redis_server import RedisServer
 
 servers = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.books import Held
+from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents
-from kvtransfer.store.meter import RateMeter
-from kvtransfer.store.node.tier_view import TierView, tier_of
 from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.server.catalog_view import TierView, tier_of
 
 WHOLE, LEFT, RIGHT = Shard(0, 2, 0, 4), Shard(0, 2, 0, 2), Shard(0, 2, 2, 4)
 KEYS = [bytes([number]) * 16 for number in range(6)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from arena_house import (
+from arena_harness import (
     LEFT,
     MODEL,
     NUM_BLOCKS,
@@ -21,16 +21,16 @@ from arena_house import (
     put,
     read,
 )
-from service_house import Hooks
+from service_harness import Hooks
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import SystemClock
-from kvtransfer.device import DevicePool
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.pool import HostPool, KvPool
 from kvtransfer.store.messages import (
     HEADER_BYTES,
     StoreAttached,
@@ -40,7 +40,6 @@ from kvtransfer.store.messages import (
     StorePutDone,
     StoreRead,
 )
-from kvtransfer.traffic import TrafficGovernor
 
 MakePool = Callable[[BlockLayout, KvMemory], KvPool]
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from patience import WAIT_S
-from transfer_house import (
+from transfer_harness import (
     LAYOUT,
     SECRET,
     SHARD,
@@ -20,9 +20,9 @@ from transfer_house import (
     lane,
 )
 
-from kvtransfer.framing import prove_as_client, receive_frame, send_frame
-from kvtransfer.layout import BlockLayout
+from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
+from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.transports.connection import HELLO_CODEC, ChannelHello, ChannelRefusal
 
 

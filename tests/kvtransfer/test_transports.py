@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agent_process import HOLD
-from transfer_house import (
+from transfer_harness import (
     LAYOUT,
     NUM_BLOCKS,
     SHARD,
@@ -18,9 +18,9 @@ from transfer_house import (
     lane,
 )
 
-from kvtransfer.checksum import checksum
-from kvtransfer.faults import FaultRule
-from kvtransfer.layout import plan_pieces
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.layout import plan_pieces
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import (
     BlockMove,
     ClosePeer,
@@ -37,7 +37,7 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
 
 # ------------------------------------------------------------------------------------------- it lands
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from router.load import PHANTOM_S, REPORT_LAG_S, LoadBook, Placement
 from router.messages import ReplicaLoad

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from router_house import House, keys_of
+from router_harness import House, keys_of
 
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError

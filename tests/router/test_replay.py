@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.messages import ReplicaLoad, RouteRequest

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_house import BLOCK_TOKENS, House, Tier, keys_of
+from router_harness import BLOCK_TOKENS, House, Tier, keys_of
 
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from router_house import BLOCK_TOKENS, House, keys_of
+from router_harness import BLOCK_TOKENS, House, keys_of
 
 
 def test_a_prefix_in_the_store_attracts_less_than_on_the_device_and_more_than_none() -> None:

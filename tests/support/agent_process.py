@@ -10,10 +10,11 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.agent.agent import TransferAgent
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import (
     RankEndpoints,
     ReplicaIdentity,
@@ -22,9 +23,7 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
-from kvtransfer.pool import HostPool, KvPool
-from kvtransfer.service import TransferAgent
-from kvtransfer.wire import Codec, Message
+from kvtransfer.rpc.codec import Codec, Message
 
 LENGTH = struct.Struct("<I")
 HOLD = "hold"
@@ -166,7 +165,7 @@ class Ranks:
 def _device_pool(layout: BlockLayout, memory: KvMemory) -> KvPool:
     import torch
 
-    from kvtransfer.device import DevicePool
+    from kvtransfer.blocks.device_pool import DevicePool
 
     return DevicePool(layout, torch.frombuffer(memory.buffer, dtype=torch.uint8).view(-1, layout.block_bytes))
 

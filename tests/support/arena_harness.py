@@ -1,5 +1,5 @@
 """A stand-in for the store's owner, an arena behind a real socket; and the hands of ranks, in this process or
-in one of their own (`python arena_house.py`: orders on standard input, reports on standard output)."""
+in one of their own (`python arena_harness.py`: orders on standard input, reports on standard output)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ import numpy.typing as npt
 from child_processes import killed_on_error
 from patience import WAIT_S
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.framing import prove_as_server, receive_exactly, receive_frame, send_frame
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.pool import HostPool, KvPool
+from kvtransfer.rpc.codec import Codec, Message
+from kvtransfer.rpc.framing import prove_as_server, receive_exactly, receive_frame, send_frame
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HEADER_BYTES,
@@ -45,9 +46,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreReport,
 )
-from kvtransfer.store.ranks.hands import StoreHands
-from kvtransfer.traffic import TrafficGovernor
-from kvtransfer.wire import Codec, Message
+from kvtransfer.store.worker.store_worker import StoreHands
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")

@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 
 _CONTRAST = """
 const parse = (color) => {

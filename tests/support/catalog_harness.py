@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import ManualClock
-from kvtransfer.faults import FaultRule, Faults
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.catalog import Catalog

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from catalog_house import SESSION, CatalogHouse
+from catalog_harness import SESSION, CatalogHouse
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 
 
 def main(fd: int, point: str, marker: str) -> None:

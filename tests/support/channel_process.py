@@ -21,8 +21,8 @@ from patience import WAIT_S
 
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import LandingClosed, OpenLanding, Shard, WriterGone
-from kvtransfer.secret import draw_id
-from kvtransfer.wire import Codec, Message
+from kvtransfer.rpc.codec import Codec, Message
+from kvtransfer.rpc.handshake import draw_id
 
 _LENGTH = struct.Struct("<I")
 

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from patience import WAIT_S
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.device import DevicePool
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.gate import Gate
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import (
     BlockMove,
     Endpoint,
@@ -27,11 +26,11 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
-from kvtransfer.pool import HostPool, KvPool
-from kvtransfer.secret import draw_id
+from kvtransfer.protocol.gate import Gate
+from kvtransfer.rpc.codec import Message
+from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
-from kvtransfer.wire import Message
 
 WRITER = ReplicaIdentity("writer", 1)
 SETTINGS = TransferSettings("127.0.0.1", ())

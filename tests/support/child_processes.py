@@ -10,7 +10,7 @@ from typing import Protocol
 import psutil
 from patience import WAIT_S
 
-LASTING = ("rank_nursery.py", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+LASTING = ("rank_processes.py", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Words of the command lines of those that end with the session."""
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from gateway_house import GatewayHouse
+from gateway_harness import GatewayHouse
 
-from cluster.gateway.server import Gateway
-from cluster.web.orders import Operations
+from cluster.console.orders import Operations
+from cluster.serve.gateway_server import Gateway
 
 TOKEN = "the-operators-token"
 

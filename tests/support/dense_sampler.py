@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine import noise
 from workers.messages import SampledToken, SamplingParams, TokenLogprob
+from workers.rank import noise
 
 _NUCLEUS_TOKENS = 256
 """Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails."""
@@ -44,7 +44,7 @@ class _Slot:
 
 
 class DenseSampler:
-    """As `workers.engine.sampler.Sampler`; a slot is started with its prompt and its output."""
+    """As `workers.rank.sampler.Sampler`; a slot is started with its prompt and its output."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self._vocab_size = vocab_size

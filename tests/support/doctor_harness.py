@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.doctor.case import Case
-from cluster.doctor.findings import Severity, Verdict
+from cluster.doctor.checks import Case, Severity, Verdict
 from cluster.doctor.machine import KernelClock, Machine
-from cluster.doctor.needs import Needs, needs_of
-from kvtransfer.clock import Clock, SystemClock
+from cluster.serve.memory import Needs, needs_of
+from kvtransfer.common.clock import Clock, SystemClock
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 _LIMITS = """Limit                     Soft Limit           Hard Limit           Units

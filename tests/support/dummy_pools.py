@@ -1,6 +1,6 @@
 """The declared application with replicas that do nothing, and a Ray cluster to deploy it to.
 
-`build` is `cluster.declared:build` with another class for the replicas of the pools: gateway, roster, scaler
+`build` is `cluster.serve.entrypoint:build` with another class for the replicas of the pools: gateway, roster, scaler
 and every count are real. Run as a process, it is a Ray cluster that ends with its input.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray import serve
 
-import cluster.app
-from cluster import declared
+
+from cluster.serve import app, entrypoint
 
 
 class DummyReplica:
@@ -25,9 +25,9 @@ class DummyReplica:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """As `cluster.declared.build`."""
+    """As `cluster.serve.entrypoint.build`."""
     cluster.app.ReplicaActor = DummyReplica  # type: ignore[assignment,misc]
-    return declared.build(args)
+    return entrypoint.build(args)
 
 
 def main() -> None:

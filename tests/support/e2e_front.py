@@ -1,4 +1,4 @@
-"""A real gateway in front of a `walk_house.House`: a roster, replicas that live in it as `cluster.app` lets
+"""A real gateway in front of a `e2e_harness.House`: a roster, replicas that live in it as `cluster.serve.app` lets
 them, and clients whose streams are recorded.
 """
 
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from walk_house import BLOCK_TOKENS, House, Replica, until
+from e2e_harness import BLOCK_TOKENS, House, Replica, until
 
-from cluster.client import Client, GenerateOptions, GenerateStream, Prompt
+from cluster.api.client import Client, GenerateOptions, GenerateStream, Prompt
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
-from cluster.gateway.samples import sample_seed
-from cluster.gateway.server import Gateway
+from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
-from cluster.roster.roster import LocalRoster
-from kvtransfer.clock import SystemClock
+from cluster.roster.state import LocalRoster
+from cluster.serve.gateway_server import Gateway
+from kvtransfer.common.clock import SystemClock
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
 
@@ -134,7 +134,7 @@ class Front:
         return self._clients[-1]
 
     async def register(self, *replicas: Replica) -> None:
-        """Into the roster, as `cluster.app.ReplicaActor` does; returns when all are connected and joined."""
+        """Into the roster, as `cluster.serve.app.ReplicaActor` does; returns when all are connected and joined."""
         for replica in replicas:
             await self.roster.register_replica(_record(replica))
             self._registered.append(replica)
@@ -185,7 +185,7 @@ class Front:
         }
 
     async def _live(self, replica: Replica) -> None:
-        """As `cluster.app.ReplicaActor`: a brain that cannot go on leaves the roster and ends."""
+        """As `cluster.serve.app.ReplicaActor`: a brain that cannot go on leaves the roster and ends."""
         try:
             while True:
                 await self.clock.sleep(HEALTH_PERIOD_S)

@@ -14,17 +14,16 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from patience import WAIT_S
-from rank_nursery import NurseryLauncher
+from rank_processes import NurseryLauncher
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.blocks.keys import block_keys
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
-from kvtransfer.faults import FaultRule
-from kvtransfer.keys import block_keys
 from kvtransfer.messages import KvEvents, ReplicaIdentity
-from kvtransfer.secret import draw_secret
-from workers.brain import Brain
+from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.stream import FrameStream, open_stream
 from workers.config import EngineConfig, Parallel
-from workers.links import FrameStream, open_stream
 from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -45,6 +44,7 @@ from workers.messages import (
     Submission,
     TokenLogprob,
 )
+from workers.replica.engine_core import Brain
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from walk_house import Heard, House, Replica, until
+from e2e_harness import Heard, House, Replica, until
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from workers.messages import Move, Submission
 
 NUM_TOKENS = 160

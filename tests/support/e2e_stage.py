@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from walk_front import Call, Front, copy_tiny, prompt, tokens_alone
-from walk_house import SINGLE, House, Replica
+from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
+from e2e_harness import SINGLE, House, Replica
 
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
 
 SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1}

@@ -1,5 +1,5 @@
 """A node's exchange over a real arena, with a stand-in for the owner's books; also as a process of its own
-(`python exchange_house.py`: settings on standard input, its address on standard output)."""
+(`python exchange_harness.py`: settings on standard input, its address on standard output)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import numpy as np
 from child_processes import killed_on_error
 from patience import WAIT_S
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import Clock, SystemClock
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.listener import ProvenListener
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.store.config import StoreSettings
+from kvtransfer.rpc.codec import Codec, Message
+from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
 from kvtransfer.store.remote.exchange import Exchange, Lent, Wanted, arena_pool
-from kvtransfer.store.streams import FrameStream
-from kvtransfer.wire import Codec, Message
 
 SECRET = bytes(range(32))
 SHARD = Shard(0, 2, 0, 2)

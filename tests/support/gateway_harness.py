@@ -12,14 +12,14 @@ from gateway_model import BLOCK_TOKENS, FINGERPRINT, MAX_CONTEXT, raw, truth
 from gateway_script import Script
 from patience import WAIT_S
 
-from cluster.client import Client
+from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
-from cluster.gateway.server import Gateway
+from cluster.console.orders import Operations
 from cluster.roster.messages import ReplicaRecord
-from cluster.roster.roster import LocalRoster
-from cluster.web.orders import Operations
-from kvtransfer.clock import SystemClock
-from kvtransfer.keys import block_keys
+from cluster.roster.state import LocalRoster
+from cluster.serve.gateway_server import Gateway
+from kvtransfer.blocks.keys import block_keys
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
     BlocksStored,
@@ -28,8 +28,8 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from kvtransfer.secret import draw_secret
-from workers.links import FrameStream, LinkServer
+from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.stream import FrameStream, LinkServer
 from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from patience import WAIT_S
 from puppet_ranks import SECRET, Puppet, PuppetLauncher
-from rank_nursery import NurseryLauncher
+from rank_processes import NurseryLauncher
 from step_plans import BLOCK
 
-from kvtransfer.clock import Clock, SystemClock
-from kvtransfer.faults import FaultRule
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from workers.messages import RankJoined, RankReady, RankSpec, RankUp, StepPlan, StepReport
-from workers.ranks import PlanStages, RankGroup, RankHandle, RankLauncher
-from workers.stages import split_layers
+from workers.replica.partition import split_layers
+from workers.replica.rank_group import PlanStages, RankGroup, RankHandle, RankLauncher
 
 NUM_LAYERS = 3
 PATIENCE_S = WAIT_S

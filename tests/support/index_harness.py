@@ -20,11 +20,11 @@ from patience import WAIT_S
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.store.config import StoreSettings
-from kvtransfer.store.index import redis_keeper
-from kvtransfer.store.index.announcing import AnnounceLimits
+from kvtransfer.store.index import redis_watchdog
+from kvtransfer.store.index.announcer import AnnounceLimits
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_server import find_binary
 from kvtransfer.store.messages import RecordId, RecordInfo
@@ -56,7 +56,7 @@ class RawRedis:
     def start(self) -> None:
         """Run (again), at the same port."""
         config = "".join(f"{name} {value}\n" for name, value in self._settings.items())
-        command = [sys.executable, redis_keeper.__file__, find_binary()]
+        command = [sys.executable, redis_watchdog.__file__, find_binary()]
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert self._keeper.stdin is not None
         with killed_on_error(self._keeper):

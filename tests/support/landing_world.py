@@ -9,24 +9,8 @@ from functools import partial
 
 from landing_ranks import TargetRank, WriterRank
 
-from kvtransfer.actions import (
-    Granted,
-    HandOverReady,
-    KillRanks,
-    Landed,
-    LandingAction,
-    Lost,
-    PushAction,
-    Pushed,
-    PushEnded,
-    ToPeer,
-    ToRank,
-    ToRanks,
-    ToWriter,
-)
+from kvtransfer.blocks.layout import plan_pieces
 from kvtransfer.config import TransferConfig
-from kvtransfer.landing import LandingBook
-from kvtransfer.layout import plan_pieces
 from kvtransfer.messages import (
     ClosePeer,
     ConnectPeer,
@@ -48,8 +32,24 @@ from kvtransfer.messages import (
     WriterGone,
     WriterStopped,
 )
-from kvtransfer.pushing import PushBook
-from workers.engine.blocks import BlockPool
+from kvtransfer.protocol.actions import (
+    Granted,
+    HandOverReady,
+    KillRanks,
+    Landed,
+    LandingAction,
+    Lost,
+    PushAction,
+    Pushed,
+    PushEnded,
+    ToPeer,
+    ToRank,
+    ToRanks,
+    ToWriter,
+)
+from kvtransfer.protocol.receiver import LandingBook
+from kvtransfer.protocol.sender import PushBook
+from workers.scheduler.block_pool import BlockPool
 
 BLOCK = 16
 SHARD = Shard(0, 1, 0, 1)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from workers.links import FrameStream
+from kvtransfer.rpc.stream import FrameStream
 
 
 class LinkEnd(asyncio.Transport):

@@ -74,14 +74,14 @@ class ListenerProcess:
 
 async def _serve() -> None:
     from puppet_ranks import PuppetLauncher
-    from service_house import TARGET, Rank
+    from service_harness import TARGET, Rank
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # the type stubs leave it out
 
-    from kvtransfer.clock import SystemClock
-    from kvtransfer.store.node.doors import Door, Visitor, await_end
-    from workers.engine.local_links import Switchboard
-    from workers.links import FrameStream, LinkServer
-    from workers.ranks import RankGroup
+    from kvtransfer.common.clock import SystemClock
+    from kvtransfer.rpc.stream import FrameStream, LinkServer
+    from kvtransfer.store.server.store_listener import Door, Visitor, await_end
+    from workers.rank.local_links import Switchboard
+    from workers.replica.rank_group import RankGroup
 
     async def hold(stream: FrameStream) -> None:
         while await stream.receive() is not None:

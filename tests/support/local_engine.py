@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from step_plans import BLOCK
 
-from kvtransfer.clock import ManualClock
-from kvtransfer.faults import Faults
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.faults import Faults
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool
-from workers.engine.executor import Executor
-from workers.engine.groups import RankGroups
-from workers.engine.joining import find_store, open_store
-from workers.engine.scheduler import Scheduler
 from workers.messages import RequestFailed, StepPlan, StepReport, Submission
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
-from workers.steps import StepLoop
+from workers.rank.collectives import RankGroups
+from workers.rank.model_runner import Executor
+from workers.rank.process import find_store, open_store
+from workers.replica.step_loop import StepLoop
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 SECRET = b"the ranks' own secret"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.observe.catalogue import SECTIONS
-from cluster.observe.metric import Metric
+from cluster.metrics.definitions import SECTIONS, Metric
 
 HEAD = "| metric | kind | labels | what it tells | empty while |\n|---|---|---|---|---|\n"
 

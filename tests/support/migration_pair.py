@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from hash_rank import BLOCK_TOKENS, alone, unpack
-from rooms import GATEWAY, WHOLE, Rooms
+from replica_harness import GATEWAY, WHOLE, Rooms
 
 from kvtransfer.messages import (
     CloseLanding,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import ManualClock
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.faults import Faults
+from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
-from kvtransfer.faults import Faults
 from kvtransfer.messages import Shard
-from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.nvme.log import Compacted, NvmeRef, NvmeTier
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
@@ -125,7 +125,7 @@ class NvmeHouse:
 
 
 @contextmanager
-def nvme_house(folder: Path, num_segments: int = 8, faults: Faults | None = None) -> Iterator[NvmeHouse]:
+def nvme_harness(folder: Path, num_segments: int = 8, faults: Faults | None = None) -> Iterator[NvmeHouse]:
     house = NvmeHouse(settings_for(folder, num_segments), faults)
     yield house
     house.tier.close()

@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from workers.engine.groups import RankGroups
-from workers.engine.joining import find_store, open_store
-from workers.model.batch import AttentionBatch, SequenceSpan
-from workers.model.config import read_model_config
+from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.decoder import load_decoder
+from workers.model.model_config import read_model_config
 from workers.model.parallel import parallelize
 from workers.model.split import kv_heads
 from workers.model.weights import ShardSpec
+from workers.rank.collectives import RankGroups
+from workers.rank.process import find_store, open_store
 
 HOST = "127.0.0.1"
 SECRET = b"the ranks' own secret"

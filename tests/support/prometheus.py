@@ -17,7 +17,7 @@ from optional_programs import find_program
 from patience import START_S
 from serving import free_port
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 
 _START_S = START_S
 _CONFIG = """

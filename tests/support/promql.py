@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from cluster.observe.catalogue import METRICS, series_names
-from cluster.observe.metric import Metric
+from cluster.metrics.definitions import METRICS, Metric, series_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DASHBOARDS = tuple(sorted((ROOT / "helm" / "tandem" / "dashboards").glob("*.json")))

@@ -6,9 +6,9 @@ import asyncio
 import socket
 from dataclasses import dataclass, field
 
-from kvtransfer.framing import prove_as_client, send_frame
+from kvtransfer.rpc.framing import prove_as_client, send_frame
 from workers.messages import RANK_UP_CODEC, RankJoined, RankSpec, RankUp, StageCost
-from workers.ranks import RankHandle
+from workers.replica.rank_group import RankHandle
 
 SECRET = b"s" * 32
 

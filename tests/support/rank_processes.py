@@ -25,7 +25,7 @@ import msgspec
 from patience import START_S
 
 from workers.messages import RANK_SPEC_CODEC, RankSpec
-from workers.ranks import RankHandle
+from workers.replica.rank_group import RankHandle
 
 _LENGTH = struct.Struct("<I")
 _START_S = START_S
@@ -178,8 +178,8 @@ def _tell(news: _Born | _Ended) -> None:
 
 
 def _live(spec: RankSpec) -> None:
-    """As `workers.engine.rank.main`, in the fork; its standard output is ours no more."""
-    from workers.engine.rank import run_rank
+    """As `workers.rank.process.main`, in the fork; its standard output is ours no more."""
+    from workers.rank.process import run_rank
 
     status = 1
     try:
@@ -199,7 +199,7 @@ def _live(spec: RankSpec) -> None:
 
 def main() -> None:
     """Fork a rank for every spec, until standard input ends."""
-    import workers.engine.rank  # noqa: F401  # what the forks shall have
+    import workers.rank.process  # noqa: F401  # what the forks shall have
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()

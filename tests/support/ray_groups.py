@@ -17,11 +17,11 @@ from threading import Event
 from typing import Any
 
 import psutil
-from chart_house import Object
+from chart_harness import Object
 from patience import START_S
 from serving import environment, free_port
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 
 TOKEN = "the-token-of-the-test-cluster"
 _IS_UP = "To terminate the Ray runtime"

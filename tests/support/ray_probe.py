@@ -1,4 +1,4 @@
-"""What `cluster.ray_private` returns in a real Ray cluster, as one JSON line. A process with RAY_AUTH_TOKEN.
+"""What `cluster.serve.ray_private` returns in a real Ray cluster, as one JSON line. A process with RAY_AUTH_TOKEN.
 
 `build` is the application that it declares to Ray Serve.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster import ray_private
+from cluster.serve import ray_private
 
 NAMESPACE = b"probe"
 DECLARED: dict[str, Any] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cluster.roster.messages import RosterView, ScalingMove
-from cluster.roster.wishes import Wishes
-from cluster.scaling.keeper import Action, Forget, Keeper, Observed, Pull, RecallLent, SetDesired, Tell
-from cluster.scaling.lever import AppTargets, PoolTarget
+from cluster.roster.state import Wishes
+from cluster.scaling.reconciler import Action, Forget, Keeper, Observed, Pull, RecallLent, SetDesired, Tell
+from cluster.scaling.serve_client import AppTargets, PoolTarget
 
 NOBODY: frozenset[str] = frozenset()
 

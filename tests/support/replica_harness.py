@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, VOCABULARY, HashRank, pack
 from link_ends import LinkEnd
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
-from kvtransfer.faults import Faults
 from kvtransfer.messages import LandingGrant, LandingRequest, ReplicaIdentity, Shard, TransferOrder
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
-from workers.gateways import Gateways
-from workers.inbound import Inbound
+from workers.disagg.kv_receiver import Inbound
+from workers.disagg.kv_sender import Outbound
+from workers.disagg.migration import Moving
 from workers.messages import (
     LINK_UP_CODEC,
     HandOverReport,
@@ -31,9 +30,10 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-from workers.moving import Moving
-from workers.outbound import Outbound
-from workers.requests import Requests
+from workers.replica.gateway_links import Gateways
+from workers.replica.requests import Requests
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
 GATEWAY = ("gateway", 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 

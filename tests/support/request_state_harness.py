@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from cluster.gateway.actions import Action, JourneyPlan, SampleStart
-from cluster.gateway.journey import Journey
-from cluster.gateway.samples import sample_seed
-from cluster.gateway.text import SampleText
+from cluster.gateway.request_state import Journey
+from cluster.gateway.sample_output import sample_seed
+from cluster.text.tokenizer import SampleText
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
 from workers.messages import (

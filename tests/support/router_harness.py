@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.cost import recompute

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.history import Demand, History, PoolView, ReplicaSample, Sample
 from cluster.scaling.policy import Plan, decide, history_span_s
-from cluster.scaling.simulated import Arrival
+from cluster.scaling.samples import Demand, History, PoolView, ReplicaSample, Sample
+from cluster.scaling.simulation import Arrival
 
 PREFILL_TOK_S = 8000.0
 STEP_S = 0.02

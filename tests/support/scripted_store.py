@@ -6,11 +6,11 @@ import asyncio
 import socket
 from collections.abc import Coroutine
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import TransferError
-from kvtransfer.framing import read_frame, write_frame
-from kvtransfer.listener import ProvenListener
 from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.rpc.framing import read_frame, write_frame
+from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,

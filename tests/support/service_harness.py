@@ -8,12 +8,13 @@ from typing import Self
 
 import msgspec
 import numpy as np
-from transfer_house import Reports, eventually
+from transfer_harness import Reports, eventually
 
-from kvtransfer.clock import Clock, SystemClock
-from kvtransfer.faults import Faults
-from kvtransfer.layout import BlockLayout, piece_runs
-from kvtransfer.memory import KvMemory
+from kvtransfer.agent.agent import TransferAgent
+from kvtransfer.blocks.layout import BlockLayout, piece_runs
+from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.messages import (
     BlockMove,
     ConnectPeer,
@@ -31,9 +32,7 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
-from kvtransfer.pool import HostPool
-from kvtransfer.secret import draw_id
-from kvtransfer.service import TransferAgent
+from kvtransfer.rpc.handshake import draw_id
 
 WHOLE = Shard(0, 4, 0, 2)
 LAYOUT = BlockLayout(WHOLE, head_dim=64, block_tokens=16, item_bytes=4)

@@ -19,10 +19,10 @@ import psutil
 from child_processes import killed_on_error
 from patience import SETTLE_S, START_S, WAIT_S
 
-from cluster.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingClient
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from workers.model.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -23,12 +23,9 @@ from hash_rank import (
     unpack,
 )
 
-from kvtransfer.keys import block_keys
+from kvtransfer.blocks.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
-from workers.engine.batch import StepOutcome
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
 from workers.messages import (
     BatchEntry,
     HandOverTarget,
@@ -39,6 +36,9 @@ from workers.messages import (
     StepReport,
     Submission,
 )
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import StepOutcome
 
 
 @dataclass

@@ -16,9 +16,10 @@ from typing import Self, TypeVar
 from msgspec.structs import replace
 from patience import WAIT_S
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import FaultRule
-from kvtransfer.store.config import StoreSettings
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule
+from kvtransfer.config import StoreSettings
+from kvtransfer.rpc.store_stream import open_tcp, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -30,8 +31,7 @@ from kvtransfer.store.messages import (
     Tier,
     TierStat,
 )
-from kvtransfer.store.node.owner import SPEC_CODEC, OwnerSpec
-from kvtransfer.store.streams import open_tcp, open_unix
+from kvtransfer.store.server.store_server import SPEC_CODEC, OwnerSpec
 
 R = TypeVar("R")
 
@@ -78,7 +78,7 @@ class StoreHouse:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "kvtransfer.store.node.owner",
+            "kvtransfer.store.server.store_server",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,

@@ -12,15 +12,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 from patience import WAIT_S
-from store_house import SECRET, StoreHouse, eventually
+from store_harness import SECRET, StoreHouse, eventually
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import Faults
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard, TransferSettings
-from kvtransfer.pool import HostPool
-from kvtransfer.store.client import StoreClient
 from kvtransfer.store.messages import (
     REFUSED,
     STORE_PROTOCOL,
@@ -48,8 +47,8 @@ from kvtransfer.store.messages import (
     Tier,
     TierEvents,
 )
-from kvtransfer.store.ranks.hands import StoreHands
-from kvtransfer.traffic import TrafficGovernor
+from kvtransfer.store.store_client import StoreClient
+from kvtransfer.store.worker.store_worker import StoreHands
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import StoreGet, StorePut
-from workers.engine.batch import LoadWish
+from workers.scheduler.step import LoadWish
 
 HALVES = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
 KEYS = tuple(bytes([index]) * 16 for index in range(1, 9))

@@ -14,8 +14,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster.blocking_client import BlockingClient
-from cluster.client import Collector, GenerateOptions
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import Collector, GenerateOptions
 
 _BEGUN_TOKENS = 32
 

@@ -34,8 +34,8 @@ from agent_process import (
 from child_processes import close_all, closed_on_error, killed_on_error
 from patience import WAIT_S
 
-from kvtransfer.faults import FaultRule
-from kvtransfer.layout import BlockLayout, piece_runs
+from kvtransfer.blocks.layout import BlockLayout, piece_runs
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import (
     BlockMove,
     CloseLanding,
@@ -56,7 +56,7 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
 
 SHARD = Shard(0, 4, 0, 4)
 LAYOUT = BlockLayout(SHARD, head_dim=32, block_tokens=16, item_bytes=4)

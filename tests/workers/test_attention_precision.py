@@ -8,7 +8,7 @@ from torch import Tensor
 
 from workers.messages import BlockCopy
 from workers.model.attention import paged_attention, split_in_halves
-from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 
 CPU = torch.device("cpu")

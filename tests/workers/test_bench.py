@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from workers import bench
-from workers.bench import Limits, run_engine_bench
-from workers.engine.limits import DeviceLimits
 from workers.errors import CapacityError
-from workers.model.config import read_model_config
+from workers.model.model_config import read_model_config
 from workers.model.random_checkpoint import write_random_checkpoint
+from workers.rank import engine_bench
+from workers.rank.device_limits import DeviceLimits
+from workers.rank.engine_bench import Limits, run_engine_bench
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(bench, "_GEMM_SIZE", 128)
-    monkeypatch.setattr(bench, "_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(engine_bench, "_GEMM_SIZE", 128)
+    monkeypatch.setattr(engine_bench, "_READ_BYTES", 1 << 20)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)

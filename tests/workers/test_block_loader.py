@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_wires import HALVES, KEYS, Wires
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.store.messages import (
     FetchedBlocks,
     FetchRelease,
@@ -20,10 +20,15 @@ from kvtransfer.store.messages import (
     StoreGet,
     StoreGetDone,
 )
-from workers.engine.batch import LoadWish
-from workers.engine.blocks import ROOT, BlockPool
-from workers.loading import FETCH_PATIENCE_S, FIND_PATIENCE_S, ROOM_PATIENCE_S, Loading
-from workers.tier_costs import TierCosts
+from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.step import LoadWish
+from workers.store_connector.block_loader import (
+    FETCH_PATIENCE_S,
+    FIND_PATIENCE_S,
+    ROOM_PATIENCE_S,
+    Loading,
+    TierCosts,
+)
 
 BLOCK_BYTES = 1 << 20
 

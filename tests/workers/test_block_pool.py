@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workers.engine.blocks import ROOT, BlockPool
 from workers.errors import OutOfBlocksError
+from workers.scheduler.block_pool import ROOT, BlockPool
 
 
 class NaivePool:

@@ -13,14 +13,14 @@ import torch
 from local_engine import LocalEngine
 from step_plans import BLOCK, SEEDED, draw, packed
 
-from kvtransfer.faults import FaultRule, Faults
-from kvtransfer.keys import block_keys
+from kvtransfer.blocks.keys import block_keys
+from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
-from workers.engine.containment import Containment
-from workers.engine.sampler import Sampler
 from workers.errors import RankDiedError
 from workers.messages import SampleState, SamplingParams, SlotStart, Submission
 from workers.model.random_checkpoint import write_random_checkpoint
+from workers.rank.containment import Containment
+from workers.rank.sampler import Sampler
 
 CONFIG = EngineConfig(block_tokens=BLOCK, max_batch_tokens=96, chunk_tokens=40, max_sequences=8)
 STAGES = {1: [(0, 2)], 2: [(0, 1), (1, 2)]}

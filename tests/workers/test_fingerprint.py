@@ -21,12 +21,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvtransfer.clock import SystemClock
-from workers.engine.executor import Executor
+from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError, WorkerError
-from workers.model import file_digests
-from workers.model.file_digests import DigestCache, hub_digest
-from workers.model.fingerprint import FingerprintTask, model_fingerprint
+from workers.model import fingerprint as fingerprint_module
+from workers.model.fingerprint import DigestCache, FingerprintTask, hub_digest, model_fingerprint
+from workers.rank.model_runner import Executor
 
 MakeCheckpoint = Callable[..., Path]
 TINY = Path(__file__).resolve().parents[2] / "models/tiny"
@@ -199,8 +198,8 @@ def test_a_damaged_entry_is_ignored(files: list[Path], cache: DigestCache, folde
 _HASH = """
 import sys
 from pathlib import Path
-from kvtransfer.clock import SystemClock
-from workers.model.file_digests import DigestCache
+from kvtransfer.common.clock import SystemClock
+from workers.model.fingerprint import DigestCache
 cache = DigestCache(Path(sys.argv[1]), SystemClock(), settled_s=0.0)
 sys.stdin.readline()
 print(cache.digests([Path(name) for name in sys.argv[2:]]).num_read_bytes)
@@ -224,7 +223,7 @@ def test_threads_that_begin_together_share_the_files(files: list[Path], folder: 
     """The replicas of one process, as tests have them."""
     barrier = threading.Barrier(4)
 
-    def rank(_: int) -> file_digests.Digests:
+    def rank(_: int) -> fingerprint_module.Digests:
         barrier.wait()
         return DigestCache(folder, SystemClock(), settled_s=0.0).digests(files)
 
@@ -237,7 +236,7 @@ def test_threads_that_begin_together_share_the_files(files: list[Path], folder: 
 def test_a_lock_that_is_never_given_back_does_not_stop_anybody(
     files: list[Path], cache: DigestCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_digests, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(fingerprint_module, "_PATIENCE_S", 0.05)
     cache.digests(files)
     locks = [os.open(path, os.O_RDWR) for path in folder.glob("*.lock")]
     for lock in locks:

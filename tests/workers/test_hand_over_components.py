@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hash_rank import BLOCK_TOKENS, pack
-from rooms import GATEWAY, HERE, PEER, Rooms
+from replica_harness import GATEWAY, HERE, PEER, Rooms
 
 from kvtransfer.messages import (
     LandingAbort,

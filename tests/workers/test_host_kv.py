@@ -10,13 +10,13 @@ import torch
 from step_plans import BLOCK
 from torch import Tensor
 
-from kvtransfer.clock import ManualClock
-from workers.engine.executor import Executor
+from kvtransfer.common.clock import ManualClock
 from workers.messages import BlockCopy
 from workers.model.attention import paged_attention
-from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.random_checkpoint import write_random_checkpoint
+from workers.rank.model_runner import Executor
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 5, 2, 4, 8

@@ -9,8 +9,8 @@ from hash_rank import unpack
 from msgspec.structs import replace
 from staged_engine import StagedEngine, ask, engine, finish, plan, right, step
 
-from workers.engine.isolation import NUM_STEPS_TO_CLEAR
 from workers.messages import IsolationReport, Submission
+from workers.scheduler.isolation import NUM_STEPS_TO_CLEAR
 
 
 def names(side: StagedEngine) -> list[set[str]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from workers.model import packed
+from workers.model import linear as linear_module
 from workers.model.layers import Linear
 from workers.model.weights import LinearWeights
 
@@ -42,9 +42,9 @@ def _doubled(*arguments: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _try_anew() -> Iterator[None]:
-    packed._works.cache_clear()
+    linear_module._works.cache_clear()
     yield
-    packed._works.cache_clear()
+    linear_module._works.cache_clear()
 
 
 def linear() -> tuple[Linear, torch.Tensor, torch.Tensor]:
@@ -57,9 +57,9 @@ def linear() -> tuple[Linear, torch.Tensor, torch.Tensor]:
 
 def test_this_torch_has_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "tandem.rank"):
-        assert packed.can_pack(CPU, torch.float32)
-    assert not packed.can_pack(CPU, torch.float16)
-    assert not packed.can_pack(torch.device("cuda"), torch.float32)
+        assert linear_module.can_pack(CPU, torch.float32)
+    assert not linear_module.can_pack(CPU, torch.float16)
+    assert not linear_module.can_pack(torch.device("cuda"), torch.float32)
     assert not caplog.records
     product, x, expected = linear()
     torch.testing.assert_close(product(x), expected)
@@ -79,7 +79,7 @@ def test_without_them_plain_products_are_used_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(packed, "_OPS", FakeOps(**replaced))
+    monkeypatch.setattr(linear_module, "_OPS", FakeOps(**replaced))
     with caplog.at_level(logging.WARNING, "tandem.rank"):
         for _ in range(2):
             product, x, expected = linear()

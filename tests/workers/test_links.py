@@ -14,11 +14,11 @@ from link_ends import LinkEnd
 from patience import WAIT_S
 
 from kvtransfer.errors import TransferError
-from kvtransfer.framing import connect_tcp, prove_as_async_client, send_to
-from kvtransfer.secret import draw_secret
-from kvtransfer.wire import MAX_FRAME_BYTES
-from workers import links
-from workers.links import FrameStream, LinkServer, open_stream
+from kvtransfer.rpc import stream
+from kvtransfer.rpc.codec import MAX_FRAME_BYTES
+from kvtransfer.rpc.framing import connect_tcp, prove_as_async_client, send_to
+from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.stream import FrameStream, LinkServer, open_stream
 
 SECRET = draw_secret()
 
@@ -100,7 +100,7 @@ async def test_stopping_the_server_tells_what_was_sent(host: Host) -> None:
 async def test_a_reader_that_does_not_read_loses_the_stream(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_MAX_QUEUED_BYTES", 1 << 20)
+    monkeypatch.setattr(stream, "_MAX_QUEUED_BYTES", 1 << 20)
     client, server = await connected(host)
     for _ in range(30):  # read as fast as they come: nothing piles up
         server.send(bytes(1 << 20))
@@ -126,7 +126,7 @@ async def stranger_that_knows_the_secret(host: Host) -> socket.socket:
 
 async def test_a_side_that_falls_silent_is_left(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stopped process is: its kernel still acknowledges what it is sent."""
-    monkeypatch.setattr(links, "_PING_S", 0.02)
+    monkeypatch.setattr(stream, "_PING_S", 0.02)
     with await stranger_that_knows_the_secret(host) as sock:
         await send_to(sock, b"link")
         async with asyncio.timeout(20):
@@ -135,7 +135,7 @@ async def test_a_side_that_falls_silent_is_left(host: Host, monkeypatch: pytest.
 
 async def test_an_idle_link_stays_open(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides let the other one hear of them."""
-    monkeypatch.setattr(links, "_PING_S", 0.02)
+    monkeypatch.setattr(stream, "_PING_S", 0.02)
     client, server = await connected(host)
     await asyncio.wait([asyncio.create_task(host.ended.wait())], timeout=20 * 0.02)
     assert [client.closed, server.closed, host.ended.is_set()] == [False] * 3

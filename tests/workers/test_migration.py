@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving_pair import MovingPair, Side, Stream
+from migration_pair import MovingPair, Side, Stream
 
 from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
+from workers.disagg.migration import AHEAD_S, MAX_TRIES
 from workers.messages import HandOver
-from workers.moving import AHEAD_S, MAX_TRIES
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 

@@ -10,7 +10,7 @@ from optional_programs import uses_compiler
 from torch import Tensor
 
 from workers.model.attention import paged_attention, write_kv
-from workers.model.batch import AttentionBatch, Marks, SequenceSpan
+from workers.model.attention_batch import AttentionBatch, Marks, SequenceSpan
 
 pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
 

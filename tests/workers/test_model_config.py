@@ -14,8 +14,7 @@ import pytest
 import transformers
 
 from workers.errors import CheckpointError
-from workers.model.config import read_model_config
-from workers.model.ignored import ignored_keys
+from workers.model.model_config import ignored_keys, read_model_config
 
 MakeCheckpoint = Callable[..., Path]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -170,5 +169,5 @@ def test_an_unreadable_config_is_refused_by_name(text: str | None, tmp_path: Pat
 
 
 def test_brains_and_gateways_get_no_torch_by_it() -> None:
-    code = "import sys, workers.model.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, workers.model.model_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from workers.errors import CheckpointError
-from workers.model.batch import AttentionBatch, SequenceSpan
-from workers.model.config import read_model_config
+from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.decoder import load_decoder
+from workers.model.model_config import read_model_config
 from workers.model.weights import LayerWeights, ShardSpec, WeightReader
 
 CPU = torch.device("cpu")

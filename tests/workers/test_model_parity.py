@@ -15,7 +15,7 @@ import transformers
 from optional_programs import uses_compiler
 from torch import Tensor
 
-from workers.model.batch import AttentionBatch, SequenceSpan
+from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.decoder import Decoder, load_decoder
 
 pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]

@@ -14,13 +14,10 @@ import torch
 from step_plans import BLOCK, GREEDY, draw, entry, packed, started, step, walk
 from transformers import AutoModelForCausalLM
 
-from kvtransfer.clock import Clock, ManualClock
-from kvtransfer.device import DevicePool
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.pool import HostPool
+from kvtransfer.common.clock import Clock, ManualClock
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
-from kvtransfer.pool import HostPool
-from workers.engine.executor import Executor, read_dtype
-from workers.engine.groups import RankGroups
-from workers.engine.joining import find_store, open_store
 from workers.errors import CapacityError, CheckpointError, WorkerError
 from workers.messages import (
     BatchEntry,
@@ -32,10 +29,12 @@ from workers.messages import (
     StepPlan,
     StepReport,
 )
-from workers.model.file_digests import DigestCache
-from workers.model.fingerprint import model_fingerprint
+from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.model.weights import ShardSpec
+from workers.rank.collectives import RankGroups
+from workers.rank.model_runner import Executor, read_dtype
+from workers.rank.process import find_store, open_store
 
 
 @pytest.fixture(scope="module")

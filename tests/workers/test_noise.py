@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from workers.engine import noise
+from workers.rank import noise
 
 MASK = 2**64 - 1
 WEYL = 0x9E3779B97F4A7C15

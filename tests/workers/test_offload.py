@@ -11,7 +11,7 @@ import torch
 from local_engine import LocalEngine
 from step_plans import BLOCK, GREEDY, SEEDED, draw, packed
 
-from kvtransfer.keys import block_keys
+from kvtransfer.blocks.keys import block_keys
 from workers.config import EngineConfig
 from workers.messages import SampleState, SamplingParams, Submission
 from workers.model.host_kv import MODES, OffloadMode

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # the type stubs leave it out
 
-from kvtransfer.framing import send_frame
-from kvtransfer.listener import MAX_UNPROVEN
-from kvtransfer.secret import ClientHandshake
-from workers.engine.groups import RankGroups
-from workers.engine.local_links import Switchboard
+from kvtransfer.rpc.framing import send_frame
+from kvtransfer.rpc.handshake import ClientHandshake
+from kvtransfer.rpc.listener import MAX_UNPROVEN
 from workers.errors import RankDiedError
+from workers.rank.collectives import RankGroups
+from workers.rank.local_links import Switchboard
 
 SECRET = secrets.token_bytes(32)
 WAIT_S = 30.0

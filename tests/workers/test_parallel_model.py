@@ -13,7 +13,7 @@ from parallel_ranks import Case, RankProcesses, form, run_case
 from safetensors.torch import load_file
 from torch import Tensor
 
-from workers.model.config import read_model_config
+from workers.model.model_config import read_model_config
 from workers.model.split import kv_heads
 
 MakeCheckpoint = Callable[..., Path]

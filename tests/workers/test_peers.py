@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from e2e_harness import until
 from link_ends import LinkEnd
 from msgspec.structs import replace
-from walk_house import until
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     ClosePeer,
@@ -32,11 +32,11 @@ from kvtransfer.messages import (
     TransferOrder,
     WriterStopped,
 )
-from kvtransfer.secret import draw_secret
-from workers import peers as peers_module
-from workers.links import FrameStream, LinkServer
+from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.stream import FrameStream, LinkServer
+from workers.disagg import peers as peers_module
+from workers.disagg.peers import Peers
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
-from workers.peers import Peers
 
 SECRET = draw_secret()
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)

@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from staged_engine import ask, engine, right
 
-from kvtransfer.wire import MAX_FRAME_BYTES
+from kvtransfer.rpc.codec import MAX_FRAME_BYTES
 from workers.config import EngineConfig
-from workers.engine import batch
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
 from workers.errors import CapacityError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -23,6 +20,9 @@ from workers.messages import (
     StepReport,
     Submission,
 )
+from workers.scheduler import step
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
 
 PENALTY = SamplingParams(temperature=0.7, repetition_penalty=1.1)
 
@@ -93,7 +93,7 @@ def test_long_prompts_with_penalties_are_spread_over_plans() -> None:
     started: list[int] = []
     while sum(started) < num_requests:
         plan = plan_of(side)
-        assert len(RANK_DOWN_CODEC.encode(plan)) <= batch.PLAN_BYTES
+        assert len(RANK_DOWN_CODEC.encode(plan)) <= step.PLAN_BYTES
         started.append(sum(len(start.samples) for start in plan.starts))
         side.settle(StepReport(plan.step, (), 0.0, 0.0), 0.0)
     assert started == [31, 9]
@@ -129,7 +129,7 @@ def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
     num_bytes: int,
 ) -> None:
     """With samples, preemption and a budget of a few starts: what waits for room is computed later."""
-    monkeypatch.setattr(batch, "PLAN_BYTES", num_bytes)
+    monkeypatch.setattr(step, "PLAN_BYTES", num_bytes)
     side = engine(num_blocks=num_blocks)
     asked = []
     for number, (num_tokens, num_samples, priority, has_penalties) in enumerate(requests):
@@ -176,8 +176,8 @@ def test_the_bytes_that_are_counted_are_enough(
     side = scheduler(num_tokens, num_samples=num_samples)
     samples = tuple(SampleState(index, seed) for index in range(num_samples))
     side.submit(replace(submission(bytes(4 * num_tokens), sampling), samples=samples), 0.0)
-    made = batch.Batch(1, 256)
+    made = step.Batch(1, 256)
     side._planner.fill(made, 0.0)
     plan = made.plan(())
-    assert len(RANK_DOWN_CODEC.encode(plan)) <= batch.PLAN_BYTES - made.budget_bytes
-    assert batch.PLAN_BYTES < MAX_FRAME_BYTES
+    assert len(RANK_DOWN_CODEC.encode(plan)) <= step.PLAN_BYTES - made.budget_bytes
+    assert step.PLAN_BYTES < MAX_FRAME_BYTES

@@ -19,12 +19,12 @@ import pytest
 from child_processes import killed_on_error
 from msgspec.structs import replace
 from patience import SLACK_S, START_S
-from rank_nursery import ForkedRank
+from rank_processes import ForkedRank
 
+from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.faults import FaultRule
-from kvtransfer.framing import prove_as_server, receive_frame, send_frame
 from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
+from kvtransfer.rpc.framing import prove_as_server, receive_frame, send_frame
 from workers.messages import (
     RANK_DOWN_CODEC,
     RANK_SPEC_CODEC,
@@ -142,7 +142,7 @@ class Brain:
 def start_alone(spec: RankSpec) -> subprocess.Popen[bytes]:
     """Start the rank as the product does, with its standard error in a pipe."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "workers.engine.rank"],
+        [sys.executable, "-m", "workers.rank.process"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},

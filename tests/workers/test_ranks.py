@@ -16,16 +16,16 @@ from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, by_cost, holding, make_spe
 from msgspec.structs import replace
 from step_plans import BLOCK, walk
 
-from kvtransfer.clock import SystemClock
-from kvtransfer.faults import FaultRule
-from workers.engine.executor import Executor
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import FaultRule
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RankFailed,
     RankJoined,
 )
-from workers.ranks import ProcessHandle, ProcessLauncher, RankLauncher
-from workers.stages import given_layers
+from workers.rank.model_runner import Executor
+from workers.replica.partition import given_layers
+from workers.replica.rank_group import ProcessHandle, ProcessLauncher, RankLauncher
 
 
 class MakeCheckpoint(Protocol):

@@ -21,12 +21,12 @@ from held_ranks import (
 from msgspec.structs import replace
 from puppet_ranks import SECRET, PuppetLauncher
 
-from kvtransfer.clock import ManualClock, SystemClock
-from kvtransfer.faults import FaultRule
-from kvtransfer.listener import MAX_UNPROVEN
+from kvtransfer.common.clock import ManualClock, SystemClock
+from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.listener import MAX_UNPROVEN
 from workers.errors import RankDiedError
 from workers.messages import RankProgress, RankReady
-from workers.ranks import RankGroup
+from workers.replica.rank_group import RankGroup
 
 
 class MakeCheckpoint(Protocol):

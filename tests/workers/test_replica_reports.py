@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rooms import GATEWAY, HERE, PEER, Rooms
+from replica_harness import GATEWAY, HERE, PEER, Rooms
 
 from kvtransfer.messages import LandingRequest, PushDone
-from workers.reports import Reports
-from workers.steps import StepLoop
+from workers.replica.replica_reports import Reports
+from workers.replica.step_loop import StepLoop
 
 
 class Told(Rooms):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from step_plans import packed
 from torch import Tensor
 
-from workers.engine import noise
-from workers.engine.candidates import is_apart, largest
-from workers.engine.sampler import Sampler
 from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart
 from workers.model import native
+from workers.rank import noise
+from workers.rank.candidates import is_apart, largest
+from workers.rank.sampler import Sampler
 
 CPU = torch.device("cpu")
 EOS = (7, 11)

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one promise a test; `test_scheduler_walk` mixes them all."""
+"""What the scheduler promises, one promise a test; `test_scheduler_machine` mixes them all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, alone, pack, 
 from msgspec.structs import replace
 from staged_engine import PROMPT, ask, engine, finish, plan, right, step
 
-from kvtransfer.keys import block_keys
+from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError, QueueFullError
 from workers.messages import SamplingParams, Submission
 

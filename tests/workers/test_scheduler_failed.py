@@ -7,8 +7,8 @@ import pytest
 from hash_rank import BLOCK_TOKENS, unpack
 from staged_engine import StagedEngine, ask, engine, finish, plan, right
 
-from workers.engine.batch import StepOutcome
 from workers.messages import FailedEntry, RequestFailed, SampledToken, StepReport
+from workers.scheduler.step import StepOutcome
 
 LONG = [number % 20 + 1 for number in range(24)]
 

@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 from staged_engine import StagedEngine
 
-from kvtransfer.keys import block_keys
+from kvtransfer.blocks.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
-from workers.engine.batch import LandingWish, PromptDone, StepOutcome
 from workers.errors import OutOfBlocksError
 from workers.messages import (
     HandOverTarget,
@@ -28,6 +27,7 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
+from workers.scheduler.step import LandingWish, PromptDone, StepOutcome
 
 TARGET = HandOverTarget(ReplicaIdentity("decode", 1), "decode:1")
 

@@ -6,11 +6,11 @@ import pytest
 from hash_rank import BLOCK_TOKENS, unpack
 from staged_engine import StagedEngine, ask, engine, finish, plan, right, step
 
-from kvtransfer.keys import block_keys
-from workers.engine.batch import PromptDone
-from workers.engine.offload import most_local_tokens
+from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError
 from workers.messages import BlockCopy, StepPlan
+from workers.scheduler.offload import most_local_tokens
+from workers.scheduler.step import PromptDone
 
 
 def sequence_of(side: StagedEngine, name: str, sample: int = 0) -> list[int]:

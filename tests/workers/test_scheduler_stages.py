@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from staged_engine import PROMPT, StagedEngine, ask, engine, finish, plan, right, step
 
-from kvtransfer.keys import block_keys
+from kvtransfer.blocks.keys import block_keys
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool
-from workers.engine.microbatches import MicroBatches
-from workers.engine.scheduler import Scheduler
 from workers.messages import SampledToken, SampleState, SamplingParams, StepPlan, StepReport, Submission
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.planner import MicroBatches
+from workers.scheduler.scheduler import Scheduler
 
 
 def decoding(side: StagedEngine, num_sequences: int, max_tokens: int = 9) -> StagedEngine:

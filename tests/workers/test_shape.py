@@ -14,7 +14,7 @@ from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages import RankJoined, StageCost
 from workers.model.random_checkpoint import write_random_checkpoint
-from workers.shape import Shape
+from workers.replica.partition import Shape
 
 ENGINE = EngineConfig(chunk_tokens=32, max_sequences=8)
 

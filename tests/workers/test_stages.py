@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.clock import SystemClock
+from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 from workers.messages import StageCost
-from workers.stages import given_layers, split_layers
+from workers.replica.partition import given_layers, split_layers
 
 # Few values, so that ties are common; some costs are 0, but not those of all layers.
 COSTS = st.builds(
@@ -78,7 +78,7 @@ def test_more_stages_than_layers() -> None:
 
 def test_attention_ratio() -> None:
     """Of a device where a token's products take 4 s and attending to one token takes 0.02 s."""
-    from workers.engine.probe import attention_ratio
+    from workers.rank.probe import attention_ratio
 
     def chunk_s(num_rows: int, num_earlier: int) -> float:
         return num_rows * (4 + 0.02 * (num_earlier + num_rows / 2))
@@ -94,9 +94,9 @@ def test_attention_ratio() -> None:
 def test_the_probe_measures_a_part_of_the_model(tmp_path: Path, family: str, tp: int) -> None:
     import torch
 
-    from workers.engine.probe import Probe
-    from workers.model.config import read_model_config
+    from workers.model.model_config import read_model_config
     from workers.model.random_checkpoint import write_random_checkpoint
+    from workers.rank.probe import Probe
 
     write_random_checkpoint(tmp_path, family, seed=0)  # type: ignore[arg-type]
     probe = Probe(

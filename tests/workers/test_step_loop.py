@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.clock import ManualClock
+from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
 from workers.errors import WorkerError
 from workers.messages import (
     FailedEntry,
@@ -22,7 +20,9 @@ from workers.messages import (
     StepReport,
     Submission,
 )
-from workers.steps import StepLoop
+from workers.replica.step_loop import StepLoop
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
 
 NUM_TOKENS = 100
 

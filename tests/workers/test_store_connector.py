@@ -7,11 +7,11 @@ from store_wires import HALVES, KEYS, Wires
 
 from kvtransfer.messages import BlocksRemoved, BlocksStored
 from kvtransfer.store.messages import HELD, REFUSED, PutCommit, PutGrant, PutRequest, StorePutDone, TierEvents
-from workers.engine.batch import FinishedBlock
-from workers.engine.blocks import ROOT, BlockPool
-from workers.tier_costs import TierCosts
-from workers.tier_view import TierView
-from workers.write_through import WriteThrough
+from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.step import FinishedBlock
+from workers.store_connector.block_loader import TierCosts
+from workers.store_connector.block_saver import WriteThrough
+from workers.store_connector.tier_view import TierView
 
 
 class WritingHouse:

@@ -1,6 +1,6 @@
 """The decode side of hand-overs: sequences that were computed elsewhere, up to now, and that continue here.
 
-Joins the sans-I/O `kvtransfer.landing.LandingBook` to the scheduler, the Peer links and the ranks. Nothing
+Joins the sans-I/O `kvtransfer.protocol.receiver.LandingBook` to the scheduler, the Peer links and the ranks. Nothing
 here blocks; everything runs on the brain's loop.
 """
 
@@ -10,12 +10,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtransfer.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
-from kvtransfer.clock import Clock
+from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
-from kvtransfer.faults import Faults
-from kvtransfer.keys import TOKEN_BYTES
-from kvtransfer.landing import LandingBook
 from kvtransfer.messages import (
     LandingAbort,
     LandingClosed,
@@ -29,8 +27,9 @@ from kvtransfer.messages import (
     WriterGone,
     WriterStopped,
 )
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
+from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
+from kvtransfer.protocol.receiver import LandingBook
+from workers.disagg.peers import Peers
 from workers.messages import (
     HandOver,
     HandOverReport,
@@ -39,7 +38,8 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-from workers.peers import Peers
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("tandem.handover")
 

@@ -1,7 +1,7 @@
 """The prefill side of hand-overs: prompts that are computed here and continue at a decode replica. Streams
-that move while they decode go the same way; what happens to these is told to `workers.moving`.
+that move while they decode go the same way; what happens to these is told to `workers.disagg.migration`.
 
-Joins the sans-I/O `kvtransfer.pushing.PushBook` to the scheduler, the Peer links and the ranks. Nothing here
+Joins the sans-I/O `kvtransfer.protocol.sender.PushBook` to the scheduler, the Peer links and the ranks. Nothing here
 blocks; everything runs on the brain's loop.
 """
 
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvtransfer.actions import Granted, HandOverReady, PushAction, Pushed, PushEnded, ToPeer, ToRanks
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
-from kvtransfer.faults import Faults
 from kvtransfer.messages import (
     LandingAbort,
     LandingGrant,
@@ -30,11 +29,10 @@ from kvtransfer.messages import (
     ReplicaIdentity,
     TransferOrder,
 )
-from kvtransfer.pushing import PushBook
-from kvtransfer.secret import draw_id
-from workers.engine.batch import ChunkDone, LandingWish, PromptDone
-from workers.engine.scheduler import Scheduler
-from workers.gateways import GatewayKey
+from kvtransfer.protocol.actions import Granted, HandOverReady, PushAction, Pushed, PushEnded, ToPeer, ToRanks
+from kvtransfer.protocol.sender import PushBook
+from kvtransfer.rpc.handshake import draw_id
+from workers.disagg.peers import Peers
 from workers.messages import (
     HandOver,
     PeerLinkMessage,
@@ -42,10 +40,12 @@ from workers.messages import (
     SampleState,
     Submission,
 )
-from workers.peers import Peers
+from workers.replica.gateway_links import GatewayKey
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import ChunkDone, LandingWish, PromptDone
 
 if TYPE_CHECKING:
-    from workers.moving import Moving
+    from workers.disagg.migration import Moving
 
 _log = logging.getLogger("tandem.handover")
 

@@ -21,16 +21,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvtransfer.actions import HandOverReady, PushEnded
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import LandingRequest, ReplicaIdentity
-from kvtransfer.secret import draw_id
-from workers.engine.batch import ChunkDone
-from workers.engine.moves import Position
-from workers.engine.scheduler import Scheduler
-from workers.gateways import GatewayKey, Gateways
+from kvtransfer.protocol.actions import HandOverReady, PushEnded
+from kvtransfer.rpc.handshake import draw_id
+from workers.disagg.kv_sender import Outbound, RequestKey
 from workers.messages import HandOver, HandOverTarget, Move, MoveEnded, RequestFailed
-from workers.outbound import Outbound, RequestKey
+from workers.replica.gateway_links import GatewayKey, Gateways
+from workers.scheduler.migration import Position
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import ChunkDone
 
 ROOM_S = 2.0
 """How long a landing may wait for room at the target; then the gateway chooses again."""

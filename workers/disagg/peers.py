@@ -19,10 +19,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.clock import Clock
+from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
+from kvtransfer.common.clock import Clock
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
-from kvtransfer.layout import PlannedPiece, intersect, plan_pieces
 from kvtransfer.messages import (
     ClosePeer,
     CompatibilityRecord,
@@ -40,8 +40,8 @@ from kvtransfer.messages import (
     Shard,
     TransferOrder,
 )
-from kvtransfer.secret import draw_id
-from workers.links import FrameStream, open_stream
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.stream import FrameStream, open_stream
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 
 _HELLO_TIMEOUT_S = 10.0

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.batch import (
+from workers.model.attention_batch import (
     AttentionBatch,
     AttentionPlan,
     Chunk,

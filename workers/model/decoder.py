@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.model.attention import clear_partial_blocks
-from workers.model.batch import AttentionBatch
-from workers.model.config import ModelConfig, read_model_config
+from workers.model.attention_batch import AttentionBatch
 from workers.model.layers import (
     DecoderLayer,
     Embedding,
@@ -24,6 +23,7 @@ from workers.model.layers import (
     rope_frequencies,
     rope_table,
 )
+from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.weights import LinearWeights, ShardSpec, WeightReader
 
 

@@ -5,20 +5,27 @@ Computed by ranks, beside loading. No torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
+import os
+import re
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
-from kvtransfer.clock import Clock
-from workers.errors import CheckpointError
-from workers.model.config import file_problem, read_model_config, weight_files
-from workers.model.file_digests import DigestCache, read_state
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.host import private_folder
+from workers.errors import CheckpointError, WorkerError
+from workers.model.model_config import file_problem, read_model_config, weight_files
 
 FINGERPRINT_BYTES = 16
 
@@ -91,3 +98,203 @@ class FingerprintTask:
                 raise CheckpointError(f"{file}: changed while it was loaded; start again when it is complete")
         _log.info("waited %.2f s for the hash of the weights", self._clock.now() - waiting_since)
         return fingerprint
+
+
+# ----------------------------------------------------------------------------------------------
+# SHA-256 of a checkpoint's weight files, computed once per node and remembered in a private folder.
+#
+# Called by `workers.model.fingerprint`. No torch.
+
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 0.02
+_SETTLED_S = 2.0
+# After this time, and the time that the file takes at this rate, a process that holds its lock is given up.
+_PATIENCE_S = 10.0
+_SLOW_BYTE_S = 50e6
+_SHA256_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+class FileState(NamedTuple):
+    """What the file system knows of a file's content. Whoever rewrites a file can restore `mtime_ns`, but
+    nobody can set `ctime_ns`; links and permissions change it as well, which costs one more reading."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    def is_same_content(self, other: FileState) -> bool:
+        """Whether nothing was written between the two, in the eyes of a reader who holds the file open."""
+        return self[:-1] == other[:-1]
+
+
+class Digests(NamedTuple):
+    """SHA-256 of each file, and how many bytes were read for them here."""
+
+    digests: tuple[bytes, ...]
+    num_read_bytes: int
+
+
+class DigestCache:
+    """Digests by path and `FileState`. Several processes of a node share one: each file is read by the first
+    that wants its digest, and the others take different files meanwhile, or wait."""
+
+    def __init__(self, folder: Path | None, clock: Clock, settled_s: float = _SETTLED_S) -> None:
+        """Without a folder nothing is remembered. A file that was changed less than `settled_s` before it is
+        read is not remembered either: a second change in the same tick of the clock would be missed."""
+        self._folder = folder
+        self._clock = clock
+        self._settled_s = settled_s
+        self.num_found = 0
+        """Digests that `digests` has found so far."""
+
+    @classmethod
+    def of_node(cls, clock: Clock) -> DigestCache:
+        """The cache of this user on this node."""
+        try:
+            return cls(private_folder("tandem-digests"), clock)
+        except OSError as error:
+            _log.warning("weights are read whole by every rank, because digests cannot be kept: %s", error)
+            return cls(None, clock)
+
+    def digests(self, files: Sequence[Path], stop: threading.Event | None = None) -> Digests:
+        """The digest of each file, in order.
+
+        Raises `CheckpointError` for a file that is unreadable or changes meanwhile, and `WorkerError` soon
+        after `stop` is set.
+        """
+        stop = stop or threading.Event()
+        found: dict[Path, bytes] = {}
+        num_read_bytes = 0
+        waiting_since = self._clock.now()
+        while pending := [file for file in files if file not in found]:
+            for file in pending:
+                patience_s = _PATIENCE_S + read_state(file).num_bytes / _SLOW_BYTE_S
+                is_overdue = self._clock.now() > waiting_since + patience_s
+                with self._locked(file) as is_ours:
+                    digest = hub_digest(file) or self._recall(file)
+                    if digest is None and (is_ours or is_overdue):
+                        digest, state = _read(file, stop)
+                        num_read_bytes += state.num_bytes
+                        self._remember(file, state, digest)
+                if digest is not None:
+                    found[file] = digest
+                    self.num_found += 1
+                    waiting_since = self._clock.now()
+            if all(file in found for file in pending):
+                break
+            if not any(file in found for file in pending):
+                stop.wait(_POLL_S)
+            _check_stop(stop)
+        return Digests(tuple(found[file] for file in files), num_read_bytes)
+
+    def _recall(self, file: Path) -> bytes | None:
+        """What is remembered of the file as it is now; None as well where the entry is damaged."""
+        if self._folder is None:
+            return None
+        try:
+            text = self._entry(file).read_text(encoding="ascii")
+            line, check = text.splitlines()
+            entry = json.loads(line)
+        except (OSError, ValueError):
+            return None
+        if check != _check(line) or not isinstance(entry, dict):
+            return None
+        if entry.get("path") != str(file.resolve()) or entry.get("state") != list(read_state(file)):
+            return None
+        return bytes.fromhex(entry["sha256"])
+
+    def _remember(self, file: Path, state: FileState, digest: bytes) -> None:
+        if self._folder is None or self._clock.wall() - state.ctime_ns * 1e-9 < self._settled_s:
+            return
+        line = json.dumps({"path": str(file.resolve()), "state": list(state), "sha256": digest.hex()})
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="ascii") as stream:
+                stream.write(f"{line}\n{_check(line)}\n")
+            os.replace(stream.name, self._entry(file))
+        except OSError as error:
+            _log.warning("the digest of %s cannot be kept: %s", file, error)
+
+    @contextlib.contextmanager
+    def _locked(self, file: Path) -> Iterator[bool]:
+        """Whether this process may read the file: no other does, or there is nothing to tell it by."""
+        lock = None
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                lock = os.open(self._entry(file).with_suffix(".lock"), flags, 0o600)
+        if lock is None:
+            yield True
+            return
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = True
+            except BlockingIOError:
+                is_ours = False
+            yield is_ours
+        finally:
+            os.close(lock)
+
+    def _entry(self, file: Path) -> Path:
+        """One for each path, so that a file that changes replaces what was remembered of it."""
+        assert self._folder is not None
+        return self._folder / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]}.json"
+
+
+def read_state(file: Path) -> FileState:
+    """The state of the file that the path leads to. Raises `CheckpointError`."""
+    try:
+        return _state(file.stat())
+    except OSError as error:
+        raise CheckpointError(f"{file}: unreadable: {error}") from error
+
+
+def hub_digest(file: Path) -> bytes | None:
+    """The digest that the Hugging Face cache knows: there `snapshots/<revision>/<file>` is a link to
+    `blobs/<sha256>` (small files have a shorter name, of another hash). None for any other file."""
+    if not file.is_symlink():
+        return None
+    blob = file.parent / os.readlink(file)
+    folder = blob.parent
+    if folder.name != "blobs" or not _SHA256_NAME.fullmatch(blob.name):
+        return None
+    return bytes.fromhex(blob.name) if (folder.parent / "snapshots").is_dir() else None
+
+
+def _read(file: Path, stop: threading.Event) -> tuple[bytes, FileState]:
+    """The digest of all bytes. Gives up the GIL in every chunk."""
+    try:
+        with file.open("rb", buffering=0) as stream:
+            before = _state(os.fstat(stream.fileno()))
+            digest = _sum(stream, stop)
+            after = _state(os.fstat(stream.fileno()))
+    except OSError as error:
+        raise CheckpointError(f"{file}: unreadable: {error}") from error
+    if not before.is_same_content(after):
+        raise CheckpointError(f"{file}: changed while it was read; start again when it is complete")
+    return digest, before
+
+
+def _sum(stream: FileIO, stop: threading.Event) -> bytes:
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    while num_bytes := stream.readinto(buffer):
+        digest.update(view[:num_bytes])
+        _check_stop(stop)
+    return digest.digest()
+
+
+def _check_stop(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise WorkerError("hashing the weights was stopped, because loading them failed")
+
+
+def _state(found: os.stat_result) -> FileState:
+    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _check(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:16]

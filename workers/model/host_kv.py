@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvtransfer.layout import Run
-from kvtransfer.runs import Place, RunTable, copy_runs
+from kvtransfer.blocks.layout import Run
+from kvtransfer.blocks.runs import Place, RunTable, copy_runs
 from workers.messages import BlockCopy
 from workers.model.attention import kv_shape
-from workers.model.batch import AttentionBatch
+from workers.model.attention_batch import AttentionBatch
 
 OffloadMode = Literal["stream", "in_place"]
 MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
@@ -84,7 +84,7 @@ class HostKv:
 
 
 class Reader(ABC):
-    """See `workers.model.batch.HostReader`; `begin` comes before a step's first layer."""
+    """See `workers.model.attention_batch.HostReader`; `begin` comes before a step's first layer."""
 
     is_staged = True
 

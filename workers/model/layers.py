@@ -15,9 +15,9 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.attention import paged_attention, write_kv
-from workers.model.batch import AttentionBatch
-from workers.model.config import RopeConfig
-from workers.model.packed import can_pack, pack, packed_product
+from workers.model.attention_batch import AttentionBatch
+from workers.model.linear import can_pack, pack, packed_product
+from workers.model.model_config import RopeConfig
 from workers.model.weights import LayerWeights, LinearWeights
 from workers.model.work import TILE_ROWS
 

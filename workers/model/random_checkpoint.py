@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.model.config import Family, ModelConfig, read_model_config
+from workers.model.model_config import Family, ModelConfig, read_model_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.errors import CheckpointError
-from workers.model.config import ModelConfig, weight_files
+from workers.model.model_config import ModelConfig, weight_files
 from workers.model.split import kv_heads, part, query_heads, refuse_empty_parts
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

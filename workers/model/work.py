@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from workers.model.config import ModelConfig
+from workers.model.model_config import ModelConfig
 
 TILE_ROWS = 256
 """Everything in a layer but attention works on so many rows at a time, which keeps them in a core's cache: on

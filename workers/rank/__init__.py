@@ -1,1 +1,1 @@
-"""The engine of a replica: scheduler and blocks (the brain's side), executor and sampler (the rank's)."""
+"""The rank process: model runner, sampler, collectives, probe."""

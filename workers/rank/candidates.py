@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.engine import noise
-from workers.engine.warping import Warp
+from workers.rank import noise
+from workers.rank.logits import Warp
 
 MOST_COUNTED = 1024
 """The largest top-k for which candidates are taken first."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from workers.engine.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
 from workers.errors import RankDiedError, WorkerError
+from workers.rank.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
 
 # Whether a peer hangs is for the brain to judge, who then kills every rank: a wait ends before that only when
 # a connection breaks.

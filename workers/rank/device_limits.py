@@ -8,10 +8,10 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from workers.messages import DeviceMemory
 from workers.model.layers import Linear
-from workers.model.packed import can_pack, pack, packed_product
+from workers.model.linear import can_pack, pack, packed_product
 from workers.model.weights import LinearWeights
 
 

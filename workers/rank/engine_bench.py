@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtransfer.clock import Clock, SystemClock
-from workers.engine.executor import Executor, read_dtype
-from workers.engine.limits import DeviceLimits, MeasureSizes, measure_limits
+from kvtransfer.common.clock import Clock, SystemClock
 from workers.errors import CapacityError
 from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan
-from workers.model.config import ModelConfig, read_model_config
+from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.work import ModelWork
+from workers.rank.device_limits import DeviceLimits, MeasureSizes, measure_limits
+from workers.rank.model_runner import Executor, read_dtype
 
 Emit = Callable[[dict[str, Any]], None]
 

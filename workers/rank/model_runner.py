@@ -16,15 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtransfer.clock import Clock
-from kvtransfer.device import DevicePool
-from kvtransfer.faults import Faults
-from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
-from kvtransfer.pool import HostPool, KvPool
-from workers.engine.groups import RankGroups
-from workers.engine.step_runner import StepRunner
 from workers.errors import CapacityError, WorkerError
 from workers.messages import (
     BatchEntry,
@@ -34,12 +31,14 @@ from workers.messages import (
     StepPlan,
     StepReport,
 )
-from workers.model.config import ModelConfig
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
+from workers.model.model_config import ModelConfig
 from workers.model.split import kv_heads
 from workers.model.weights import ShardSpec
+from workers.rank.collectives import RankGroups
+from workers.rank.step_runner import StepRunner
 
 _log = logging.getLogger("tandem.rank")
 
@@ -155,7 +154,7 @@ class Executor:
 
     def run(self, plan: StepPlan) -> StepReport:
         """Execute this rank's part of one step. An empty plan touches the device and reports: the health
-        canary. Entries that cannot be computed are in the report; `workers.engine.containment` tells how."""
+        canary. Entries that cannot be computed are in the report; `workers.rank.containment` tells how."""
         return self._runner.run(plan)
 
     def logits(self, entries: tuple[BatchEntry, ...]) -> Tensor:

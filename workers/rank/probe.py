@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from workers.messages import StageCost
-from workers.model.batch import AttentionBatch, SequenceSpan
-from workers.model.config import ModelConfig
+from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.layers import DecoderLayer, Embedding, Linear, rms_norm, rope_frequencies, rope_table
+from workers.model.model_config import ModelConfig
 from workers.model.split import kv_heads, part, query_heads
 from workers.model.weights import LayerWeights, LinearWeights
 

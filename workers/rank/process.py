@@ -6,7 +6,7 @@
     main thread:    queue --> Executor.run --StepReport--> brain
     agent's threads:                               TransferReport--> brain
 
-`python -m workers.engine.rank` reads its `RankSpec` frame from standard input.
+`python -m workers.rank.process` reads its `RankSpec` frame from standard input.
 """
 
 from __future__ import annotations
@@ -26,22 +26,18 @@ from typing import BinaryIO
 
 import torch
 from msgspec.structs import replace
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the type stubs leave it out
 from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.agent.agent import TRANSFER_THREADS, TransferAgent
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.faults import Faults
+from kvtransfer.common.host import host_id
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.faults import Faults
-from kvtransfer.framing import prove_as_client, receive_frame, send_frame
-from kvtransfer.host import host_id
 from kvtransfer.messages import RankEndpoints
-from kvtransfer.service import TRANSFER_THREADS, TransferAgent
+from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import StoreOrder
-from kvtransfer.store.ranks.hands import StoreHands
-from workers.engine.executor import Executor, read_dtype
-from workers.engine.groups import RankGroups
-from workers.engine.joining import find_store, join
-from workers.engine.limits import AT_START, DeviceLimits, device_memory, measure_limits
-from workers.engine.progress import Progress
+from kvtransfer.store.worker.store_worker import StoreHands
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -49,16 +45,25 @@ from workers.messages import (
     RANK_UP_CODEC,
     FormGroup,
     RankFailed,
+    RankJoined,
     RankProgress,
     RankReady,
     RankSpec,
     RankUp,
     Shutdown,
+    StageCost,
     StepPlan,
     StepProgress,
     StepReport,
 )
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.split import refuse_empty_parts
 from workers.model.weights import ShardSpec
+from workers.rank.collectives import RankGroups
+from workers.rank.device_limits import AT_START, DeviceLimits, device_memory, measure_limits
+from workers.rank.model_runner import Executor, read_dtype
+from workers.rank.probe import Probe, ProbeResult
+from workers.rank.progress import Progress
 
 _CONNECT_TIMEOUT_S = 10.0
 _LENGTH = struct.Struct("<I")
@@ -392,3 +397,63 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# ----------------------------------------------------------------------------------------------
+# How a rank joins its replica: refuse what cannot be, measure the device, open or find the ranks' store.
+#
+# Called by `workers.rank.process` before anything is loaded.
+
+
+def join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, TCPStore | None]:
+    """What the rank tells its brain first, and at rank 0 of several the ranks' store. `WorkerError`, naming
+    the field, for what cannot be served."""
+    config = read_model_config(Path(spec.model_dir))
+    dtype = read_dtype(spec.dtype)
+    device = torch.device(spec.device)
+    _check(spec, config, device)
+    measured = ProbeResult(StageCost(), 0.0)
+    if spec.probe_rows > 0:
+        probe = Probe(
+            config,
+            tp=spec.tp,
+            tp_rank=spec.tp_rank,
+            dtype=dtype,
+            device=device,
+            block_tokens=spec.block_tokens,
+            clock=clock,
+        )
+        measured = probe.measure(spec.probe_rows, spec.probe_sampled_rows or spec.probe_rows)
+    store: TCPStore | None = None
+    address = ""
+    if spec.rank == 0 and spec.num_ranks > 1:
+        store, address = open_store(spec.transfer.data_host)
+    return RankJoined(spec.rank, os.getpid(), address, measured.cost, measured.attention_ratio), store
+
+
+def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
+    refuse_empty_parts(config.num_heads, config.intermediate_size, config.vocab_size, spec.tp)
+    if spec.pp > config.num_layers:
+        raise WorkerError(
+            f"pp {spec.pp} is more than num_hidden_layers {config.num_layers}: a stage would be empty"
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
+
+
+def open_store(host: str) -> tuple[TCPStore, str]:
+    """A store on a free port of this interface alone, and its address. It lives as long as the object."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # The store owns the descriptor from here on.
+    store = TCPStore(
+        host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return store, f"{host}:{port}"
+
+
+def find_store(address: str) -> TCPStore:
+    """The store that rank 0 has opened there."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), None, False)

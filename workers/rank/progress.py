@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvtransfer.faults import Faults
+from kvtransfer.common.faults import Faults
 from workers.messages import BatchEntry
-from workers.model.batch import Marks
+from workers.model.attention_batch import Marks
 
 
 class ProgressReading(NamedTuple):

@@ -17,18 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine import noise
-from workers.engine.candidates import (
+from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart, TokenLogprob
+from workers.model import native
+from workers.rank import noise
+from workers.rank.candidates import (
     MOST_COUNTED,
     Draw,
     draw_by_rejection,
     draw_from_candidates,
     is_apart,
 )
-from workers.engine.penalties import PromptTokens, TokenPenalties, penalize_
-from workers.engine.warping import Warp
-from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart, TokenLogprob
-from workers.model import native
+from workers.rank.logits import PromptTokens, TokenPenalties, Warp, penalize_
 
 
 @dataclass(slots=True)

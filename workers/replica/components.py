@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
-from kvtransfer.faults import Faults
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
-from workers.gateways import Gateways
-from workers.inbound import Inbound
+from workers.disagg.kv_receiver import Inbound
+from workers.disagg.kv_sender import Outbound
+from workers.disagg.migration import Moving
+from workers.disagg.peers import Peers
 from workers.messages import RankReady
-from workers.moving import Moving
-from workers.outbound import Outbound
-from workers.peers import Peers
-from workers.purging import Purging
-from workers.ranks import RankGroup
-from workers.reports import Reports
-from workers.requests import Requests
-from workers.shape import Shape
-from workers.step_figures import Capability, StepFigures
-from workers.steps import StepLoop
-from workers.tiers import Tiers, reaches_store
+from workers.replica.gateway_links import Gateways
+from workers.replica.partition import Shape
+from workers.replica.purging import Purging
+from workers.replica.rank_group import RankGroup
+from workers.replica.replica_reports import Reports
+from workers.replica.requests import Requests
+from workers.replica.stats import Capability, StepFigures
+from workers.replica.step_loop import StepLoop
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
+from workers.store_connector.connector import Tiers, reaches_store
 
 
 class Rooms:

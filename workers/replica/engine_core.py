@@ -17,10 +17,10 @@ import asyncio
 import logging
 from collections.abc import Collection, Coroutine, Sequence
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import TransferError
-from kvtransfer.faults import FaultRule, Faults
 from kvtransfer.messages import (
     CompatibilityRecord,
     KvSnapshotRequest,
@@ -35,12 +35,11 @@ from kvtransfer.messages import (
     Verified,
     WriterGone,
 )
+from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
 from workers.config import EngineConfig, Parallel
+from workers.disagg.kv_sender import RequestKey
 from workers.errors import RankDiedError
-from workers.gateway_links import GatewayLinks
-from workers.gateways import GatewayKey, Gateways
-from workers.links import FrameStream, LinkServer
 from workers.messages import (
     Cancel,
     HandOverTarget,
@@ -56,12 +55,11 @@ from workers.messages import (
     StepReport,
     Submission,
 )
-from workers.outbound import RequestKey
-from workers.ranks import RankGroup, RankLauncher
-from workers.rooms import Rooms
-from workers.shape import Shape
-from workers.stages import Stages
-from workers.tiers import Tiers
+from workers.replica.components import Rooms
+from workers.replica.gateway_links import GatewayKey, GatewayLinks, Gateways
+from workers.replica.partition import Shape, Stages
+from workers.replica.rank_group import RankGroup, RankLauncher
+from workers.store_connector.connector import Tiers
 
 _log = logging.getLogger("tandem.brain")
 

@@ -6,21 +6,27 @@ Link (not yet, or not any more) is waited for during a short grace; then its req
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
+from kvtransfer.errors import TransferError
 from kvtransfer.messages import KvEvents, KvSnapshot
-from workers.links import FrameStream
+from kvtransfer.rpc.stream import FrameStream
 from workers.messages import (
+    LINK_DOWN_CODEC,
     LINK_UP_CODEC,
+    GatewayHello,
     HandOverReport,
     IsolationReport,
     Leaving,
+    LinkDown,
     LinkUp,
     LoadReport,
     MoveEnded,
     PrefillReport,
+    ReplicaHello,
     RequestFailed,
     RoleChanged,
     StepFrame,
@@ -127,3 +133,40 @@ def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
         moves=tuple(item for item in news if isinstance(item, MoveEnded)),
         isolations=tuple(item for item in news if isinstance(item, IsolationReport)),
     )
+
+
+# ----------------------------------------------------------------------------------------------
+# Serves the Links that gateways open to a brain: who they are first, then their messages, until they end.
+
+_log = logging.getLogger("tandem.brain")
+
+
+class GatewayLinks:
+    """`on_message` takes what gateways say. A gateway that sends nonsense loses its Link."""
+
+    def __init__(
+        self,
+        gateways: Gateways,
+        hello: Callable[[], ReplicaHello],
+        on_message: Callable[[GatewayKey, LinkDown], None],
+    ) -> None:
+        self._gateways = gateways
+        self._hello = hello
+        self._on_message = on_message
+
+    async def serve(self, stream: FrameStream) -> None:
+        """One Link, until it ends."""
+        frame = await stream.receive()
+        hello = None if frame is None else LINK_DOWN_CODEC.decode(frame)
+        if not isinstance(hello, GatewayHello):
+            return
+        key = hello.gateway_id, hello.epoch
+        self._gateways.connected(key, stream)
+        self._gateways.send(key, self._hello())
+        try:
+            while (frame := await stream.receive()) is not None:
+                self._on_message(key, LINK_DOWN_CODEC.decode(frame))
+        except TransferError as error:
+            _log.warning("gateway %s sent nonsense: %s", hello.gateway_id, error)
+        finally:
+            self._gateways.disconnected(key, stream)

@@ -4,12 +4,12 @@ the store or from it. Requests under way keep their blocks until they end, and l
 
 from __future__ import annotations
 
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
-from workers.inbound import Inbound
+from workers.disagg.kv_receiver import Inbound
+from workers.disagg.kv_sender import Outbound
 from workers.messages import CachePurged, PurgeCache
-from workers.outbound import Outbound
-from workers.tiers import Tiers
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
+from workers.store_connector.connector import Tiers
 
 
 class Purging:

@@ -21,11 +21,11 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvtransfer.clock import Clock, SystemClock
+from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.framing import read_frame, write_frame
-from kvtransfer.listener import ProvenListener
-from kvtransfer.wire import MAX_FRAME_BYTES
+from kvtransfer.rpc.codec import MAX_FRAME_BYTES
+from kvtransfer.rpc.framing import read_frame, write_frame
+from kvtransfer.rpc.listener import ProvenListener
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -94,7 +94,7 @@ class ProcessLauncher:
     async def launch(self, spec: RankSpec) -> RankHandle:
         environment = {**os.environ, "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "workers.engine.rank", stdin=asyncio.subprocess.PIPE, env=environment
+            sys.executable, "-m", "workers.rank.process", stdin=asyncio.subprocess.PIPE, env=environment
         )
         assert process.stdin is not None
         frame = RANK_SPEC_CODEC.encode(spec)

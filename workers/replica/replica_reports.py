@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
-from workers.inbound import Inbound
+from workers.disagg.kv_receiver import Inbound
+from workers.disagg.kv_sender import Outbound
+from workers.disagg.peers import Peers
 from workers.messages import LoadReport
-from workers.outbound import Outbound
-from workers.peers import Peers
-from workers.steps import StepLoop
-from workers.tiers import Tiers
+from workers.replica.step_loop import StepLoop
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
+from workers.store_connector.connector import Tiers
 
 
 class Reports:

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvtransfer.clock import Clock
-from kvtransfer.keys import TOKEN_BYTES
+from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from workers.engine.batch import PromptDone, StepOutcome
-from workers.engine.scheduler import Scheduler
+from workers.disagg.kv_receiver import Inbound
+from workers.disagg.kv_sender import Outbound, RequestKey
 from workers.errors import CapacityError, QueueFullError
-from workers.gateways import GatewayKey, Gateways
-from workers.inbound import Inbound
 from workers.messages import (
     HandOver,
     HandOverReport,
@@ -29,7 +27,9 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-from workers.outbound import Outbound, RequestKey
+from workers.replica.gateway_links import GatewayKey, Gateways
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import PromptDone, StepOutcome
 
 _REFUSED_RETRY_S = 1.0
 

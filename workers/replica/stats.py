@@ -6,9 +6,9 @@ import bisect
 from collections import Counter
 from typing import NamedTuple
 
-from workers.engine.batch import StepOutcome
 from workers.messages import DeviceMemory, StepPlan
 from workers.model.work import ModelWork
+from workers.scheduler.step import StepOutcome
 
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvtransfer.clock import Clock
-from workers.engine.batch import StepOutcome
-from workers.engine.scheduler import Scheduler
+from kvtransfer.common.clock import Clock
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
-from workers.step_figures import StepFigures
+from workers.replica.stats import StepFigures
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import StepOutcome
 
 PIPELINE_DEPTH = 2
 """Unreported plans of a replica of one stage; every further stage adds one."""

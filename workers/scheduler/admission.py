@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from kvtransfer.keys import TOKEN_BYTES
-from workers.engine.batch import PLAN_BYTES, LandingWish, LoadWish, entry_bytes, sample_bytes, start_bytes
-from workers.engine.sequence import Landing, Load, Sequence
-from workers.engine.tables import BlockTables
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.errors import CapacityError
 from workers.messages import Submission
+from workers.scheduler.block_tables import BlockTables
+from workers.scheduler.sequence import Landing, Load, Sequence
+from workers.scheduler.step import PLAN_BYTES, LandingWish, LoadWish, entry_bytes, sample_bytes, start_bytes
 
 _WAIT_S = 1.0
 
@@ -92,7 +92,7 @@ def landing_wishes(
 
     A request that waits for its landing holds back only those behind it that go to the same replica, so that
     one full decode replica does not idle the others. The first of them holds nobody back after `_WAIT_S`: it
-    may need more room than others would (`kvtransfer.overtaking`). Of the suspects only the next one asks,
+    may need more room than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one asks,
     when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
     """
     wishes: list[LandingWish] = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workers.engine.batch import Batch, FinishedBlock
-from workers.engine.blocks import ROOT, BlockPool
-from workers.engine.host_blocks import HostBlocks
-from workers.engine.sequence import Sequence
+from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.offload import HostBlocks
+from workers.scheduler.sequence import Sequence
+from workers.scheduler.step import Batch, FinishedBlock
 
 
 class Need(NamedTuple):

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from workers.engine.batch import IssuedPlan
-from workers.engine.lifecycle import Lifecycle
-from workers.engine.sequence import Phase, Request, RequestKey, Sequence
 from workers.messages import IsolationReport
+from workers.scheduler.lifecycle import Lifecycle
+from workers.scheduler.sequence import Phase, Request, RequestKey, Sequence
+from workers.scheduler.step import IssuedPlan
 
 NUM_STEPS_TO_CLEAR = 3
 """Steps with a token of its own, alone, after which a suspect is cleared: the end of its prompt and two more.

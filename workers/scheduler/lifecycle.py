@@ -10,10 +10,10 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from workers.engine.blocks import BlockPool
-from workers.engine.sequence import Load, Phase, Rank, Request, RequestKey, Sequence
-from workers.engine.tables import BlockTables
 from workers.messages import RequestFailed, Submission
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.block_tables import BlockTables
+from workers.scheduler.sequence import Load, Phase, Rank, Request, RequestKey, Sequence
 
 
 class Lifecycle:

@@ -1,6 +1,6 @@
 """Which sequences can move to another replica while they run, and how they stop and go on here.
 
-Part of the scheduler; `workers.moving` asks, so that nobody outside touches a sequence.
+Part of the scheduler; `workers.disagg.migration` asks, so that nobody outside touches a sequence.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from workers.engine.lifecycle import Lifecycle
-from workers.engine.sequence import Phase, RequestKey, Sequence
 from workers.messages import SampleState, Submission
+from workers.scheduler.lifecycle import Lifecycle
+from workers.scheduler.sequence import Phase, RequestKey, Sequence
 
 
 class Position(NamedTuple):

@@ -11,27 +11,6 @@ from collections.abc import Sequence as Seq
 from msgspec.structs import replace
 
 from workers.config import EngineConfig
-from workers.engine.admission import Limits, landing_wishes, load_wishes
-from workers.engine.batch import (
-    Batch,
-    ChunkDone,
-    FinishedBlock,
-    IssuedPlan,
-    LandingWish,
-    LoadWish,
-    PlannedEntry,
-    PromptDone,
-    StepOutcome,
-    delta_of,
-)
-from workers.engine.blocks import BlockPool
-from workers.engine.isolation import Isolation
-from workers.engine.lifecycle import Lifecycle
-from workers.engine.microbatches import MicroBatches
-from workers.engine.moves import Moves
-from workers.engine.offload import most_local_tokens
-from workers.engine.planner import Planner
-from workers.engine.sequence import Landing, Load, Phase, RequestKey, Sequence
 from workers.errors import QueueFullError
 from workers.messages import (
     RequestFailed,
@@ -42,6 +21,26 @@ from workers.messages import (
     StepReport,
     Submission,
     TokenDelta,
+)
+from workers.scheduler.admission import Limits, landing_wishes, load_wishes
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.isolation import Isolation
+from workers.scheduler.lifecycle import Lifecycle
+from workers.scheduler.migration import Moves
+from workers.scheduler.offload import most_local_tokens
+from workers.scheduler.planner import MicroBatches, Planner
+from workers.scheduler.sequence import Landing, Load, Phase, RequestKey, Sequence
+from workers.scheduler.step import (
+    Batch,
+    ChunkDone,
+    FinishedBlock,
+    IssuedPlan,
+    LandingWish,
+    LoadWish,
+    PlannedEntry,
+    PromptDone,
+    StepOutcome,
+    delta_of,
 )
 
 

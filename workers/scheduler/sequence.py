@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvtransfer.keys import TOKEN_BYTES, extend_keys, root_key
+from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys, root_key
 from workers.messages import SampleState, Submission
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvtransfer.wire import MAX_FRAME_BYTES
-from workers.engine.sequence import Request, Sequence
+from kvtransfer.rpc.codec import MAX_FRAME_BYTES
 from workers.messages import (
     BatchEntry,
     BlockCopy,
@@ -23,6 +22,7 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
+from workers.scheduler.sequence import Request, Sequence
 
 PLAN_BYTES = MAX_FRAME_BYTES // 2
 """What starts and entries of one plan may take. The other half is for what cannot wait: a freed slot takes 5

@@ -22,8 +22,8 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
 )
-from workers.engine.batch import FinishedBlock
-from workers.engine.blocks import BlockPool
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.step import FinishedBlock
 
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_BLOCKS = 32

@@ -15,11 +15,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtransfer.clock import Clock
-from kvtransfer.host import host_id
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.host import host_id
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
-from kvtransfer.secret import draw_id
-from kvtransfer.store.client import StoreClient
+from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AttachStore,
@@ -36,15 +35,15 @@ from kvtransfer.store.messages import (
     StoreWelcome,
     TierEvents,
 )
+from kvtransfer.store.store_client import StoreClient
 from workers.config import EngineConfig
-from workers.engine.batch import LoadWish
-from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
-from workers.loading import Loading
 from workers.messages import RankReady, Submission
-from workers.tier_costs import TierCosts
-from workers.tier_view import TierView
-from workers.write_through import WriteThrough
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import LoadWish
+from workers.store_connector.block_loader import Loading, TierCosts
+from workers.store_connector.block_saver import WriteThrough
+from workers.store_connector.tier_view import TierView
 
 _ATTACH_PERIOD_S = 2.0
 _ASK_PERIOD_S = 0.5
@@ -56,7 +55,7 @@ _log = logging.getLogger("tandem.tiers")
 
 
 class Tiers:
-    """See the module's text. Implements `kvtransfer.store.client.StoreEvents`; all on the brain's loop."""
+    """See the module's text. Implements `kvtransfer.store.store_client.StoreEvents`; all on the brain's loop."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ http_options:
   port: 8000
 applications:
   - name: {{ .Values.app }}
-    import_path: cluster.declared:build
+    import_path: cluster.serve.entrypoint:build
     # Nothing is served there: without any route Serve's proxies call themselves unready, and KubeRay asks them.
     route_prefix: /{{ .Values.app }}
     external_scaler_enabled: true

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from kvtransfer.clock import Clock
-from kvtransfer.faults import Faults
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.books import Book, CatalogEvents, Dropped, Held, Purged, is_meant
-from kvtransfer.store.dram.chain import ChainKey
-from kvtransfer.store.dram.shelf import Shelf, Slot
+from kvtransfer.store.dram.eviction import ChainKey
+from kvtransfer.store.dram.record_table import Book, CatalogEvents, Dropped, Held, Purged, is_meant
+from kvtransfer.store.dram.slot_allocator import Shelf, Slot
 from kvtransfer.store.messages import HELD, REFUSED, NewRecord, RecordId, RecordInfo, TierStat
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes

@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import Spawn
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES, Arena
-from kvtransfer.store.tasks import Spawn
 
 AHEAD_BYTES = 256 << 20
 """So much is taken ahead of the last record, at most a quarter of the arena."""
@@ -66,7 +66,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 async def _take_in_child(fd: int, start: int, end: int, at_once: bool) -> str:
     """Why it cannot be done, or "" when it is done."""
-    script = str(Path(__file__).with_name("page_taker.py"))
+    script = str(Path(__file__).with_name("prefault_process.py"))
     numbers = (str(number) for number in (fd, start, end, os.getpid(), int(at_once)))
     try:
         child = await asyncio.create_subprocess_exec(

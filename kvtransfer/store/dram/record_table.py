@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.chain import ChainKey
+from kvtransfer.store.dram.eviction import ChainKey
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import image_bytes

@@ -14,10 +14,10 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.chain import ChainKey, ChainLru, TenantShares
+from kvtransfer.store.dram.eviction import ChainKey, ChainLru, TenantShares
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import State, Writer
 

@@ -1,7 +1,7 @@
 """The embedded index server: a `redis-server` of our own for clusters that are given no `store.redis_url`.
 
 It keeps nothing on disk and holds at most `max_bytes`, of which it forgets the least recently used. A keeper
-process (`redis_keeper`) ends it when this process ends, however that comes.
+process (`redis_watchdog`) ends it when this process ends, however that comes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
 
 MAX_BYTES = 256 << 20
@@ -148,7 +148,7 @@ def _launch(binary: str, host: str, port: int, secret: bytes, max_bytes: int) ->
     config = "".join(f"{name} {value}\n" for name, value in settings.items())
     log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
     keeper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("redis_keeper.py")), binary],
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("redis_watchdog.py")), binary],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,

@@ -1,4 +1,4 @@
-"""Runs the embedded index server and ends it with its starter: `python redis_keeper.py BINARY`, started by
+"""Runs the embedded index server and ends it with its starter: `python redis_watchdog.py BINARY`, started by
 `kvtransfer.store.index.redis_server` only.
 
 The configuration comes on stdin and ends with an empty line; nothing of it is on a command line, where

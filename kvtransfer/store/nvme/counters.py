@@ -6,11 +6,11 @@ import logging
 import threading
 from collections import defaultdict
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.backoff import CoolDown
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.errors import StoreIoError
 from kvtransfer.store.messages import TierStat
-from kvtransfer.store.meter import RateMeter
-from kvtransfer.store.nvme.cool_down import CoolDown
 
 _log = logging.getLogger(__name__)
 

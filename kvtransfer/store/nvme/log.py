@@ -13,16 +13,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
+from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.faults import Faults
-from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.messages import RecordInfo, TierStat
-from kvtransfer.store.nvme.meters import NvmeMeters
+from kvtransfer.store.nvme.counters import NvmeMeters
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder
-from kvtransfer.store.nvme.segment_books import SURVIVING_SHARE, SegmentBooks
-from kvtransfer.store.nvme.segment_books import Compacted as Compacted
-from kvtransfer.store.nvme.segment_books import Moved as Moved
+from kvtransfer.store.nvme.segment_table import SURVIVING_SHARE, SegmentBooks
+from kvtransfer.store.nvme.segment_table import Compacted as Compacted
+from kvtransfer.store.nvme.segment_table import Moved as Moved
 from kvtransfer.store.nvme.segment_writer import SegmentWriter
 from kvtransfer.store.nvme.segments import NvmeRef as NvmeRef
 from kvtransfer.store.nvme.segments import (

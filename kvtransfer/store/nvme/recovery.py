@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtransfer.checksum import Checksummer
+from kvtransfer.blocks.checksum import Checksummer
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import OtherVersionError, StoreError, StoreIoError
-from kvtransfer.faults import Faults
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.nvme.segments import (
     Directory,

@@ -6,11 +6,11 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.faults import Faults
 from kvtransfer.store.messages import RecordInfo
-from kvtransfer.store.nvme.meters import NvmeMeters
-from kvtransfer.store.nvme.segment_books import MAX_RUN_RECORDS, Room, SegmentBooks
+from kvtransfer.store.nvme.counters import NvmeMeters
+from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, Room, SegmentBooks
 from kvtransfer.store.nvme.segments import (
     NvmeRef,
     PageBuffer,

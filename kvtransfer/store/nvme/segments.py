@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtransfer.checksum import checksum
+from kvtransfer.blocks.checksum import checksum
 from kvtransfer.errors import OtherVersionError, StoreIoError
+from kvtransfer.rpc.codec import Codec, Part
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import PAGE_BYTES, Header, Place, encode_header
 from kvtransfer.store.record import VERSION as RECORD_VERSION
-from kvtransfer.wire import Codec, Part
 
 VERSION = 1
 SUFFIX = ".seg"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtransfer.store.config import Admission as AdmissionPolicy
+from kvtransfer.config import Admission as AdmissionPolicy
 from kvtransfer.store.messages import RecordId, RecordInfo
 
 FIRST_WORTH = 0.15

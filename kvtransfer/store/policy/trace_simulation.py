@@ -17,9 +17,9 @@ import msgspec
 
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.chain import ChainKey, ChainLru
+from kvtransfer.store.dram.eviction import ChainKey, ChainLru
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.policy.admission import Admission
+from kvtransfer.store.policy.nvme_admission import Admission
 
 TRACE_BLOCK_TOKENS = 512
 NUM_SEGMENTS = 64

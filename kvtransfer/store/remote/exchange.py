@@ -18,11 +18,15 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvtransfer.clock import Clock
+from kvtransfer.agent.agent import TransferAgent
+from kvtransfer.agent.lanes import PathHealth, PathKey
+from kvtransfer.blocks.pool import HostPool, KvMemory, map_shared, mapping_bytes
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
+from kvtransfer.common.moving_average import RateMeter
+from kvtransfer.common.tasks import Spawn
+from kvtransfer.config import StoreSettings
 from kvtransfer.errors import TransferError
-from kvtransfer.faults import Faults
-from kvtransfer.health import PathHealth, PathKey
-from kvtransfer.memory import KvMemory, map_shared, mapping_bytes
 from kvtransfer.messages import (
     CloseLanding,
     LandingClosed,
@@ -31,16 +35,11 @@ from kvtransfer.messages import (
     TransferSettings,
     WriterGone,
 )
-from kvtransfer.pool import HostPool
-from kvtransfer.service import TransferAgent
-from kvtransfer.store.config import StoreSettings
+from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.messages import OwnerHello, RecordId
-from kvtransfer.store.meter import RateMeter
 from kvtransfer.store.record import image_bytes
-from kvtransfer.store.remote.asking import Landing, Link, Wanted, open_link
-from kvtransfer.store.remote.sending import Lender, Lent, Sender, granule_layout
-from kvtransfer.store.streams import FrameStream
-from kvtransfer.store.tasks import Spawn
+from kvtransfer.store.remote.fetch import Landing, Link, Wanted, open_link
+from kvtransfer.store.remote.serve import Lender, Lent, Sender, granule_layout
 
 __all__ = ["Exchange", "ExchangeRoom", "ExchangeStat", "Lent", "Wanted", "arena_pool"]
 
@@ -77,7 +76,7 @@ class ExchangeStat(NamedTuple):
 
 def arena_pool(fd: int, num_bytes: int, granule_bytes: int) -> HostPool:
     """The arena as a pool of granules, in a mapping of its own. The file must be as that of a rank's pool,
-    `kvtransfer.memory.mapping_bytes(num_bytes)` long: other owners measure their path in what lies behind."""
+    `kvtransfer.blocks.pool.mapping_bytes(num_bytes)` long: other owners measure their path in what lies behind."""
     memory = KvMemory(map_shared(fd, mapping_bytes(num_bytes)), os.dup(fd), num_bytes)
     return HostPool(granule_layout(granule_bytes), memory)
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from kvtransfer.errors import IncompatibleError, PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.messages import LandingClosed, OpenLanding, RankEndpoints, ReplicaIdentity, WriterGone
-from kvtransfer.secret import draw_id
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.store_stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -28,7 +29,6 @@ from kvtransfer.store.messages import (
     ToOwner,
 )
 from kvtransfer.store.record import image_bytes
-from kvtransfer.store.streams import FrameStream, open_tcp
 
 _OPEN_S = 3.0
 """A node that is gone must not hold up a fetch for long."""

@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.common.tasks import Spawn
+from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.layout import BlockLayout
 from kvtransfer.messages import (
     BlockMove,
     ClosePeer,
@@ -33,8 +35,8 @@ from kvtransfer.messages import (
     TransferOrder,
     TransferReport,
 )
-from kvtransfer.secret import draw_id
-from kvtransfer.store.config import StoreSettings
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -48,8 +50,6 @@ from kvtransfer.store.messages import (
     StoreRefusal,
 )
 from kvtransfer.store.record import image_bytes
-from kvtransfer.store.streams import FrameStream
-from kvtransfer.store.tasks import Spawn
 
 GRANULE = Shard(0, 1, 0, 1)
 """What a granule is in terms of a model: one layer, one head."""

@@ -1,1 +1,1 @@
-"""The owner of a node's tiers: its process, who may come in, what can be had and from where."""
+"""The store server, one process on each node: who may connect, what is stored, and where."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
-from kvtransfer.layout import BlockLayout
-from kvtransfer.messages import CompatibilityRecord, Shard
-from kvtransfer.store.cover import cover
-from kvtransfer.store.dram.books import Held
+from kvtransfer.blocks.layout import BlockLayout, intersect, shard_size, without
+from kvtransfer.messages import BlocksStored, CompatibilityRecord, Shard
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.index.holders import Holder
-from kvtransfer.store.index.index import Index
-from kvtransfer.store.messages import FromOwner, RecordId, Tier
-from kvtransfer.store.node.tier_view import TierView, tier_of
+from kvtransfer.store.dram.record_table import Held
+from kvtransfer.store.index.index import Holder, Index
+from kvtransfer.store.messages import FromOwner, RecordId, Tier, TierEvents
 from kvtransfer.store.record import space_id
 
 _MAX_LEARNED = 1 << 14
@@ -164,3 +162,181 @@ class Sight:
 
     def _held(self, key: bytes) -> Mapping[Shard, Held]:
         return self._catalog.lookup(self.space, key)
+
+
+# ----------------------------------------------------------------------------------------------
+# In which tier of the node a replica's blocks lie, as told to its brain: by differences, sans-I/O.
+
+LocalTier = Literal["dram", "nvme"]
+_LOCAL_TIERS: tuple[LocalTier, ...] = ("dram", "nvme")
+_EVENTS_BLOCKS = 4096
+"""Blocks told in one message."""
+
+
+class Told(NamedTuple):
+    """What brains were told of a block."""
+
+    tier: LocalTier
+    parent: bytes
+
+
+class TierView:
+    """One space as seen by replicas of one shape: a block is in a tier when it covers all their shards."""
+
+    def __init__(
+        self, shards: Iterable[Shard], lookup: Callable[[bytes], Mapping[Shard, Held]], keys: Iterable[bytes]
+    ) -> None:
+        """`lookup(key)` are the records of a block; `keys` those there are now."""
+        self._shards = frozenset(shards)
+        self._lookup = lookup
+        self._told: dict[bytes, Told] = {}
+        self._changed: set[bytes] = set(keys)
+        self.take()
+
+    def changed(self, key: bytes) -> None:
+        """A record of this block came, went or moved."""
+        self._changed.add(key)
+
+    def take(self) -> list[TierEvents]:
+        """What changed since the last time; [] when nothing did."""
+        stored: dict[bytes, Told] = {}
+        removed: list[bytes] = []
+        for key in self._changed:
+            now = self._find(key)
+            if now == self._told.get(key):
+                continue
+            if now is None:
+                removed.append(key)
+                del self._told[key]
+            else:
+                stored[key] = self._told[key] = now
+        self._changed.clear()
+        return _messages(stored, removed)
+
+    def snapshot(self) -> list[TierEvents]:
+        """All there is, as told so far; at least one message."""
+        return _messages(self._told, []) or [TierEvents((), ())]
+
+    def _find(self, key: bytes) -> Told | None:
+        held = self._lookup(key)
+        if not held:
+            return None
+        tier = tier_of(self._shards, held)
+        return None if tier is None else Told(tier, next(iter(held.values())).info.parent)
+
+
+def tier_of(shards: Iterable[Shard], held: Mapping[Shard, Held]) -> LocalTier | None:
+    """The cheapest tier from which each of the shards can be had; None when one cannot."""
+    in_dram = [shard for shard, each in held.items() if each.offset is not None]
+    slowest = 0
+    for shard in shards:
+        if cover(shard, in_dram) is None:
+            slowest = 1
+            if cover(shard, held) is None:
+                return None
+    return _LOCAL_TIERS[slowest]
+
+
+def _messages(stored: Mapping[bytes, Told], removed: list[bytes]) -> list[TierEvents]:
+    messages: list[TierEvents] = []
+    chains: list[BlocksStored] = []
+    num_blocks = 0
+    for chain in _chains(stored):
+        chains.append(chain)
+        num_blocks += len(chain.keys)
+        if num_blocks >= _EVENTS_BLOCKS:
+            messages.append(TierEvents(tuple(chains), ()))
+            chains, num_blocks = [], 0
+    if chains or removed:
+        messages.append(TierEvents(tuple(chains), tuple(removed)))
+    return messages
+
+
+def _chains(stored: Mapping[bytes, Told]) -> Iterable[BlocksStored]:
+    """As few chains as one pass finds: each block follows its parent where both are in the same tier."""
+    children: dict[bytes, list[bytes]] = {}
+    starts: list[bytes] = []
+    for key, told in stored.items():
+        before = stored.get(told.parent)
+        if before is not None and before.tier == told.tier:
+            children.setdefault(told.parent, []).append(key)
+        else:
+            starts.append(key)
+    while starts:
+        first = starts.pop()
+        keys = [first]
+        while following := children.get(keys[-1]):
+            keys.append(following[0])
+            starts += following[1:]
+        yield BlocksStored(stored[first].parent, tuple(keys), stored[first].tier)
+
+
+# ----------------------------------------------------------------------------------------------
+# Which records of a block together hold a shard: for readers of another shape than the writers'.
+
+MAX_STEPS = 256
+"""After so many attempts to do with fewer records, the best found is taken."""
+
+
+def cover(needed: Shard, held: Iterable[Shard]) -> list[tuple[Shard, Shard]] | None:
+    """What to take from which record: (the record's shard, a piece of it and of `needed`); the pieces are
+    disjoint and make up `needed`. None when `held` leaves a gap.
+
+    The exact record if there is one, else as few records as can be found in `MAX_STEPS` attempts; the smaller
+    ones among equals. A record is named once for each piece that is taken from it. The result depends on the
+    set of `held` alone.
+    """
+    if not isinstance(held, frozenset | set | dict):
+        held = set(held)
+    if needed in held:
+        return [(needed, needed)]
+    pieces = _assemble(needed, frozenset(held))
+    return None if pieces is None else list(pieces)
+
+
+@lru_cache(maxsize=1024)  # the blocks of a chain are held alike
+def _assemble(needed: Shard, held: frozenset[Shard]) -> tuple[tuple[Shard, Shard], ...] | None:
+    useful = {shard: both for shard in held if (both := intersect(needed, shard))}
+    order = {shard: (-shard_size(both), shard_size(shard), _corner(shard)) for shard, both in useful.items()}
+    ordered = sorted(useful, key=order.__getitem__)
+    chosen = _Search(needed, ordered).best
+    if chosen is None:
+        return None
+    pieces: list[tuple[Shard, Shard]] = []
+    for shard in chosen:
+        taken = [piece for _, piece in pieces]
+        pieces += [(shard, piece) for piece in without(useful[shard], taken)]
+    return tuple(sorted(pieces, key=lambda pair: _corner(pair[1])))
+
+
+class _Search:
+    """Depth first: the first cell that is not covered must be covered by some record; the one with most of
+    the shard is tried first. Any choice can be completed, so the first descent finds a cover or a gap."""
+
+    def __init__(self, needed: Shard, ordered: list[Shard]) -> None:
+        self.best: list[Shard] | None = None
+        self._needed = needed
+        self._ordered = ordered
+        self._num_steps = 0
+        self._descend([])
+
+    def _descend(self, chosen: list[Shard]) -> None:
+        gap = min(without(self._needed, chosen), key=_corner, default=None)
+        if gap is None:
+            self.best = chosen
+            return
+        corner = Shard(gap.layer_start, gap.layer_start + 1, gap.head_start, gap.head_start + 1)
+        for shard in self._ordered:
+            if self.best is not None and len(chosen) + 1 >= len(self.best):
+                return
+            if intersect(corner, shard) is None:
+                continue
+            if self.best is not None:
+                self._num_steps += 1
+                if self._num_steps > MAX_STEPS:
+                    return
+            self._descend([*chosen, shard])
+
+
+def _corner(shard: Shard) -> tuple[int, int, int, int]:
+    return shard.layer_start, shard.head_start, shard.layer_end, shard.head_end

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import Clock
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
+from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
-from kvtransfer.faults import Faults
-from kvtransfer.store.config import StoreSettings
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import RecordId, RecordInfo, TierStat
 from kvtransfer.store.nvme.log import Compacted, NvmeTier
 from kvtransfer.store.nvme.segments import NvmeRef, PageBuffer
-from kvtransfer.store.policy.admission import Admission
+from kvtransfer.store.policy.nvme_admission import Admission
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 _RETRY_OPEN_S = 10.0

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import HELD, REFUSED, RecordId, RecordInfo
-from kvtransfer.store.node.disk import Disk
 from kvtransfer.store.record import HEADER_BYTES, decode_header
-from kvtransfer.store.remote.asking import Wanted
 from kvtransfer.store.remote.exchange import Exchange
-from kvtransfer.store.tasks import Spawn
+from kvtransfer.store.remote.fetch import Wanted
+from kvtransfer.store.server.disk import Disk
 
 GONE = -1
 """The record is not where it was thought to be, or could not be read."""

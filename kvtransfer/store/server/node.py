@@ -6,24 +6,23 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from kvtransfer.clock import Clock
-from kvtransfer.faults import Faults
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
+from kvtransfer.common.tasks import Spawn
+from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
-from kvtransfer.store.config import StoreSettings
-from kvtransfer.store.dram.ahead import PagesAhead
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.books import Purged
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.index.holders import Holder
-from kvtransfer.store.index.index import Index
+from kvtransfer.store.dram.prefault import PagesAhead
+from kvtransfer.store.dram.record_table import Purged
+from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
-from kvtransfer.store.node.disk import Disk
-from kvtransfer.store.node.loads import GONE, Arrived, Loads, Remote
-from kvtransfer.store.node.sight import Sight
-from kvtransfer.store.node.write_behind import WriteBehind
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, Lent, arena_pool
-from kvtransfer.store.tasks import Spawn
+from kvtransfer.store.server.catalog_view import Sight
+from kvtransfer.store.server.disk import Disk
+from kvtransfer.store.server.loader import GONE, Arrived, Loads, Remote
+from kvtransfer.store.server.write_behind import WriteBehind
 
 _log = logging.getLogger("tandem.store")
 

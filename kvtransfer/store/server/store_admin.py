@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
 
-from kvtransfer.checksum import checksum
-from kvtransfer.clock import Clock
+from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.store.dram.books import is_meant
+from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.store.dram.record_table import is_meant
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     TO_OWNER_CODEC,
@@ -33,8 +34,7 @@ from kvtransfer.store.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from kvtransfer.store.node.node import Node
-from kvtransfer.store.streams import FrameStream
+from kvtransfer.store.server.node import Node
 
 _MAX_LISTED = 10_000
 _YIELD_S, _MAX_YIELDS = 0.005, 200

@@ -11,13 +11,13 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from kvtransfer.clock import Clock
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, receive_from, send_to
-from kvtransfer.listener import ProvenListener
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_from, send_to
+from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.messages import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner, StoreRefusal, ToOwner
-from kvtransfer.store.streams import FrameStream
-from kvtransfer.store.tasks import Spawn
 
 _HELLO_BYTES = 64 << 10
 _FD_MARK = b"F"

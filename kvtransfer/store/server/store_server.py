@@ -3,7 +3,7 @@
     brains, ranks, admins of the node --unix--> Door --> BrainSession | Hall | Admin --+
     other owners, remote admins --------TCP---> Door --> Exchange | Admin -------------+--> Node: catalog,
                                                                                            disk, index
-`python -m kvtransfer.store.node.owner` reads an `OwnerSpec` frame from standard input.
+`python -m kvtransfer.store.server.store_server` reads an `OwnerSpec` frame from standard input.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import sys
 from collections.abc import Coroutine
 from typing import BinaryIO
 
-from kvtransfer.clock import Clock, SystemClock
-from kvtransfer.faults import FaultRule, Faults
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.store.config import StoreSettings
+from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AdminHello,
@@ -30,13 +31,11 @@ from kvtransfer.store.messages import (
     StoreStat,
     StoreWelcome,
 )
-from kvtransfer.store.node.admin import Admin
-from kvtransfer.store.node.doors import Door, Visitor, refuse, stream_of
-from kvtransfer.store.node.hall import OFFER_WAIT_S, Hall, MappedRank
-from kvtransfer.store.node.node import Node
-from kvtransfer.store.node.sessions import BrainSession
-from kvtransfer.store.writers import is_running
-from kvtransfer.wire import Codec, Message
+from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, Hall, MappedRank, is_running
+from kvtransfer.store.server.node import Node
+from kvtransfer.store.server.session import BrainSession
+from kvtransfer.store.server.store_admin import Admin
+from kvtransfer.store.server.store_listener import Door, Visitor, refuse, stream_of
 
 _TICK_S = 0.25
 _RATE_CHANGE = 0.1

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvtransfer.common.tasks import Spawn
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.node.disk import Disk
 from kvtransfer.store.record import image_bytes
-from kvtransfer.store.tasks import Spawn
+from kvtransfer.store.server.disk import Disk
 
 _BATCH_BYTES = 4 << 20
 _MAX_LATE = 1 << 16

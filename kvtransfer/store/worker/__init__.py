@@ -1,1 +1,1 @@
-"""A rank's end of the store: it maps the arena and copies."""
+"""The rank's side of the store: it maps the arena and copies blocks."""

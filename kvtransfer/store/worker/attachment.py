@@ -13,10 +13,10 @@ import socket
 
 import numpy as np
 
+from kvtransfer.blocks.pool import map_shared, populate_read
+from kvtransfer.blocks.runs import Place
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
-from kvtransfer.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
-from kvtransfer.memory import map_shared, populate_read
-from kvtransfer.runs import Place
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,

@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+from kvtransfer.blocks.layout import intersect
+from kvtransfer.blocks.pool import KvPool
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError
-from kvtransfer.faults import Faults
-from kvtransfer.layout import intersect
 from kvtransfer.messages import Shard, TrafficClass
-from kvtransfer.pool import KvPool
 from kvtransfer.store.messages import (
     HEADER_BYTES,
     StoreGet,
@@ -22,7 +22,7 @@ from kvtransfer.store.messages import (
     StorePutDone,
     StoreRead,
 )
-from kvtransfer.store.ranks.attachment import MappedArena
+from kvtransfer.store.worker.attachment import MappedArena
 
 
 class Batch(NamedTuple):

@@ -16,18 +16,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtransfer.clock import Clock
+from kvtransfer.agent.agent import TRANSFER_THREADS
+from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.pool import KvPool
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, TransferError
-from kvtransfer.faults import Faults
-from kvtransfer.framing import receive_exactly
-from kvtransfer.listener import shut_down
 from kvtransfer.messages import TrafficClass
-from kvtransfer.pool import KvPool
-from kvtransfer.service import TRANSFER_THREADS
+from kvtransfer.rpc.framing import receive_exactly
+from kvtransfer.rpc.listener import shut_down
 from kvtransfer.store.messages import AttachStore, StoreAttached, StoreGet, StoreOrder, StorePut, StoreReport
-from kvtransfer.store.ranks.attachment import MappedArena, attach
-from kvtransfer.store.ranks.copying import CopyWork, GetWork, PutWork
-from kvtransfer.traffic import TrafficGovernor
+from kvtransfer.store.worker.attachment import MappedArena, attach
+from kvtransfer.store.worker.copying import CopyWork, GetWork, PutWork
 
 
 @dataclass(frozen=True)

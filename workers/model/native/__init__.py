@@ -105,7 +105,7 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The token of each row of float32 logits [R, V] with the largest logits / temperature + noise, of
         those whose logits / temperature is at least `least`; both are [R, 1] float32, and `keys` [R] are of
-        `workers.engine.noise`. Returns tokens, best scores and next best scores, [R]; the scores are exact
+        `workers.rank.noise`. Returns tokens, best scores and next best scores, [R]; the scores are exact
         up to the rounding of logarithms."""
         num_rows, vocab_size = logits.shape
         assert logits.dtype == torch.float32

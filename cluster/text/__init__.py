@@ -1,0 +1,1 @@
+"""From text to tokens and back: validation, chat templates, tokenizer, preprocessing."""

@@ -1,0 +1,1 @@
+"""The transfer agent of a rank: writer connections, lanes, quality of service."""

@@ -1,0 +1,1 @@
+"""KV blocks in memory: keys, layout, pools, checksums."""

@@ -1,0 +1,1 @@
+"""The landing protocol, without input or output: sender, receiver, fence, gate."""

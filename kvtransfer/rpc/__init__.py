@@ -1,0 +1,1 @@
+"""Framed and authenticated connections: codec, framing, handshake, listener, stream."""

@@ -1,0 +1,1 @@
+"""Disaggregated serving between replicas: peer links, KV sender and receiver, migration."""
