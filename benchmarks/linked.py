@@ -26,7 +26,7 @@ from workers.messages import (
     StepFrame,
     Submission,
 )
-from workers.replica.engine_core import Brain
+from workers.replica.engine_core import EngineCore
 from workers.replica.rank_group import ProcessLauncher
 
 CLOCK = SystemClock()
@@ -55,7 +55,7 @@ class LinkedReplicas:
         self._model_dir = model_dir
         self._dtype = dtype
         self._secret = secret
-        self._brains: dict[str, tuple[Brain, FrameStream]] = {}
+        self._brains: dict[str, tuple[EngineCore, FrameStream]] = {}
         self._heard: dict[str, Heard] = {}
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -68,9 +68,9 @@ class LinkedReplicas:
         engine: EngineConfig,
         transfer: TransferConfig | None = None,
         store: str | None = None,
-    ) -> Brain:
+    ) -> EngineCore:
         """A started replica with a Link to it."""
-        brain = Brain(
+        brain = EngineCore(
             identity=ReplicaIdentity(name, 1),
             pool=role,
             role=role,

@@ -25,7 +25,7 @@ from workers.messages import BatchEntry, StepPlan
 from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv
 from workers.model.random_checkpoint import write_random_checkpoint
-from workers.rank.model_runner import Executor, read_dtype
+from workers.rank.model_runner import ModelRunner, read_dtype
 
 TARGET = 1.3
 SHAPE: dict[str, Any] = {
@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {
 class Bench:
     """An executor whose pools are full of numbers, and steps over sequences of `context_tokens`."""
 
-    def __init__(self, executor: Executor, host: HostKv, clock: Clock, block_tokens: int) -> None:
+    def __init__(self, executor: ModelRunner, host: HostKv, clock: Clock, block_tokens: int) -> None:
         self._executor = executor
         self._host = host
         self._clock = clock
@@ -152,7 +152,7 @@ def main() -> None:
             Path(folder), "qwen3", seed=0, dtype=str(dtype).removeprefix("torch."), **SHAPE
         )
         clock = SystemClock()
-        executor = Executor(
+        executor = ModelRunner(
             model_dir=Path(folder),
             dtype=dtype,
             device=torch.device(args.device),

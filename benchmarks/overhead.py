@@ -2,7 +2,7 @@
 
 Stages, each on top of the one before, with one process for every part as in the cluster:
 
-    executor    the step plans of the run, replayed by an Executor in this process
+    executor    the step plans of the run, replayed by an ModelRunner in this process
     brain       a rank process and its brain, asked over a Link
     gateway     a gateway before that brain, asked over gRPC
     hand-over   a gateway before a prefill and a decode replica
@@ -57,8 +57,8 @@ from workers.messages import (
 )
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
-from workers.rank.model_runner import Executor, read_dtype
-from workers.replica.engine_core import Brain
+from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.replica.engine_core import EngineCore
 from workers.replica.rank_group import ProcessLauncher
 from workers.replica.step_loop import PIPELINE_DEPTH
 from workers.scheduler.block_pool import BlockPool
@@ -130,7 +130,7 @@ class BareExecutor:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._executor = Executor(
+        self._executor = ModelRunner(
             model_dir=setting.model,
             dtype=read_dtype(setting.dtype),
             device=torch.device("cpu"),
@@ -259,7 +259,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
 
 
 async def play_brain(order: dict[str, Any]) -> None:
-    brain = Brain(
+    brain = EngineCore(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
         role=order["role"],

@@ -1,6 +1,6 @@
 """How fast a rank's hands copy blocks to and from the store's arena, beside memcpy, as JSON lines.
 
-256 MiB in blocks of 256 KiB, 1 MiB and 7 MiB, through the real path: orders of 16 MiB to `StoreHands`, its
+256 MiB in blocks of 256 KiB, 1 MiB and 7 MiB, through the real path: orders of 16 MiB to `StoreWorker`, its
 queue and its thread, between the pool of this process and an arena that another process made and granted.
 `checksum`: "fused" is what the hands do, every record is summed in the pass that copies it; "none" is a pool
 that does not sum. The limit, in the same run: memcpy of the same blocks between the same two shared memories,
@@ -50,7 +50,7 @@ from kvtransfer.store.messages import (
     StoreRead,
     StoreReport,
 )
-from kvtransfer.store.worker.store_worker import StoreHands
+from kvtransfer.store.worker.store_worker import StoreWorker
 
 BLOCK_BYTES = (256 << 10, 1 << 20, 7 << 20)
 ORDER_BYTES = 16 << 20
@@ -129,7 +129,7 @@ class Hands:
         self._reports: queue.SimpleQueue[StoreReport] = queue.SimpleQueue()
         self._sums = [0] * pool.num_blocks
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), CLOCK)
-        self._hands = StoreHands(pool, 0, governor, self._owner.secret, Faults(), CLOCK, self._reports.put)
+        self._hands = StoreWorker(pool, 0, governor, self._owner.secret, Faults(), CLOCK, self._reports.put)
         self._hands.handle(AttachStore(self._owner.address, b"bench"))
         attached = self._reports.get()
         assert isinstance(attached, StoreAttached)

@@ -25,7 +25,7 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
 from workers.model.random_checkpoint import write_random_checkpoint
-from workers.replica.engine_core import Brain
+from workers.replica.engine_core import EngineCore
 
 BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256
@@ -56,7 +56,7 @@ class Bench:
         self._known = tokens[:num_tokens].astype("<u4").tobytes()
         self._last = tokens[num_tokens:].astype("<u4").tobytes()
 
-    async def run(self, parallel: Parallel, *, is_cold: bool) -> tuple[Heard, Brain]:
+    async def run(self, parallel: Parallel, *, is_cold: bool) -> tuple[Heard, EngineCore]:
         """A new store and a new replica; when cold, after a first request that warms the rest up, and until
         the prompt is in the tiers."""
         settings = self._settings()

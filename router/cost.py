@@ -8,8 +8,8 @@ added: that of the request itself, that of those who come later, and that of the
     pair p, d         prefill p + decode d + uncached(d) x prefill rate(p) / transfer rate(p)
     local d           prefill d + decode d
 
-*Loading*: a token of the prefix that the store of the replica's node holds is loaded instead of computed, in
-the time its tier takes: min(1, prefill rate / load rate) tokens. Loading delays nobody else: other work runs
+*BlockLoader*: a token of the prefix that the store of the replica's node holds is loaded instead of computed, in
+the time its tier takes: min(1, prefill rate / load rate) tokens. BlockLoader delays nobody else: other work runs
 meanwhile. What would take as long as computing is computed, and counts as uncached. At the decode side of a
 pair only the device counts: what is in its store is sent all the same.
 
@@ -53,7 +53,7 @@ NEVER_FITS_TOKENS = 1e12
 decode side of a pair. One that serves alone may keep the rest in host memory, as much as it has told."""
 
 
-class Ask(NamedTuple):
+class RouteQuery(NamedTuple):
     """What a request needs. `num_growth_tokens`: the most it may produce, all samples together."""
 
     num_tokens: int
@@ -65,7 +65,7 @@ class Ask(NamedTuple):
     """False when a prefill replica is pinned: then no replica serves the request alone."""
 
 
-class Option(NamedTuple):
+class ReplicaCost(NamedTuple):
     """A replica that may be chosen: its load, how many leading prompt tokens its device holds, how many it
     would compute, and how many between it would load from which tier of its node's store, at what cost."""
 
@@ -97,17 +97,19 @@ def disturbance_tokens(state: LoadState, uncached_tokens: int) -> float:
     return num_streams * uncached_tokens * min(1.0, uncached_tokens / prefill_tok_s / decode_step_s)
 
 
-def option_of(ask: Ask, state: LoadState, is_stale: bool, device: int, dram: int, nvme: int) -> Option:
+def option_of(
+    ask: RouteQuery, state: LoadState, is_stale: bool, device: int, dram: int, nvme: int
+) -> ReplicaCost:
     """The option of a replica that holds so many leading blocks of the prompt on its device and in its node's
     store. At least one token must be computed, whatever is held."""
     matched_tokens = min(device * ask.block_tokens, ask.num_tokens - 1)
     rest_tokens = ask.num_tokens - matched_tokens
     if not dram and not nvme:
-        return Option(state, is_stale, matched_tokens, rest_tokens)
+        return ReplicaCost(state, is_stale, matched_tokens, rest_tokens)
     dram_ratio, nvme_ratio = load_ratio(state, "dram"), load_ratio(state, "nvme")
     dram_tokens = min(dram * ask.block_tokens, rest_tokens - 1) if dram_ratio < 1.0 else 0
     nvme_tokens = min(nvme * ask.block_tokens, rest_tokens - 1 - dram_tokens) if nvme_ratio < 1.0 else 0
-    return Option(
+    return ReplicaCost(
         state,
         is_stale,
         matched_tokens,
@@ -133,7 +135,7 @@ def transfer_ratio(state: LoadState) -> float:
     return state.prefill_tok_s / state.transfer_tok_s
 
 
-def room_penalty_tokens(ask: Ask, option: Option) -> float:
+def room_penalty_tokens(ask: RouteQuery, option: ReplicaCost) -> float:
     """0 when prompt and growth fit the decode replica's free blocks; else large, and larger the more is
     missing. Without any report the room is unknown and taken to be enough."""
     state = option.state
@@ -144,12 +146,12 @@ def room_penalty_tokens(ask: Ask, option: Option) -> float:
     return 0.0 if missing <= 0 else NO_ROOM_TOKENS + missing * ask.block_tokens
 
 
-def never_fits(ask: Ask, state: LoadState) -> bool:
+def never_fits(ask: RouteQuery, state: LoadState) -> bool:
     """Whether the prompt is longer than all of the replica's device memory, as far as that is known."""
     return 0 < state.num_total_blocks * ask.block_tokens <= ask.num_tokens
 
 
-def prefill_candidate(ask: Ask, option: Option) -> Candidate:
+def prefill_candidate(ask: RouteQuery, option: ReplicaCost) -> Candidate:
     state, is_stale, matched, uncached, dram, nvme, loading = option
     pressure = WORK_PART * uncached + disturbance_tokens(state, uncached)
     notes = []
@@ -175,7 +177,7 @@ def prefill_candidate(ask: Ask, option: Option) -> Candidate:
     )
 
 
-def decode_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candidate:
+def decode_candidate(ask: RouteQuery, option: ReplicaCost, decode_pressure: float) -> Candidate:
     state = option.state
     pressure, note = _decode_pressure(ask, option, decode_pressure)
     if never_fits(ask, state):
@@ -194,7 +196,7 @@ def decode_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candid
     )
 
 
-def local_candidate(ask: Ask, option: Option, decode_pressure: float) -> Candidate:
+def local_candidate(ask: RouteQuery, option: ReplicaCost, decode_pressure: float) -> Candidate:
     state, is_stale, matched, uncached, dram, nvme, loading = option
     pressure, note = _decode_pressure(ask, option, decode_pressure)
     disturbance = disturbance_tokens(state, uncached)
@@ -270,7 +272,7 @@ def _cost(candidate: Candidate) -> float:
     return candidate.cost
 
 
-def _decode_pressure(ask: Ask, option: Option, decode_pressure: float) -> tuple[float, str]:
+def _decode_pressure(ask: RouteQuery, option: ReplicaCost, decode_pressure: float) -> tuple[float, str]:
     """Pressure and penalties of the decode side, and the words for what was penalised."""
     pressure = decode_pressure * option.state.num_sequences
     room_penalty = room_penalty_tokens(ask, option)

@@ -120,7 +120,7 @@ class _Page:
         self.state = None
 
 
-class LoadBook:
+class LoadTracker:
     """Reports and deltas of all replicas. Every method ignores what it does not know."""
 
     def __init__(self, clock: Clock) -> None:

@@ -11,8 +11,8 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.cost import (
     STALE_TOKENS,
-    Ask,
-    Option,
+    ReplicaCost,
+    RouteQuery,
     decode_candidate,
     local_candidate,
     prefill_candidate,
@@ -25,7 +25,9 @@ _MASK_64 = (1 << 64) - 1
 class Policy(Protocol):
     """Prices the options of one request; both lists come least recently chosen first."""
 
-    def candidates(self, ask: Ask, prefills: Sequence[Option], decodes: Sequence[Option]) -> list[Candidate]:
+    def candidates(
+        self, ask: RouteQuery, prefills: Sequence[ReplicaCost], decodes: Sequence[ReplicaCost]
+    ) -> list[Candidate]:
         """Candidates of the sides "prefill", "decode" and "local". A decode replica that may only serve
         alone has no "decode" candidate."""
 
@@ -36,7 +38,9 @@ class CostPolicy:
     def __init__(self, decode_pressure: float) -> None:
         self._decode_pressure = decode_pressure
 
-    def candidates(self, ask: Ask, prefills: Sequence[Option], decodes: Sequence[Option]) -> list[Candidate]:
+    def candidates(
+        self, ask: RouteQuery, prefills: Sequence[ReplicaCost], decodes: Sequence[ReplicaCost]
+    ) -> list[Candidate]:
         priced = [prefill_candidate(ask, option) for option in prefills]
         for option in decodes:
             if not _must_stay(ask, option):
@@ -46,7 +50,7 @@ class CostPolicy:
         return priced
 
 
-Ranker = Callable[[Sequence[Option], str], list[float]]
+Ranker = Callable[[Sequence[ReplicaCost], str], list[float]]
 """Ranks the options of a side ("prefill" or "decode"): one number each, the least is taken."""
 
 
@@ -60,7 +64,9 @@ class PlainPolicy:
     def __init__(self, rank: Ranker) -> None:
         self._rank = rank
 
-    def candidates(self, ask: Ask, prefills: Sequence[Option], decodes: Sequence[Option]) -> list[Candidate]:
+    def candidates(
+        self, ask: RouteQuery, prefills: Sequence[ReplicaCost], decodes: Sequence[ReplicaCost]
+    ) -> list[Candidate]:
         if ask.may_stay:
             prefills = [option for option in prefills if option.state.role == "prefill"]
         priced = [
@@ -89,7 +95,7 @@ def make_policy(config: RouterConfig, seed: int) -> Policy:
     return CostPolicy(config.decode_pressure)
 
 
-def rank_by_turn(options: Sequence[Option], side: str) -> list[float]:
+def rank_by_turn(options: Sequence[ReplicaCost], side: str) -> list[float]:
     """Round robin: options come least recently chosen first."""
     return [float(index) for index in range(len(options))]
 
@@ -100,7 +106,7 @@ class SeededRandom:
     def __init__(self, seed: int) -> None:
         self._state = seed & _MASK_64
 
-    def rank(self, options: Sequence[Option], side: str) -> list[float]:
+    def rank(self, options: Sequence[ReplicaCost], side: str) -> list[float]:
         return [(self._draw() >> 11) * 2.0**-53 for _ in options]
 
     def _draw(self) -> int:
@@ -110,28 +116,28 @@ class SeededRandom:
         return mixed ^ mixed >> 31
 
 
-def rank_by_load(options: Sequence[Option], side: str) -> list[float]:
+def rank_by_load(options: Sequence[ReplicaCost], side: str) -> list[float]:
     """Fewest tokens to compute, or fewest sequences to decode."""
     if side == "prefill":
         return [float(option.state.backlog_tokens) for option in options]
     return [float(option.state.num_sequences) for option in options]
 
 
-def rank_by_prefix(options: Sequence[Option], side: str) -> list[float]:
+def rank_by_prefix(options: Sequence[ReplicaCost], side: str) -> list[float]:
     """Most of the prompt held, whatever the load."""
     return [-float(option.matched_tokens + option.dram_tokens + option.nvme_tokens) for option in options]
 
 
-def _must_stay(ask: Ask, option: Option) -> bool:
+def _must_stay(ask: RouteQuery, option: ReplicaCost) -> bool:
     return ask.may_stay and option.uncached_tokens + option.loading_tokens <= ask.skip_prefill_tokens
 
 
-def _plain(ask: Ask, option: Option, side: str, rank: float) -> Candidate:
+def _plain(ask: RouteQuery, option: ReplicaCost, side: str, rank: float) -> Candidate:
     state = option.state
     stale_tokens = STALE_TOKENS if option.is_stale else 0.0
     if side == "decode":
         matched_tokens = option.matched_tokens
-        option = Option(state, option.is_stale, matched_tokens, ask.num_tokens - matched_tokens)
+        option = ReplicaCost(state, option.is_stale, matched_tokens, ask.num_tokens - matched_tokens)
     return Candidate(
         replica_id=state.replica_id,
         side=side,

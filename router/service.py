@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.cost import NEVER_FITS_TOKENS, Ask, Choice, Option, choose, decode_candidate, option_of
+from router.cost import (
+    NEVER_FITS_TOKENS,
+    Choice,
+    ReplicaCost,
+    RouteQuery,
+    choose,
+    decode_candidate,
+    option_of,
+)
 from router.errors import NoReplicaError
-from router.load import LoadBook, Placement
+from router.load import LoadTracker, Placement
 from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
 from router.policies import make_policy
 from router.radix import NOT_IN_STORE, Match, PrefixTree
@@ -33,10 +41,10 @@ class RouterService:
     """Places requests on replicas.
 
         on_events, on_snapshot --> PrefixTree --\\
-        on_load ----------------> LoadBook -----+--> policy --> candidates --> choose --> Decision
+        on_load ----------------> LoadTracker -----+--> policy --> candidates --> choose --> Decision
         add, remove, set_leaving -> members ----/                                            |
-        on_prefilled, on_finished --> LoadBook <------ placement, prediction <---------------/
-        route_move -------------> members, PrefixTree, LoadBook --> a decode replica for a running stream
+        on_prefilled, on_finished --> LoadTracker <------ placement, prediction <---------------/
+        route_move -------------> members, PrefixTree, LoadTracker --> a decode replica for a running stream
 
     A routed request counts at once as load and, on the replica that computes it, as cached: so a burst of
     siblings follows its first one until the queue there costs more than the prefix is worth. The replica
@@ -52,7 +60,7 @@ class RouterService:
         self._clock = clock
         self._policy = make_policy(config, seed)
         self._tree = PrefixTree(clock, config.prediction_ttl_s)
-        self._book = LoadBook(clock)
+        self._book = LoadTracker(clock)
         self._members: OrderedDict[str, _Member] = OrderedDict()
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
 
@@ -159,8 +167,8 @@ class RouterService:
         self._tree.check()
         self._book.check()
 
-    def _ask(self, request: RouteRequest) -> Ask:
-        return Ask(
+    def _ask(self, request: RouteRequest) -> RouteQuery:
+        return RouteQuery(
             num_tokens=max(request.num_tokens, 1),
             num_growth_tokens=request.max_new_tokens * request.num_samples,
             num_samples=request.num_samples,
@@ -206,7 +214,7 @@ class RouterService:
         )
         return f"{text}; {pinned} was pinned" if pinned else text
 
-    def _options(self, ask: Ask, ids: Iterable[str], match: Match) -> list[Option]:
+    def _options(self, ask: RouteQuery, ids: Iterable[str], match: Match) -> list[ReplicaCost]:
         oldest = self._clock.now() - self._config.stale_load_s
         options = []
         for replica_id in ids:
@@ -216,7 +224,7 @@ class RouterService:
             options.append(option_of(ask, state, state.reported_at < oldest, device, dram, nvme))
         return options
 
-    def _place(self, request: RouteRequest, ask: Ask, decision: Decision) -> None:
+    def _place(self, request: RouteRequest, ask: RouteQuery, decision: Decision) -> None:
         compute_id = decision.prefill or decision.decode
         held_tokens = decision.decode_cached_tokens
         needed_tokens = ask.num_tokens - held_tokens + ask.num_growth_tokens

@@ -319,7 +319,7 @@ class LoadReport(Part, frozen=True):
 
 
 class StepFrame(Message, frozen=True):
-    """Brain to gateway: all news of one engine step for this gateway's requests."""
+    """Engine core to gateway: all news of one engine step for this gateway's requests."""
 
     deltas: tuple[TokenDelta, ...] = ()
     prefills: tuple[PrefillReport, ...] = ()
@@ -331,7 +331,7 @@ class StepFrame(Message, frozen=True):
 
 
 class ReplicaHello(Message, frozen=True):
-    """Brain to gateway, first after the proof: who it is and what it serves."""
+    """Engine core to gateway, first after the proof: who it is and what it serves."""
 
     identity: ReplicaIdentity
     pool: str
@@ -351,13 +351,13 @@ class GatewayHello(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """Brain to gateway: takes no new work; what it runs will finish or move within `drain_s`."""
+    """Engine core to gateway: takes no new work; what it runs will finish or move within `drain_s`."""
 
     drain_s: float
 
 
 class RoleChanged(Message, frozen=True):
-    """Brain to gateway: from now on it plays this role. What it no longer should do finishes or moves."""
+    """Engine core to gateway: from now on it plays this role. What it no longer should do finishes or moves."""
 
     role: str
     epoch: int
@@ -484,7 +484,7 @@ class RankProgress(Message, frozen=True):
 
 
 class FormGroup(Message, frozen=True):
-    """Brain to every rank, when all have joined: load your part. `stages[i]` are the layers [start, end) of
+    """Engine core to every rank, when all have joined: load your part. `stages[i]` are the layers [start, end) of
     stage i."""
 
     store_address: str
@@ -567,7 +567,7 @@ class BlockCopy(Part, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """Brain to rank: one step. Order of effects: frees, starts, copies, computation, sampling."""
+    """Engine core to rank: one step. Order of effects: frees, starts, copies, computation, sampling."""
 
     step: int
     free_slots: tuple[int, ...]
@@ -619,7 +619,7 @@ class StepProgress(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """Brain to rank: leave now."""
+    """Engine core to rank: leave now."""
 
     reason: str
 

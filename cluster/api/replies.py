@@ -13,14 +13,14 @@ import numpy as np
 from cluster.api.status import StatusThread
 from cluster.config import ClusterConfig
 from cluster.gateway.actions import Emit, Summary
-from cluster.gateway.history import Lately
+from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaLinks
 from cluster.gateway.replica_view import moves_of, pools_of
-from cluster.gateway.request_manager import Desk, RequestRecord
+from cluster.gateway.request_manager import RequestManager, RequestRecord
 from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
 from cluster.stores.store_admin import StoreAdmin
-from cluster.text.preprocess import Intake
+from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from router.messages import Decision
 from workers.messages import PrefillReport
@@ -36,12 +36,12 @@ class Reporter:
     def __init__(
         self,
         config: ClusterConfig,
-        desk: Desk,
+        desk: RequestManager,
         links: ReplicaLinks,
-        intake: Intake,
+        intake: Preprocessor,
         stores: StoreAdmin,
         clock: Clock,
-        lately: Lately,
+        lately: RequestHistory,
     ) -> None:
         self._lately = lately
         self._config = config

@@ -13,12 +13,12 @@ import numpy as np
 from cluster.api.replies import Reporter, delta_of, finished_of
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError, to_grpc_status
 from cluster.gateway.actions import Summary
-from cluster.gateway.request_manager import Accepted, Desk
-from cluster.gateway.traffic_splitter import TrafficRelay
+from cluster.gateway.request_manager import Accepted, RequestManager
+from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.ended_request import Caller
 from cluster.proto import tandem_pb2 as pb
 from cluster.stores.store_admin import StoreAdmin
-from cluster.text.preprocess import Intake
+from cluster.text.preprocess import Preprocessor
 from cluster.text.validation import Limits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
@@ -33,12 +33,12 @@ class InferenceServicer:
     def __init__(
         self,
         *,
-        desk: Desk,
+        desk: RequestManager,
         texts: TextCalls,
         reporter: Reporter,
         stores: StoreAdmin,
         faults: Faults,
-        traffic: TrafficRelay,
+        traffic: TrafficSplitter,
     ) -> None:
         self._desk = desk
         self._traffic = traffic
@@ -160,7 +160,7 @@ T = TypeVar("T")
 class TextCalls:
     """Of one gateway. `OverloadedError` when there are `MAX_CALLS` already."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Preprocessor) -> None:
         self._intake = intake
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "text")
         self._num_calls = 0

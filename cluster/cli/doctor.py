@@ -134,7 +134,7 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
 def _machine(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
 ) -> list[Finding]:
-    from cluster.doctor.checks import Case
+    from cluster.doctor.checks import CheckContext
     from cluster.doctor.machine import Machine
     from cluster.doctor.run_checks import examine_machine
     from cluster.serve.memory import needs_of
@@ -143,7 +143,7 @@ def _machine(
         needs = needs_of(config)
     except CheckpointError:
         needs = None  # the checks of the model say so
-    case = Case(
+    case = CheckContext(
         machine=Machine(),
         config=config,
         needs=needs,

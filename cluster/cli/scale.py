@@ -32,7 +32,7 @@ from cluster.errors import (
     UnknownPoolError,
 )
 from cluster.proto import tandem_pb2 as pb
-from cluster.scaling.serve_client import AppTargets, Lever
+from cluster.scaling.serve_client import AppTargets, ServeClient
 from cluster.serve.capacity import read_room
 from kvtransfer.common.clock import Clock, SystemClock
 
@@ -78,7 +78,7 @@ def scale(
     if not orders and not release:
         raise typer.BadParameter("name a pool and its count, as in decode=3", param_hint="POOL=REPLICAS")
 
-    door = Door(address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app)
+    door = ScaleTarget(address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app)
     work = ScaleWork(door, out, SystemClock(), as_json=as_json)
     run(work.scale(orders or (), release or (), dry_run=dry_run, wait_s=timeout if wait else None))
 
@@ -109,7 +109,7 @@ _POLL_S = 0.5
 _ANSWER_S = 10.0
 
 
-class Door(NamedTuple):
+class ScaleTarget(NamedTuple):
     """How the cluster is reached: a gateway, and the dashboard with its token."""
 
     gateway: str
@@ -117,14 +117,14 @@ class Door(NamedTuple):
     token: str
     app: str
 
-    def lever(self) -> Lever:
-        return Lever(self.dashboard, self.app, self.token)
+    def lever(self) -> ServeClient:
+        return ServeClient(self.dashboard, self.app, self.token)
 
 
 class ScaleWork:
     """One call of the command."""
 
-    def __init__(self, door: Door, console: Console, clock: Clock, *, as_json: bool) -> None:
+    def __init__(self, door: ScaleTarget, console: Console, clock: Clock, *, as_json: bool) -> None:
         self._door = door
         self._console = console
         self._clock = clock
@@ -153,7 +153,7 @@ class ScaleWork:
         elif dry_run:
             self._console.print("nothing was changed: a dry run")
 
-    async def _pull(self, plan: ScalePlan, lever: Lever) -> None:
+    async def _pull(self, plan: ScalePlan, lever: ServeClient) -> None:
         done: list[str] = []
         for change in plan.changes:
             if change.is_pin:
@@ -196,7 +196,7 @@ class ScaleWork:
         if reply.status != 200:
             raise PinError(f"{failure}: {told}")
 
-    async def _wait(self, orders: dict[str, int], lever: Lever, wait_s: float) -> None:
+    async def _wait(self, orders: dict[str, int], lever: ServeClient, wait_s: float) -> None:
         """Until Serve runs as many, and none more is on its way in or out."""
         deadline = self._clock.now() + wait_s
         with stages(err, "waiting") as tell:
@@ -226,7 +226,7 @@ class ScaleWork:
             return None
 
 
-async def _application(lever: Lever, app: str) -> AppTargets:
+async def _application(lever: ServeClient, app: str) -> AppTargets:
     targets = await lever.application()
     if targets is None:
         raise UnknownPoolError(f"Ray Serve at {lever.url} has no application {app!r}; --app names another")

@@ -13,7 +13,7 @@ from cluster.api.replies import Fresh, Reporter
 from cluster.config import ClusterConfig
 from cluster.console.orders import Operations
 from cluster.errors import DashboardAwayError
-from cluster.gateway.request_manager import Desk, RequestRecord
+from cluster.gateway.request_manager import RequestManager, RequestRecord
 from cluster.metrics.gateway_counters import CURVE_S
 from cluster.proto import tandem_pb2 as pb
 from cluster.stores.store_admin import STAT_S, StoreAdmin
@@ -37,7 +37,7 @@ class ConsoleApi:
         gateway_id: str,
         config: ClusterConfig,
         reporter: Reporter,
-        desk: Desk,
+        desk: RequestManager,
         stores: StoreAdmin,
         operations: Operations | None,
         clock: Clock,

@@ -18,7 +18,7 @@ from cluster.config import ClusterConfig, GatewayConfig
 from cluster.console.console_data import ConsoleApi
 from cluster.console.orders import Answer, Operations, Order, Orders, ReleaseOrder, ScaleOrder
 from cluster.errors import StartError, UnknownRequestError
-from cluster.gateway.request_manager import Desk
+from cluster.gateway.request_manager import RequestManager
 from cluster.stores.store_admin import StoreAdmin
 from kvtransfer.common.clock import Clock
 
@@ -34,7 +34,7 @@ def open_console(
     gateway_id: str,
     config: ClusterConfig,
     reporter: Reporter,
-    desk: Desk,
+    desk: RequestManager,
     stores: StoreAdmin,
     operations: Operations | None,
     clock: Clock,

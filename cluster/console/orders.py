@@ -18,7 +18,7 @@ from cluster.errors import (
     TokenRefusedError,
     UnknownPoolError,
 )
-from cluster.scaling.serve_client import Lever
+from cluster.scaling.serve_client import ServeClient
 
 MAX_REPLICAS = 1000
 
@@ -69,7 +69,7 @@ class Orders:
     async def scale(self, order: ScaleOrder, token: str) -> Answer:
         """Serve's target of the pool; `token` "": none was given."""
 
-        async def pull(lever: Lever, operations: Operations) -> str:
+        async def pull(lever: ServeClient, operations: Operations) -> str:
             seen = await lever.application()
             noun = "replica" if order.replicas == 1 else "replicas"
             pool = seen.pools.get(order.pool) if seen is not None else None
@@ -84,7 +84,7 @@ class Orders:
     async def release(self, order: ReleaseOrder, token: str) -> Answer:
         """The dashboard knows no pins: it is asked something that it answers to this token only."""
 
-        async def unpin(lever: Lever, operations: Operations) -> str:
+        async def unpin(lever: ServeClient, operations: Operations) -> str:
             await lever.application()
             await operations.release(order.pool)
             return f"pool {order.pool} is released"
@@ -92,7 +92,7 @@ class Orders:
         return await self._obey(order.pool, token, unpin)
 
     async def _obey(
-        self, pool: str, token: str, obey: Callable[[Lever, Operations], Awaitable[str]]
+        self, pool: str, token: str, obey: Callable[[ServeClient, Operations], Awaitable[str]]
     ) -> Answer:
         if pool not in self._pools:
             return Answer(404, f"there is no pool {pool[:100]!r}, but {', '.join(self._pools)}")
@@ -102,7 +102,7 @@ class Orders:
             url = await self._operations.dashboard_url()
             if not url:
                 return Answer(503, "this Ray cluster has no dashboard for orders: start its head with one")
-            async with Lever(url, self._app, token) as lever:
+            async with ServeClient(url, self._app, token) as lever:
                 return Answer(200, await obey(lever, self._operations))
         except TokenRefusedError as error:
             return Answer(403 if token else 401, str(error))

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from cryptography import x509
 
-from cluster.doctor.checks import Case, Check, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Verdict, error, note, ok, warning
 from cluster.doctor.network import LOOPBACK
 
 _SOON_DAYS = 14.0
@@ -17,7 +17,7 @@ _DAY_S = 86_400.0
 _NOT_STARTED = "the gateways do not start"
 
 
-def tls(case: Case) -> Iterator[Verdict]:
+def tls(case: CheckContext) -> Iterator[Verdict]:
     gateway = case.config.gateway
     cert_file, key_file = gateway.tls_cert_file, gateway.tls_key_file
     if cert_file is None or key_file is None:

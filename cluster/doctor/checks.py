@@ -108,7 +108,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckContext:
     """This machine, and what is to run on it."""
 
     machine: Machine

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.doctor.checks import Case, Check, Figures, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
 from cluster.doctor.machine import Machine, read, whole_number
 
 GROUP = "devices"
@@ -60,7 +60,7 @@ def pci_devices(machine: Machine) -> list[PciDevice]:
     return found
 
 
-def links(case: Case) -> Iterator[Verdict]:
+def links(case: CheckContext) -> Iterator[Verdict]:
     """A GPU lowers its link's speed while it idles, so that only the width tells; network devices do not."""
     for device in pci_devices(case.machine):
         if not device.width or not device.max_width:
@@ -86,7 +86,7 @@ def links(case: Case) -> Iterator[Verdict]:
             yield ok(seen, **figures)
 
 
-def gpus_present(case: Case) -> Iterator[Verdict]:
+def gpus_present(case: CheckContext) -> Iterator[Verdict]:
     """For the pools that ask for them; a cluster of several nodes may have them elsewhere."""
     wanted = sum(
         pool.replicas * pool.tp * pool.num_gpus_per_rank * pool.stage_devices.count("cuda")
@@ -107,7 +107,7 @@ def gpus_present(case: Case) -> Iterator[Verdict]:
         yield ok(f"{len(names)} GPUs: {_models(names)}")
 
 
-def gpu_persistence(case: Case) -> Iterator[Verdict]:
+def gpu_persistence(case: CheckContext) -> Iterator[Verdict]:
     rows = gpu_rows(case.machine, "index", "persistence_mode")
     off = [index for index, mode in rows or () if mode == "Disabled"]
     if off:
@@ -120,7 +120,7 @@ def gpu_persistence(case: Case) -> Iterator[Verdict]:
         yield ok(f"persistence mode is on ({len(rows)} GPUs)")
 
 
-def gpu_clocks(case: Case) -> Iterator[Verdict]:
+def gpu_clocks(case: CheckContext) -> Iterator[Verdict]:
     """Whether something holds a clock down now; an idle GPU clocks low by itself, which is no reason."""
     rows = gpu_rows(case.machine, "index", *(f"clocks_event_reasons.{name}" for name in _THROTTLES))
     if rows is None:  # drivers before 535
@@ -137,7 +137,7 @@ def gpu_clocks(case: Case) -> Iterator[Verdict]:
         yield ok(f"nothing holds down the clocks of {len(rows)} GPUs")
 
 
-def gpu_capability(case: Case) -> Iterator[Verdict]:
+def gpu_capability(case: CheckContext) -> Iterator[Verdict]:
     """bf16 needs compute capability 8.0."""
     uses_bf16 = any(
         "cuda" in pool.stage_devices and pool.dtype in ("auto", "bf16") for pool in case.config.pools
@@ -154,7 +154,7 @@ def gpu_capability(case: Case) -> Iterator[Verdict]:
         yield ok(f"{len(rows)} GPUs compute in bf16")
 
 
-def locality(case: Case) -> Iterator[Verdict]:
+def locality(case: CheckContext) -> Iterator[Verdict]:
     """GPUs whose NUMA node has no fast network device of its own."""
     found = [device for device in pci_devices(case.machine) if device.numa_node >= 0]
     networks = [item for item in found if not item.is_gpu and item.max_speed >= _SLOW_LINK_GT_S]
@@ -171,7 +171,7 @@ def locality(case: Case) -> Iterator[Verdict]:
         yield ok("every GPU has a network device on its NUMA node")
 
 
-def infiniband(case: Case) -> Iterator[Verdict]:
+def infiniband(case: CheckContext) -> Iterator[Verdict]:
     """Whether `rdma` can be offered, and whether the devices that the configuration names are there."""
     transfer, folder = case.config.transfer, case.machine.sys / "class/infiniband"
     if "rdma" not in transfer.transports:

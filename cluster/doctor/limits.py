@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Case, Check, Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, gb, note, ok, warning
 from cluster.doctor.machine import read
 from cluster.doctor.network import LOOPBACK
 from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed
@@ -20,7 +20,7 @@ _DEVICE_SHARE = 0.9
 """Of a GPU's memory for weights and KV; the rest is for what is not counted."""
 
 
-def open_files(case: Case) -> Iterator[Verdict]:
+def open_files(case: CheckContext) -> Iterator[Verdict]:
     limits = case.machine.limit("Max open files")
     if case.needs is None or limits is None:
         return
@@ -40,7 +40,7 @@ def open_files(case: Case) -> Iterator[Verdict]:
         yield ok(f"{seen}; the busiest process may need {needed}", **figures)
 
 
-def processes(case: Case) -> Iterator[Verdict]:
+def processes(case: CheckContext) -> Iterator[Verdict]:
     limits = case.machine.limit("Max processes")
     allowed = min(limits[0] if limits else float("inf"), case.machine.group_limit("pids", "pids.max"))
     if allowed < _MIN_PROCESSES:
@@ -54,7 +54,7 @@ def processes(case: Case) -> Iterator[Verdict]:
         yield ok(f"{_count(allowed)} processes and threads allowed")
 
 
-def shared_memory(case: Case) -> Iterator[Verdict]:
+def shared_memory(case: CheckContext) -> Iterator[Verdict]:
     path = case.machine.root / "dev/shm"
     space = case.machine.space(path) if path.exists() else None
     if space is None:
@@ -77,7 +77,7 @@ def shared_memory(case: Case) -> Iterator[Verdict]:
         yield ok(f"{seen}; only Ray's object store lies there, KV does not", **figures)
 
 
-def memory(case: Case) -> Iterator[Verdict]:
+def memory(case: CheckContext) -> Iterator[Verdict]:
     """Free memory while nothing of it runs yet, all memory while it does."""
     total, free = case.machine.memory("MemTotal"), case.machine.memory("MemAvailable")
     if case.needs is None or total is None or free is None:
@@ -105,7 +105,7 @@ def memory(case: Case) -> Iterator[Verdict]:
         yield ok(f"{seen} ({detail})", **figures)
 
 
-def huge_pages(case: Case) -> Iterator[Verdict]:
+def huge_pages(case: CheckContext) -> Iterator[Verdict]:
     """Reserved ones for the store; transparent ones for what else is shared."""
     if not case.needs or not case.needs.store_bytes or not case.config.store.huge_pages:
         return
@@ -131,7 +131,7 @@ def huge_pages(case: Case) -> Iterator[Verdict]:
     )
 
 
-def _huge_pages_suffice(case: Case) -> bool:
+def _huge_pages_suffice(case: CheckContext) -> bool:
     """The store's memory then is none of the free memory."""
     if case.needs is None or not case.config.store.huge_pages:
         return False
@@ -140,7 +140,7 @@ def _huge_pages_suffice(case: Case) -> bool:
     return is_usual and num_free * HUGE_PAGE_BYTES >= case.needs.store_bytes
 
 
-def locked_memory(case: Case) -> Iterator[Verdict]:
+def locked_memory(case: CheckContext) -> Iterator[Verdict]:
     """RDMA and pinned device copies lock the pool in memory."""
     limits = case.machine.limit("Max locked memory")
     uses_rdma = "rdma" in case.config.transfer.transports and any(
@@ -161,7 +161,7 @@ def locked_memory(case: Case) -> Iterator[Verdict]:
         yield ok("enough memory may be locked for RDMA", needed_bytes=needed)
 
 
-def device_memory(case: Case) -> Iterator[Verdict]:
+def device_memory(case: CheckContext) -> Iterator[Verdict]:
     """Compare a rank's weights and KV with the memory of the smallest GPU. Activations, the CUDA context and
     NCCL's buffers are not counted."""
     pools = [] if case.needs is None else [pool for pool in case.needs.pools if _is_on_gpu(pool)]

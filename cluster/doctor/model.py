@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config import PoolConfig
-from cluster.doctor.checks import Case, Check, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Verdict, error, gb, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.text.chat_template import load_chat_template
 from cluster.text.tokenizer import ModelText
@@ -26,7 +26,7 @@ GROUP = "model"
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout as `model`"
 
 
-def config_json(case: Case) -> Iterator[Verdict]:
+def config_json(case: CheckContext) -> Iterator[Verdict]:
     try:
         model = read_model_config(case.config.model)
     except CheckpointError as problem:
@@ -44,7 +44,7 @@ def config_json(case: Case) -> Iterator[Verdict]:
         )
 
 
-def weights(case: Case) -> Iterator[Verdict]:
+def weights(case: CheckContext) -> Iterator[Verdict]:
     """Every file that the index names is there, and as long as its header says."""
     try:
         files = weight_files(case.config.model)
@@ -62,7 +62,7 @@ def weights(case: Case) -> Iterator[Verdict]:
         yield ok(f"{len(files)} files of weights, {gb(num_bytes)}, all whole", num_bytes=num_bytes)
 
 
-def tokenizer(case: Case) -> Iterator[Verdict]:
+def tokenizer(case: CheckContext) -> Iterator[Verdict]:
     try:
         ModelText.load(case.config.model)
     except CheckpointError as problem:
@@ -80,7 +80,7 @@ def tokenizer(case: Case) -> Iterator[Verdict]:
         yield ok("tokenizer and chat template are there")
 
 
-def split(case: Case) -> Iterator[Verdict]:
+def split(case: CheckContext) -> Iterator[Verdict]:
     """What `tandem serve` would refuse, and what it would serve less well than asked."""
     try:
         model = read_model_config(case.config.model)

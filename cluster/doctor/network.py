@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.checks import Case, Check, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Verdict, error, note, ok, warning
 
 GROUP = "network and Ray"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -16,7 +16,7 @@ _REACH_S = 5.0
 MIN_TOKEN_CHARS = 16
 
 
-def ports(case: Case) -> Iterator[Verdict]:
+def ports(case: CheckContext) -> Iterator[Verdict]:
     """The gateway's and the console's, and the addresses to listen on."""
     gateway = case.config.gateway
     for name in ("port", "console_port", "health_port"):
@@ -32,7 +32,7 @@ def ports(case: Case) -> Iterator[Verdict]:
         )
 
 
-def _port(case: Case, field: str, host: str, port: int) -> Iterator[Verdict]:
+def _port(case: CheckContext, field: str, host: str, port: int) -> Iterator[Verdict]:
     problem = _bind(host, port)
     if problem == 0:
         yield ok(f"{field}: {host}:{port} is free", port=port)
@@ -59,7 +59,7 @@ def _port(case: Case, field: str, host: str, port: int) -> Iterator[Verdict]:
         )
 
 
-def clock(case: Case) -> Iterator[Verdict]:
+def clock(case: CheckContext) -> Iterator[Verdict]:
     """Whether something keeps this machine's clock right. Live, the clocks of the hosts are compared."""
     kernel = case.machine.kernel_clock()
     if kernel is None:
@@ -74,7 +74,7 @@ def clock(case: Case) -> Iterator[Verdict]:
     yield say(seen, why, remedy)
 
 
-def ray_token(case: Case) -> Iterator[Verdict]:
+def ray_token(case: CheckContext) -> Iterator[Verdict]:
     """Ray's token authentication: whoever has the token runs code on every node."""
     mode = case.environment.get("RAY_AUTH_MODE", "token").lower()
     if mode != "token":
@@ -137,7 +137,7 @@ def _token_text(text: str, place: str, where: str) -> Iterator[Verdict]:
         yield ok(f"the Ray token is in {place}")
 
 
-def ray_cluster(case: Case) -> Iterator[Verdict]:
+def ray_cluster(case: CheckContext) -> Iterator[Verdict]:
     """Whether something answers at the address to join; nothing is joined."""
     address = case.ray_address
     if address in ("auto", "local"):
@@ -163,7 +163,7 @@ def ray_cluster(case: Case) -> Iterator[Verdict]:
     )
 
 
-def secret(case: Case) -> Iterator[Verdict]:
+def secret(case: CheckContext) -> Iterator[Verdict]:
     path = case.config.secret_file
     if path is None:
         return

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cluster.config import DtypeName
-from cluster.doctor.checks import Case, Check, Figures, Verdict, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, note, ok, warning
 from cluster.doctor.machine import Machine, read
 from cluster.dtypes import has_native_bf16, resolve_dtype, vector_unit
-from cluster.serve.capacity import BRAIN_CPUS, GATEWAY_CPUS
+from cluster.serve.capacity import ENGINE_CORE_CPUS, GATEWAY_CPUS
 
 GROUP = "processors"
 _VECTOR_FLAGS = ("avx2", "asimd")
 
 
-def cores(case: Case) -> Iterator[Verdict]:
+def cores(case: CheckContext) -> Iterator[Verdict]:
     """All ranks compute at once; what brains, gateways and Ray need beside them is little."""
     num_cpus = case.machine.cpus()
     if case.needs is None or num_cpus <= 0:
@@ -24,7 +24,7 @@ def cores(case: Case) -> Iterator[Verdict]:
     num_brains = sum(pool.num_replicas for pool in case.needs.pools)
     seen = f"{num_cpus:g} processors for {num_threads} threads of ranks"
     figures: Figures = {"cpus": num_cpus, "rank_threads": num_threads}
-    others = num_brains * BRAIN_CPUS + case.needs.num_gateways * GATEWAY_CPUS
+    others = num_brains * ENGINE_CORE_CPUS + case.needs.num_gateways * GATEWAY_CPUS
     if num_threads > num_cpus:
         yield warning(
             f"{seen} (replicas x ranks x engine.num_threads)",
@@ -39,7 +39,7 @@ def cores(case: Case) -> Iterator[Verdict]:
         yield ok(seen, **figures)
 
 
-def features(case: Case) -> Iterator[Verdict]:
+def features(case: CheckContext) -> Iterator[Verdict]:
     """What the kernels of CPU pools use, by their dtype."""
     flags = case.machine.cpu_flags()
     names = [pool.name for pool in case.config.pools if "cpu" in pool.stage_devices]
@@ -78,7 +78,7 @@ def _slow_dtype(machine: Machine, dtype: DtypeName, better: DtypeName, seen: str
     )
 
 
-def compiler(case: Case) -> Iterator[Verdict]:
+def compiler(case: CheckContext) -> Iterator[Verdict]:
     if all("cpu" not in pool.stage_devices for pool in case.config.pools):
         return
     found = case.machine.find_program("c++") or case.machine.find_program("g++")
@@ -92,7 +92,7 @@ def compiler(case: Case) -> Iterator[Verdict]:
         )
 
 
-def governor(case: Case) -> Iterator[Verdict]:
+def governor(case: CheckContext) -> Iterator[Verdict]:
     files = (case.machine.sys / "devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
     found = Counter(read(file).strip() for file in files)
     slow = [name for name in found if name in ("powersave", "conservative", "ondemand")]
@@ -114,7 +114,7 @@ def _is_hardware_managed(machine: Machine) -> bool:
     )
 
 
-def numa(case: Case) -> Iterator[Verdict]:
+def numa(case: CheckContext) -> Iterator[Verdict]:
     """Ranks are not pinned: where there are several nodes, a rank may compute far from its memory."""
     nodes = sorted((case.machine.sys / "devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:

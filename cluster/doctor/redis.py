@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.doctor.checks import Case, Check, Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, gb, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.stores.settings import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock
@@ -60,7 +60,7 @@ async def ask_index(url: str, clock: Clock) -> IndexReply:
     return IndexReply(info, tuple(sorted(lookups)), skew_s)
 
 
-def server(case: Case) -> Iterator[Verdict]:
+def server(case: CheckContext) -> Iterator[Verdict]:
     """Reached, new enough, quick enough, with room for the index."""
     store = case.config.store
     if not store.index or not store.dram_gb:
@@ -117,7 +117,7 @@ def speed(place: str, lookups_ms: tuple[float, ...], budget_ms: float) -> Iterat
         yield ok(f"{seen}, within store.lookup_budget_ms {budget_ms:g}", **figures)
 
 
-def index_bytes(case: Case) -> int:
+def index_bytes(case: CheckContext) -> int:
     """What the index takes when one node's tiers are full; 0 where the model cannot be read."""
     if case.needs is None:
         return 0
@@ -171,7 +171,7 @@ def lead(place: str, skew_s: float) -> Iterator[Verdict]:
         )
 
 
-def _own_server(case: Case) -> Iterator[Verdict]:
+def _own_server(case: CheckContext) -> Iterator[Verdict]:
     try:
         binary = find_binary()
     except StoreError as problem:

@@ -19,10 +19,10 @@ from cluster.doctor import (
     storage,
     transfer,
 )
-from cluster.doctor.checks import C, Case, Check, Finding, error
+from cluster.doctor.checks import C, Check, CheckContext, Finding, error
 from cluster.doctor.live import Live
 
-MACHINE_CHECKS: tuple[Check[Case], ...] = (
+MACHINE_CHECKS: tuple[Check[CheckContext], ...] = (
     *model.CHECKS,
     *limits.CHECKS,
     *processors.CHECKS,
@@ -45,7 +45,7 @@ REACH_CHECK = "gateway"
 """Before all others of a running cluster: that the gateway answers."""
 
 
-def examine_machine(case: Case) -> list[Finding]:
+def examine_machine(case: CheckContext) -> list[Finding]:
     return _run(MACHINE_CHECKS, case)
 
 

@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.checks import Case, Check, Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, gb, note, ok, warning
 
 GROUP = "disk"
 _PAGE_BYTES = 4096
 _LOCAL = "name a folder on a local NVMe disk in store.nvme_path"
 
 
-def room(case: Case) -> Iterator[Verdict]:
+def room(case: CheckContext) -> Iterator[Verdict]:
     """For what the store may still take, or has taken already."""
     folder = case.config.store.nvme_path
     if folder is None:
@@ -40,7 +40,7 @@ def room(case: Case) -> Iterator[Verdict]:
         yield ok(seen, **figures)
 
 
-def direct_io(case: Case) -> Iterator[Verdict]:
+def direct_io(case: CheckContext) -> Iterator[Verdict]:
     """One page is written and read with O_DIRECT, as the store does; the file is removed."""
     folder = case.config.store.nvme_path
     if folder is None:
@@ -72,7 +72,7 @@ def direct_io(case: Case) -> Iterator[Verdict]:
         )
 
 
-def kind(case: Case) -> Iterator[Verdict]:
+def kind(case: CheckContext) -> Iterator[Verdict]:
     folder = case.config.store.nvme_path
     mount = None if folder is None else case.machine.mount(folder)
     if folder is None or mount is None:

@@ -22,8 +22,8 @@ from workers.messages import (
 )
 
 
-class JourneyState(Enum):
-    """See `journey.Journey`."""
+class RequestPhase(Enum):
+    """See `journey.RequestState`."""
 
     NEW = auto()
     ROUTING = auto()
@@ -42,7 +42,7 @@ class SampleStart:
 
 
 @dataclass(frozen=True, slots=True)
-class JourneyPlan:
+class PreparedRequest:
     """One request, checked and tokenized. `request_id` is unique on the wire, also among resumed calls."""
 
     request_id: str
@@ -80,7 +80,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class RouteMove:
-    """After `delay_s` find a place for `Journey.move_request`, if it then has one, and tell the journey
+    """After `delay_s` find a place for `RequestState.move_request`, if it then has one, and tell the journey
     `on_move_routed`."""
 
     delay_s: float = 0.0

@@ -44,12 +44,12 @@ class _Hits(NamedTuple):
     num_cached: int
 
 
-class Lately:
+class RequestHistory:
     """Bounded; one thread. `ended` is an `Observer` of the desk."""
 
     def __init__(self, block_tokens: int, clock: Clock) -> None:
         self._clock = clock
-        self._prefixes = PrefixBook(block_tokens)
+        self._prefixes = PrefixTracker(block_tokens)
         self._done: deque[_Done] = deque(maxlen=MAX_REQUESTS)
         self._hits: OrderedDict[str, deque[_Hits]] = OrderedDict()
 
@@ -185,7 +185,7 @@ class Reuse(NamedTuple):
     num_repeated_behind: int = 0
 
 
-class PrefixBook:
+class PrefixTracker:
     """What is known of earlier prompts.
 
         saw(tenant, keys, prompt, ...) -->  leading keys that are known: the shared prefix

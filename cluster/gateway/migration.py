@@ -16,8 +16,8 @@ OVERDUE_S = 5.0
 """After the target was lost: what the replica that it moves from has not told by then is not waited for."""
 
 
-class StreamMoves:
-    """The moves of an attempt, one after another; `Journey` tells it what happens::
+class StreamMigration:
+    """The moves of an attempt, one after another; `RequestState` tells it what happens::
 
         decodes --find--> target --switch--> decodes there; the former replica may still owe tokens
            ^                 |

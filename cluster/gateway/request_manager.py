@@ -1,4 +1,4 @@
-"""The requests of one gateway: accepted here, carried by a `Walk` each, remembered for a while when ended.
+"""The requests of one gateway: accepted here, carried by a `RequestTask` each, remembered for a while when ended.
 
 The Links bring news of replicas here, and each request gets its part.
 """
@@ -24,12 +24,12 @@ from cluster.errors import (
 )
 from cluster.gateway.actions import RoutedAttempt, TimelineEntry
 from cluster.gateway.replica_connections import ReplicaLinks
-from cluster.gateway.request_state import Journey
-from cluster.gateway.request_task import Router, Walk
+from cluster.gateway.request_state import RequestState
+from cluster.gateway.request_task import RequestTask, Router
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer
-from cluster.metrics.gateway_counters import GatewayMeters
+from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import Intake, Planned
+from cluster.text.preprocess import Preprocessed, Preprocessor
 from cluster.text.validation import Limits, check_request
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
@@ -77,13 +77,13 @@ class Counters:
 class Accepted(NamedTuple):
     """A request on its way."""
 
-    walk: Walk
+    walk: RequestTask
     request_id: str
     seed: int
     num_prompt_tokens: int
 
 
-class Desk:
+class RequestManager:
     """All requests of a gateway.
 
     A request lives under its id on the wire, which is new for every call; under the client's own id it can
@@ -93,13 +93,13 @@ class Desk:
     def __init__(
         self,
         *,
-        intake: Intake,
+        intake: Preprocessor,
         links: ReplicaLinks,
         router: Router,
         clock: Clock,
         max_requests: int,
         on_members: Callable[[], None],
-        meters: GatewayMeters,
+        meters: GatewayCounters,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._intake = intake
@@ -110,8 +110,8 @@ class Desk:
         self._members_changed = on_members
         self._observers = (meters.ended, *observers)
         self.meters = meters
-        self._walks: dict[str, Walk] = {}
-        self._latest: dict[str, Walk] = {}
+        self._walks: dict[str, RequestTask] = {}
+        self._latest: dict[str, RequestTask] = {}
         """Running, by the client's request id."""
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
@@ -254,7 +254,7 @@ class Desk:
     def on_members(self) -> None:
         self._members_changed()
 
-    def _walk(self, source: ReplicaIdentity, request_id: str, attempt: int) -> Walk | None:
+    def _walk(self, source: ReplicaIdentity, request_id: str, attempt: int) -> RequestTask | None:
         """The request, if this attempt is its current one; otherwise the replica is told to stop, once."""
         walk = self._walks.get(request_id)
         if walk is not None and walk.journey.is_current(attempt):
@@ -269,7 +269,9 @@ class Desk:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def _begin(self, request_id: str, planned: Planned, now: float, caller: Caller, *, resumes: bool) -> Walk:
+    def _begin(
+        self, request_id: str, planned: Preprocessed, now: float, caller: Caller, *, resumes: bool
+    ) -> RequestTask:
         older = self._latest.get(request_id)
         if older is not None and not resumes:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
@@ -279,8 +281,8 @@ class Desk:
         def on_end(error: RequestError | None) -> None:
             self._end(request_id, walk, error, caller)
 
-        walk = Walk(
-            Journey(planned.plan, planned.texts, now),
+        walk = RequestTask(
+            RequestState(planned.plan, planned.texts, now),
             links=self._links,
             router=self._router,
             clock=self._clock,
@@ -291,7 +293,7 @@ class Desk:
         walk.begin()
         return walk
 
-    def _end(self, request_id: str, walk: Walk, error: RequestError | None, caller: Caller) -> None:
+    def _end(self, request_id: str, walk: RequestTask, error: RequestError | None, caller: Caller) -> None:
         del self._walks[walk.journey.plan.request_id]
         if self._latest.get(request_id) is walk:
             del self._latest[request_id]
@@ -334,7 +336,9 @@ class Desk:
             observe(ended)
 
 
-def _record(request_id: str, walk: Walk, state: str, reason: str, ended_at: float = 0.0) -> RequestRecord:
+def _record(
+    request_id: str, walk: RequestTask, state: str, reason: str, ended_at: float = 0.0
+) -> RequestRecord:
     journey = walk.journey
     return RequestRecord(
         request_id=request_id,

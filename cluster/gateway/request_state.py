@@ -21,10 +21,10 @@ from cluster.gateway.actions import (
     CancelAt,
     Fail,
     Finish,
-    JourneyPlan,
-    JourneyState,
     NotePrefilled,
+    PreparedRequest,
     Release,
+    RequestPhase,
     Route,
     RoutedAttempt,
     SampleResult,
@@ -32,10 +32,10 @@ from cluster.gateway.actions import (
     Summary,
     TimelineEntry,
 )
-from cluster.gateway.migration import StreamMoves
+from cluster.gateway.migration import StreamMigration
 from cluster.gateway.retry_policy import (
     MAX_BACKOFF_S,
-    Avoiding,
+    RetryPolicy,
     Suspicion,
     backoff,
     by_submission,
@@ -62,7 +62,7 @@ _MAX_HELD_DELTAS = 4096
 _MAX_TIMELINE = 200
 
 
-class Journey:
+class RequestState:
     """One request from acceptance to its one terminal action (`Finish` or `Fail`).
 
               start            on_routed             every sample finished
@@ -88,10 +88,10 @@ class Journey:
     stay together and do not move.
     """
 
-    def __init__(self, plan: JourneyPlan, texts: Sequence[SampleText], now: float) -> None:
+    def __init__(self, plan: PreparedRequest, texts: Sequence[SampleText], now: float) -> None:
         assert len(texts) == len(plan.samples)
         self.plan = plan
-        self.state = JourneyState.NEW
+        self.state = RequestPhase.NEW
         self.attempt = 0
         self.decisions: list[RoutedAttempt] = []
         self.timeline: list[TimelineEntry] = []
@@ -106,8 +106,8 @@ class Journey:
         self._hand_over_report: HandOverReport | None = None
         self._numbers = range(0)
         self._num_hand_overs = 0
-        self._avoiding = Avoiding()
-        self._moves = StreamMoves(plan.request_id, self._note)
+        self._avoiding = RetryPolicy()
+        self._moves = StreamMigration(plan.request_id, self._note)
         self._suspicion = Suspicion(plan.max_attempts)
         self._num_uncounted = 0
         """Attempts that ended because a replica leaves or breaks."""
@@ -127,15 +127,15 @@ class Journey:
 
     def is_current(self, number: int) -> bool:
         """Whether the submission of this number belongs to the running attempt."""
-        return self.state is JourneyState.RUNNING and number in self._numbers
+        return self.state is RequestPhase.RUNNING and number in self._numbers
 
     # ------------------------------------------------------------------------------------- events
 
     def start(self, now: float) -> list[Action]:
         """Accepted: find it a place (or finish at once when a resumed request misses nothing)."""
-        assert self.state is JourneyState.NEW
+        assert self.state is RequestPhase.NEW
         self._note(now, "accepted", f"{len(self.plan.prompt) // TOKEN_BYTES} prompt tokens")
-        self.state = JourneyState.ROUTING
+        self.state = RequestPhase.ROUTING
         if not self._unfinished():
             return self._finish(now)
         return [self._route(0.0)]
@@ -144,10 +144,10 @@ class Journey:
         self, decision: Decision, prefill: ReplicaIdentity | None, decode: HandOverTarget, now: float
     ) -> list[Action]:
         """The router chose. `prefill` None: the decode replica prefills by itself."""
-        if self.state is not JourneyState.ROUTING:
+        if self.state is not RequestPhase.ROUTING:
             return [Release(self.plan.request_id)]
         self.attempt += 1
-        self.state = JourneyState.RUNNING
+        self.state = RequestPhase.RUNNING
         self.decisions.append(RoutedAttempt(self.attempt, decision))
         self._prefill = prefill
         self._computed_at = prefill or decode.identity
@@ -175,7 +175,7 @@ class Journey:
     def on_no_route(self, reason: str, retry_after_s: float, now: float) -> list[Action]:
         """The router found no place: wait and ask again, without exclusions (but by the one side of a broken
         path instead of the other), while patience lasts."""
-        if self.state is not JourneyState.ROUTING:
+        if self.state is not RequestPhase.ROUTING:
             return []
         if self._no_route_since is None:
             self._no_route_since = now
@@ -273,13 +273,13 @@ class Journey:
     def on_unsent(self, replica: ReplicaIdentity, now: float) -> list[Action]:
         """A submission could not be sent there."""
         reason = f"{replica.replica_id}: its link is gone"
-        if self.state is not JourneyState.RUNNING:
+        if self.state is not RequestPhase.RUNNING:
             return []
         return self._broke(replica, reason, now, is_suspect=False, gone=replica)
 
     def on_lost(self, replica: ReplicaIdentity, reason: str, now: float) -> list[Action]:
         """The Link to a replica ended. One that has done its part, and told all of it, is not missed."""
-        if self.state is not JourneyState.RUNNING:
+        if self.state is not RequestPhase.RUNNING:
             return []
         waits = self._moves.lose_target(reason, now) if replica == self._moves.target else []
         num_tokens = min(sample.num_tokens for sample in self._unfinished())
@@ -300,14 +300,14 @@ class Journey:
     def on_move_time(self, now: float) -> list[Action]:
         """Before `move_request`: the time for a `RouteMove` has come."""
         target = self._moves.target
-        if self.state is not JourneyState.RUNNING or target is None or not self._moves.is_overdue(now):
+        if self.state is not RequestPhase.RUNNING or target is None or not self._moves.is_overdue(now):
             return []
         return self._lost(target, "in a move", now, has_it=False)
 
     def move_request(self) -> RouteRequest | None:
         """The place that is to be found for the stream now; None when it need not move (any more)."""
         excluded = self._moves.excluded()
-        if self.state is not JourneyState.RUNNING or not self._moves.has_to_move:
+        if self.state is not RequestPhase.RUNNING or not self._moves.has_to_move:
             return None
         return route_request(self.plan, self._unfinished(), excluded)
 
@@ -324,7 +324,7 @@ class Journey:
 
     def on_cancel(self, error: RequestError, now: float) -> list[Action]:
         """The client left, or the gateway gives up; `error` is what is recorded."""
-        return [] if self.state is JourneyState.ENDED else self._fail(error, now)
+        return [] if self.state is RequestPhase.ENDED else self._fail(error, now)
 
     def on_deadline(self, now: float) -> list[Action]:
         """The deadline has passed."""
@@ -396,7 +396,7 @@ class Journey:
             return self._fail(error(why, max(retry_after_s, 1.0)), now, gone=gone)
         self._avoiding.exclude(blamed)
         actions = self._stop(gone)
-        self.state = JourneyState.ROUTING
+        self.state = RequestPhase.ROUTING
         delay_s = 0.0 if at_once or self.attempt == 1 else backoff(self.attempt - 2)
         if refused:
             delay_s = min(max(retry_after_s, backoff(self.attempt - 1)), MAX_BACKOFF_S)
@@ -407,18 +407,18 @@ class Journey:
         samples = self._samples.values()
         # A sample that a stop string ended still runs at its replica.
         actions = self._stop(None) if any(sample.was_cut for sample in samples) else self._released()
-        self.state = JourneyState.ENDED
+        self.state = RequestPhase.ENDED
         return [*actions, Finish(self.summary(now))]
 
     def _fail(self, error: RequestError, now: float, *, gone: ReplicaIdentity | None = None) -> list[Action]:
         self._note(now, "failed", str(error))
         actions = self._stop(gone)
-        self.state = JourneyState.ENDED
+        self.state = RequestPhase.ENDED
         return [*actions, Fail(error)]
 
     def _stop(self, gone: ReplicaIdentity | None) -> list[Action]:
         """Cancel the running attempt wherever it is, and release it at the router."""
-        if self.state is not JourneyState.RUNNING:
+        if self.state is not RequestPhase.RUNNING:
             return self._released()
         cancels: list[Action] = [
             CancelAt(member, Cancel(self.plan.request_id, number))

@@ -1,6 +1,6 @@
 """Carries one journey: asks the router, writes to the Links, keeps the timers, and buffers the output.
 
-One `Walk` per running request; everything happens on the gateway's event loop, without locks.
+One `RequestTask` per running request; everything happens on the gateway's event loop, without locks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cluster.gateway.actions import (
     Submit,
     Summary,
 )
-from cluster.gateway.request_state import Journey
+from cluster.gateway.request_state import RequestState
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
@@ -74,7 +74,7 @@ class Router(Protocol):
     def on_finished(self, request_id: str) -> None: ...
 
 
-class Outbox:
+class OutputBuffer:
     """Output on its way to the client. What waits is merged per sample, so a slow reader gets fewer, longer
     deltas; the terminal comes last."""
 
@@ -109,12 +109,12 @@ class Outbox:
         return self._terminal
 
 
-class Walk:
+class RequestTask:
     """One request on its way; ends by `Finish`, by `Fail`, or by `abandon` when its client has left."""
 
     def __init__(
         self,
-        journey: Journey,
+        journey: RequestState,
         *,
         links: Links,
         router: Router,
@@ -126,7 +126,7 @@ class Walk:
         self._router = router
         self._clock = clock
         self._on_end = on_end
-        self._outbox = Outbox()
+        self._outbox = OutputBuffer()
         self._timers: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cluster.errors import PoisonRequestError
-from cluster.gateway.actions import JourneyPlan
+from cluster.gateway.actions import PreparedRequest
 from cluster.gateway.sample_output import Sample
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
@@ -21,7 +21,7 @@ def backoff(num_failures: int) -> float:
     return min(_BACKOFF_S * 2.0**num_failures, MAX_BACKOFF_S)
 
 
-class Avoiding:
+class RetryPolicy:
     """Replicas that the next attempts go round."""
 
     def __init__(self) -> None:
@@ -69,7 +69,9 @@ class Avoiding:
         return tuple(sorted(self._excluded | self._avoided))
 
 
-def route_request(plan: JourneyPlan, unfinished: Sequence[Sample], excluded: tuple[str, ...]) -> RouteRequest:
+def route_request(
+    plan: PreparedRequest, unfinished: Sequence[Sample], excluded: tuple[str, ...]
+) -> RouteRequest:
     """For what is left of the request."""
     longest = max(sample.num_tokens for sample in unfinished)
     shortest = min(sample.num_tokens for sample in unfinished)
@@ -94,7 +96,7 @@ def by_submission(unfinished: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def submission(
-    plan: JourneyPlan,
+    plan: PreparedRequest,
     group: Sequence[Sample],
     number: int,
     target: HandOverTarget | None,

@@ -65,7 +65,7 @@ def application_of(shares: Mapping[str, float], own: str, tenant: str, request_i
     return own if shares.get(own, 0.0) > 0 or not shares else max(shares, key=lambda app: (shares[app], app))
 
 
-class Elsewhere:
+class RemoteApp:
     """The gateways of one other application, followed through its roster."""
 
     def __init__(self, app: str, roster: RosterClient) -> None:
@@ -119,7 +119,7 @@ class _Answer(NamedTuple):
     has_begun: bool = True
 
 
-class TrafficRelay:
+class TrafficSplitter:
     """Passes calls of `Generate` on to the application that shall answer them.
 
     A gateway of the other application that does not take the request is no reason to fail: the next one is
@@ -145,7 +145,7 @@ class TrafficRelay:
         self._open_roster = open_roster
         self._clock = clock
         self._on_end = on_end
-        self._others: dict[str, Elsewhere] = {}
+        self._others: dict[str, RemoteApp] = {}
         self._channels: dict[str, Any] = {}
         self._calls: set[Any] = set()
         self._addresses: OrderedDict[str, str] = OrderedDict()
@@ -263,10 +263,10 @@ class TrafficRelay:
         ]
         return (*kept, (RELAYED_KEY, self._app))
 
-    def _elsewhere(self, app: str) -> Elsewhere:
+    def _elsewhere(self, app: str) -> RemoteApp:
         if app not in self._others:
             assert self._open_roster is not None
-            self._others[app] = Elsewhere(app, self._open_roster(app))
+            self._others[app] = RemoteApp(app, self._open_roster(app))
         return self._others[app]
 
     def _stub(self, address: str) -> Any:

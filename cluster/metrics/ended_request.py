@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.gateway.actions import JourneyPlan, RoutedAttempt, Summary, TimelineEntry
+from cluster.gateway.actions import PreparedRequest, RoutedAttempt, Summary, TimelineEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class EndedRequest:
     """What it came to, finished or not; None when it was refused."""
     decisions: tuple[RoutedAttempt, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
-    plan: JourneyPlan | None = None
+    plan: PreparedRequest | None = None
     """What it asked for; None when it was refused."""
 
     @property

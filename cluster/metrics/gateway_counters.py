@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.gateway.actions import JourneyPlan, Summary
+from cluster.gateway.actions import PreparedRequest, Summary
 from cluster.metrics import buckets
 from cluster.metrics.ended_request import EndedRequest
 from cluster.metrics.histogram import Histogram, Spread
-from cluster.metrics.tenants import TenantBook
+from cluster.metrics.tenants import TenantUsageTable
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.rpc.codec import Part
 from router.messages import Decision
@@ -87,7 +87,7 @@ class _Open:
     """Up to when its KV is accounted for; None: it holds none yet."""
 
 
-class ReplicaMeters:
+class ReplicaCounters:
     """The times of requests by the replica that did the work, in seconds."""
 
     def __init__(self, pool: str) -> None:
@@ -101,7 +101,7 @@ class ReplicaMeters:
         """Attempts that the router placed here, by side: "prefill", "decode", or "local" for both."""
 
 
-class GatewayMeters:
+class GatewayCounters:
     """Totals since the gateway's start, and the last minutes second by second.
 
     Every `now` is the gateway's monotonic clock in seconds. `pool_of` tells the pool of a replica id ("": it
@@ -123,7 +123,7 @@ class GatewayMeters:
         self._itl_slo_s = itl_slo_s
         self._open: dict[str, _Open] = {}
         self._ring: deque[_Second] = deque()
-        self.replicas: dict[str, ReplicaMeters] = {}
+        self.replicas: dict[str, ReplicaCounters] = {}
         """By replica id."""
         self.num_requests: Counter[tuple[str, str]] = Counter()
         """By state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status."""
@@ -140,12 +140,12 @@ class GatewayMeters:
         self.num_hand_over_bytes: Counter[str] = Counter()
         self.num_expected_cached_tokens = 0
         """Of all attempts that ended: what the router expected to be cached where it placed the prompt."""
-        self.tenants = TenantBook()
+        self.tenants = TenantUsageTable()
         self.demand = Demand()
 
     # ------------------------------------------------------------------------------ from the desk
 
-    def arrived(self, plan: JourneyPlan, now: float) -> None:
+    def arrived(self, plan: PreparedRequest, now: float) -> None:
         """A request was accepted."""
         num_prompt_tokens = len(plan.prompt) // TOKEN_BYTES
         self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens)
@@ -309,12 +309,12 @@ class GatewayMeters:
         if meters is not None:
             meters.histograms[name].observe(value, count)
 
-    def _of(self, replica_id: str, now: float) -> ReplicaMeters | None:
+    def _of(self, replica_id: str, now: float) -> ReplicaCounters | None:
         meters = self.replicas.get(replica_id)
         if meters is None:
             if not replica_id:
                 return None
-            meters = self.replicas[replica_id] = ReplicaMeters(self._pool_of(replica_id))
+            meters = self.replicas[replica_id] = ReplicaCounters(self._pool_of(replica_id))
         meters.used_at = now
         return meters
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from cluster.metrics.gateway_counters import GatewayMeters, ReplicaMeters
-from cluster.metrics.registry import Board
+from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters
+from cluster.metrics.registry import MetricsRegistry
 from cluster.proto import tandem_pb2 as pb
 
 _ENDS = (
@@ -28,14 +28,14 @@ _MOVERS = ("operator", "autoscaler", "deploy")
 class GatewayMetrics:
     """Exports the meters of one gateway, whose id and model the board knows."""
 
-    def __init__(self, board: Board, path_floor_gb_s: float) -> None:
+    def __init__(self, board: MetricsRegistry, path_floor_gb_s: float) -> None:
         self._board = board
         self._path_floor = path_floor_gb_s * 1e9
         self._num_moves: Counter[tuple[str, str]] = Counter()
         self._moves_seen_to: float | None = None
         """Unix time of the latest move that is counted; None: before the first look."""
 
-    def update(self, meters: GatewayMeters, status: pb.StatusResponse, now: float) -> Iterator[None]:
+    def update(self, meters: GatewayCounters, status: pb.StatusResponse, now: float) -> Iterator[None]:
         """Set and count everything, a part at each step: the event loop may have other work in between. `now`
         is the meters' clock."""
         meters.advance(now)
@@ -50,7 +50,7 @@ class GatewayMetrics:
             self._update_replica(replica_id, replica)
             yield
 
-    def _update_requests(self, meters: GatewayMeters) -> None:
+    def _update_requests(self, meters: GatewayCounters) -> None:
         board, demand = self._board, meters.demand
         for state, code in {*_ENDS, *meters.num_requests}:
             board.total("requests_total", meters.num_requests[state, code], state=state, code=code)
@@ -70,7 +70,7 @@ class GatewayMetrics:
         for transport, num_bytes in meters.num_hand_over_bytes.items():
             board.total("hand_over_bytes_total", num_bytes, transport=transport)
 
-    def _update_replica(self, replica_id: str, replica: ReplicaMeters) -> None:
+    def _update_replica(self, replica_id: str, replica: ReplicaCounters) -> None:
         labels = {"pool": replica.pool, "replica": replica_id}
         for name, histogram in replica.histograms.items():
             if histogram.num_values:
@@ -80,7 +80,7 @@ class GatewayMetrics:
         for code, count in replica.num_attempt_failures.items():
             self._board.total("attempt_failures_total", count, code=code, **labels)
 
-    def _update_tenants(self, meters: GatewayMeters) -> None:
+    def _update_tenants(self, meters: GatewayCounters) -> None:
         for tenant, use in meters.tenants.series().items():
             board = self._board
             board.total("tenant_requests_total", use.num_requests, tenant=tenant)
@@ -89,7 +89,7 @@ class GatewayMetrics:
             board.total("tenant_output_tokens_total", use.num_output_tokens, tenant=tenant)
             board.total("tenant_kv_byte_seconds_total", use.kv_byte_s, tenant=tenant)
 
-    def _update_pools(self, meters: GatewayMeters, status: pb.StatusResponse) -> None:
+    def _update_pools(self, meters: GatewayCounters, status: pb.StatusResponse) -> None:
         counts = Counter((replica.pool, replica.state) for replica in status.replicas)
         for pool in status.pools:
             for state in _STATES:

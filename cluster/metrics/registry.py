@@ -27,7 +27,7 @@ class Counter(Protocol):
     def inc(self, value: float, tags: dict[str, str]) -> None: ...
 
 
-class Board:
+class MetricsRegistry:
     """Sets and counts metrics of the catalogue by their names there; anything else is a `KeyError`.
 
     `make_gauge` and `make_counter` take a name, a help text and the label names. Histograms are told as
@@ -101,6 +101,6 @@ def _declared(name: str, kind: str) -> Metric:
 # The one place where metrics meet Ray, whose agent on each node shows them to Prometheus.
 
 
-def ray_board(**common: str) -> Board:
+def ray_board(**common: str) -> MetricsRegistry:
     """A board whose metrics Ray exports as `ray_tandem_...`; `common` are label values that all have."""
-    return Board(ray_metrics.Gauge, ray_metrics.Counter, common)
+    return MetricsRegistry(ray_metrics.Gauge, ray_metrics.Counter, common)

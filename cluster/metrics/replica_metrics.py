@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cluster.metrics import buckets
 from cluster.metrics.histogram import cumulative
-from cluster.metrics.registry import Board
+from cluster.metrics.registry import MetricsRegistry
 from kvtransfer.store.messages import StoreStat
 from workers.messages import LoadReport, PathMeasure
 
@@ -97,7 +97,7 @@ _INDEX_COUNTERS = tuple(
 class ReplicaMetrics:
     """Exports the reports of one replica, whose pool, id and model the board knows."""
 
-    def __init__(self, board: Board, block_tokens: int) -> None:
+    def __init__(self, board: MetricsRegistry, block_tokens: int) -> None:
         self._board = board
         self._block_tokens = block_tokens
         self._paths: dict[tuple[str, ...], dict[str, str]] = {}
@@ -153,7 +153,7 @@ class ReplicaMetrics:
 class StoreMetrics:
     """Exports the figures of one node's store, whose node the board knows."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: MetricsRegistry) -> None:
         self._board = board
 
     def update(self, stat: StoreStat) -> None:
@@ -181,11 +181,11 @@ def _path_labels(path: PathMeasure) -> dict[str, str]:
     }
 
 
-def _set(board: Board, items: tuple[_Field, ...], report: object, **labels: str) -> None:
+def _set(board: MetricsRegistry, items: tuple[_Field, ...], report: object, **labels: str) -> None:
     for item in items:
         board.set(item.metric, getattr(report, item.field) * item.scale, **labels)
 
 
-def _count(board: Board, items: tuple[_Field, ...], report: object, **labels: str) -> None:
+def _count(board: MetricsRegistry, items: tuple[_Field, ...], report: object, **labels: str) -> None:
     for item in items:
         board.total(item.metric, getattr(report, item.field), **labels)

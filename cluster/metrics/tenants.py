@@ -32,7 +32,7 @@ class TenantUse:
         return self.num_computed_tokens + self.num_cached_tokens + self.num_output_tokens
 
 
-class TenantBook:
+class TenantUsageTable:
     """The use of each tenant, for at most `limit` of them at once by name; the others together.
 
         unknown --first use, room--> named <------- twice the least named one's tokens, room for its name

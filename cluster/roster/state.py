@@ -95,7 +95,7 @@ class Roster:
         self._stores: dict[str, StoreRecord] = {}
         self._renewed_at: dict[str, float] = {}
         self._removed_epoch: dict[str, int] = {}
-        self._wishes = Wishes(first_version)
+        self._wishes = DesiredState(first_version)
 
     @property
     def version(self) -> int:
@@ -164,7 +164,7 @@ class Roster:
             self._forget(member_id)
         return gone
 
-    def tell(self, change: Callable[[Wishes], bool]) -> None:
+    def tell(self, change: Callable[[DesiredState], bool]) -> None:
         """Change what is remembered."""
         if change(self._wishes):
             self._version += 1
@@ -241,7 +241,7 @@ class LocalRoster:
                 self._expire()
             return self._roster.view()
 
-    async def _tell(self, change: Callable[[Wishes], bool]) -> None:
+    async def _tell(self, change: Callable[[DesiredState], bool]) -> None:
         await self._apply(lambda: self._roster.tell(change))
 
     async def _apply(self, change: Callable[[], T]) -> T:
@@ -275,14 +275,14 @@ NUM_MOVES = 100
 """Moves that are remembered; the oldest are forgotten first."""
 
 
-class PoolWish(NamedTuple):
+class DesiredPool(NamedTuple):
     """What is wanted of a pool, and whether an operator said so."""
 
     num_replicas: int
     pinned: bool
 
 
-class Wishes:
+class DesiredState:
     """The state. Every method that changes something says whether it did.
 
     `first_version` is that of this life of the roster. What was told to this life is never overridden by a
@@ -292,7 +292,7 @@ class Wishes:
     def __init__(self, first_version: int = 0) -> None:
         self._first_version = first_version
         self._restored_version = -1
-        self._pools: dict[str, PoolWish] = {}
+        self._pools: dict[str, DesiredPool] = {}
         self._leases: dict[str, RoleLease] = {}
         self._moves: tuple[ScalingMove, ...] = ()
         self._traffic: dict[str, float] = {}
@@ -321,7 +321,7 @@ class Wishes:
         )
 
     def set_desired(self, pool: str, num_replicas: int, *, pinned: bool) -> bool:
-        wish = PoolWish(num_replicas, pinned)
+        wish = DesiredPool(num_replicas, pinned)
         self._told.add(("pool", pool))
         changed = self._pools.get(pool) != wish
         self._pools[pool] = wish
@@ -390,7 +390,9 @@ class Wishes:
         before = self.fill(memory)
         pinned = set(memory.pinned)
         self._pools = self._with_told(
-            "pool", self._pools, {pool: PoolWish(num, pool in pinned) for pool, num in memory.desired.items()}
+            "pool",
+            self._pools,
+            {pool: DesiredPool(num, pool in pinned) for pool, num in memory.desired.items()},
         )
         remembered = {lease.replica.replica_id: lease for lease in memory.leases}
         self._leases = self._with_told("lease", self._leases, remembered)

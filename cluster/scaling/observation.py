@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cluster.config import ClusterConfig
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView
-from cluster.scaling.roles import RoleBook
+from cluster.scaling.roles import RoleTable
 from cluster.scaling.samples import Demand, DemandMeter, PoolView, ReplicaSample, Sample, last_changes
 
 _READY = "ready"
@@ -55,7 +55,7 @@ class Reports:
 
 
 def pool_views(
-    config: ClusterConfig, view: RosterView, desired: Mapping[str, int], book: RoleBook
+    config: ClusterConfig, view: RosterView, desired: Mapping[str, int], book: RoleTable
 ) -> tuple[PoolView, ...]:
     """The pools of the configuration that run: those with a desired count."""
     lent = book.lent()

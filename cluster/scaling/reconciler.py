@@ -86,7 +86,7 @@ class _Retry:
     delay_s: float
 
 
-class Keeper:
+class Reconciler:
     """Turns looks and orders into actions, which the caller carries out in their order and stops at the first
     that fails: the next look starts from what is.
 

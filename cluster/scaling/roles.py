@@ -17,7 +17,7 @@ from kvtransfer.messages import ReplicaIdentity
 _MS = 1000
 
 
-class RoleBook:
+class RoleTable:
     """The leases of one view of the roster, and what to change about them at Unix time `wall`."""
 
     def __init__(self, view: RosterView, wall: float) -> None:

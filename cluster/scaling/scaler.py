@@ -18,16 +18,16 @@ from cluster.scaling.policy import Lend, Plan, decide, history_span_s
 from cluster.scaling.reconciler import (
     Action,
     Forget,
-    Keeper,
     Observed,
     Pull,
     RecallLent,
+    Reconciler,
     SetDesired,
     Tell,
 )
-from cluster.scaling.roles import RoleBook
+from cluster.scaling.roles import RoleTable
 from cluster.scaling.samples import History, PoolView
-from cluster.scaling.serve_client import AppTargets, Lever
+from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 
 _MISSED_REPORTS = 4
@@ -44,7 +44,7 @@ class Scaler:
         self,
         config: ClusterConfig,
         roster: ScalingRoster,
-        open_lever: Callable[[], Awaitable[Lever]],
+        open_lever: Callable[[], Awaitable[ServeClient]],
         clock: Clock,
         policy: Policy = decide,
         counts: KeptCounts | None = None,
@@ -55,7 +55,7 @@ class Scaler:
         self._roster = roster
         self._open_lever = open_lever
         self._clock = clock
-        self._keeper = Keeper()
+        self._keeper = Reconciler()
         self._reports = Reports()
         self._problem = ""
         self._notes: tuple[str, ...] = ()
@@ -113,15 +113,15 @@ class Scaler:
         return self._config.scaling.autoscaled
 
     async def _end_leases(self, view: RosterView) -> None:
-        book = RoleBook(view, self._clock.wall())
+        book = RoleTable(view, self._clock.wall())
         for replica in book.expired():
             await self._roster.drop_lease(replica)
         await self._set_leases(book.strays(), view)
 
-    async def _follow_policy(self, view: RosterView, seen: AppTargets, lever: Lever) -> None:
+    async def _follow_policy(self, view: RosterView, seen: AppTargets, lever: ServeClient) -> None:
         scaling = self._config.scaling
         if not (scaling.autoscale or scaling.lend_roles):
-            book = RoleBook(view, self._clock.wall())
+            book = RoleTable(view, self._clock.wall())
             await self._set_leases(book.recall_all("lending is switched off"), view)
             return
         desired = {pool: view.desired.get(pool, target.target) for pool, target in seen.pools.items()}
@@ -130,7 +130,7 @@ class Scaler:
         self._history.add(
             self._reports.sample(desired, now=self._clock.now(), wall=wall, max_age_s=max_age_s)
         )
-        pools = pool_views(self._config, view, desired, RoleBook(view, wall))
+        pools = pool_views(self._config, view, desired, RoleTable(view, wall))
         plan = self._policy(self._history, scaling, pools, wall)
         notes = tuple(_FIGURE.sub("", note) for note in plan.notes)
         if notes != self._notes:  # with other figures it is still the same
@@ -142,7 +142,7 @@ class Scaler:
             await self._carry_out(self._keeper.order(told), lever)
 
     async def _change_roles(self, plan: Plan, view: RosterView) -> None:
-        book = RoleBook(view, self._clock.wall())
+        book = RoleTable(view, self._clock.wall())
         leases = [
             book.lend(item.replica_id, item.role, item.reason)
             if isinstance(item, Lend)
@@ -161,7 +161,7 @@ class Scaler:
             move = ScalingMove(self._clock.wall(), pool, count, count, "autoscaler", reason)
             await self._roster.add_move(move)
 
-    async def _carry_out(self, actions: Sequence[Action], lever: Lever) -> None:
+    async def _carry_out(self, actions: Sequence[Action], lever: ServeClient) -> None:
         for action in actions:
             match action:
                 case SetDesired(pool, num_replicas, pinned):
@@ -173,13 +173,13 @@ class Scaler:
                     await self._roster.add_move(move)
                 case RecallLent(reason):
                     view = await self._roster.view(0, 0.0)
-                    await self._set_leases(RoleBook(view, self._clock.wall()).recall_all(reason), view)
+                    await self._set_leases(RoleTable(view, self._clock.wall()).recall_all(reason), view)
                 case Observed():
                     await self._roster.set_observed(*action)
                 case Pull():
                     await self._pull(action, lever)
 
-    async def _pull(self, pull: Pull, lever: Lever) -> None:
+    async def _pull(self, pull: Pull, lever: ServeClient) -> None:
         try:
             await lever.scale(pull.pool, pull.num_replicas)
         except DashboardError as error:

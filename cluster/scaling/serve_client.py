@@ -63,7 +63,7 @@ class AppTargets(NamedTuple):
     pools: dict[str, PoolTarget]
 
 
-class Lever:
+class ServeClient:
     """A client of the dashboard at `url` for one application. Every failure is a `DashboardError`.
 
     `token` is the Ray token; "": none is sent. Use as an async context manager.

@@ -46,7 +46,7 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
-from workers.replica.engine_core import Brain
+from workers.replica.engine_core import EngineCore
 
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
@@ -140,7 +140,7 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._brain = Brain(
+        self._brain = EngineCore(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,

@@ -15,9 +15,9 @@ import msgspec
 
 from cluster.config import GatewayConfig, PoolConfig
 from cluster.errors import DashboardError
-from cluster.scaling.serve_client import Lever, deployment_name
+from cluster.scaling.serve_client import ServeClient, deployment_name
 
-BRAIN_CPUS = 0.05
+ENGINE_CORE_CPUS = 0.05
 """CPUs that a brain asks: it waits for its ranks and for the network most of the time."""
 GATEWAY_CPUS = 0.05
 _QUANTUM = 1e-4
@@ -51,10 +51,10 @@ def plan_cpus(
     fixed = num_gateways * GATEWAY_CPUS
     num_auto = 0
     for pool in pools:
-        fixed += pool.replicas * BRAIN_CPUS
+        fixed += pool.replicas * ENGINE_CORE_CPUS
         if pool.cpus_per_rank is None:
             num_auto += pool.replicas * pool.num_ranks
-            fixed += pool.replicas * BRAIN_CPUS  # of the replica added later
+            fixed += pool.replicas * ENGINE_CORE_CPUS  # of the replica added later
         else:
             fixed += pool.replicas * pool.num_ranks * pool.cpus_per_rank
     share = max((num_cpus - fixed) / max(2 * num_auto, 1), 0.0)
@@ -79,7 +79,7 @@ def bundles(pool: PoolConfig, cpus_per_rank: float) -> list[dict[str, float]]:
     share a node because they share the bundle."""
     stages = (rank_resources(pool, cpus_per_rank, stage) for stage in range(pool.pp))
     whole = ({name: pool.tp * amount for name, amount in rank.items()} for rank in stages)
-    return [bundle | pool.resources for bundle in ({"CPU": BRAIN_CPUS}, *whole)]
+    return [bundle | pool.resources for bundle in ({"CPU": ENGINE_CORE_CPUS}, *whole)]
 
 
 def gateway_bundle(gateway: GatewayConfig) -> dict[str, float]:
@@ -198,7 +198,7 @@ class Room(NamedTuple):
         return sum(node.get(name, 0.0) for node in self.free)
 
 
-async def read_room(lever: Lever, app: str) -> Room | None:
+async def read_room(lever: ServeClient, app: str) -> Room | None:
     """Asked of the dashboard; None when it cannot tell."""
     try:
         nodes = await _list(lever, "nodes")
@@ -232,7 +232,7 @@ def make_room(
     return Room(tuple(free.values()), tuple(total.values()), bundles)
 
 
-async def _list(lever: Lever, what: str) -> list[dict[str, Any]]:
+async def _list(lever: ServeClient, what: str) -> list[dict[str, Any]]:
     answer = msgspec.json.decode(await lever.get(f"/api/v0/{what}?detail=1&limit={_LIMIT}"), type=_Answer)
     return answer.data.result.result
 

@@ -19,20 +19,20 @@ from cluster.config import ClusterConfig
 from cluster.console.http_server import open_console
 from cluster.console.orders import Operations
 from cluster.gateway.cache_purges import CachePurges
-from cluster.gateway.history import Lately
+from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaLinks
-from cluster.gateway.request_manager import Desk
-from cluster.gateway.traffic_splitter import TrafficRelay
+from cluster.gateway.request_manager import RequestManager
+from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.access_log import log_access, log_relayed
 from cluster.metrics.ended_request import Observer
-from cluster.metrics.gateway_counters import GatewayMeters
+from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
 from cluster.stores.store_admin import StoreAdmin
-from cluster.text.preprocess import Intake
+from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.rpc.handshake import draw_id
@@ -56,7 +56,7 @@ def draw_seed() -> int:
 class Gateway:
     """One gateway, from `start` to `stop`.
 
-        client --gRPC--> InferenceServicer --> Desk --> Walk (Journey) --> RouterService
+        client --gRPC--> InferenceServicer --> RequestManager --> RequestTask (RequestState) --> RouterService
                                                  ^          |
                                                  +-- ReplicaLinks --Links--> brains
 
@@ -87,7 +87,7 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
-        self._intake = Intake(config, clock, seeds)
+        self._intake = Preprocessor(config, clock, seeds)
         self._texts = TextCalls(self._intake)
         self._links = ReplicaLinks(
             gateway_id=gateway_id,
@@ -105,9 +105,9 @@ class Gateway:
                 config.tracing, app=config.app, gateway_id=gateway_id, model=config.model_name, clock=clock
             )
             observers.append(self._tracer)
-        lately = Lately(block_tokens, clock)
+        lately = RequestHistory(block_tokens, clock)
         observers.append(lately.ended)
-        self.desk = Desk(
+        self.desk = RequestManager(
             intake=self._intake,
             links=self._links,
             router=router,
@@ -115,7 +115,7 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             on_members=self._on_members,
             observers=observers,
-            meters=GatewayMeters(
+            meters=GatewayCounters(
                 self._pool_of,
                 self._token_bytes,
                 ttft_slo_s=config.scaling.ttft_slo_s,
@@ -128,7 +128,7 @@ class Gateway:
         self.console_port = 0
         """Where it listens after `start`; 0: there is none."""
         self._reporter = reporter
-        self._traffic = TrafficRelay(
+        self._traffic = TrafficSplitter(
             app=config.app,
             model_name=config.model_name,
             links=self._links,

@@ -22,7 +22,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.scaling.counts import KeptCounts, RememberedCounts
 from cluster.scaling.scaler import Scaler
-from cluster.scaling.serve_client import Lever
+from cluster.scaling.serve_client import ServeClient
 from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
 from kvtransfer.common.clock import SystemClock
 
@@ -79,14 +79,14 @@ class RayScaler:
             self._mark = mark
             self._scaler.configure(ClusterConfig.model_validate_json(config_json))
 
-    async def _open_lever(self) -> Lever:
+    async def _open_lever(self) -> ServeClient:
         url = await dashboard_url()
         if not url:
             raise DashboardAwayError(
                 "this Ray cluster has no dashboard, so counts can neither be changed nor kept; start its "
                 "head with one"
             )
-        return Lever(url, self._app, ray_token())
+        return ServeClient(url, self._app, ray_token())
 
 
 class ScalerReports:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cluster.config import ClusterConfig
 from cluster.errors import TemplateError
-from cluster.gateway.actions import JourneyPlan, SampleStart
+from cluster.gateway.actions import PreparedRequest, SampleStart
 from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
@@ -22,15 +22,15 @@ from kvtransfer.rpc.handshake import draw_id
 from workers.model.model_config import read_model_config
 
 
-class Planned(NamedTuple):
+class Preprocessed(NamedTuple):
     """A request ready to go: what to do, the text of each sample so far, and the seed of them all."""
 
-    plan: JourneyPlan
+    plan: PreparedRequest
     texts: list[SampleText]
     seed: int
 
 
-class Intake:
+class Preprocessor:
     """The model's texts and limits; holds nothing of any request."""
 
     def __init__(self, config: ClusterConfig, clock: Clock, draw_seed: Callable[[], int]) -> None:
@@ -75,14 +75,14 @@ class Intake:
         *,
         fingerprint: bytes,
         deadline_at: float | None,
-    ) -> Planned:
+    ) -> Preprocessed:
         """The plan of a checked and tokenized request; `InvalidRequestError` when it is too long."""
         max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         starts, texts = self._samples(request, seed, max_tokens)
         unique = draw_id().hex()
         block_tokens = self._config.pools[0].engine.block_tokens
-        plan = JourneyPlan(
+        plan = PreparedRequest(
             request_id=f"{request.request_id}~{unique[:8]}" if request.request_id else unique,
             tenant=request.tenant,
             priority=request.priority,
@@ -95,7 +95,7 @@ class Intake:
             pinned_prefill=request.pins.prefill,
             pinned_decode=request.pins.decode,
         )
-        return Planned(plan, texts, seed)
+        return Preprocessed(plan, texts, seed)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
         """Token ids as uint32 little-endian bytes."""

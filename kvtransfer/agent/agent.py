@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtransfer.agent.lanes import PathHealth, WriterHouse
+from kvtransfer.agent.lanes import PathHealth, WriterContext
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.agent.writer import WriterConnection
 from kvtransfer.blocks.layout import intersect
@@ -85,7 +85,7 @@ class TransferAgent:
         )
         self._verifier.start()
         self._listeners, unoffered = _listen(TargetRank(rank, pool, self._gate, secret, settings))
-        self._house = WriterHouse(
+        self._house = WriterContext(
             WriterRank(identity, rank, pool, secret, faults, settings),
             host_id(),
             frozenset(listener.endpoint.transport for listener in self._listeners),

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WriterHouse:
+class WriterContext:
     """What all connections of a rank share: who writes, which transports it offers itself (so its host has
     them) and why not the others, and which paths have failed."""
 
@@ -45,7 +45,7 @@ class OpenLane:
     path: LanePath
 
 
-class Passed:
+class RejectedPaths:
     """The transports that were not taken, each with its reason."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Paths:
     """Opens the channels of one connection and knows which are open. Any thread may call it; `close_all`
     comes last."""
 
-    def __init__(self, order: ConnectPeer, house: WriterHouse, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, order: ConnectPeer, house: WriterContext, on_lost: Callable[[str], None]) -> None:
         self._order = order
         self._house = house
         self._on_lost = on_lost
@@ -76,7 +76,7 @@ class Paths:
 
     def open(self, lane: Lane, names: Sequence[str]) -> OpenLane:
         """The best path of `lane` among the transports `names`; `PathError` tells of each why not."""
-        passed = Passed()
+        passed = RejectedPaths()
         for name in names:
             if self._is_interrupted:
                 raise PathError("closed on request")
@@ -137,7 +137,7 @@ class Paths:
         for channel in list(self._channels):
             self.close(channel)
 
-    def _address(self, lane: Lane, name: str, passed: Passed) -> str | None:
+    def _address(self, lane: Lane, name: str, passed: RejectedPaths) -> str | None:
         """Where to reach the lane's target over the transport; None when there is a reason not to try."""
         transport = TRANSPORTS.get(name)
         if transport is None:
@@ -184,7 +184,7 @@ class Paths:
         if not self._is_interrupted:  # a channel that we closed ourselves has not failed
             self._house.health.failed(self._key(lane, name), reason, self._house.clock.now())
 
-    def _log_path(self, lane: Lane, channel: Channel, measured: Measured, passed: Passed) -> None:
+    def _log_path(self, lane: Lane, channel: Channel, measured: Measured, passed: RejectedPaths) -> None:
         _log.log(
             logging.WARNING if passed.is_news else logging.INFO,
             "rank %d -> %s rank %d over %s (%s): %.2f GB/s, %.0f us%s%s",
@@ -200,7 +200,7 @@ class Paths:
         )
 
 
-def _lane_path(lane: Lane, channel: Channel, measured: Measured, passed: Passed) -> LanePath:
+def _lane_path(lane: Lane, channel: Channel, measured: Measured, passed: RejectedPaths) -> LanePath:
     return LanePath(
         lane.target.rank,
         channel.transport,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvtransfer.agent.lanes import OpenLane, Paths, WriterHouse
+from kvtransfer.agent.lanes import OpenLane, Paths, WriterContext
 from kvtransfer.agent.qos import ClassQueue, Flow, TrafficGovernor
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import (
@@ -67,7 +67,7 @@ class WriterConnection:
         self,
         order: ConnectPeer,
         *,
-        house: WriterHouse,
+        house: WriterContext,
         fence: PushFence,
         governor: TrafficGovernor,
         report: Callable[[TransferReport], None],

@@ -71,7 +71,7 @@ class _Landing:
     connections: set[tuple[int, bytes]] = field(default_factory=set)  # in quarantine: what may still write
 
 
-class LandingBook:
+class LandingTable:
     """All landings of one decode replica; see the module's drawing."""
 
     def __init__(self, config: TransferConfig, pool: BlockSource, block_tokens: int, num_ranks: int) -> None:

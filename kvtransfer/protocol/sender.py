@@ -118,7 +118,7 @@ class PushCounters:
             self.seconds_by_transport[report.transport] = seconds
 
 
-class PushBook:
+class SendTable:
     """All landings that one prefill replica writes to; see the module's drawing."""
 
     def __init__(self, config: TransferConfig, block_tokens: int, num_ranks: int) -> None:

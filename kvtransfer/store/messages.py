@@ -54,8 +54,8 @@ class RecordInfo(Part, frozen=True):
 # ------------------------------------------------------------------------------------- brain and owner
 
 
-class BrainHello(Message, frozen=True):
-    """Brain to owner, first: whose records it will put and ask for. `session` is drawn once in a brain's life
+class EngineHello(Message, frozen=True):
+    """Engine core to owner, first: whose records it will put and ask for. `session` is drawn once in a brain's life
     and shared with its ranks; `shards` are those of its ranks, in rank order."""
 
     protocol: int
@@ -89,7 +89,7 @@ class NewRecord(Part, frozen=True):
 
 
 class PutRequest(Message, frozen=True):
-    """Brain to owner: room for these records, all of one chain and tenant. Answered by `PutGrant`."""
+    """Engine core to owner: room for these records, all of one chain and tenant. Answered by `PutGrant`."""
 
     number: int
     tenant: str
@@ -107,7 +107,7 @@ class PutGrant(Message, frozen=True):
 
 
 class PutCommit(Message, frozen=True):
-    """Brain to owner: `written` are (offset, payload checksum) of records whose bytes are all there;
+    """Engine core to owner: `written` are (offset, payload checksum) of records whose bytes are all there;
     `abandoned` are offsets that nobody writes (any more)."""
 
     written: tuple[tuple[int, int], ...]
@@ -115,7 +115,7 @@ class PutCommit(Message, frozen=True):
 
 
 class FindRequest(Message, frozen=True):
-    """Brain to owner: which of these blocks (a chain or its rest) could be had? Answered within the look-up
+    """Engine core to owner: which of these blocks (a chain or its rest) could be had? Answered within the look-up
     budget by `FindAnswer`."""
 
     number: int
@@ -132,7 +132,7 @@ class FindAnswer(Message, frozen=True):
 
 
 class FetchRequest(Message, frozen=True):
-    """Brain to owner: bring these blocks into the host tier. `to_device`: their sources are told as they come
+    """Engine core to owner: bring these blocks into the host tier. `to_device`: their sources are told as they come
     (`FetchedBlocks`) and leased until `FetchRelease`; else they are only kept there for a while (a prefetch),
     and nothing is answered."""
 
@@ -169,7 +169,7 @@ class FetchedBlocks(Message, frozen=True):
 
 
 class FetchRelease(Message, frozen=True):
-    """Brain to owner: the fetch's leases end (before its last message it also stops). `bad` are offsets of
+    """Engine core to owner: the fetch's leases end (before its last message it also stops). `bad` are offsets of
     records whose bytes had another sum: they leave all tiers of this node."""
 
     number: int
@@ -452,7 +452,7 @@ class AdminFailed(Message, frozen=True):
 
 StoreOrder = AttachStore | StorePut | StoreGet
 StoreReport = StoreAttached | StorePutDone | StoreGetDone
-BrainDown = BrainHello | PutRequest | PutCommit | FindRequest | FetchRequest | FetchRelease
+BrainDown = EngineHello | PutRequest | PutCommit | FindRequest | FetchRequest | FetchRelease
 AdminDown = AdminHello | StatRequest | ListRequest | VerifyRequest | PurgeRequest
 AdminUp = StoreStat | StoreListing | VerifyResult | PurgeResult | AdminFailed
 ToOwner = BrainDown | RankHello | AdminDown | OwnerHello | SendRecords | StopSending

@@ -1,6 +1,6 @@
 """The brain's side of its connection to the node's owner: connects and reconnects by itself, never waits.
 
-    `ready_to_connect` -> connect, BrainHello -> StoreWelcome -> requests; end -> `on_lost` -> again
+    `ready_to_connect` -> connect, EngineHello -> StoreWelcome -> requests; end -> `on_lost` -> again
 
 After `on_lost` every request of before is void: nothing of it is answered any more.
 """
@@ -20,7 +20,7 @@ from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     TO_OWNER_CODEC,
     BrainDown,
-    BrainHello,
+    EngineHello,
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
@@ -77,7 +77,7 @@ class StoreClient:
         self,
         name: str,
         secret: bytes,
-        hello: BrainHello,
+        hello: EngineHello,
         events: StoreEvents,
         clock: Clock,
         on_error: Callable[[BaseException], None] | None = None,

@@ -9,7 +9,7 @@ from cluster.config import default_config
 from cluster.errors import ConfigError, StartError
 from cluster.scaling.serve_client import deployment_name
 from cluster.serve.app import build_application
-from cluster.serve.capacity import BRAIN_CPUS
+from cluster.serve.capacity import ENGINE_CORE_CPUS
 from cluster.serve.launcher import check_hosts, check_reachable
 
 
@@ -25,7 +25,7 @@ def test_each_pool_is_a_deployment_of_placement_groups_below_the_gateway() -> No
         assert settings.health_check_period_s == 2.0
         assert settings.health_check_timeout_s == 5.0
         assert settings.graceful_shutdown_timeout_s > config.pools[0].drain_s
-        assert pool._replica_config.placement_group_bundles == [{"CPU": BRAIN_CPUS}, {"CPU": cpus}]
+        assert pool._replica_config.placement_group_bundles == [{"CPU": ENGINE_CORE_CPUS}, {"CPU": cpus}]
         assert pool._replica_config.placement_group_strategy == "STRICT_PACK"
 
 

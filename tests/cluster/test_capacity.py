@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config import PoolConfig
 from cluster.serve.capacity import (
-    BRAIN_CPUS,
+    ENGINE_CORE_CPUS,
     GATEWAY_CPUS,
     ReplicaDemand,
     bundles,
@@ -39,7 +39,7 @@ def test_two_cores_hold_the_default_shape_twice() -> None:
 def test_a_named_share_is_kept_and_the_rest_divided() -> None:
     cpus = plan_cpus([pool("fixed", cpus_per_rank=1.5), pool("auto")], 0, [{"CPU": 2.0}])
     assert cpus["fixed"] == 1.5
-    assert cpus["auto"] == pytest.approx((2.0 - 1.5 - 3 * BRAIN_CPUS) / 2)
+    assert cpus["auto"] == pytest.approx((2.0 - 1.5 - 3 * ENGINE_CORE_CPUS) / 2)
 
 
 def test_a_share_is_not_more_than_the_threads() -> None:
@@ -60,7 +60,7 @@ def test_what_is_asked_never_exceeds_what_there_is(num_cpus: int, replicas: list
     nodes = [{"CPU": float(num_cpus)}]
     cpus = plan_cpus(pools, 1, nodes)
     asked = sum(amount for demand in demands(pools, cpus) for amount in demand.total().values())
-    fixed = GATEWAY_CPUS + BRAIN_CPUS * sum(replicas)
+    fixed = GATEWAY_CPUS + ENGINE_CORE_CPUS * sum(replicas)
     assert all(share > 0 for share in cpus.values())
     if fixed < num_cpus:
         assert asked + GATEWAY_CPUS <= num_cpus + 1e-2
@@ -92,10 +92,10 @@ def test_large_replicas_are_placed_before_small_ones() -> None:
 
 
 def test_bundles_are_the_brain_then_its_stages() -> None:
-    assert bundles(pool("g", device="cuda"), 0.5) == [{"CPU": BRAIN_CPUS}, {"CPU": 0.5, "GPU": 1.0}]
-    assert bundles(pool("c"), 0.5) == [{"CPU": BRAIN_CPUS}, {"CPU": 0.5}]
+    assert bundles(pool("g", device="cuda"), 0.5) == [{"CPU": ENGINE_CORE_CPUS}, {"CPU": 0.5, "GPU": 1.0}]
+    assert bundles(pool("c"), 0.5) == [{"CPU": ENGINE_CORE_CPUS}, {"CPU": 0.5}]
     split = pool("s", tp=2, pp=2, devices=["cuda", "cpu"])
-    assert bundles(split, 0.5) == [{"CPU": BRAIN_CPUS}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0}]
+    assert bundles(split, 0.5) == [{"CPU": ENGINE_CORE_CPUS}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0}]
 
 
 def test_stages_may_be_on_several_nodes_but_not_the_ranks_of_one() -> None:

@@ -12,7 +12,7 @@ from doctor_harness import FakeMachine, case_of, config_of, only, said
 
 from cluster.config import ClusterConfig
 from cluster.doctor import storage
-from cluster.doctor.checks import Case, Severity
+from cluster.doctor.checks import CheckContext, Severity
 from cluster.doctor.machine import Machine
 from kvtransfer.rpc.handshake import draw_id
 
@@ -24,7 +24,7 @@ def store(folder: Path, nvme_gb: float = 1.0) -> ClusterConfig:
     return config_of(store={"nvme_path": str(folder), "nvme_gb": nvme_gb})
 
 
-def real(folder: Path, nvme_gb: float = 1.0) -> Case:
+def real(folder: Path, nvme_gb: float = 1.0) -> CheckContext:
     return case_of(Machine(), store(folder, nvme_gb))
 
 

@@ -12,7 +12,7 @@ from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 
 from cluster.doctor import redis
-from cluster.doctor.checks import Case, Severity, Verdict
+from cluster.doctor.checks import CheckContext, Severity, Verdict
 from cluster.doctor.machine import Machine
 from cluster.stores.settings import smallest_record_bytes
 from kvtransfer.errors import StoreError
@@ -28,11 +28,11 @@ def server(tmp_path: Path) -> Iterator[RawRedis]:
         yield running
 
 
-def given(url: str, **store: object) -> Case:
+def given(url: str, **store: object) -> CheckContext:
     return case_of(Machine(), config_of(store={"redis_url": url, **store}))
 
 
-def look(case: Case) -> list[Verdict]:
+def look(case: CheckContext) -> list[Verdict]:
     return list(redis.server(case))
 
 

@@ -10,7 +10,7 @@ import pytest
 from doctor_harness import TINY, case_of, config_of, only, said
 
 from cluster.doctor import model
-from cluster.doctor.checks import Case, Severity
+from cluster.doctor.checks import CheckContext, Severity
 from cluster.doctor.machine import Machine
 from cluster.serve.memory import needs_of
 from kvtransfer.common.clock import SystemClock
@@ -26,10 +26,10 @@ def folder(tmp_path: Path) -> Path:
     return copied
 
 
-def case(folder: Path, *pools: dict[str, object]) -> Case:
+def case(folder: Path, *pools: dict[str, object]) -> CheckContext:
     """Of a folder that may be broken; what it needs is not of interest."""
     config = config_of(folder, pools)
-    return Case(Machine(), config, None, {}, SystemClock())
+    return CheckContext(Machine(), config, None, {}, SystemClock())
 
 
 def test_the_bundled_model_is_well() -> None:

@@ -16,12 +16,12 @@ from cluster.doctor import members, reuse, serving
 from cluster.doctor.checks import Severity
 from cluster.doctor.live import Expected, look
 from cluster.gateway import history
-from cluster.gateway.actions import JourneyPlan, SampleResult, SampleStart, Summary
+from cluster.gateway.actions import PreparedRequest, SampleResult, SampleStart, Summary
 from cluster.gateway.history import (
     MAX_AGE_S,
     WINDOW_TOKENS,
-    Lately,
-    PrefixBook,
+    PrefixTracker,
+    RequestHistory,
     Reuse,
     find_anchors,
     percentile,
@@ -41,7 +41,9 @@ def raw(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype="<u4").tobytes()
 
 
-def put(book: PrefixBook, tokens: Tokens, tenant: str = "t", began: float = 1.0, ended: float = 0.0) -> int:
+def put(
+    book: PrefixTracker, tokens: Tokens, tenant: str = "t", began: float = 1.0, ended: float = 0.0
+) -> int:
     """By default each begins after all before have ended."""
     prompt = raw(tokens)
     return book.saw(tenant, block_keys(prompt, BLOCK, ROOT, tenant), prompt, began, ended)[1]
@@ -51,7 +53,7 @@ def drawn(seed: int, num_tokens: int) -> Tokens:
     return [random.Random(seed * 1000 + index).randrange(30_000) for index in range(num_tokens)]
 
 
-def only_reuse(book: PrefixBook) -> Reuse:
+def only_reuse(book: PrefixTracker) -> Reuse:
     (found,) = book.reuse(8)
     return found
 
@@ -59,7 +61,7 @@ def only_reuse(book: PrefixBook) -> Reuse:
 def test_the_known_prefix_is_the_longest_shared_with_any_earlier_prompt() -> None:
     """Against a comparison with each of them, token by token."""
     chance = random.Random(3)
-    book, earlier = PrefixBook(BLOCK), list[Tokens]()
+    book, earlier = PrefixTracker(BLOCK), list[Tokens]()
     stems = [drawn(seed, 400) for seed in range(4)]
     for number in range(120):
         tokens = chance.choice(stems)[: chance.randrange(10, 400)] + drawn(
@@ -102,7 +104,7 @@ def test_a_window_that_differs_in_one_token_has_another_hash() -> None:
 
 def test_text_that_repeats_behind_a_difference_is_found() -> None:
     """A date at token 40, then 1000 tokens that are always the same."""
-    book, head, tail = PrefixBook(BLOCK), drawn(1, 40), drawn(2, 1000)
+    book, head, tail = PrefixTracker(BLOCK), drawn(1, 40), drawn(2, 1000)
     for number in range(30):
         put(book, head + drawn(50 + number, 4) + tail + drawn(200 + number, 30))
     found = only_reuse(book)
@@ -113,7 +115,7 @@ def test_text_that_repeats_behind_a_difference_is_found() -> None:
 
 
 def test_prompts_that_share_a_beginning_and_nothing_else_have_nothing_to_gain() -> None:
-    book, head = PrefixBook(BLOCK), drawn(1, 64)
+    book, head = PrefixTracker(BLOCK), drawn(1, 64)
     for number in range(30):
         put(book, head + drawn(50 + number, 500))
     found = only_reuse(book)
@@ -122,7 +124,7 @@ def test_prompts_that_share_a_beginning_and_nothing_else_have_nothing_to_gain() 
 
 
 def test_a_conversation_that_grows_has_nothing_to_gain_either() -> None:
-    book, talk = PrefixBook(BLOCK), drawn(1, 100)
+    book, talk = PrefixTracker(BLOCK), drawn(1, 100)
     for turn in range(10):
         put(book, talk)
         talk = talk + drawn(50 + turn, 100)
@@ -130,14 +132,14 @@ def test_a_conversation_that_grows_has_nothing_to_gain_either() -> None:
 
 
 def test_what_ran_at_the_same_time_could_not_have_been_cached() -> None:
-    book, tokens = PrefixBook(BLOCK), drawn(1, 200)
+    book, tokens = PrefixTracker(BLOCK), drawn(1, 200)
     assert put(book, tokens, began=0.0, ended=5.0) == 0
     assert put(book, tokens, began=1.0, ended=6.0) == 0
     assert put(book, tokens, began=5.5, ended=7.0) == 192
 
 
 def test_tenants_know_nothing_of_each_other() -> None:
-    book, tokens = PrefixBook(BLOCK), drawn(1, 200)
+    book, tokens = PrefixTracker(BLOCK), drawn(1, 200)
     put(book, tokens, "a")
     assert put(book, tokens, "b") == 0
     assert [item.num_repeated_behind for item in book.reuse(8)] == [0, 0]
@@ -148,7 +150,7 @@ def test_memory_is_bounded_and_heads_are_kept_longest(monkeypatch: pytest.Monkey
     monkeypatch.setattr(history, "MAX_KEYS", 40)
     monkeypatch.setattr(history, "MAX_ANCHORS", 40)
     monkeypatch.setattr(history, "MAX_TENANTS", 3)
-    book, head = PrefixBook(BLOCK), drawn(1, 160)
+    book, head = PrefixTracker(BLOCK), drawn(1, 160)
     for number in range(20):
         known = put(book, head + drawn(50 + number, 320))
         assert known == (0 if number == 0 else 160)
@@ -160,7 +162,7 @@ def test_memory_is_bounded_and_heads_are_kept_longest(monkeypatch: pytest.Monkey
 
 
 def test_empty_and_short_prompts_break_nothing() -> None:
-    book = PrefixBook(BLOCK)
+    book = PrefixTracker(BLOCK)
     assert book.reuse(8) == ()
     assert put(book, []) == put(book, [1, 2]) == put(book, drawn(1, BLOCK)) == 0
     assert only_reuse(book).num_prompts == 3
@@ -186,7 +188,7 @@ def ended(
     start = clock.now() - ttft_s - decode_s
     times = StageTimes(arrived=10.0, scheduled=10.0 + queue_s, prefilled=10.0 + queue_s + prefill_s)
     moved = StageTimes(transfer_start=20.0, transfer_end=20.04)
-    plan = JourneyPlan(
+    plan = PreparedRequest(
         request_id="r",
         tenant="t",
         priority=0,
@@ -214,7 +216,7 @@ def ended(
 
 def test_the_times_are_those_of_the_requests() -> None:
     clock = ManualClock()
-    lately = Lately(BLOCK, clock)
+    lately = RequestHistory(BLOCK, clock)
     for number in range(1, 101):
         clock.advance(1.0)
         slow = number > 90
@@ -235,7 +237,7 @@ def test_the_times_are_those_of_the_requests() -> None:
 
 def test_samples_beside_each_other_count_once() -> None:
     clock = ManualClock()
-    lately = Lately(BLOCK, clock)
+    lately = RequestHistory(BLOCK, clock)
     lately.ended(ended(clock, drawn(1, 20), decode_s=0.2, num_samples=4, attempts=3))
     assert lately.recent().tpot_p50_ms == pytest.approx(20.0)
     assert lately.recent().num_retried == 1
@@ -243,7 +245,7 @@ def test_samples_beside_each_other_count_once() -> None:
 
 def test_only_finished_requests_of_the_last_ten_minutes_count() -> None:
     clock = ManualClock()
-    lately = Lately(BLOCK, clock)
+    lately = RequestHistory(BLOCK, clock)
     lately.ended(ended(clock, drawn(1, 40), state="failed"))
     assert lately.recent().num_requests == 0
     clock.advance(1.0)
@@ -258,7 +260,7 @@ def test_only_finished_requests_of_the_last_ten_minutes_count() -> None:
 
 
 def test_a_refused_request_says_nothing() -> None:
-    lately = Lately(BLOCK, ManualClock())
+    lately = RequestHistory(BLOCK, ManualClock())
     refused = EndedRequest("r", "", "t", Caller(), "refused", "INVALID_ARGUMENT", "x", 0.0, 0.0)
     lately.ended(refused)
     assert lately.recent().num_requests == 0

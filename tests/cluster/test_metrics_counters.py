@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gateway.actions import JourneyPlan, RoutedAttempt, SampleResult, SampleStart, Summary
+from cluster.gateway.actions import PreparedRequest, RoutedAttempt, SampleResult, SampleStart, Summary
 from cluster.metrics.ended_request import Caller, EndedRequest
-from cluster.metrics.gateway_counters import CURVE_S, RING_S, GatewayMeters, cached_by_tier
+from cluster.metrics.gateway_counters import CURVE_S, RING_S, GatewayCounters, cached_by_tier
 from cluster.metrics.histogram import Histogram, Spread
 from router.messages import Decision
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes, TokenDelta
@@ -24,7 +24,7 @@ class Front:
 
     def __init__(self) -> None:
         self.pools = {"prefill-a": "prefill", "decode-a": "decode", "decode-b": "decode"}
-        self.meters = GatewayMeters(
+        self.meters = GatewayCounters(
             lambda replica_id: self.pools.get(replica_id, ""),
             lambda: KV_BYTES,
             ttft_slo_s=1.0,
@@ -33,7 +33,7 @@ class Front:
 
     def arrive(self, name: str, now: float, *, tenant: str = "t", prompt: int = 10, samples: int = 1) -> None:
         starts = tuple(SampleStart(index, 0) for index in range(samples))
-        plan = JourneyPlan(name, tenant, 0, bytes(4 * prompt), (), SamplingParams(), starts, None)
+        plan = PreparedRequest(name, tenant, 0, bytes(4 * prompt), (), SamplingParams(), starts, None)
         self.meters.arrived(plan, now)
 
     def prefill(

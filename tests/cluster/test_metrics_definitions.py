@@ -21,9 +21,9 @@ from promql import (
 )
 
 from cluster.metrics.definitions import METRICS, SECTIONS, series_names
-from cluster.metrics.gateway_counters import GatewayMeters
+from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.gateway_metrics import GatewayMetrics
-from cluster.metrics.registry import Board
+from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import ReplicaMetrics, StoreMetrics
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.messages import ReplicaIdentity
@@ -76,8 +76,8 @@ class Recorder:
         self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self.increments: list[float] = []
 
-    def board(self, **common: str) -> Board:
-        return Board(
+    def board(self, **common: str) -> MetricsRegistry:
+        return MetricsRegistry(
             lambda name, text, labels: _Instrument(self, name, text, labels),
             lambda name, text, labels: _Instrument(self, f"{name}_total", text, labels),
             common,
@@ -134,7 +134,7 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     replica_metrics(recorder).update(LOAD, "decode")
     tiers = TierStat("dram", 1, 2, 3), TierStat("nvme", 1, 2, 3)
     StoreMetrics(recorder.board(app="a", node="n")).update(StoreStat(HERE, tiers, IndexStat("up")))
-    meters = GatewayMeters(lambda replica_id: "decode", lambda: 1)
+    meters = GatewayCounters(lambda replica_id: "decode", lambda: 1)
     meters.num_hand_overs["shm"] = meters.num_hand_over_bytes["shm"] = 1
     meters.attempt_failed("decode-a", "refused", 0.0)
     replica = meters.replicas["decode-a"]
@@ -211,7 +211,7 @@ def test_a_path_and_a_role_that_are_gone_are_zero() -> None:
 def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     recorder = Recorder()
     metrics = GatewayMetrics(recorder.board(app="a", gateway="g", model="m"), 0.0)
-    meters = GatewayMeters(lambda replica_id: "", lambda: 0)
+    meters = GatewayCounters(lambda replica_id: "", lambda: 0)
     old = pb.ScalingMove(at=10.0, pool="decode", by="operator")
     new = pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
     list(metrics.update(meters, gateway_status(old), 0.0))

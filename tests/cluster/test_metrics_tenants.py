@@ -5,27 +5,27 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.metrics.tenants import OTHERS, TenantBook
+from cluster.metrics.tenants import OTHERS, TenantUsageTable
 
 
-def spend(book: TenantBook, tenant: str, num_tokens: int) -> None:
+def spend(book: TenantUsageTable, tenant: str, num_tokens: int) -> None:
     book.use(tenant).num_output_tokens += num_tokens
     book.used(tenant, num_tokens)
 
 
-def tokens(book: TenantBook) -> dict[str, int]:
+def tokens(book: TenantUsageTable) -> dict[str, int]:
     return {name: use.num_tokens for name, use in book.series().items()}
 
 
 def test_the_first_ones_are_named_and_the_rest_are_together() -> None:
-    book = TenantBook(limit=2)
+    book = TenantUsageTable(limit=2)
     for tenant, num in (("a", 10), ("b", 20), ("c", 3), ("d", 4)):
         spend(book, tenant, num)
     assert tokens(book) == {"a": 10, "b": 20, OTHERS: 7}
 
 
 def test_a_tenant_that_uses_twice_as_much_takes_the_place_of_the_least() -> None:
-    book = TenantBook(limit=2)
+    book = TenantUsageTable(limit=2)
     for tenant, num in (("a", 10), ("b", 20), ("c", 15), ("c", 15)):
         spend(book, tenant, num)
     assert tokens(book) == {"c": 0, "b": 20, OTHERS: 30}
@@ -35,7 +35,7 @@ def test_a_tenant_that_uses_twice_as_much_takes_the_place_of_the_least() -> None
 
 
 def test_one_that_comes_back_goes_on_where_it_was() -> None:
-    book = TenantBook(limit=1)
+    book = TenantUsageTable(limit=1)
     spend(book, "a", 10)
     spend(book, "b", 21)
     spend(book, "b", 1)
@@ -47,7 +47,7 @@ def test_one_that_comes_back_goes_on_where_it_was() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 100)), max_size=300), st.integers(1, 4))
 def test_nothing_is_lost_nothing_shrinks_and_names_are_few(used: list[tuple[int, int]], limit: int) -> None:
-    book = TenantBook(limit)
+    book = TenantUsageTable(limit)
     ever: dict[str, int] = {}
     for number, num in used:
         spend(book, f"t{number}", num)
@@ -60,6 +60,6 @@ def test_nothing_is_lost_nothing_shrinks_and_names_are_few(used: list[tuple[int,
 
 
 def test_a_tenant_that_calls_itself_other_is_one_of_the_others() -> None:
-    book = TenantBook(limit=2)
+    book = TenantUsageTable(limit=2)
     spend(book, OTHERS, 5)
     assert tokens(book) == {OTHERS: 5}

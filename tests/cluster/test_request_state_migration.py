@@ -31,7 +31,7 @@ from cluster.gateway.actions import (
     Submit,
 )
 from cluster.gateway.migration import OVERDUE_S
-from cluster.gateway.request_state import Journey
+from cluster.gateway.request_state import RequestState
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
 
@@ -43,7 +43,7 @@ def kinds(actions: list[Action]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-def decoding(max_tokens: int = 9, n: int = 1) -> Journey:
+def decoding(max_tokens: int = 9, n: int = 1) -> RequestState:
     """It decodes at d0, and two tokens of each sample are here."""
     journey = make_journey(n=n, max_tokens=max_tokens)
     journey.start(0.0)
@@ -57,7 +57,7 @@ def decoding(max_tokens: int = 9, n: int = 1) -> Journey:
     return journey
 
 
-def moving(max_tokens: int = 9) -> Journey:
+def moving(max_tokens: int = 9) -> RequestState:
     """It decodes at d0, and is on its way to d1."""
     journey = decoding(max_tokens)
     assert journey.on_streams(D0, may_stay=False) == [RouteMove()]

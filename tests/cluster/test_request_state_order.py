@@ -23,8 +23,8 @@ from request_state_harness import (
     truth,
 )
 
-from cluster.gateway.actions import Action, Emit, Fail, Finish, JourneyState, MoveAt, Route, RouteMove, Submit
-from cluster.gateway.request_state import Journey
+from cluster.gateway.actions import Action, Emit, Fail, Finish, MoveAt, RequestPhase, Route, RouteMove, Submit
+from cluster.gateway.request_state import RequestState
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import (
     HandOverReport,
@@ -45,7 +45,7 @@ class World:
     """Replicas that always tell the truth, wires that delay, repeat and break, and what the client saw."""
 
     data: st.DataObject
-    journey: Journey
+    journey: RequestState
     stops: tuple[str, ...]
     now: float = 0.0
     wires: list[tuple[ReplicaIdentity, News]] = field(default_factory=list)
@@ -225,7 +225,7 @@ def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int) -> Non
         else:
             assert world.wires, "nothing is under way, and no terminal"
             world.deliver(data.draw(st.integers(0, len(world.wires) - 1)), keep=choice == 1)
-    assert journey.state is JourneyState.ENDED
+    assert journey.state is RequestPhase.ENDED
     (terminal,) = world.terminals
     if isinstance(terminal, Finish):
         for index in range(n):

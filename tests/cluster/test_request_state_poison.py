@@ -7,7 +7,7 @@ from request_state_harness import D0, D1, P0, P1, delta, handed_over, make_journ
 
 from cluster.errors import PoisonRequestError, UnavailableError, to_grpc_status
 from cluster.gateway.actions import Action, Fail, Route, Submit
-from cluster.gateway.request_state import Journey
+from cluster.gateway.request_state import RequestState
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import IsolationReport, RequestFailed
 
@@ -16,7 +16,7 @@ def broke(number: int, reason: str = "a kernel broke", *, suspect: bool = True) 
     return RequestFailed("r", number, "internal", reason, suspect=suspect)
 
 
-def started(max_attempts: int = 5) -> Journey:
+def started(max_attempts: int = 5) -> RequestState:
     journey = make_journey(max_attempts=max_attempts)
     journey.start(0.0)
     return journey
@@ -40,7 +40,7 @@ def goes_on(actions: list[Action]) -> bool:
     return isinstance(actions[-1], Route)
 
 
-def alone(journey: Journey, replica: ReplicaIdentity, number: int, *, is_cleared: bool = False) -> None:
+def alone(journey: RequestState, replica: ReplicaIdentity, number: int, *, is_cleared: bool = False) -> None:
     assert journey.on_isolated(replica, IsolationReport("r", number, is_cleared), 1.0) == []
 
 

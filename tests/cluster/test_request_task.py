@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from cluster.errors import DeadlineError, RequestError, SlowClientError, UnavailableError
-from cluster.gateway.actions import Emit, JourneyPlan, SampleStart, Summary
+from cluster.gateway.actions import Emit, PreparedRequest, SampleStart, Summary
 from cluster.gateway.migration import NOWHERE_PAUSE_S
-from cluster.gateway.request_state import Journey
-from cluster.gateway.request_task import MAX_UNREAD, Outbox, Walk
+from cluster.gateway.request_state import RequestState
+from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask
 from cluster.text.tokenizer import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
@@ -87,8 +87,10 @@ class Ended:
         self.errors.append(error)
 
 
-def make_walk(field: Field, clock: ManualClock, deadline_at: float | None = None) -> tuple[Walk, Ended]:
-    plan = JourneyPlan(
+def make_walk(
+    field: Field, clock: ManualClock, deadline_at: float | None = None
+) -> tuple[RequestTask, Ended]:
+    plan = PreparedRequest(
         request_id="r",
         tenant="",
         priority=0,
@@ -99,8 +101,8 @@ def make_walk(field: Field, clock: ManualClock, deadline_at: float | None = None
         deadline_at=deadline_at,
     )
     ended = Ended()
-    journey = Journey(plan, [SampleText(Nothing())], clock.now())
-    return Walk(journey, links=field, router=field, clock=clock, on_end=ended), ended
+    journey = RequestState(plan, [SampleText(Nothing())], clock.now())
+    return RequestTask(journey, links=field, router=field, clock=clock, on_end=ended), ended
 
 
 def tokens(count: int) -> bytes:
@@ -145,7 +147,7 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
 
 
 async def test_logprobs_count_as_unread_too() -> None:
-    outbox = Outbox()
+    outbox = OutputBuffer()
     logprob = TokenLogprob(-1.0, ((1, -1.0), (2, -2.0)))
     outbox.put(Emit(0, 0, tokens(2), "", (logprob, logprob), ""))
     assert outbox.num_unread == 8

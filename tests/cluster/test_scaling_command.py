@@ -18,7 +18,7 @@ from serving import free_port, tandem
 from typer.testing import CliRunner
 
 from cluster.cli.display import move_line, pool_parts
-from cluster.cli.scale import Door, ScaleWork, dashboard_url, read_token, scale
+from cluster.cli.scale import ScaleTarget, ScaleWork, dashboard_url, read_token, scale
 from cluster.cli.scale_plan import parse_orders, plan_json, plan_scale, plan_view
 from cluster.console.orders import Operations
 from cluster.errors import ConfigError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
@@ -161,7 +161,7 @@ class CommandHouse:
 
     def __init__(self, dashboard: FakeDashboard, gateway: str, app: str = "tandem") -> None:
         self.console = Console(file=io.StringIO(), width=100)
-        self.door = Door(gateway, dashboard.url, TOKEN, app)
+        self.door = ScaleTarget(gateway, dashboard.url, TOKEN, app)
 
     async def scale(self, *orders: str, dry_run: bool = False, wait_s: float | None = None) -> str:
         work = ScaleWork(self.door, self.console, SystemClock(), as_json=False)
@@ -193,7 +193,7 @@ async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dash
     await house.add_replica("d0", "decode")
     _, address = await house.add_gateway()
     work = ScaleWork(
-        Door(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
+        ScaleTarget(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
         Console(file=io.StringIO()),
         SystemClock(),
         as_json=False,
@@ -276,7 +276,7 @@ async def test_releasing_without_a_console_says_what_to_set(house: GatewayHouse)
     await house.add_replica("d0", "decode")
     _, address = await house.add_gateway()
     async with FakeDashboard(two_pools()) as dashboard:
-        door = Door(address, dashboard.url, TOKEN, "tandem")
+        door = ScaleTarget(address, dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)
         with pytest.raises(PinError, match=r"gateway\.console_port"):
             await work.scale((), ("decode",), dry_run=False, wait_s=None)
@@ -300,7 +300,7 @@ def test_the_command_tells_an_unreachable_dashboard_in_one_line() -> None:
 
 async def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     async with FakeDashboard(two_pools()) as dashboard:
-        door = Door(f"127.0.0.1:{free_port()}", dashboard.url, TOKEN, "tandem")
+        door = ScaleTarget(f"127.0.0.1:{free_port()}", dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=True)
         await work.scale(["decode=3"], (), dry_run=True, wait_s=None)
     told = json.loads(capsys.readouterr().out)

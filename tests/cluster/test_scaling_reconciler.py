@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reconciler_harness import NOBODY, House
 
-from cluster.roster.state import Wishes
-from cluster.scaling.reconciler import SETTLE_S, Keeper
+from cluster.roster.state import DesiredState
+from cluster.scaling.reconciler import SETTLE_S, Reconciler
 
 
 def test_nothing_is_done_while_serve_has_what_the_configuration_says() -> None:
@@ -136,7 +136,7 @@ def test_a_scaler_that_died_between_record_and_order_goes_on_in_its_next_life() 
     house = House({"decode": 1}, frozenset({"decode"}))
     house.look()
     house.wishes.set_desired("decode", 3, pinned=False)
-    house.keeper = Keeper()
+    house.keeper = Reconciler()
     house.look()
     assert (house.targets, house.pinned) == ({"decode": 3}, ())
 
@@ -256,7 +256,7 @@ class KeeperMachine(RuleBasedStateMachine):
 
     @rule()
     def restart_scaler(self) -> None:
-        self.house.keeper = Keeper()
+        self.house.keeper = Reconciler()
         self.is_fresh = False
 
     @rule()
@@ -265,7 +265,7 @@ class KeeperMachine(RuleBasedStateMachine):
         """A watcher saw all: the roster has just been looked at."""
         memory = self.house.view()
         self.house.version += 1000
-        self.house.wishes = Wishes(self.house.version)
+        self.house.wishes = DesiredState(self.house.version)
         self.house.wishes.restore(memory)
 
     @rule(works=st.booleans())

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.roster.messages import ReplicaRecord, RoleLease, RosterView
-from cluster.roster.state import Wishes
-from cluster.scaling.roles import RoleBook, role_of
+from cluster.roster.state import DesiredState
+from cluster.scaling.roles import RoleTable, role_of
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
 WALL = 1000.0
@@ -37,8 +37,8 @@ def replica(
     )
 
 
-def book(*replicas: ReplicaRecord, leases: tuple[RoleLease, ...] = (), wall: float = WALL) -> RoleBook:
-    return RoleBook(RosterView(version=1, replicas=replicas, leases=leases), wall)
+def book(*replicas: ReplicaRecord, leases: tuple[RoleLease, ...] = (), wall: float = WALL) -> RoleTable:
+    return RoleTable(RosterView(version=1, replicas=replicas, leases=leases), wall)
 
 
 def test_a_lease_is_of_its_time_and_says_why() -> None:
@@ -114,7 +114,7 @@ def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
     steps: list[tuple[str, int, bool]],
 ) -> None:
     """Against a naive model: the roles as they were ordered, and replicas that look only now and then."""
-    wishes = Wishes()
+    wishes = DesiredState()
     ordered = {f"p{number}": "prefill" for number in range(3)}
     played = {name: ("prefill", 0) for name in ordered}
 
@@ -131,10 +131,10 @@ def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
 
     for what, number, looks in steps:
         name = f"p{number}"
-        chosen = RoleBook(view(), WALL)
+        chosen = RoleTable(view(), WALL)
         if what == "lose":  # a roster that forgot everything; strays are sent home
-            wishes = Wishes()
-            for lease in RoleBook(view(), WALL).strays():
+            wishes = DesiredState()
+            for lease in RoleTable(view(), WALL).strays():
                 wishes.set_lease(lease)
             ordered = dict.fromkeys(ordered, "prefill")
         else:

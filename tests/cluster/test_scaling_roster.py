@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cluster.errors import RosterAwayError
 from cluster.roster.messages import RoleLease, RosterView, ScalingMove
 from cluster.roster.remote import RemoteRoster, RosterActor
-from cluster.roster.state import NUM_MOVES, LocalRoster, ScalingRoster, Wishes
+from cluster.roster.state import NUM_MOVES, DesiredState, LocalRoster, ScalingRoster
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 
@@ -25,7 +25,7 @@ def lease(epoch: int, replica: ReplicaIdentity = P0, role: str = "decode") -> Ro
     return RoleLease(replica, role, epoch, "idle")
 
 
-def wishes_view(wishes: Wishes, version: int) -> RosterView:
+def wishes_view(wishes: DesiredState, version: int) -> RosterView:
     return wishes.fill(RosterView(version=version))
 
 
@@ -118,13 +118,13 @@ async def test_a_roster_that_goes_away_again_is_not_shown_half_filled() -> None:
 
 
 def test_what_a_new_life_was_told_goes_before_any_memory() -> None:
-    old = Wishes(0)
+    old = DesiredState(0)
     old.set_desired("decode", 3, pinned=True)
     old.set_desired("prefill", 2, pinned=True)
     old.set_lease(lease(5))
     old.set_traffic({"a": 1.0})
     old.set_observed("old", {"decode": 3}, {"decode": 1})
-    new = Wishes(100)
+    new = DesiredState(100)
     new.set_desired("decode", 1, pinned=False)
     new.forget("prefill")
     new.set_lease(lease(6, role="prefill"))
@@ -137,7 +137,7 @@ def test_what_a_new_life_was_told_goes_before_any_memory() -> None:
 
 
 def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
-    old = Wishes(0)
+    old = DesiredState(0)
     old.set_desired("decode", 3, pinned=True)
     old.set_desired("extra", 9, pinned=True)
     old.add_move(move(1.0))
@@ -148,7 +148,7 @@ def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
     old.add_move(move(2.0))
     late = wishes_view(old, 20)
     for memories in ((early, late), (late, early), (late, early, late)):
-        new = Wishes(100)
+        new = DesiredState(100)
         for memory in memories:
             new.restore(memory)
         view = wishes_view(new, 101)
@@ -157,7 +157,7 @@ def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
 
 
 def test_a_roster_is_never_restored_from_its_own_life() -> None:
-    roster = Wishes(100)
+    roster = DesiredState(100)
     roster.set_desired("decode", 3, pinned=True)
     memory = wishes_view(roster, 100)
     roster.forget("decode")
@@ -166,7 +166,7 @@ def test_a_roster_is_never_restored_from_its_own_life() -> None:
 
 
 def test_only_the_latest_moves_are_remembered() -> None:
-    wishes = Wishes()
+    wishes = DesiredState()
     for number in range(NUM_MOVES + 5):
         wishes.add_move(move(float(number)))
     moves = wishes_view(wishes, 1).moves
@@ -174,7 +174,7 @@ def test_only_the_latest_moves_are_remembered() -> None:
 
 
 def test_a_lease_gives_way_to_higher_epochs_and_newer_lives_alone() -> None:
-    wishes = Wishes()
+    wishes = DesiredState()
     assert wishes.set_lease(lease(5))
     assert not wishes.set_lease(lease(5, role="prefill"))
     assert not wishes.set_lease(lease(4, role="prefill"))
@@ -201,7 +201,7 @@ def test_after_a_restart_every_wish_that_a_watcher_saw_is_there_again(
 ) -> None:
     """Against a naive model: what was told and seen by a watcher counts, unless told otherwise since."""
     version = 0
-    wishes = Wishes(0)
+    wishes = DesiredState(0)
     truth: dict[str, tuple[int, bool]] = {}
     told: set[str] = set()
     memories: list[tuple[RosterView, dict[str, tuple[int, bool]]]] = [(RosterView(version=-1), {})] * 2
@@ -225,7 +225,7 @@ def test_after_a_restart_every_wish_that_a_watcher_saw_is_there_again(
                 memories[number] = (wishes_view(wishes, version), dict(truth))
             case ("restart", _):
                 version += 100
-                wishes, truth, told = Wishes(version), {}, set()
+                wishes, truth, told = DesiredState(version), {}, set()
                 latest = max(memories, key=lambda memory: memory[0].version)
                 for view, _ in sorted(memories, key=lambda memory: memory[0].version):
                     wishes.restore(view)

@@ -19,7 +19,7 @@ from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import Lend, Plan, PoolMove, Recall
 from cluster.scaling.samples import Demand, History, PoolView
 from cluster.scaling.scaler import Scaler
-from cluster.scaling.serve_client import Lever
+from cluster.scaling.serve_client import ServeClient
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
@@ -64,8 +64,8 @@ class ScalerHouse:
         self.policy = Script()
         self.scaler = Scaler(_config(**scaling), self.roster, self._open, self.clock, self.policy)
 
-    async def _open(self) -> Lever:
-        return Lever(self.dashboard.url, "tandem", TOKEN)
+    async def _open(self) -> ServeClient:
+        return ServeClient(self.dashboard.url, "tandem", TOKEN)
 
     async def tick(self) -> RosterView:
         self.clock.advance(TICK_S)

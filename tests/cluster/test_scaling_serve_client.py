@@ -13,7 +13,7 @@ from cluster.errors import (
     TokenRefusedError,
     UnknownPoolError,
 )
-from cluster.scaling.serve_client import Lever, PoolTarget
+from cluster.scaling.serve_client import PoolTarget, ServeClient
 
 
 def two_pools() -> FakeApp:
@@ -23,7 +23,7 @@ def two_pools() -> FakeApp:
 
 async def test_targets_are_read_and_set() -> None:
     app = two_pools()
-    async with FakeDashboard(app) as dashboard, Lever(dashboard.url + "/", "tandem", TOKEN) as lever:
+    async with FakeDashboard(app) as dashboard, ServeClient(dashboard.url + "/", "tandem", TOKEN) as lever:
         targets = await lever.application()
         assert targets is not None
         assert targets.pools == {
@@ -39,7 +39,7 @@ async def test_targets_are_read_and_set() -> None:
 
 
 async def test_an_application_that_is_not_there_is_none() -> None:
-    async with FakeDashboard(None) as dashboard, Lever(dashboard.url, "tandem", TOKEN) as lever:
+    async with FakeDashboard(None) as dashboard, ServeClient(dashboard.url, "tandem", TOKEN) as lever:
         assert await lever.application() is None
         with pytest.raises(UnknownPoolError, match=r"Pool-decode .*'tandem'"):
             await lever.scale("decode", 1)
@@ -56,7 +56,7 @@ async def test_an_application_that_is_not_there_is_none() -> None:
 )
 async def test_the_mark_names_the_deploy(mark: str, source: str, deployed_at: float, expected: str) -> None:
     app = FakeApp({"decode": FakePool(1, 1)}, mark=mark, source=source, deployed_at=deployed_at)
-    async with FakeDashboard(app) as dashboard, Lever(dashboard.url, "tandem", TOKEN) as lever:
+    async with FakeDashboard(app) as dashboard, ServeClient(dashboard.url, "tandem", TOKEN) as lever:
         targets = await lever.application()
     assert targets is not None
     assert targets.deploy_mark == expected
@@ -66,7 +66,7 @@ async def test_the_mark_names_the_deploy(mark: str, source: str, deployed_at: fl
     ("token", "problem"), [("", "set RAY_AUTH_TOKEN"), ("another", "does not accept this Ray token")]
 )
 async def test_a_missing_and_a_wrong_token_are_told_apart(token: str, problem: str) -> None:
-    async with FakeDashboard(two_pools()) as dashboard, Lever(dashboard.url, "tandem", token) as lever:
+    async with FakeDashboard(two_pools()) as dashboard, ServeClient(dashboard.url, "tandem", token) as lever:
         with pytest.raises(TokenRefusedError, match=problem):
             await lever.application()
         with pytest.raises(TokenRefusedError, match=problem):
@@ -77,13 +77,13 @@ async def test_a_missing_and_a_wrong_token_are_told_apart(token: str, problem: s
 async def test_an_application_without_the_scaler_is_refused_with_the_remedy() -> None:
     app = two_pools()
     app.is_scalable = False
-    async with FakeDashboard(app) as dashboard, Lever(dashboard.url, "tandem", TOKEN) as lever:
+    async with FakeDashboard(app) as dashboard, ServeClient(dashboard.url, "tandem", TOKEN) as lever:
         with pytest.raises(ScalerDisabledError, match="external_scaler_enabled: true"):
             await lever.scale("decode", 2)
 
 
 async def test_a_controller_that_is_away_is_told_and_may_come_back() -> None:
-    async with FakeDashboard(two_pools()) as dashboard, Lever(dashboard.url, "tandem", TOKEN) as lever:
+    async with FakeDashboard(two_pools()) as dashboard, ServeClient(dashboard.url, "tandem", TOKEN) as lever:
         dashboard.failing = 1
         with pytest.raises(DashboardAwayError, match=r"status 503.*controller is not available"):
             await lever.scale("decode", 2)
@@ -91,13 +91,16 @@ async def test_a_controller_that_is_away_is_told_and_may_come_back() -> None:
 
 
 async def test_no_dashboard_and_something_else_at_its_address() -> None:
-    async with Lever(f"http://127.0.0.1:{free_port()}", "tandem", TOKEN) as lever:
+    async with ServeClient(f"http://127.0.0.1:{free_port()}", "tandem", TOKEN) as lever:
         with pytest.raises(DashboardAwayError, match="cannot be reached"):
             await lever.application()
-    async with Lever("http://no url", "tandem", TOKEN) as lever:
+    async with ServeClient("http://no url", "tandem", TOKEN) as lever:
         with pytest.raises(DashboardAwayError, match="cannot be reached"):
             await lever.application()
-    async with FakeDashboard(None) as dashboard, Lever(f"{dashboard.url}/other", "tandem", TOKEN) as lever:
+    async with (
+        FakeDashboard(None) as dashboard,
+        ServeClient(f"{dashboard.url}/other", "tandem", TOKEN) as lever,
+    ):
         with pytest.raises(DashboardError, match="is no dashboard of Ray"):
             await lever.application()
         dashboard.bodies["/other/api/serve/applications/"] = b"<html>"

@@ -15,13 +15,13 @@ from cluster.api import servicer
 from cluster.api.servicer import MAX_CALLS, TextCalls
 from cluster.errors import CallError, OverloadedError
 from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import Intake
+from cluster.text.preprocess import Preprocessor
 from cluster.text.tokenizer import ModelText
 
 WAIT_S = 20.0
 
 
-class HeldIntake(Intake):
+class HeldIntake(Preprocessor):
     """Waits within each call, and notes the threads."""
 
     held = threading.Event()

@@ -12,7 +12,7 @@ from landing_world import BLOCK, PREFILL, SHARD, request
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import LandingGrant
 from kvtransfer.protocol.actions import LandingAction, ToWriter
-from kvtransfer.protocol.receiver import FIRST_HOLD_S, MIN_SHARE, PASSING_S, LandingBook, may_pass
+from kvtransfer.protocol.receiver import FIRST_HOLD_S, MIN_SHARE, PASSING_S, LandingTable, may_pass
 from workers.scheduler.block_pool import BlockPool
 
 NUM_BLOCKS = 20
@@ -25,7 +25,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.pool = BlockPool(NUM_BLOCKS, BLOCK)
-        self.book = LandingBook(TransferConfig(landing_queue=64), self.pool, BLOCK, 1)
+        self.book = LandingTable(TransferConfig(landing_queue=64), self.pool, BLOCK, 1)
         self.book.writer_joined(PREFILL, [(0, SHARD)])
         self.now = 0.0
         self.granted: dict[int, float] = {}

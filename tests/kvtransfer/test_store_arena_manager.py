@@ -14,10 +14,10 @@ from store_harness import StoreHouse, eventually
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.prefault import PagesAhead
+from kvtransfer.store.dram.prefault import Prefault
 from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
-from kvtransfer.store.server.arena_manager import LONELY_WAIT_S, SPARE_WAIT_S, Hall
-from kvtransfer.store.server.store_listener import Visitor, send_descriptor
+from kvtransfer.store.server.arena_manager import LONELY_WAIT_S, SPARE_WAIT_S, ArenaManager
+from kvtransfer.store.server.store_listener import PeerConnection, send_descriptor
 
 
 class Entrance:
@@ -28,7 +28,9 @@ class Entrance:
         self.clock = ManualClock()
         self.told: list[Arena] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.hall = Hall(self.settings, self.clock, 1.0, self._on_arena, lambda rank: None, self.spawn)
+        self.hall = ArenaManager(
+            self.settings, self.clock, 1.0, self._on_arena, lambda rank: None, self.spawn
+        )
         self.lonely = self.spawn(self.hall.make_when_lonely(), "lonely")
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
@@ -51,7 +53,7 @@ class Entrance:
         if arena is not None:
             send_descriptor(ranks, arena.fd)
         try:
-            yield self.spawn(self.hall.serve(Visitor(ours, "rank 0", hello, True), hello), "rank")
+            yield self.spawn(self.hall.serve(PeerConnection(ours, "rank 0", hello, True), hello), "rank")
         finally:
             ranks.close()
             ours.close()
@@ -64,7 +66,7 @@ class Entrance:
         for arena in self.told:
             arena.close()
 
-    def _on_arena(self, arena: Arena, ahead: PagesAhead) -> None:
+    def _on_arena(self, arena: Arena, ahead: Prefault) -> None:
         self.told.append(arena)
 
 

@@ -21,16 +21,16 @@ from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
-    BrainHello,
+    EngineHello,
     FetchRequest,
     NewRecord,
     PutCommit,
     RecordId,
 )
 from kvtransfer.store.record import Writer
-from kvtransfer.store.server.arena_manager import Hall
+from kvtransfer.store.server.arena_manager import ArenaManager
 from kvtransfer.store.server.node import Node
-from kvtransfer.store.server.session import BrainSession
+from kvtransfer.store.server.session import EngineSession
 
 SPACE, KEY, SHARD, SESSION = b"thespace", bytes(16), Shard(0, 2, 0, 2), b"s" * 16
 
@@ -50,15 +50,15 @@ def put(node: Node) -> int:
     return offset
 
 
-async def connected(tmp_path: Path) -> tuple[Node, BrainSession, FrameStream, socket.socket]:
+async def connected(tmp_path: Path) -> tuple[Node, EngineSession, FrameStream, socket.socket]:
     """A node, a brain's session with it, and the two ends of their connection."""
     settings, clock = StoreHouse(tmp_path).settings, ManualClock()
     node = Node(settings, clock, Faults(), spawn)
-    hall = Hall(settings, clock, 0, node.attach, lambda rank: None, spawn)
+    hall = ArenaManager(settings, clock, 0, node.attach, lambda rank: None, spawn)
     ours, brains = socket.socketpair()
     stream = FrameStream(*await asyncio.open_connection(sock=ours))
-    hello = BrainHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))
-    return node, BrainSession(hello, stream, hall, node, spawn), stream, brains
+    hello = EngineHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))
+    return node, EngineSession(hello, stream, hall, node, spawn), stream, brains
 
 
 async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from store_harness import StoreHouse, eventually
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.dram import prefault_process
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.prefault import PagesAhead
+from kvtransfer.store.dram.prefault import Prefault
 
 MIB = 1 << 20
 
@@ -29,12 +29,12 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-class Keeper:
-    """The tasks of a `PagesAhead`."""
+class Reconciler:
+    """The tasks of a `Prefault`."""
 
     def __init__(self, arena: Arena) -> None:
         self.tasks: list[asyncio.Task[None]] = []
-        self.ahead = PagesAhead(arena, self._spawn, SystemClock())
+        self.ahead = Prefault(arena, self._spawn, SystemClock())
 
     async def top_up(self, *, at_once: bool = False) -> int:
         """How many times memory was taken."""
@@ -55,7 +55,7 @@ def taken_mib(fd: int) -> float:
 
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_quarter_of_the_arena_is_taken_ahead_of_the_records(arena: Arena, at_once: bool) -> None:
-    keeper = Keeper(arena)
+    keeper = Reconciler(arena)
     arena.allocate(5000)
     assert await keeper.top_up(at_once=at_once) == 1
     assert 16 <= taken_mib(arena.fd) <= 18
@@ -79,16 +79,16 @@ async def test_what_records_hold_stays_and_an_adopted_arena_goes_on_behind_them(
     payload = arena.payload(offset, 20 * MIB)
     payload[:] = b"\x07" * len(payload)
     arena.num_used_bytes = 0  # so that the range with the record is taken too
-    await Keeper(arena).top_up()
+    await Reconciler(arena).top_up()
     assert payload == b"\x07" * len(payload)
     arena.num_used_bytes = 22 * MIB
-    await Keeper(arena).top_up()
+    await Reconciler(arena).top_up()
     assert taken_mib(arena.fd) <= 22 + 16 + 1
 
 
 async def test_a_small_arena_is_left_to_its_first_writes() -> None:
     small = Arena.create(32 * MIB, MIB, huge_pages=False)
-    assert await Keeper(small).top_up() == 0
+    assert await Reconciler(small).top_up() == 0
     small.close()
 
 
@@ -129,7 +129,7 @@ async def test_where_it_cannot_be_taken_ahead_a_line_says_so_once(
     else:
         os.close(arena.fd)
         arena.fd = os.open(os.devnull, os.O_RDWR)
-    keeper = Keeper(arena)
+    keeper = Reconciler(arena)
     with caplog.at_level(logging.WARNING):
         assert await keeper.top_up() == 1
         assert await keeper.top_up() == 0
@@ -145,7 +145,7 @@ def children() -> list[str]:
 
 async def test_no_process_is_left_when_the_owner_stops_meanwhile() -> None:
     arena = Arena.create(1 << 30, MIB, huge_pages=False)
-    keeper = Keeper(arena)
+    keeper = Reconciler(arena)
     before = set(children())
     keeper.ahead.top_up()
     await eventually(lambda: bool(set(children()) - before), "it runs")

@@ -55,7 +55,7 @@ def server_processes(server: RedisServer) -> list[psutil.Process]:
     (keeper,) = (
         process
         for process in psutil.Process().children()
-        if any("redis_keeper" in word for word in process.cmdline())
+        if any("redis_watchdog" in word for word in process.cmdline())
     )
     return [keeper, *keeper.children()]
 

@@ -28,7 +28,7 @@ def held(key: bytes, shard: Shard, tiers: str) -> Held:
     return record
 
 
-class Brain:
+class EngineCore:
     """Takes in what it is told, and notices what makes no sense."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def test_brains_know_what_there_is(
 ) -> None:
     books: dict[bytes, dict[Shard, Held]] = {}
     view = TierView(shards, lambda key: books.get(key, {}), [])
-    early = Brain()
+    early = EngineCore()
     early.take(view.snapshot())
     for number, (key, shard, tiers) in enumerate(changes):
         if tiers:
@@ -87,9 +87,9 @@ def test_brains_know_what_there_is(
             early.take(view.take())
             assert early.tiers == expected(books, shards)
     early.take(view.take())
-    late = Brain()
+    late = EngineCore()
     late.take(view.snapshot())
-    fresh = Brain()
+    fresh = EngineCore()
     fresh.take(TierView(shards, lambda key: books.get(key, {}), books).snapshot())
     assert early.tiers == late.tiers == fresh.tiers == expected(books, shards)
     assert view.take() == [], "nothing is told twice"

@@ -13,8 +13,8 @@ from router.cost import (
     NO_ROOM_TOKENS,
     STALE_TOKENS,
     WORK_PART,
-    Ask,
-    Option,
+    ReplicaCost,
+    RouteQuery,
     choose,
     decode_candidate,
     disturbance_tokens,
@@ -29,7 +29,7 @@ from router.cost import (
 from router.load import LoadState
 from router.messages import Candidate, Decision
 
-ASK = Ask(1000, 200, 1, 64, 64, True)
+ASK = RouteQuery(1000, 200, 1, 64, 64, True)
 
 
 def state(
@@ -57,9 +57,9 @@ def state(
     )
 
 
-def option(of: LoadState, matched_tokens: int, is_stale: bool = False) -> Option:
+def option(of: LoadState, matched_tokens: int, is_stale: bool = False) -> ReplicaCost:
     """Of a replica whose device holds that many tokens, and whose store nothing."""
-    return Option(of, is_stale, matched_tokens, ASK.num_tokens - matched_tokens)
+    return ReplicaCost(of, is_stale, matched_tokens, ASK.num_tokens - matched_tokens)
 
 
 def test_prefill_terms() -> None:
@@ -116,7 +116,7 @@ def test_room(free: int, matched: int, penalty: float) -> None:
 
 def test_what_never_fits_is_the_very_last_choice() -> None:
     huge = ASK._replace(num_tokens=6400)
-    candidate = decode_candidate(huge, Option(state(), False, 0, 6400), 64.0)
+    candidate = decode_candidate(huge, ReplicaCost(state(), False, 0, 6400), 64.0)
     assert candidate.cost > NEVER_FITS_TOKENS
     assert candidate.note == "never fits, no room now"
 
@@ -138,8 +138,8 @@ def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(
     busy = state(sequences=50)._replace(num_total_blocks=sizes["decode"], num_free_blocks=sizes["decode"])
     candidates = [
         prefill_candidate(huge, option_of(huge, prefill, False, 0, 0, 0)),
-        decode_candidate(huge, Option(busy, False, 0, 6400), 64.0),
-        local_candidate(huge, Option(busy, False, 0, 6400), 64.0),
+        decode_candidate(huge, ReplicaCost(busy, False, 0, 6400), 64.0),
+        local_candidate(huge, ReplicaCost(busy, False, 0, 6400), 64.0),
     ]
     assert ["never fits" in item.note for item in candidates] == [
         too_small == "prefill",
@@ -208,7 +208,7 @@ def test_load_ratio(tier: str) -> None:
 def test_what_loads_slower_than_it_computes_is_computed() -> None:
     slow = state(load_tok_s={"dram": 100_000.0, "nvme": 9_000.0})
     made = option_of(ASK, slow, False, 1, 2, 3)
-    assert made == Option(slow, False, 64, 808, 128, 0, made.loading_tokens)
+    assert made == ReplicaCost(slow, False, 64, 808, 128, 0, made.loading_tokens)
     assert made.loading_tokens == pytest.approx(12.8)
 
 

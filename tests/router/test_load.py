@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
-from router.load import PHANTOM_S, REPORT_LAG_S, LoadBook, Placement
+from router.load import PHANTOM_S, REPORT_LAG_S, LoadTracker, Placement
 from router.messages import ReplicaLoad
 
 
@@ -17,7 +17,7 @@ class Bench:
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
-        self.book = LoadBook(self.clock)
+        self.book = LoadTracker(self.clock)
         self.book.add_replica(ReplicaIdentity("p", 1), "prefill")
         self.book.add_replica(ReplicaIdentity("d", 1), "decode")
 

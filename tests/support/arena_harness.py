@@ -46,7 +46,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreReport,
 )
-from kvtransfer.store.worker.store_worker import StoreHands
+from kvtransfer.store.worker.store_worker import StoreWorker
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")
@@ -205,7 +205,7 @@ class HandsRank:
         self.reports = StoreReports()
         self.clock = SystemClock()
         self.governor = governor or TrafficGovernor(TransferSettings("127.0.0.1", ()), self.clock)
-        self.hands = StoreHands(
+        self.hands = StoreWorker(
             self.pool, 0, self.governor, SECRET, faults or Faults(), self.clock, report or self.reports.put
         )
 

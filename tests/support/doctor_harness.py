@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.doctor.checks import Case, Severity, Verdict
+from cluster.doctor.checks import CheckContext, Severity, Verdict
 from cluster.doctor.machine import KernelClock, Machine
 from cluster.serve.memory import Needs, needs_of
 from kvtransfer.common.clock import Clock, SystemClock
@@ -97,9 +97,9 @@ def case_of(
     ray_address: str = "auto",
     is_running: bool = False,
     clock: Clock | None = None,
-) -> Case:
+) -> CheckContext:
     config = config or config_of()
-    return Case(
+    return CheckContext(
         machine=machine,
         config=config,
         needs=needs or needs_of(config),

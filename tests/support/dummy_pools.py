@@ -14,8 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 
-
-from cluster.serve import app, entrypoint
+from cluster.serve import entrypoint
 
 
 class DummyReplica:
@@ -26,7 +25,7 @@ class DummyReplica:
 
 def build(args: dict[str, Any]) -> serve.Application:
     """As `cluster.serve.entrypoint.build`."""
-    cluster.app.ReplicaActor = DummyReplica  # type: ignore[assignment,misc]
+    app.ReplicaActor = DummyReplica  # type: ignore[assignment,misc]
     return entrypoint.build(args)
 
 

@@ -44,7 +44,7 @@ from workers.messages import (
     Submission,
     TokenLogprob,
 )
-from workers.replica.engine_core import Brain
+from workers.replica.engine_core import EngineCore
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
@@ -95,7 +95,7 @@ class Heard:
 class Replica:
     """A brain, with the bare Link of a gateway to it."""
 
-    def __init__(self, brain: Brain, heard: dict[tuple[str, int], Heard]) -> None:
+    def __init__(self, brain: EngineCore, heard: dict[tuple[str, int], Heard]) -> None:
         self.brain = brain
         self.load: LoadReport | None = None
         self.events: list[KvEvents] = []
@@ -180,7 +180,7 @@ class House:
         epoch: int = 1,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
-        brain = Brain(
+        brain = EngineCore(
             identity=ReplicaIdentity(name, epoch),
             pool=role,
             role=role,
@@ -255,7 +255,7 @@ class House:
         for replica in replicas or self.replicas.values():
             brain = replica.brain
 
-            def is_quiet(brain: Brain = brain) -> bool:
+            def is_quiet(brain: EngineCore = brain) -> bool:
                 pool = brain.pool
                 books = brain.inbound.book.num_open + brain.inbound.book.num_waiting
                 busy = books + brain.outbound.book.num_active + len(brain.requests)

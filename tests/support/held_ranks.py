@@ -76,7 +76,7 @@ class KeepingLauncher:
         return await asyncio.gather(*(handle.wait() for handle in self.handles))
 
 
-class Brain:
+class EngineCore:
     """Holds the group of one replica and keeps what it hears."""
 
     def __init__(self, launcher: RankLauncher, clock: Clock) -> None:
@@ -121,8 +121,8 @@ class Brain:
 
 
 @asynccontextmanager
-async def holding(launcher: RankLauncher = FORKS, clock: Clock | None = None) -> AsyncIterator[Brain]:
-    brain = Brain(launcher, clock or SystemClock())
+async def holding(launcher: RankLauncher = FORKS, clock: Clock | None = None) -> AsyncIterator[EngineCore]:
+    brain = EngineCore(launcher, clock or SystemClock())
     try:
         yield brain
     finally:

@@ -47,8 +47,8 @@ from kvtransfer.protocol.actions import (
     ToRanks,
     ToWriter,
 )
-from kvtransfer.protocol.receiver import LandingBook
-from kvtransfer.protocol.sender import PushBook
+from kvtransfer.protocol.receiver import LandingTable
+from kvtransfer.protocol.sender import SendTable
 from workers.scheduler.block_pool import BlockPool
 
 BLOCK = 16
@@ -86,8 +86,8 @@ class World:
     sources: Ranks = ONE
     readers: Ranks = ONE
     now: float = 0.0
-    landing: LandingBook = field(init=False)
-    push: PushBook = field(init=False)
+    landing: LandingTable = field(init=False)
+    push: SendTable = field(init=False)
     writers: list[WriterRank] = field(init=False)
     targets: list[TargetRank] = field(init=False)
     to_decode: deque[PeerMessage | HandOverReady] = field(default_factory=deque)
@@ -111,8 +111,8 @@ class World:
 
     def __post_init__(self) -> None:
         config = TransferConfig(landing_lease_s=10, landing_queue=8)
-        self.landing = LandingBook(config, self.pool, BLOCK, len(self.readers))
-        self.push = PushBook(config, BLOCK, len(self.sources))
+        self.landing = LandingTable(config, self.pool, BLOCK, len(self.readers))
+        self.push = SendTable(config, BLOCK, len(self.sources))
         self.pieces = plan_pieces(self.sources, self.readers)
         self.targets = [TargetRank(rank) for rank, _ in self.readers]
         self.writers = [

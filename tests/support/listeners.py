@@ -79,7 +79,7 @@ async def _serve() -> None:
 
     from kvtransfer.common.clock import SystemClock
     from kvtransfer.rpc.stream import FrameStream, LinkServer
-    from kvtransfer.store.server.store_listener import Door, Visitor, await_end
+    from kvtransfer.store.server.store_listener import StoreListener, PeerConnection, await_end
     from workers.rank.local_links import Switchboard
     from workers.replica.rank_group import RankGroup
 
@@ -87,7 +87,7 @@ async def _serve() -> None:
         while await stream.receive() is not None:
             pass
 
-    async def hold_visitor(visitor: Visitor) -> None:
+    async def hold_visitor(visitor: PeerConnection) -> None:
         await await_end(visitor.sock)
 
     tasks: set[asyncio.Task[None]] = set()
@@ -119,7 +119,9 @@ async def _serve() -> None:
     over_unix.listen(128)
     over_tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
     addresses["store tcp"] = f"127.0.0.1:{over_tcp.getsockname()[1]}"
-    doors = [Door(sock, SECRET, hold_visitor, spawn, SystemClock()) for sock in (over_unix, over_tcp)]
+    doors = [
+        StoreListener(sock, SECRET, hold_visitor, spawn, SystemClock()) for sock in (over_unix, over_tcp)
+    ]
 
     with Rank(TARGET) as rank:
         addresses |= {each.transport: each.address for each in rank.agent.endpoints().endpoints}

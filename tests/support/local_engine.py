@@ -17,7 +17,7 @@ from workers.messages import RequestFailed, StepPlan, StepReport, Submission
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.model_runner import Executor
+from workers.rank.model_runner import ModelRunner
 from workers.rank.process import find_store, open_store
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
@@ -49,7 +49,7 @@ class LocalEngine:
         self._store, self._address = open_store("127.0.0.1")
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp * self.pp)]
 
-        def make(rank: int) -> Executor:
+        def make(rank: int) -> ModelRunner:
             first, end = stages[rank // tp]
             groups = RankGroups(
                 find_store(self._address),
@@ -61,7 +61,7 @@ class LocalEngine:
                 secret=SECRET,
                 host_id=host_id,
             )
-            executor = Executor(
+            executor = ModelRunner(
                 model_dir=model_dir,
                 dtype=torch.float32,
                 device=CPU,

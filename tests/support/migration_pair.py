@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from hash_rank import BLOCK_TOKENS, alone, unpack
-from replica_harness import GATEWAY, WHOLE, Rooms
+from replica_harness import GATEWAY, WHOLE, Components
 
 from kvtransfer.messages import (
     CloseLanding,
@@ -62,7 +62,9 @@ class Side:
         self, identity: ReplicaIdentity, peer: ReplicaIdentity, num_blocks: int, num_offload_blocks: int
     ) -> None:
         self.identity = identity
-        self.rooms = Rooms(num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks)
+        self.rooms = Components(
+            num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks
+        )
         self.other: Side
         self.plans: deque[StepPlan] = deque()
         self.num_flips = 0

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from cluster.roster.messages import RosterView, ScalingMove
-from cluster.roster.state import Wishes
-from cluster.scaling.reconciler import Action, Forget, Keeper, Observed, Pull, RecallLent, SetDesired, Tell
+from cluster.roster.state import DesiredState
+from cluster.scaling.reconciler import (
+    Action,
+    Forget,
+    Observed,
+    Pull,
+    RecallLent,
+    Reconciler,
+    SetDesired,
+    Tell,
+)
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 
 NOBODY: frozenset[str] = frozenset()
@@ -21,8 +30,8 @@ class House:
         self.status = "RUNNING"
         self.autoscaled = autoscaled
         self.version = 0
-        self.wishes = Wishes(0)
-        self.keeper = Keeper()
+        self.wishes = DesiredState(0)
+        self.keeper = Reconciler()
         self.now = 100.0
         self.lever_works = True
         self.is_there = True

@@ -12,9 +12,9 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import LandingGrant, LandingRequest, ReplicaIdentity, Shard, TransferOrder
 from workers.config import EngineConfig
-from workers.disagg.kv_receiver import Inbound
-from workers.disagg.kv_sender import Outbound
-from workers.disagg.migration import Moving
+from workers.disagg.kv_receiver import KvReceiver
+from workers.disagg.kv_sender import KvSender
+from workers.disagg.migration import MigrationManager
 from workers.messages import (
     LINK_UP_CODEC,
     HandOverReport,
@@ -44,7 +44,7 @@ class PeersStub:
     """Links that are ready unless `failure` says why they cannot be; what is sent is kept."""
 
     def __init__(self) -> None:
-        self.outbound: Outbound
+        self.outbound: KvSender
         self.failure = ""
         self.is_ready = True
         self.to_reader: list[PeerLinkMessage] = []
@@ -67,7 +67,7 @@ class PeersStub:
         self.to_writer.append(message)
 
 
-class Rooms:
+class Components:
     """Scheduler, requests and both sides of hand-overs of one replica, and a Link that keeps its frames."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Rooms:
         self.gateways = Gateways(self.clock, self._no_load)
         self._gateway = LinkEnd("gateway")
         self.gateways.connected(GATEWAY, self._gateway.stream)
-        self.outbound = Outbound(
+        self.outbound = KvSender(
             config=TransferConfig(),
             block_tokens=BLOCK_TOKENS,
             scheduler=self.scheduler,
@@ -112,7 +112,7 @@ class Rooms:
             kill_ranks=self._kill,
             faults=Faults(),
         )
-        self.inbound = Inbound(
+        self.inbound = KvReceiver(
             config=TransferConfig(),
             block_tokens=BLOCK_TOKENS,
             pool=self.pool,
@@ -137,7 +137,7 @@ class Rooms:
             vocab_size=VOCABULARY,
             wake=lambda: None,
         )
-        self.outbound.moving = self.moving = Moving(
+        self.outbound.moving = self.moving = MigrationManager(
             identity=identity,
             scheduler=self.scheduler,
             outbound=self.outbound,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cluster.gateway.actions import Action, JourneyPlan, SampleStart
-from cluster.gateway.request_state import Journey
+from cluster.gateway.actions import Action, PreparedRequest, SampleStart
+from cluster.gateway.request_state import RequestState
 from cluster.gateway.sample_output import sample_seed
 from cluster.text.tokenizer import SampleText
 from kvtransfer.messages import ReplicaIdentity
@@ -62,8 +62,8 @@ def make_journey(
     deadline_at: float | None = None,
     max_attempts: int = 5,
     starts: tuple[SampleStart, ...] = (),
-) -> Journey:
-    plan = JourneyPlan(
+) -> RequestState:
+    plan = PreparedRequest(
         request_id="r",
         tenant="t",
         priority=0,
@@ -74,14 +74,14 @@ def make_journey(
         deadline_at=deadline_at,
         max_attempts=max_attempts,
     )
-    return Journey(plan, [SampleText(Letters(), stops) for _ in plan.samples], 0.0)
+    return RequestState(plan, [SampleText(Letters(), stops) for _ in plan.samples], 0.0)
 
 
 def decision(prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> Decision:
     return Decision("r", "cost", prefill.replica_id if prefill else "", decode.replica_id, 0, 0, (), "")
 
 
-def route(journey: Journey, prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> list[Action]:
+def route(journey: RequestState, prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> list[Action]:
     return journey.on_routed(decision(prefill, decode), prefill, HandOverTarget(decode, "a"), 1.0)
 
 

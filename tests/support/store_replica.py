@@ -1,4 +1,4 @@
-"""Replicas that are stand-ins in this process, around the real `StoreClient` and the real `StoreHands`."""
+"""Replicas that are stand-ins in this process, around the real `StoreClient` and the real `StoreWorker`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtransfer.store.messages import (
     REFUSED,
     STORE_PROTOCOL,
     AttachStore,
-    BrainHello,
+    EngineHello,
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
@@ -48,7 +48,7 @@ from kvtransfer.store.messages import (
     TierEvents,
 )
 from kvtransfer.store.store_client import StoreClient
-from kvtransfer.store.worker.store_worker import StoreHands
+from kvtransfer.store.worker.store_worker import StoreWorker
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")
@@ -112,7 +112,7 @@ class _Rank:
         clock = SystemClock()
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), clock)
         self._pool = HostPool(layout, self._memory)
-        self.hands = StoreHands(self._pool, rank, governor, SECRET, faults, clock, report)
+        self.hands = StoreWorker(self._pool, rank, governor, SECRET, faults, clock, report)
 
     def close(self) -> None:
         self.hands.close()
@@ -155,7 +155,7 @@ class Replica:
             for rank, shard in enumerate(self.shards)
         ]
         self._secret = secret
-        self._hello = BrainHello(STORE_PROTOCOL, self.session, self.identity, compatibility, self.shards)
+        self._hello = EngineHello(STORE_PROTOCOL, self.session, self.identity, compatibility, self.shards)
         self.errors: list[BaseException] = []
         self.client = self._new_client()
 

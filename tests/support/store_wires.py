@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import StoreGet, StorePut
-from workers.scheduler.step import LoadWish
+from workers.scheduler.step import LoadNeed
 
 HALVES = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
 KEYS = tuple(bytes([index]) * 16 for index in range(1, 9))
@@ -19,7 +19,7 @@ class Wires:
     is_up: bool = True
     sent: list[object] = field(default_factory=list)
     orders: list[tuple[int, StoreGet | StorePut]] = field(default_factory=list)
-    ended: list[tuple[LoadWish, dict[str, int]]] = field(default_factory=list)
+    ended: list[tuple[LoadNeed, dict[str, int]]] = field(default_factory=list)
 
     def send(self, message: object) -> bool:
         if self.is_up:

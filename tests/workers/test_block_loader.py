@@ -21,12 +21,12 @@ from kvtransfer.store.messages import (
     StoreGetDone,
 )
 from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.step import LoadWish
+from workers.scheduler.step import LoadNeed
 from workers.store_connector.block_loader import (
     FETCH_PATIENCE_S,
     FIND_PATIENCE_S,
     ROOM_PATIENCE_S,
-    Loading,
+    BlockLoader,
     TierCosts,
 )
 
@@ -40,7 +40,7 @@ class LoadingHouse:
         self.pool = BlockPool(num_blocks, 16)
         self.costs = TierCosts(16, BLOCK_BYTES)
         self.held: list[bool] = []
-        self.loading = Loading(
+        self.loading = BlockLoader(
             pool=self.pool,
             costs=self.costs,
             clock=self.clock,
@@ -54,8 +54,8 @@ class LoadingHouse:
             end=lambda wish, loaded: self.wires.ended.append((wish, loaded)),
         )
 
-    def wish(self, keys: tuple[bytes, ...] = KEYS, num_held: int = 0) -> LoadWish:
-        return LoadWish("r", 0, 0, "t", keys, num_held)
+    def wish(self, keys: tuple[bytes, ...] = KEYS, num_held: int = 0) -> LoadNeed:
+        return LoadNeed("r", 0, 0, "t", keys, num_held)
 
     def hold(self, keys: tuple[bytes, ...]) -> None:
         """The device has these cached."""
@@ -66,7 +66,7 @@ class LoadingHouse:
             parent = key
         self.pool.release(block_ids)
 
-    def ask(self, wish: LoadWish, *tiers: str) -> FetchRequest:
+    def ask(self, wish: LoadNeed, *tiers: str) -> FetchRequest:
         self.loading.wanted(wish)
         find = self.wires.take(FindRequest)
         assert isinstance(find, FindRequest)

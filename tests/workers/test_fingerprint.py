@@ -25,7 +25,7 @@ from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError, WorkerError
 from workers.model import fingerprint as fingerprint_module
 from workers.model.fingerprint import DigestCache, FingerprintTask, hub_digest, model_fingerprint
-from workers.rank.model_runner import Executor
+from workers.rank.model_runner import ModelRunner
 
 MakeCheckpoint = Callable[..., Path]
 TINY = Path(__file__).resolve().parents[2] / "models/tiny"
@@ -322,7 +322,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_thread(
     save_file(weights, model_dir / "model.safetensors")
     num_threads = torch.get_num_threads()
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
-        Executor(
+        ModelRunner(
             model_dir=model_dir,
             dtype=torch.float32,
             device=torch.device("cpu"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hash_rank import BLOCK_TOKENS, pack
-from replica_harness import GATEWAY, HERE, PEER, Rooms
+from replica_harness import GATEWAY, HERE, PEER, Components
 
 from kvtransfer.messages import (
     LandingAbort,
@@ -36,7 +36,7 @@ def done(order: PushOrder, rank: int, seconds: float, started_at: float) -> Push
 
 
 async def test_a_prompt_held_at_the_peer_that_ends_with_its_first_token_is_not_handed_over() -> None:
-    rooms = Rooms()
+    rooms = Components()
     rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT, decode=PEER, max_tokens=1))
     rooms.pump()
     rooms.grant(len(PROMPT), ())
@@ -48,7 +48,7 @@ async def test_a_prompt_held_at_the_peer_that_ends_with_its_first_token_is_not_h
 
 
 async def test_a_deadline_before_the_first_push_is_told_as_a_deadline() -> None:
-    rooms = Rooms()
+    rooms = Components()
     rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT, decode=PEER, deadline_s=1.0))
     rooms.pump()
     rooms.clock.advance(2.0)
@@ -59,7 +59,7 @@ async def test_a_deadline_before_the_first_push_is_told_as_a_deadline() -> None:
 
 
 async def test_a_push_is_traced_to_its_request() -> None:
-    rooms = Rooms()
+    rooms = Components()
     for name in ("a", "b"):
         rooms.requests.submit(GATEWAY, rooms.submission(name, [*PROMPT, ord(name) % 20], decode=PEER))
         rooms.pump()
@@ -73,7 +73,7 @@ async def test_a_push_is_traced_to_its_request() -> None:
 
 
 async def test_a_prompt_is_handed_over_when_every_rank_has_pushed_it() -> None:
-    rooms = Rooms(lanes=HALVES)
+    rooms = Components(lanes=HALVES)
     rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT, decode=PEER))
     rooms.pump()
     rooms.grant(0, (3, 4))
@@ -90,7 +90,7 @@ async def test_a_prompt_is_handed_over_when_every_rank_has_pushed_it() -> None:
 
 
 async def test_a_refusal_names_who_has_no_room() -> None:
-    rooms = Rooms()
+    rooms = Components()
     rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT, decode=PEER))
     rooms.pump()
     (asked,) = rooms.peers.to_reader
@@ -104,7 +104,7 @@ async def test_a_refusal_names_who_has_no_room() -> None:
 
 
 async def test_all_that_wait_for_a_path_are_told_when_there_is_none() -> None:
-    rooms = Rooms()
+    rooms = Components()
     rooms.peers.is_ready = False
     for name in ("a", "b"):
         rooms.requests.submit(GATEWAY, rooms.submission(name, PROMPT, decode=PEER))
@@ -118,7 +118,7 @@ async def test_all_that_wait_for_a_path_are_told_when_there_is_none() -> None:
 
 
 async def test_a_replica_does_not_hand_over_to_itself() -> None:
-    rooms = Rooms()
+    rooms = Components()
     rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT, decode=HERE, max_tokens=3))
     for _ in range(4):
         rooms.pump()
@@ -137,7 +137,7 @@ async def test_a_replica_does_not_hand_over_to_itself() -> None:
 async def test_tokens_that_are_none_are_refused_before_the_rank_sees_them(
     change: dict[str, object], words: str
 ) -> None:
-    rooms = Rooms()
+    rooms = Components()
     wanted = rooms.submission("r", [1], outputs=change.get("outputs", ((),)))  # type: ignore[arg-type]
     prompt = change.get("prompt", wanted.prompt)
     fields = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
@@ -151,7 +151,7 @@ async def test_tokens_that_are_none_are_refused_before_the_rank_sees_them(
 # ---------------------------------------------------------------------------------- the decode side
 
 
-def landing(rooms: Rooms, writer: ReplicaIdentity = PEER) -> None:
+def landing(rooms: Components, writer: ReplicaIdentity = PEER) -> None:
     request = LandingRequest(LANDING_ID, "r", 1, "", 0, (), len(PROMPT), 1, None)
     rooms.inbound.message(writer, request)
     assert isinstance(rooms.peers.to_writer[-1], LandingGrant)
@@ -163,7 +163,7 @@ def hand_over(submission: Submission) -> HandOver:
 
 @pytest.mark.parametrize("outputs", [(), ((),), ((1,), (1, 2)), ((1, 2),)])
 async def test_a_hand_over_with_the_wrong_tokens_breaks_nothing(outputs: tuple[tuple[int, ...], ...]) -> None:
-    rooms = Rooms()
+    rooms = Components()
     landing(rooms)
     rooms.inbound.message(PEER, hand_over(rooms.submission("r", PROMPT, outputs=outputs)))
     assert isinstance(rooms.peers.to_writer[-1], LandingAbort)
@@ -172,7 +172,7 @@ async def test_a_hand_over_with_the_wrong_tokens_breaks_nothing(outputs: tuple[t
 
 
 async def test_a_hand_over_of_what_runs_here_already_breaks_nothing() -> None:
-    rooms = Rooms()
+    rooms = Components()
     landing(rooms)
     rooms.requests.submit(GATEWAY, rooms.submission("r", PROMPT))
     rooms.pump()
@@ -186,7 +186,7 @@ async def test_a_hand_over_of_what_runs_here_already_breaks_nothing() -> None:
 
 
 async def test_a_right_hand_over_joins() -> None:
-    rooms = Rooms()
+    rooms = Components()
     landing(rooms)
     rooms.inbound.message(PEER, hand_over(rooms.submission("r", PROMPT, outputs=((1,),), max_tokens=3)))
     assert isinstance(rooms.peers.to_writer[-1], LandingResult)
@@ -197,7 +197,7 @@ async def test_a_right_hand_over_joins() -> None:
 
 
 async def test_a_hand_over_joins_when_every_rank_has_verified_its_pieces() -> None:
-    rooms = Rooms(lanes=HALVES)
+    rooms = Components(lanes=HALVES)
     landing(rooms)
     pieces = tuple(PieceSum(0, rank, shard, 5 + rank) for rank, shard in HALVES)
     rooms.inbound.message(PEER, Manifest(LANDING_ID, pieces))
@@ -212,7 +212,7 @@ async def test_a_hand_over_joins_when_every_rank_has_verified_its_pieces() -> No
 
 
 async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landing() -> None:
-    rooms = Rooms(lanes=HALVES)
+    rooms = Components(lanes=HALVES)
     landing(rooms)
     pieces = tuple(PieceSum(0, rank, shard, 0) for rank, shard in HALVES)
     rooms.inbound.message(PEER, Manifest(LANDING_ID, pieces))
@@ -229,7 +229,7 @@ async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landin
 
 
 async def test_a_leaving_replica_takes_no_landing() -> None:
-    rooms = Rooms()
+    rooms = Components()
     rooms.inbound.leave("it leaves")
     rooms.inbound.message(PEER, LandingRequest(LANDING_ID, "r", 1, "", 0, (), len(PROMPT), 1, None))
     (refusal,) = rooms.peers.to_writer

@@ -16,7 +16,7 @@ from workers.model.attention import paged_attention
 from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.random_checkpoint import write_random_checkpoint
-from workers.rank.model_runner import Executor
+from workers.rank.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 5, 2, 4, 8
@@ -120,7 +120,7 @@ class _Clock(ManualClock):
     def __init__(self, slow: OffloadMode) -> None:
         super().__init__(5.0)
         self.slow = slow
-        self.executor: Executor | None = None
+        self.executor: ModelRunner | None = None
 
     def now(self) -> float:
         host = self.executor.host if self.executor is not None else None
@@ -137,8 +137,8 @@ def model_dir(tmp_path: Path) -> Iterator[Path]:
     torch.set_num_threads(num_threads)
 
 
-def _executor(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_tokens: int) -> Executor:
-    return Executor(
+def _executor(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_tokens: int) -> ModelRunner:
+    return ModelRunner(
         model_dir=model_dir,
         dtype=torch.float32,
         device=CPU,

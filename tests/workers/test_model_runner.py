@@ -33,7 +33,7 @@ from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.model_runner import Executor, read_dtype
+from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.rank.process import find_store, open_store
 
 
@@ -51,8 +51,8 @@ def _keep_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def make_executor(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: str = "float32") -> Executor:
-    return Executor(
+def make_executor(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: str = "float32") -> ModelRunner:
+    return ModelRunner(
         model_dir=model_dir,
         dtype=read_dtype(dtype),
         device=torch.device("cpu"),
@@ -64,11 +64,11 @@ def make_executor(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: st
 
 
 @pytest.fixture
-def executor(model_dir: Path) -> Executor:
+def executor(model_dir: Path) -> ModelRunner:
     return make_executor(model_dir)
 
 
-def run(executor: Executor, plan: StepPlan) -> dict[int, int]:
+def run(executor: ModelRunner, plan: StepPlan) -> dict[int, int]:
     return {sampled.slot: sampled.token for sampled in executor.run(plan).tokens}
 
 
@@ -81,7 +81,7 @@ def greedy_reference(model_dir: Path, prompt: Sequence[int], num_new: int) -> li
     return ids[len(prompt) :]
 
 
-def test_chunked_prefill_and_decode_equal_transformers(model_dir: Path, executor: Executor) -> None:
+def test_chunked_prefill_and_decode_equal_transformers(model_dir: Path, executor: ModelRunner) -> None:
     """Two sequences, interleaved: chunks of one beside decoding of the other, in scattered blocks."""
     first, second = draw(45, seed=1), draw(20, seed=2)
     first_blocks, second_blocks = (7, 2, 30, 11, 5), (3, 39, 0)
@@ -106,7 +106,7 @@ def test_chunked_prefill_and_decode_equal_transformers(model_dir: Path, executor
     assert tokens[20] == greedy_reference(model_dir, second, 11)
 
 
-def test_samples_fork_from_one_prompt(executor: Executor, model_dir: Path) -> None:
+def test_samples_fork_from_one_prompt(executor: ModelRunner, model_dir: Path) -> None:
     """Two seeds on one prompt, with copy-on-write of the shared last block, equal two lone sequences."""
     prompt, sampling, seeds = draw(20), SamplingParams(temperature=1.5), {4: 111, 5: 222}
     starts = [started(slot, prompt, sampling, seed) for slot, seed in seeds.items()]
@@ -133,7 +133,7 @@ def test_samples_fork_from_one_prompt(executor: Executor, model_dir: Path) -> No
         assert [output[0] for output in outputs] == forked[slot]
 
 
-def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: Executor) -> None:
+def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: ModelRunner) -> None:
     prompt, sampling = draw(20), SamplingParams(temperature=1.2, repetition_penalty=1.2, num_logprobs=2)
     whole = [
         executor.run(step(entry(1, 0, prompt, (0, 1, 2), [1]), starts=[started(1, prompt, sampling, 7)]))
@@ -151,7 +151,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: Executor) -> 
         assert before.logprob.logprob == pytest.approx(after.logprob.logprob, abs=1e-5)
 
 
-def test_explicit_and_implied_input_tokens_are_the_same(executor: Executor) -> None:
+def test_explicit_and_implied_input_tokens_are_the_same(executor: ModelRunner) -> None:
     prompt = draw(18)
     plan = step(
         entry(1, 0, prompt, (0, 1), [1]),
@@ -164,7 +164,7 @@ def test_explicit_and_implied_input_tokens_are_the_same(executor: Executor) -> N
     assert second[1] == second[2]
 
 
-def test_a_started_slot_implies_its_last_known_token(executor: Executor) -> None:
+def test_a_started_slot_implies_its_last_known_token(executor: ModelRunner) -> None:
     """Hand-over: KV of all but the last token is here, and the plan may leave that token out."""
     prompt = draw(18)
     token = run(executor, step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))[1]
@@ -173,7 +173,7 @@ def test_a_started_slot_implies_its_last_known_token(executor: Executor) -> None
     assert run(executor, step(entry(2, 18, [], (0, 1), [2]), starts=[start])) == {2: expected}
 
 
-def test_the_pool_is_the_shared_memory(executor: Executor) -> None:
+def test_the_pool_is_the_shared_memory(executor: ModelRunner) -> None:
     prompt = draw(16)
     run(executor, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))
     assert isinstance(executor.pool, HostPool)
@@ -187,17 +187,17 @@ def test_the_pool_is_the_shared_memory(executor: Executor) -> None:
     assert not executor.kv[4].any()
 
 
-def test_a_plan_that_samples_nothing_reports(executor: Executor) -> None:
+def test_a_plan_that_samples_nothing_reports(executor: ModelRunner) -> None:
     prompt = draw(16)
     report = executor.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
     assert (report.step, report.tokens, report.started_at, report.finished_at) == (1, (), 5.0, 5.0)
 
 
-def test_the_empty_plan_is_a_canary(executor: Executor) -> None:
+def test_the_empty_plan_is_a_canary(executor: ModelRunner) -> None:
     assert executor.run(step()).tokens == ()
 
 
-def test_warm_up_leaves_no_slot(executor: Executor) -> None:
+def test_warm_up_leaves_no_slot(executor: ModelRunner) -> None:
     for _ in range(2):
         executor.warm_up()
     with pytest.raises(AssertionError, match="slot -1 is freed but was never started"):
@@ -209,7 +209,7 @@ def test_warm_up_fits_a_small_pool(model_dir: Path, num_kv_tokens: int) -> None:
     make_executor(model_dir, num_kv_tokens=num_kv_tokens).warm_up()
 
 
-def test_ready_fields(model_dir: Path, executor: Executor) -> None:
+def test_ready_fields(model_dir: Path, executor: ModelRunner) -> None:
     fields = executor.ready_fields
     assert (fields.num_blocks, fields.vocab_size, fields.eos_token_ids) == (40, 256, (1, 9))
     assert fields.max_context_tokens == 40 * BLOCK
@@ -219,7 +219,7 @@ def test_ready_fields(model_dir: Path, executor: Executor) -> None:
     assert make_executor(model_dir, num_kv_tokens=4096).ready_fields.max_context_tokens == 2048
 
 
-def test_freed_slots_can_be_taken_again_in_the_same_plan(executor: Executor) -> None:
+def test_freed_slots_can_be_taken_again_in_the_same_plan(executor: ModelRunner) -> None:
     run(executor, step(starts=[started(1, prompt := draw(5))]))
     plan = step(entry(1, 0, prompt, (0,), [1]), starts=[started(1, prompt)], frees=[1])
     assert list(run(executor, plan)) == [1]
@@ -235,7 +235,7 @@ def test_freed_slots_can_be_taken_again_in_the_same_plan(executor: Executor) -> 
         (step(starts=[started(3, [5]), started(3, [5])]), "slot 3 is already in use"),
     ],
 )
-def test_bad_plans_are_assertion_errors(executor: Executor, plan: StepPlan, text: str) -> None:
+def test_bad_plans_are_assertion_errors(executor: ModelRunner, plan: StepPlan, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         executor.run(plan)
 
@@ -273,11 +273,11 @@ class Ranks:
         self._threads = ThreadPoolExecutor(tp * self.pp)
         self.executors = list(self._threads.map(self._make, range(tp * self.pp)))
 
-    def _make(self, rank: int) -> Executor:
+    def _make(self, rank: int) -> ModelRunner:
         cpu = torch.device("cpu")
         first, end = self._stages[rank // self.tp]
         store = find_store(self._address)
-        return Executor(
+        return ModelRunner(
             model_dir=self._model_dir,
             dtype=torch.float32,
             device=cpu,
@@ -294,7 +294,7 @@ class Ranks:
     def run(self, plans: Sequence[StepPlan]) -> list[list[StepReport]]:
         """Every rank runs all plans without waiting to be asked; the reports of each rank."""
 
-        def run_all(executor: Executor) -> list[StepReport]:
+        def run_all(executor: ModelRunner) -> list[StepReport]:
             executor.warm_up()
             return [executor.run(plan) for plan in plans]
 
@@ -315,7 +315,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: Executor, shape: str) -> None:
+def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: ModelRunner, shape: str) -> None:
     """All plans are there at once: the first stage runs ahead as far as the tokens that it needs let it."""
     plans = walk()
     expected = [executor.run(plan).tokens for plan in plans]
@@ -331,7 +331,7 @@ def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: Execut
     ranks.close()
 
 
-def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, executor: Executor) -> None:
+def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, executor: ModelRunner) -> None:
     plans = [plan for plan in walk() if plan.entries]
     for plan in plans:
         executor.run(plan)
@@ -384,7 +384,7 @@ def test_waiting_is_not_busy_time(model_dir: Path) -> None:
 def test_a_cuda_rank_has_a_pool_that_transports_can_use(model_dir: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    executor = Executor(
+    executor = ModelRunner(
         model_dir=model_dir,
         dtype=torch.float32,
         device=torch.device("cuda:0"),

@@ -72,7 +72,7 @@ for name in ("another", "kv-verify"):
 """
 
 
-class Brain:
+class EngineCore:
     """Listens, starts one rank (a fork, or else as the product does), and speaks with it."""
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ def start_alone(spec: RankSpec) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def brain() -> Iterator[Brain]:
-    with closing(Brain()) as made:
+def brain() -> Iterator[EngineCore]:
+    with closing(EngineCore()) as made:
         yield made
 
 
@@ -168,7 +168,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_spec(
-    brain: Brain,
+    brain: EngineCore,
     model_dir: Path,
     *,
     rank: int = 0,
@@ -211,7 +211,7 @@ def decode(step: int, position: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "alone"])
-def test_a_rank_serves_and_shuts_down(brain: Brain, model_dir: Path, is_forked: bool) -> None:
+def test_a_rank_serves_and_shuts_down(brain: EngineCore, model_dir: Path, is_forked: bool) -> None:
     """Plans may be sent ahead; reports come in order; transfer orders are answered between them."""
     brain.is_forked = is_forked
     ready = brain.ready(make_spec(brain, model_dir))
@@ -239,7 +239,7 @@ def test_a_rank_serves_and_shuts_down(brain: Brain, model_dir: Path, is_forked: 
     assert brain.process.wait(START_TIMEOUT_S) == 0
 
 
-def test_the_rank_ends_with_its_brain(brain: Brain, model_dir: Path) -> None:
+def test_the_rank_ends_with_its_brain(brain: EngineCore, model_dir: Path) -> None:
     brain.ready(make_spec(brain, model_dir))
     assert brain.sock is not None
     assert brain.process is not None
@@ -247,7 +247,9 @@ def test_the_rank_ends_with_its_brain(brain: Brain, model_dir: Path) -> None:
     assert brain.process.wait(1.0 + SLACK_S) == 0  # promised within 1 s
 
 
-def test_the_rank_ends_with_its_brain_before_the_others_have_joined(brain: Brain, model_dir: Path) -> None:
+def test_the_rank_ends_with_its_brain_before_the_others_have_joined(
+    brain: EngineCore, model_dir: Path
+) -> None:
     process = brain.start_process(make_spec(brain, model_dir, rank=1, tp=2))
     brain.accept()
     assert isinstance(brain.receive(), RankJoined)
@@ -256,7 +258,7 @@ def test_the_rank_ends_with_its_brain_before_the_others_have_joined(brain: Brain
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(brain: Brain, model_dir: Path) -> None:
+def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(brain: EngineCore, model_dir: Path) -> None:
     process = brain.start_process(make_spec(brain, model_dir, rank=1, tp=2))
     brain.accept()
     assert isinstance(brain.receive(), RankJoined)
@@ -266,7 +268,7 @@ def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(brain: Brain, 
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_the_rank_ends_with_its_brain_while_loading(brain: Brain, model_dir: Path) -> None:
+def test_the_rank_ends_with_its_brain_while_loading(brain: EngineCore, model_dir: Path) -> None:
     process = brain.start_process(make_spec(brain, model_dir))
     brain.accept()
     brain.form()
@@ -275,7 +277,7 @@ def test_the_rank_ends_with_its_brain_while_loading(brain: Brain, model_dir: Pat
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_a_failed_step_is_reported(brain: Brain, model_dir: Path) -> None:
+def test_a_failed_step_is_reported(brain: EngineCore, model_dir: Path) -> None:
     brain.ready(make_spec(brain, model_dir))
     brain.send(StepPlan(1, (77,), (), (), ()))
     message = brain.receive()
@@ -285,7 +287,7 @@ def test_a_failed_step_is_reported(brain: Brain, model_dir: Path) -> None:
 
 
 def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
-    brain: Brain, model_dir: Path, tmp_path: Path
+    brain: EngineCore, model_dir: Path, tmp_path: Path
 ) -> None:
     rule = FaultRule("rank.layers.decode.0.0", "raise", str(tmp_path / "marker"))
     brain.ready(make_spec(brain, model_dir, faults=(rule,)))
@@ -300,7 +302,7 @@ def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
     assert [len(report.tokens) for report in reports if isinstance(report, StepReport)] == [1, 0, 0, 0, 1]
 
 
-def test_a_bad_frame_is_reported(brain: Brain, model_dir: Path) -> None:
+def test_a_bad_frame_is_reported(brain: EngineCore, model_dir: Path) -> None:
     brain.ready(make_spec(brain, model_dir))
     assert brain.sock is not None
     send_frame(brain.sock, b"\xc1 no message")
@@ -309,7 +311,7 @@ def test_a_bad_frame_is_reported(brain: Brain, model_dir: Path) -> None:
     assert "frame refused" in message.reason
 
 
-BAD_SPECS: dict[str, tuple[Callable[[Brain, Path], RankSpec], str]] = {
+BAD_SPECS: dict[str, tuple[Callable[[EngineCore, Path], RankSpec], str]] = {
     "no such folder": (lambda brain, path: make_spec(brain, path / "nowhere"), "config.json: no such file"),
     "too many heads": (
         lambda brain, path: make_spec(brain, path, rank=4, tp=5),
@@ -325,7 +327,7 @@ BAD_SPECS: dict[str, tuple[Callable[[Brain, Path], RankSpec], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_SPECS)
-def test_what_cannot_be_served_is_reported(brain: Brain, model_dir: Path, name: str) -> None:
+def test_what_cannot_be_served_is_reported(brain: EngineCore, model_dir: Path, name: str) -> None:
     make, text = BAD_SPECS[name]
     assert text in brain.failure(make(brain, model_dir))
 
@@ -333,7 +335,9 @@ def test_what_cannot_be_served_is_reported(brain: Brain, model_dir: Path, name: 
 @pytest.mark.parametrize(
     ("point", "num_reports"), [("rank.step", 1), ("rank.step.prefill", 1), ("rank.step.decode", 2)]
 )
-def test_fault_points(brain: Brain, model_dir: Path, tmp_path: Path, point: str, num_reports: int) -> None:
+def test_fault_points(
+    brain: EngineCore, model_dir: Path, tmp_path: Path, point: str, num_reports: int
+) -> None:
     """Empty plans pass no point; a prefill and a decode plan pass their own."""
     marker = tmp_path / "marker"
     brain.ready(make_spec(brain, model_dir, faults=(FaultRule(point, "kill", str(marker)),)))
@@ -346,7 +350,7 @@ def test_fault_points(brain: Brain, model_dir: Path, tmp_path: Path, point: str,
     assert marker.read_text() == str(brain.process.pid)
 
 
-def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: Brain, tmp_path: Path) -> None:
+def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: EngineCore, tmp_path: Path) -> None:
     """The step is one chunk of 3,584 tokens, some 1e11 operations."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
     sizes["num_attention_heads"] = 8
@@ -368,7 +372,7 @@ def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: Brain, tmp_pa
     assert message.step == 1
 
 
-def test_a_rank_does_not_serve_a_stranger(brain: Brain, model_dir: Path) -> None:
+def test_a_rank_does_not_serve_a_stranger(brain: EngineCore, model_dir: Path) -> None:
     brain.is_forked = False
     process = brain.start_process(make_spec(brain, model_dir))
     with pytest.raises(PeerGoneError):

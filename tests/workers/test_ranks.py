@@ -23,7 +23,7 @@ from workers.messages import (
     RankFailed,
     RankJoined,
 )
-from workers.rank.model_runner import Executor
+from workers.rank.model_runner import ModelRunner
 from workers.replica.partition import given_layers
 from workers.replica.rank_group import ProcessHandle, ProcessLauncher, RankLauncher
 
@@ -49,7 +49,7 @@ def model_dir(make_checkpoint: MakeCheckpoint) -> Path:
 async def test_ranks_in_processes_give_the_tokens_of_one_executor(
     model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int, launcher: RankLauncher
 ) -> None:
-    whole = Executor(
+    whole = ModelRunner(
         model_dir=model_dir,
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from replica_harness import GATEWAY, HERE, PEER, Rooms
+from replica_harness import GATEWAY, HERE, PEER, Components
 
 from kvtransfer.messages import LandingRequest, PushDone
 from workers.replica.replica_reports import Reports
 from workers.replica.step_loop import StepLoop
 
 
-class Told(Rooms):
-    """Rooms with their reports; steps go through the step loop."""
+class Told(Components):
+    """Components with their reports; steps go through the step loop."""
 
     def __init__(self) -> None:
         super().__init__()

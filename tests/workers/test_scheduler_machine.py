@@ -27,7 +27,7 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-from workers.scheduler.step import LandingWish, PromptDone, StepOutcome
+from workers.scheduler.step import LandingNeed, PromptDone, StepOutcome
 
 TARGET = HandOverTarget(ReplicaIdentity("decode", 1), "decode:1")
 
@@ -49,7 +49,7 @@ class Life:
 class HandOver:
     """An outbound request between the two engines: its landing at the decode side."""
 
-    wish: LandingWish
+    wish: LandingNeed
     granted: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_held_tokens: int = 0

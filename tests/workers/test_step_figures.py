@@ -16,7 +16,7 @@ from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.work import ATTENTION_PIECE_FLOPS, ModelWork
 from workers.rank import device_limits
 from workers.rank.device_limits import MeasureSizes, device_memory, measure_limits
-from workers.replica.stats import BATCH_BOUNDS, Capability, StepFigures
+from workers.replica.stats import BATCH_BOUNDS, Capability, StepStats
 from workers.scheduler.step import PromptDone, StepOutcome
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -72,7 +72,7 @@ def plan(*entries: BatchEntry) -> StepPlan:
 
 def test_shares_of_the_limits_are_of_the_time_that_steps_took() -> None:
     work = ModelWork(CONFIG, 4)
-    figures = StepFigures(Capability(work, flop_s=1e12, byte_s=1e10))
+    figures = StepStats(Capability(work, flop_s=1e12, byte_s=1e10))
     assert (figures.mfu, figures.mbu) == (0.0, 0.0)
     step = plan(entry(0, 64, 0), entry(10, 1))
     for _ in range(3):
@@ -86,14 +86,14 @@ def test_shares_of_the_limits_are_of_the_time_that_steps_took() -> None:
 
 
 def test_stages_that_work_side_by_side_are_busy_their_mean() -> None:
-    figures = StepFigures()
+    figures = StepStats()
     figures.add(plan(entry(0, 1)), [0.5, 0.25])
     assert figures.busy_s == pytest.approx(0.375)
     assert (figures.num_flops, figures.peak_flop_s, figures.mfu) == (0.0, 0.0, 0.0)
 
 
 def test_steps_are_counted_by_their_sequences() -> None:
-    figures = StepFigures()
+    figures = StepStats()
     sizes = [1, 2, 3, 4, 5, 512, 513, 1000]
     for size in sizes:
         figures.add(plan(*(entry(0, 1) for _ in range(size))), [0.1])
@@ -105,7 +105,7 @@ def test_steps_are_counted_by_their_sequences() -> None:
 
 
 def test_hits_are_told_by_where_the_kv_was() -> None:
-    figures = StepFigures()
+    figures = StepStats()
     outcome = StepOutcome()
     submission = Submission("r", 1, "", 0, b"", (), (), None, None, None)  # type: ignore[arg-type]
     for num_cached, loaded in ((0, {}), (48, {}), (64, {"dram": 16, "nvme": 32})):

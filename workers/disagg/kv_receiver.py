@@ -1,6 +1,6 @@
 """The decode side of hand-overs: sequences that were computed elsewhere, up to now, and that continue here.
 
-Joins the sans-I/O `kvtransfer.protocol.receiver.LandingBook` to the scheduler, the Peer links and the ranks. Nothing
+Joins the sans-I/O `kvtransfer.protocol.receiver.LandingTable` to the scheduler, the Peer links and the ranks. Nothing
 here blocks; everything runs on the brain's loop.
 """
 
@@ -28,7 +28,7 @@ from kvtransfer.messages import (
     WriterStopped,
 )
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
-from kvtransfer.protocol.receiver import LandingBook
+from kvtransfer.protocol.receiver import LandingTable
 from workers.disagg.peers import Peers
 from workers.messages import (
     HandOver,
@@ -44,7 +44,7 @@ from workers.scheduler.scheduler import Scheduler
 _log = logging.getLogger("tandem.handover")
 
 
-class Inbound:
+class KvReceiver:
     """Sequences whose prompt was computed elsewhere and that continue here.
 
     `order` goes to every rank, `order_to` to one.
@@ -73,7 +73,7 @@ class Inbound:
         self._order_to = order_to
         self._on_joined = on_joined
         self._hand_overs: dict[bytes, HandOver] = {}
-        self.book = LandingBook(config, pool, block_tokens, num_ranks)
+        self.book = LandingTable(config, pool, block_tokens, num_ranks)
         self.peers: Peers
         self.num_checksum_failures = 0
         self.num_lost: Counter[LostCause] = Counter()

@@ -1,7 +1,7 @@
 """The prefill side of hand-overs: prompts that are computed here and continue at a decode replica. Streams
 that move while they decode go the same way; what happens to these is told to `workers.disagg.migration`.
 
-Joins the sans-I/O `kvtransfer.protocol.sender.PushBook` to the scheduler, the Peer links and the ranks. Nothing here
+Joins the sans-I/O `kvtransfer.protocol.sender.SendTable` to the scheduler, the Peer links and the ranks. Nothing here
 blocks; everything runs on the brain's loop.
 """
 
@@ -30,7 +30,7 @@ from kvtransfer.messages import (
     TransferOrder,
 )
 from kvtransfer.protocol.actions import Granted, HandOverReady, PushAction, Pushed, PushEnded, ToPeer, ToRanks
-from kvtransfer.protocol.sender import PushBook
+from kvtransfer.protocol.sender import SendTable
 from kvtransfer.rpc.handshake import draw_id
 from workers.disagg.peers import Peers
 from workers.messages import (
@@ -42,10 +42,10 @@ from workers.messages import (
 )
 from workers.replica.gateway_links import GatewayKey
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import ChunkDone, LandingWish, PromptDone
+from workers.scheduler.step import ChunkDone, LandingNeed, PromptDone
 
 if TYPE_CHECKING:
-    from workers.disagg.migration import Moving
+    from workers.disagg.migration import MigrationManager
 
 _log = logging.getLogger("tandem.handover")
 
@@ -58,14 +58,14 @@ class _Outgoing:
     submission: Submission
     gateway: GatewayKey
     arrived_at: float
-    wish: LandingWish | None = None
+    wish: LandingNeed | None = None
     """A landing that is to be asked for as soon as there is a path."""
     all_finished: bool = False
     samples: tuple[SampleState, ...] = ()
     trace: list[tuple[str, float]] = field(default_factory=list)
 
 
-class Outbound:
+class KvSender:
     """Prompts computed here whose sequences continue elsewhere.
 
     `on_failed(failure)` tells the gateway that the attempt is over; `on_ended(key)` that the request needs
@@ -94,9 +94,9 @@ class Outbound:
         self._kill_ranks = kill_ranks
         self._faults = faults
         self._outgoing: dict[RequestKey, _Outgoing] = {}
-        self.book = PushBook(config, block_tokens, num_ranks)
+        self.book = SendTable(config, block_tokens, num_ranks)
         self.peers: Peers
-        self.moving: Moving
+        self.moving: MigrationManager
 
     # -------------------------------------------------------------------------------------- engine
 
@@ -108,7 +108,7 @@ class Outbound:
         )
         self.peers.ensure(submission.decode)
 
-    def wanted(self, wishes: Iterable[LandingWish]) -> None:
+    def wanted(self, wishes: Iterable[LandingNeed]) -> None:
         """These prompts are near the head of the queue: ask for their landings, when the path is ready."""
         for wish in wishes:
             outgoing = self._outgoing.get((wish.request_id, wish.attempt))
@@ -231,7 +231,7 @@ class Outbound:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _ask(self, outgoing: _Outgoing, wish: LandingWish) -> None:
+    def _ask(self, outgoing: _Outgoing, wish: LandingNeed) -> None:
         submission = outgoing.submission
         target = submission.decode
         assert target is not None

@@ -25,7 +25,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.messages import LandingRequest, ReplicaIdentity
 from kvtransfer.protocol.actions import HandOverReady, PushEnded
 from kvtransfer.rpc.handshake import draw_id
-from workers.disagg.kv_sender import Outbound, RequestKey
+from workers.disagg.kv_sender import KvSender, RequestKey
 from workers.messages import HandOver, HandOverTarget, Move, MoveEnded, RequestFailed
 from workers.replica.gateway_links import GatewayKey, Gateways
 from workers.scheduler.migration import Position
@@ -67,7 +67,7 @@ class _Move:
     again: bool = False
 
 
-class Moving:
+class MigrationManager:
     """All moves away from one replica, `most` under way at a time; see the module's drawing.
 
     `on_ended(key)`: the request goes on elsewhere. `on_failed(failure)`: nobody knows whether it does.
@@ -78,7 +78,7 @@ class Moving:
         *,
         identity: ReplicaIdentity,
         scheduler: Scheduler,
-        outbound: Outbound,
+        outbound: KvSender,
         gateways: Gateways,
         clock: Clock,
         most: int,

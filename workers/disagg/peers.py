@@ -52,7 +52,7 @@ _log = logging.getLogger("tandem.peers")
 
 
 @dataclass(slots=True)
-class _Outbound:
+class _KvSender:
     target: HandOverTarget
     connection_id: bytes
     stream: FrameStream | None = None
@@ -118,7 +118,7 @@ class Peers:
         self._decode_side = decode_side
         self._wake = wake
         self._on_error = on_error
-        self._outbound: dict[ReplicaIdentity, _Outbound] = {}
+        self._outbound: dict[ReplicaIdentity, _KvSender] = {}
         self._cooling: dict[ReplicaIdentity, _CoolDown] = {}
         self._inbound: dict[ReplicaIdentity, FrameStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,7 +137,7 @@ class Peers:
             self._prefill_side.peer_failed(target.identity, reason)
             self._wake()
             return
-        peer = self._outbound[target.identity] = _Outbound(target, draw_id())
+        peer = self._outbound[target.identity] = _KvSender(target, draw_id())
         self._spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
 
     def forget_others(self, peers: Sequence[ReplicaIdentity]) -> None:
@@ -197,7 +197,7 @@ class Peers:
         )
         return measured + missing
 
-    def _log_paths(self, peer: _Outbound, rank: int, paths: tuple[LanePath, ...]) -> None:
+    def _log_paths(self, peer: _KvSender, rank: int, paths: tuple[LanePath, ...]) -> None:
         """Each path at join, and what has changed when a lane failed over later."""
         earlier = peer.paths.get(rank)
         for path in paths:
@@ -219,7 +219,7 @@ class Peers:
                 f"; not as wanted: {path.instead_of}" if path.instead_of else "",
             )
 
-    async def _run_outbound(self, peer: _Outbound) -> None:
+    async def _run_outbound(self, peer: _KvSender) -> None:
         try:
             stream = peer.stream = await open_stream(
                 peer.target.address, "peer", self._secret, self._identity.replica_id
@@ -241,7 +241,7 @@ class Peers:
         except TimeoutError:
             self._fail(peer, f"no answer within {_HELLO_TIMEOUT_S} s")
 
-    def _check_hello(self, peer: _Outbound, hello: PeerLinkMessage | None) -> None:
+    def _check_hello(self, peer: _KvSender, hello: PeerLinkMessage | None) -> None:
         if isinstance(hello, PeerRefusal):
             raise IncompatibleError(hello.reason)
         if not isinstance(hello, PeerHello):
@@ -265,7 +265,7 @@ class Peers:
             )
             self._order_to(own.rank, connect)
 
-    def _fail(self, peer: _Outbound, reason: str, *, is_expected: bool = False) -> None:
+    def _fail(self, peer: _KvSender, reason: str, *, is_expected: bool = False) -> None:
         """`is_expected`: the peer has said that it stops."""
         if self._outbound.get(peer.target.identity) is not peer:
             return
@@ -284,7 +284,7 @@ class Peers:
         self._prefill_side.peer_failed(peer.target.identity, reason)
         self._wake()
 
-    def _cool_down(self, peer: _Outbound, reason: str) -> None:
+    def _cool_down(self, peer: _KvSender, reason: str) -> None:
         """Twice as long as the last time, unless the path was good for longer than that."""
         now, identity = self._clock.now(), peer.target.identity
         longest_s = self._config.max_cool_down_s

@@ -22,7 +22,7 @@ from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, 
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.work import ModelWork
 from workers.rank.device_limits import DeviceLimits, MeasureSizes, measure_limits
-from workers.rank.model_runner import Executor, read_dtype
+from workers.rank.model_runner import ModelRunner, read_dtype
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -56,7 +56,7 @@ def run_engine_bench(
     """
     clock = SystemClock()
     config = read_model_config(model_dir)
-    executor = Executor(
+    executor = ModelRunner(
         model_dir=model_dir,
         dtype=read_dtype(dtype),
         device=torch.device(device),
@@ -165,7 +165,7 @@ class _Figure:
 class _Engine:
     """Drives an executor with hand-written plans over random prompts that never repeat."""
 
-    def __init__(self, executor: Executor, clock: Clock, block_tokens: int) -> None:
+    def __init__(self, executor: ModelRunner, clock: Clock, block_tokens: int) -> None:
         self.executor = executor
         self._clock = clock
         self._block_tokens = block_tokens
@@ -248,7 +248,7 @@ class Limits:
 class _Peer:
     """The same checkpoint in transformers, in the same dtype, with the same threads."""
 
-    def __init__(self, model_dir: Path, executor: Executor, clock: Clock) -> None:
+    def __init__(self, model_dir: Path, executor: ModelRunner, clock: Clock) -> None:
         transformers = importlib.import_module("transformers")
         model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=executor.kv.dtype)
         self._model: Any = model.to(executor.kv.device).eval()

@@ -76,7 +76,7 @@ def read_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class Executor:
+class ModelRunner:
     """Loads a rank's part of the model and its KV pool, then turns each `StepPlan` into a `StepReport`.
 
     The ranks of a replica run the same plans in the same order and meet in `groups`: the first stage embeds,

@@ -3,7 +3,7 @@
     start:          --RankJoined--> brain --FormGroup--> load, warm up together --RankReady--> brain
                     (and RankProgress wherever it has come further)
     reader thread:  brain --StepPlan--> queue      brain --transfer order--> TransferAgent.handle
-    main thread:    queue --> Executor.run --StepReport--> brain
+    main thread:    queue --> ModelRunner.run --StepReport--> brain
     agent's threads:                               TransferReport--> brain
 
 `python -m workers.rank.process` reads its `RankSpec` frame from standard input.
@@ -37,7 +37,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import RankEndpoints
 from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import StoreOrder
-from kvtransfer.store.worker.store_worker import StoreHands
+from kvtransfer.store.worker.store_worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -61,7 +61,7 @@ from workers.model.split import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.device_limits import AT_START, DeviceLimits, device_memory, measure_limits
-from workers.rank.model_runner import Executor, read_dtype
+from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.rank.probe import Probe, ProbeResult
 from workers.rank.progress import Progress
 
@@ -97,7 +97,7 @@ class _Rank:
         self._formed: queue.SimpleQueue[FormGroup] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._agent: TransferAgent | None = None
-        self._hands: StoreHands | None = None
+        self._hands: StoreWorker | None = None
         self._leaving = False
 
     def serve(self) -> None:
@@ -117,7 +117,7 @@ class _Rank:
         self._enter("warming up")
         executor.warm_up()
         agent = self._agent = self._transfer_agent(executor)
-        hands = self._hands = StoreHands(
+        hands = self._hands = StoreWorker(
             executor.pool,
             self._spec.rank,
             agent.governor,
@@ -147,7 +147,7 @@ class _Rank:
         self._channel.send(RankProgress(self._spec.rank, phase))
         self._faults.at(f"rank.start.{phase.partition(' ')[0]}")
 
-    def _run_plans(self, executor: Executor) -> None:
+    def _run_plans(self, executor: ModelRunner) -> None:
         try:
             while (plan := self._plans.get()) is not None:
                 _pass_fault_points(self._faults, plan)
@@ -197,7 +197,7 @@ class _Rank:
                     assert self._agent is not None, "a transfer order came before RankReady"
                     self._agent.handle(message)
 
-    def _transfer_agent(self, executor: Executor) -> TransferAgent:
+    def _transfer_agent(self, executor: ModelRunner) -> TransferAgent:
         return TransferAgent(
             identity=self._spec.replica,
             rank=self._spec.rank,
@@ -211,7 +211,7 @@ class _Rank:
 
 
 def _ready(
-    rank: int, executor: Executor, endpoints: RankEndpoints, load_s: float, warm_up_s: float
+    rank: int, executor: ModelRunner, endpoints: RankEndpoints, load_s: float, warm_up_s: float
 ) -> RankReady:
     fields = executor.ready_fields
     return RankReady(
@@ -237,7 +237,7 @@ def _load(
     clock: Clock,
     faults: Faults,
     enter: Callable[[str], None],
-) -> Executor:
+) -> ModelRunner:
     enter("forming groups")
     device = torch.device(spec.device)
     if store is None and spec.num_ranks > 1:
@@ -253,7 +253,7 @@ def _load(
         secret=spec.secret,
     )
     first_layer, end_layer = form.stages[spec.stage]
-    return Executor(
+    return ModelRunner(
         model_dir=Path(spec.model_dir),
         dtype=read_dtype(spec.dtype),
         device=device,

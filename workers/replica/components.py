@@ -9,9 +9,9 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
-from workers.disagg.kv_receiver import Inbound
-from workers.disagg.kv_sender import Outbound
-from workers.disagg.migration import Moving
+from workers.disagg.kv_receiver import KvReceiver
+from workers.disagg.kv_sender import KvSender
+from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
 from workers.messages import RankReady
 from workers.replica.gateway_links import Gateways
@@ -20,14 +20,14 @@ from workers.replica.purging import Purging
 from workers.replica.rank_group import RankGroup
 from workers.replica.replica_reports import Reports
 from workers.replica.requests import Requests
-from workers.replica.stats import Capability, StepFigures
+from workers.replica.stats import Capability, StepStats
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
-from workers.store_connector.connector import Tiers, reaches_store
+from workers.store_connector.connector import StoreConnector, reaches_store
 
 
-class Rooms:
+class Components:
     """Who is who is drawn in `workers/README.md`. `tiers` is None without a store."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Rooms:
             on_error=on_error,
         )
         self.outbound.peers = self.inbound.peers = self.peers
-        self.outbound.moving = self.moving = Moving(
+        self.outbound.moving = self.moving = MigrationManager(
             identity=identity,
             scheduler=self.scheduler,
             outbound=self.outbound,
@@ -93,9 +93,9 @@ class Rooms:
             on_failed=self.requests.failed,
             wake=wake,
         )
-        self.tiers: Tiers | None = None
+        self.tiers: StoreConnector | None = None
         if has_store:
-            self.tiers = Tiers(
+            self.tiers = StoreConnector(
                 name=store or "",
                 secret=secret,
                 identity=identity,
@@ -132,7 +132,7 @@ class Rooms:
         kill_ranks: Callable[[str], None],
     ) -> None:
         """Both sides of a hand-over."""
-        self.outbound = Outbound(
+        self.outbound = KvSender(
             config=transfer,
             block_tokens=engine.block_tokens,
             scheduler=self.scheduler,
@@ -144,7 +144,7 @@ class Rooms:
             kill_ranks=kill_ranks,
             faults=faults,
         )
-        self.inbound = Inbound(
+        self.inbound = KvReceiver(
             config=transfer,
             block_tokens=engine.block_tokens,
             pool=self.pool,
@@ -182,7 +182,7 @@ def _step_loop(
         clock,
         parallel.tp,
         parallel.pp,
-        StepFigures(capability),
+        StepStats(capability),
         piece_flops / slowest_flop_s if slowest_flop_s else 0.0,
     )
 

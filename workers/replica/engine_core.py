@@ -3,7 +3,7 @@
 Queues and who empties them:
 
     Link (gateway)  -> submissions, cancels -> Scheduler.submit, .cancel
-    Peer link       -> landings, hand-overs -> Outbound (and Moving), Inbound
+    Peer link       -> landings, hand-overs -> KvSender (and MigrationManager), KvReceiver
     rank            -> StepReport           -> Scheduler.settle -> news per gateway -> one StepFrame each
     StepLoop.feed   -> Scheduler.plan       -> StepPlan to all ranks, at most pp + 1 unreported at a time
 
@@ -55,11 +55,11 @@ from workers.messages import (
     StepReport,
     Submission,
 )
-from workers.replica.components import Rooms
+from workers.replica.components import Components
 from workers.replica.gateway_links import GatewayKey, GatewayLinks, Gateways
 from workers.replica.partition import Shape, Stages
 from workers.replica.rank_group import RankGroup, RankLauncher
-from workers.store_connector.connector import Tiers
+from workers.store_connector.connector import StoreConnector
 
 _log = logging.getLogger("tandem.brain")
 
@@ -67,7 +67,7 @@ TICK_S = 0.25
 _LEAVES = "the replica leaves"
 
 
-class Brain:
+class EngineCore:
     """One replica; see the module's drawing. Built plain, run by `start` and `stop` on one event loop."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Brain:
         self._death = ""
         self.address = ""
         self.ready: list[RankReady] = []
-        self.tiers: Tiers | None = None
+        self.tiers: StoreConnector | None = None
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -145,7 +145,7 @@ class Brain:
 
     def _furnish(self) -> None:
         """Build the rooms, now that the ranks have told their sizes."""
-        rooms = Rooms(
+        rooms = Components(
             identity=self.identity,
             engine=self._engine,
             transfer=self._transfer,

@@ -4,19 +4,24 @@ the store or from it. Requests under way keep their blocks until they end, and l
 
 from __future__ import annotations
 
-from workers.disagg.kv_receiver import Inbound
-from workers.disagg.kv_sender import Outbound
+from workers.disagg.kv_receiver import KvReceiver
+from workers.disagg.kv_sender import KvSender
 from workers.messages import CachePurged, PurgeCache
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
-from workers.store_connector.connector import Tiers
+from workers.store_connector.connector import StoreConnector
 
 
 class Purging:
     """Of one brain; `tiers` is None without a store."""
 
     def __init__(
-        self, pool: BlockPool, scheduler: Scheduler, outbound: Outbound, inbound: Inbound, tiers: Tiers | None
+        self,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        outbound: KvSender,
+        inbound: KvReceiver,
+        tiers: StoreConnector | None,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
-from workers.disagg.kv_receiver import Inbound
-from workers.disagg.kv_sender import Outbound
+from workers.disagg.kv_receiver import KvReceiver
+from workers.disagg.kv_sender import KvSender
 from workers.disagg.peers import Peers
 from workers.messages import LoadReport
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
-from workers.store_connector.connector import Tiers
+from workers.store_connector.connector import StoreConnector
 
 
 class Reports:
@@ -25,10 +25,10 @@ class Reports:
         pool: BlockPool,
         scheduler: Scheduler,
         steps: StepLoop,
-        outbound: Outbound,
-        inbound: Inbound,
+        outbound: KvSender,
+        inbound: KvReceiver,
         peers: Peers,
-        tiers: Tiers | None = None,
+        tiers: StoreConnector | None = None,
     ) -> None:
         self._identity = identity
         self._pool = pool

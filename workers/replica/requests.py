@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from workers.disagg.kv_receiver import Inbound
-from workers.disagg.kv_sender import Outbound, RequestKey
+from workers.disagg.kv_receiver import KvReceiver
+from workers.disagg.kv_sender import KvSender, RequestKey
 from workers.errors import CapacityError, QueueFullError
 from workers.messages import (
     HandOver,
@@ -52,8 +52,8 @@ class Requests:
         identity: ReplicaIdentity,
         scheduler: Scheduler,
         gateways: Gateways,
-        outbound: Outbound,
-        inbound: Inbound,
+        outbound: KvSender,
+        inbound: KvReceiver,
         clock: Clock,
         vocab_size: int,
         wake: Callable[[], None],

@@ -24,7 +24,7 @@ class Capability(NamedTuple):
     byte_s: float
 
 
-class StepFigures:
+class StepStats:
     """All totals since the start. Without a capability, arithmetic and bytes are not counted."""
 
     def __init__(self, capability: Capability | None = None) -> None:

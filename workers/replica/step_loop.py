@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kvtransfer.common.clock import Clock
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
-from workers.replica.stats import StepFigures
+from workers.replica.stats import StepStats
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
 
@@ -71,7 +71,7 @@ class StepLoop:
         clock: Clock,
         tp: int = 1,
         pp: int = 1,
-        figures: StepFigures | None = None,
+        figures: StepStats | None = None,
         piece_s: float = 0.0,
     ) -> None:
         """`send` gives a plan to every rank; `figures` counts what the steps came to. `piece_s` is how long
@@ -86,7 +86,7 @@ class StepLoop:
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
         self.rates = Rates()
-        self.figures = figures or StepFigures()
+        self.figures = figures or StepStats()
         self.num_steps = 0
 
     def feed(self) -> None:

@@ -10,7 +10,7 @@ from workers.errors import CapacityError
 from workers.messages import Submission
 from workers.scheduler.block_tables import BlockTables
 from workers.scheduler.sequence import Landing, Load, Sequence
-from workers.scheduler.step import PLAN_BYTES, LandingWish, LoadWish, entry_bytes, sample_bytes, start_bytes
+from workers.scheduler.step import PLAN_BYTES, LandingNeed, LoadNeed, entry_bytes, sample_bytes, start_bytes
 
 _WAIT_S = 1.0
 
@@ -87,7 +87,7 @@ def landing_wishes(
     window_tokens: int,
     now: float,
     is_isolating: bool = False,
-) -> list[LandingWish]:
+) -> list[LandingNeed]:
     """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
 
     A request that waits for its landing holds back only those behind it that go to the same replica, so that
@@ -95,7 +95,7 @@ def landing_wishes(
     may need more room than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one asks,
     when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
     """
-    wishes: list[LandingWish] = []
+    wishes: list[LandingNeed] = []
     if not waiting:
         return wishes
     num_ready_tokens = sum(sequence.num_remaining for sequence in running)
@@ -126,10 +126,10 @@ def landing_wishes(
     return wishes
 
 
-def load_wishes(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadWish]:
+def load_wishes(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadNeed]:
     """What the first waiting sequences lack, so that at most `most` of them are being loaded; marks them
     asked, or done when the device holds all that can be had."""
-    wishes: list[LoadWish] = []
+    wishes: list[LoadNeed] = []
     num_loading = 0
     for sequence in waiting:
         if num_loading >= most:
@@ -139,14 +139,14 @@ def load_wishes(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> 
             sequence.load = Load.ASKED if num_held < len(keys) else Load.DONE
             if sequence.load is Load.ASKED:
                 key, tenant = sequence.request.key, sequence.request.submission.tenant
-                wishes.append(LoadWish(*key, sequence.index, tenant, tuple(keys), num_held))
+                wishes.append(LoadNeed(*key, sequence.index, tenant, tuple(keys), num_held))
         num_loading += sequence.load is Load.ASKED
     return wishes
 
 
-def _wish(sequence: Sequence) -> LandingWish:
+def _wish(sequence: Sequence) -> LandingNeed:
     request = sequence.request
-    return LandingWish(
+    return LandingNeed(
         request_id=request.submission.request_id,
         attempt=request.submission.attempt,
         submission=request.submission,

@@ -35,8 +35,8 @@ from workers.scheduler.step import (
     ChunkDone,
     FinishedBlock,
     IssuedPlan,
-    LandingWish,
-    LoadWish,
+    LandingNeed,
+    LoadNeed,
     PlannedEntry,
     PromptDone,
     StepOutcome,
@@ -237,12 +237,12 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    def landings_wanted(self, now: float) -> list[LandingWish]:
-        """Outbound requests about one step (of all stages) ahead of being scheduled; each is named once."""
+    def landings_wanted(self, now: float) -> list[LandingNeed]:
+        """KvSender requests about one step (of all stages) ahead of being scheduled; each is named once."""
         life, window_tokens = self._life, self._landing_window_tokens
         return landing_wishes(life.running, life.waiting, window_tokens, now, self.isolation.is_busy)
 
-    def loads_wanted(self) -> list[LoadWish]:
+    def loads_wanted(self) -> list[LoadNeed]:
         """Waiting sequences whose missing blocks the store may have, first in line first; each is named once,
         and is not admitted until `end_load`."""
         return load_wishes(self._life.waiting, self._life.tables, self._config.max_loading)
@@ -252,13 +252,13 @@ class Scheduler:
         has_new, self._life.has_new_wishes = self._life.has_new_wishes, False
         return has_new
 
-    def hold_others(self, wish: LoadWish, is_held: bool) -> None:
+    def hold_others(self, wish: LoadNeed, is_held: bool) -> None:
         """What is loaded for this sequence has waited long for room: until it has it, or `end_load`, nobody
         behind the sequence is admitted, as nobody would be if it waited for blocks to compute into."""
         for sequence in self._loading(wish):
             sequence.holds_others = is_held
 
-    def end_load(self, wish: LoadWish, num_loaded_tokens: dict[str, int]) -> None:
+    def end_load(self, wish: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
         for sequence in self._loading(wish):
             sequence.load, sequence.holds_others = Load.DONE, False
@@ -267,7 +267,7 @@ class Scheduler:
                 loaded = sequence.request.num_loaded_tokens
                 loaded[tier] = loaded.get(tier, 0) + count
 
-    def _loading(self, wish: LoadWish) -> list[Sequence]:
+    def _loading(self, wish: LoadNeed) -> list[Sequence]:
         """The sequence that waits for it, if it is still here."""
         request = self._life.requests.get((wish.request_id, wish.attempt))
         return [

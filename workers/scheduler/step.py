@@ -30,7 +30,7 @@ bytes and a block's copy 11."""
 
 
 @dataclass(frozen=True, slots=True)
-class LandingWish:
+class LandingNeed:
     """An outbound request will be scheduled soon: ask its decode replica for a landing of `num_tokens`."""
 
     request_id: str
@@ -40,7 +40,7 @@ class LandingWish:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadWish:
+class LoadNeed:
     """A waiting sequence lacks blocks on the device: the store may have them. `keys` are those of all its
     full blocks (the last token's excluded), of which the device holds the first `num_held`."""
 

@@ -1,6 +1,6 @@
 """Blocks on their way from the store into the replica, for sequences that wait for them.
 
-    LoadWish --FindRequest--> FindAnswer --worth it?--> FetchRequest --FetchedBlocks ...--> StoreGet to ranks
+    LoadNeed --FindRequest--> FindAnswer --worth it?--> FetchRequest --FetchedBlocks ...--> StoreGet to ranks
         --StoreGetDone of each--> registered, released: found by the sequence like any cached block
 
 A load ends in every case, with what came good: the first `n` blocks of what was asked. What is bad, late,
@@ -25,7 +25,7 @@ from kvtransfer.store.messages import (
     StoreRead,
 )
 from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.step import LoadWish
+from workers.scheduler.step import LoadNeed
 
 FIND_PATIENCE_S = 0.2
 """An owner that has not answered a look-up after this is taken for hung."""
@@ -49,7 +49,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Load:
-    wish: LoadWish
+    wish: LoadNeed
     began_at: float
     heard_at: float
     tiers: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class _Load:
         return self.wish.keys[self.wish.num_held :]
 
 
-class Loading:
+class BlockLoader:
     """See the module's text. One load for each wish, numbered."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Loading:
         order_to: Callable[[int, StoreGet], None],
         prefill_tok_s: Callable[[], float],
         num_spare_blocks: Callable[[], int],
-        hold_others: Callable[[LoadWish, bool], None],
-        end: Callable[[LoadWish, dict[str, int]], None],
+        hold_others: Callable[[LoadNeed, bool], None],
+        end: Callable[[LoadNeed, dict[str, int]], None],
     ) -> None:
         """`num_spare_blocks` must stay free for what runs; `hold_others`: nobody behind the sequence may take
         room (any more: False); `end` tells how many blocks came, by tier."""
@@ -124,7 +124,7 @@ class Loading:
     def is_idle(self) -> bool:
         return not self._loads
 
-    def wanted(self, wish: LoadWish) -> None:
+    def wanted(self, wish: LoadNeed) -> None:
         """A sequence waits for these."""
         self._number += 1
         now = self._clock.now()

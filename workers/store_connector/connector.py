@@ -1,8 +1,8 @@
 """The brain's side of the tiered store: finished blocks go out, missing ones come in, nobody waits.
 
-    StoreClient <---- Tiers ----> ranks (AttachStore, StorePut, StoreGet)
+    StoreClient <---- StoreConnector ----> ranks (AttachStore, StorePut, StoreGet)
                       |   |
-          WriteThrough     Loading          TierView (what the node holds, for KV events)
+          WriteThrough     BlockLoader          TierView (what the node holds, for KV events)
 
 Open is the store when its owner is connected and every rank has mapped the same arena. While it is not, loads
 end at once and finished blocks are not stored; the replica serves on.
@@ -22,7 +22,7 @@ from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AttachStore,
-    BrainHello,
+    EngineHello,
     FetchedBlocks,
     FindAnswer,
     FindRequest,
@@ -40,8 +40,8 @@ from workers.config import EngineConfig
 from workers.messages import RankReady, Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import LoadWish
-from workers.store_connector.block_loader import Loading, TierCosts
+from workers.scheduler.step import LoadNeed
+from workers.store_connector.block_loader import BlockLoader, TierCosts
 from workers.store_connector.block_saver import WriteThrough
 from workers.store_connector.tier_view import TierView
 
@@ -54,7 +54,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _log = logging.getLogger("tandem.tiers")
 
 
-class Tiers:
+class StoreConnector:
     """See the module's text. Implements `kvtransfer.store.store_client.StoreEvents`; all on the brain's loop."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Tiers:
         self._clock = clock
         self._quiet = asyncio.Event()
         self._quiet.set()
-        hello = BrainHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
+        hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
         self._client = StoreClient(name, secret, hello, self, clock, on_error)
         block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
         self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
@@ -107,7 +107,7 @@ class Tiers:
             self._client.commit,
             order_to,
         )
-        self.loading = Loading(
+        self.loading = BlockLoader(
             pool=pool,
             costs=self.costs,
             clock=clock,
@@ -225,7 +225,7 @@ class Tiers:
             if rank not in self._arenas:
                 self._order_to(rank, AttachStore(self._name, self._session))
 
-    def _load_ended(self, wish: LoadWish, num_blocks: dict[str, int]) -> None:
+    def _load_ended(self, wish: LoadNeed, num_blocks: dict[str, int]) -> None:
         num_tokens = {tier: count * self._block_tokens for tier, count in num_blocks.items()}
         self.num_loaded_tokens.update(num_tokens)
         self._scheduler.end_load(wish, num_tokens)

@@ -16,8 +16,8 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.eviction import ChainKey
-from kvtransfer.store.dram.record_table import Book, CatalogEvents, Dropped, Held, Purged, is_meant
-from kvtransfer.store.dram.slot_allocator import Shelf, Slot
+from kvtransfer.store.dram.record_table import CatalogEvents, Dropped, Held, Purged, RecordTable, is_meant
+from kvtransfer.store.dram.slot_allocator import Slot, SlotAllocator
 from kvtransfer.store.messages import HELD, REFUSED, NewRecord, RecordId, RecordInfo, TierStat
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
@@ -40,8 +40,8 @@ class Catalog:
     ) -> None:
         self._faults = faults
         self._listener = listener
-        self._book = Book()
-        self._shelf = Shelf(clock, tenant_share, self._evict)
+        self._book = RecordTable()
+        self._shelf = SlotAllocator(clock, tenant_share, self._evict)
         self._puts: dict[RecordId, int] = {}
         self._reads: dict[RecordId, int] = {}
         self._num_uses = 0

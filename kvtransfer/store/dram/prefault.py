@@ -23,7 +23,7 @@ _STEP_BYTES = 2 << 20
 _log = logging.getLogger(__name__)
 
 
-class PagesAhead:
+class Prefault:
     """Of one arena."""
 
     def __init__(self, arena: Arena, spawn: Spawn, clock: Clock) -> None:

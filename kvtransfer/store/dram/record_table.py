@@ -77,7 +77,7 @@ def is_meant(info: RecordInfo, tenant: str | None, model: str | None) -> bool:
     return tenant in (None, info.tenant) and (model is None or info.model.hex().startswith(model))
 
 
-class Book:
+class RecordTable:
     """The records of a node by block and shard. Who enters a record puts it in a tier at once."""
 
     def __init__(self) -> None:

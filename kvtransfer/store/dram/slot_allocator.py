@@ -63,7 +63,7 @@ class Slot:
         self.pinned_until: float | None = None
 
 
-class Shelf:
+class SlotAllocator:
     """All slots of one arena (none at first). `evict(key)` is called to have every kept slot of that block
     dropped: no lease or pin holds one of them."""
 

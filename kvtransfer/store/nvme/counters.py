@@ -15,7 +15,7 @@ from kvtransfer.store.messages import TierStat
 _log = logging.getLogger(__name__)
 
 
-class NvmeMeters:
+class NvmeCounters:
     """Of one tier. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:

@@ -18,9 +18,9 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo, TierStat
-from kvtransfer.store.nvme.counters import NvmeMeters
+from kvtransfer.store.nvme.counters import NvmeCounters
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder
-from kvtransfer.store.nvme.segment_table import SURVIVING_SHARE, SegmentBooks
+from kvtransfer.store.nvme.segment_table import SURVIVING_SHARE, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted
 from kvtransfer.store.nvme.segment_table import Moved as Moved
 from kvtransfer.store.nvme.segment_writer import SegmentWriter
@@ -63,8 +63,8 @@ class NvmeTier:
         self._capacity_bytes = settings.nvme_bytes
         self._segment_bytes = settings.segment_bytes // PAGE_BYTES * PAGE_BYTES
         self._faults = faults
-        self._meters = NvmeMeters(clock)
-        self._books = SegmentBooks(self._capacity_bytes, self._segment_bytes)
+        self._meters = NvmeCounters(clock)
+        self._books = SegmentTable(self._capacity_bytes, self._segment_bytes)
         self._files = SegmentFiles(self._folder, 0)
         self._writer = SegmentWriter(self._files, self._books, self._segment_bytes, self._meters, faults)
         self._scratch = _Scratch()

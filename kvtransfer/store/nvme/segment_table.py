@@ -44,7 +44,7 @@ class Room(NamedTuple):
     refs: tuple[NvmeRef, ...]
 
 
-class SegmentBooks:
+class SegmentTable:
     """Of all segments of one tier. A segment with `num_writing` is neither sealed nor compacted."""
 
     def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
-from kvtransfer.store.nvme.counters import NvmeMeters
-from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, Room, SegmentBooks
+from kvtransfer.store.nvme.counters import NvmeCounters
+from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, Room, SegmentTable
 from kvtransfer.store.nvme.segments import (
     NvmeRef,
     PageBuffer,
@@ -40,7 +40,12 @@ class SegmentWriter:
     """Any number of threads may write at once. Failures are counted here."""
 
     def __init__(
-        self, files: SegmentFiles, books: SegmentBooks, segment_bytes: int, meters: NvmeMeters, faults: Faults
+        self,
+        files: SegmentFiles,
+        books: SegmentTable,
+        segment_bytes: int,
+        meters: NvmeCounters,
+        faults: Faults,
     ) -> None:
         self._files = files
         self._books = books

@@ -28,7 +28,7 @@ _MAX_TURN = 2
 _MAX_DEPTH_CLASS = 6
 
 
-class _Sight(NamedTuple):
+class _CatalogView(NamedTuple):
     """What is remembered of a record. `num_turns`: how often its chain was prolonged after it had been seen
     again, `depth` its place in the chain; both as far as its predecessors are remembered."""
 
@@ -50,8 +50,8 @@ class _Sight(NamedTuple):
         return self.depth << 5 | self.is_sampled << 4 | self.num_turns << 2 | self.num_sights - 1
 
 
-def _unpack(packed: int) -> _Sight:
-    return _Sight((packed & 3) + 1, packed >> 2 & 3, packed >> 5, bool(packed >> 4 & 1))
+def _unpack(packed: int) -> _CatalogView:
+    return _CatalogView((packed & 3) + 1, packed >> 2 & 3, packed >> 5, bool(packed >> 4 & 1))
 
 
 class _Trials:
@@ -148,7 +148,7 @@ class Admission:
     def num_remembered(self) -> int:
         return len(self._seen)
 
-    def _is_worth(self, sight: _Sight, is_full: bool) -> bool:
+    def _is_worth(self, sight: _CatalogView, is_full: bool) -> bool:
         if self._policy == "seen_twice":
             return sight.num_sights > 1
         if not is_full or sight.is_sampled:
@@ -156,24 +156,24 @@ class Admission:
         trials = self._trials.get(sight.kind)
         return trials is None or trials.worth >= (FIRST_WORTH if sight.num_sights == 1 else AGAIN_WORTH)
 
-    def _first_sight(self, info: RecordInfo) -> _Sight:
+    def _first_sight(self, info: RecordInfo) -> _CatalogView:
         record = info.id
         parent_number = hash(RecordId(record.space, info.parent, record.shard))
         packed = self._seen.get(parent_number) if info.parent else None
         if packed is None:
-            return _Sight(1, 0, 0, self._draw())
+            return _CatalogView(1, 0, 0, self._draw())
         parent = _unpack(packed)
         if parent.num_sights == 1:
             return parent._replace(depth=parent.depth + 1)
-        return _Sight(1, min(parent.num_turns + 1, _MAX_TURN), parent.depth + 1, self._draw())
+        return _CatalogView(1, min(parent.num_turns + 1, _MAX_TURN), parent.depth + 1, self._draw())
 
-    def _see_again(self, number: int) -> _Sight:
+    def _see_again(self, number: int) -> _CatalogView:
         packed = self._seen.pop(number, None)
-        sight = _Sight(2, 0, 0, False) if packed is None else _again(packed)
+        sight = _CatalogView(2, 0, 0, False) if packed is None else _again(packed)
         self._remember(number, sight)
         return sight
 
-    def _remember(self, number: int, sight: _Sight) -> None:
+    def _remember(self, number: int, sight: _CatalogView) -> None:
         """The last seen stay; of the others the memory is bounded."""
         self._seen[number] = sight.pack()
         most = SEEN_FACTOR * self._capacity_bytes / max(self._mean_bytes, 1.0)
@@ -185,7 +185,7 @@ class Admission:
         self._num_chains += 1
         return self._num_chains % SAMPLED == 0
 
-    def _next_trial(self, number: int, sight: _Sight, *, was_read: bool) -> None:
+    def _next_trial(self, number: int, sight: _CatalogView, *, was_read: bool) -> None:
         kind = self._on_nvme.get(number)
         if kind is not None:
             self._end(kind, was_read)
@@ -195,7 +195,7 @@ class Admission:
         self._trials.setdefault(kind, _Trials()).end(was_read)
 
 
-def _again(packed: int) -> _Sight:
+def _again(packed: int) -> _CatalogView:
     """Seen once more. It was sampled as a first sight, if at all: what is seen again is judged by itself."""
     sight = _unpack(packed)
     return sight._replace(num_sights=min(sight.num_sights + 1, _MAX_SIGHTS), is_sampled=False)

@@ -19,11 +19,11 @@ from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena, arena_bytes
-from kvtransfer.store.dram.prefault import PagesAhead
+from kvtransfer.store.dram.prefault import Prefault
 from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.store_listener import (
-    Visitor,
+    PeerConnection,
     await_end,
     receive_descriptor,
     refuse,
@@ -53,7 +53,7 @@ class MappedRank:
     process_id: int
 
 
-class Hall:
+class ArenaManager:
     """The arena's life. `on_arena(arena, ahead)` is called once, with what takes its memory; `on_left(rank)`
     when a rank's connection ended."""
 
@@ -62,7 +62,7 @@ class Hall:
         settings: StoreSettings,
         clock: Clock,
         offer_wait_s: float,
-        on_arena: Callable[[Arena, PagesAhead], None],
+        on_arena: Callable[[Arena, Prefault], None],
         on_left: Callable[[MappedRank], None],
         spawn: Spawn,
     ) -> None:
@@ -74,7 +74,7 @@ class Hall:
         self._spawn = spawn
         self._started_at = clock.now()
         self._ranks: set[MappedRank] = set()
-        self._spare: tuple[Arena, PagesAhead] | None = None
+        self._spare: tuple[Arena, Prefault] | None = None
         self.arena: Arena | None = None
 
     def writer_of(self, session: bytes, rank: int) -> int | None:
@@ -108,7 +108,7 @@ class Hall:
             self._spare[0].close()
             self._spare = None
 
-    async def serve(self, visitor: Visitor, hello: RankHello) -> None:
+    async def serve(self, visitor: PeerConnection, hello: RankHello) -> None:
         """A rank's connection, until its end. `StoreError` when the host refuses the memory."""
         if not visitor.is_local or hello.protocol != STORE_PROTOCOL:
             await refuse(visitor, f"expected a rank of this node with protocol {STORE_PROTOCOL}")
@@ -148,7 +148,7 @@ class Hall:
             return
         _log.info("the arena of before is taken over from rank %d", hello.rank)
         self.close()
-        self._take(arena, PagesAhead(arena, self._spawn, self._clock))
+        self._take(arena, Prefault(arena, self._spawn, self._clock))
 
     async def _decided(self) -> Arena:
         waiting_s = self._started_at + self._offer_wait_s - self._clock.now()
@@ -159,15 +159,15 @@ class Hall:
         assert self.arena is not None
         return self.arena
 
-    def _make(self) -> tuple[Arena, PagesAhead]:
+    def _make(self) -> tuple[Arena, Prefault]:
         settings = self._settings
         try:
             arena = Arena.create(settings.dram_bytes, settings.granule_bytes, settings.huge_pages)
         except OSError as error:
             raise StoreError(f"{settings.dram_bytes} bytes of shared memory are refused: {error}") from error
-        return arena, PagesAhead(arena, self._spawn, self._clock)
+        return arena, Prefault(arena, self._spawn, self._clock)
 
-    def _take(self, arena: Arena, ahead: PagesAhead) -> None:
+    def _take(self, arena: Arena, ahead: Prefault) -> None:
         self._spare = None
         self.arena = arena
         self._on_arena(arena, ahead)

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     takes: tuple[Take, ...]
 
 
-class Sight:
+class CatalogView:
     """One space as replicas with `shards` (in rank order) see it."""
 
     def __init__(

@@ -13,13 +13,13 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.dram.prefault import PagesAhead
+from kvtransfer.store.dram.prefault import Prefault
 from kvtransfer.store.dram.record_table import Purged
 from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, Lent, arena_pool
-from kvtransfer.store.server.catalog_view import Sight
+from kvtransfer.store.server.catalog_view import CatalogView
 from kvtransfer.store.server.disk import Disk
 from kvtransfer.store.server.loader import GONE, Arrived, Loads, Remote
 from kvtransfer.store.server.write_behind import WriteBehind
@@ -51,12 +51,12 @@ class Node:
         )
         self.index: Index | None = None
         self.exchange: Exchange | None = None
-        self._sights: dict[tuple[bytes, tuple[Shard, ...]], Sight] = {}
+        self._sights: dict[tuple[bytes, tuple[Shard, ...]], CatalogView] = {}
         self._changed: set[RecordId] = set()
         self._announced: dict[RecordId, RecordInfo] = {}
         self._judged: list[tuple[RecordInfo, bool]] = []
         self._has_news = asyncio.Event()
-        self._ahead: PagesAhead | None = None
+        self._ahead: Prefault | None = None
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -72,7 +72,7 @@ class Node:
         self._judged = [(info, True) for info in reversed(kept)]
         self._has_news.set()
 
-    def attach(self, arena: Arena, ahead: PagesAhead) -> None:
+    def attach(self, arena: Arena, ahead: Prefault) -> None:
         """The host tier is this from now on; other nodes' records can come into it."""
         self.catalog.attach(arena)
         self._ahead = ahead
@@ -125,17 +125,17 @@ class Node:
 
     # ------------------------------------------------------------------------------------------- sights
 
-    def sight(self, compatibility: CompatibilityRecord, shards: Sequence[Shard]) -> Sight:
+    def sight(self, compatibility: CompatibilityRecord, shards: Sequence[Shard]) -> CatalogView:
         """The view of replicas of this shape, shared by all of them."""
         key = space_id(compatibility), tuple(shards)
         sight = self._sights.get(key)
         if sight is None:
-            sight = self._sights[key] = Sight(
+            sight = self._sights[key] = CatalogView(
                 compatibility, shards, self.catalog, lambda: self.index, self.usable
             )
         return sight
 
-    def forget(self, sight: Sight) -> None:
+    def forget(self, sight: CatalogView) -> None:
         """Nobody watches any more."""
         if not sight.is_watched:
             del self._sights[sight.space, sight.shards]

@@ -16,7 +16,7 @@ from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     REFUSED,
     TO_OWNER_CODEC,
-    BrainHello,
+    EngineHello,
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
@@ -31,8 +31,8 @@ from kvtransfer.store.messages import (
     RecordInfo,
     Source,
 )
-from kvtransfer.store.server.arena_manager import Hall, writer_of
-from kvtransfer.store.server.catalog_view import Plan, Sight
+from kvtransfer.store.server.arena_manager import ArenaManager, writer_of
+from kvtransfer.store.server.catalog_view import CatalogView, Plan
 from kvtransfer.store.server.loader import NO_ROOM, Arrived
 from kvtransfer.store.server.node import Node
 
@@ -44,10 +44,12 @@ _MAX_PREFETCHES = 1024
 _log = logging.getLogger("tandem.store")
 
 
-class BrainSession:
+class EngineSession:
     """One proven brain, from its hello to the end of its connection."""
 
-    def __init__(self, hello: BrainHello, stream: FrameStream, hall: Hall, node: Node, spawn: Spawn) -> None:
+    def __init__(
+        self, hello: EngineHello, stream: FrameStream, hall: ArenaManager, node: Node, spawn: Spawn
+    ) -> None:
         self.id = hello.session
         self._hello = hello
         self._stream = stream
@@ -209,7 +211,7 @@ class Fetch:
     def __init__(
         self,
         request: FetchRequest,
-        sight: Sight,
+        sight: CatalogView,
         node: Node,
         send: Callable[[FromOwner], None],
     ) -> None:

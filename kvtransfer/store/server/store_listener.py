@@ -23,7 +23,7 @@ _HELLO_BYTES = 64 << 10
 _FD_MARK = b"F"
 
 
-class Visitor(NamedTuple):
+class PeerConnection(NamedTuple):
     """A proven connection: the non-blocking socket, its name (for logs), and the first message."""
 
     sock: socket.socket
@@ -32,14 +32,14 @@ class Visitor(NamedTuple):
     is_local: bool
 
 
-class Door:
+class StoreListener:
     """One listening socket. `serve(visitor)` runs for the life of a connection, which is closed after it."""
 
     def __init__(
         self,
         sock: socket.socket,
         secret: bytes,
-        serve: Callable[[Visitor], Awaitable[None]],
+        serve: Callable[[PeerConnection], Awaitable[None]],
         spawn: Spawn,
         clock: Clock,
     ) -> None:
@@ -54,17 +54,17 @@ class Door:
     async def _greet(self, sock: socket.socket, name: str) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
-        await self._serve(Visitor(sock, name, hello, self._is_local))
+        await self._serve(PeerConnection(sock, name, hello, self._is_local))
 
 
-async def stream_of(visitor: Visitor) -> FrameStream:
+async def stream_of(visitor: PeerConnection) -> FrameStream:
     """Frames from here on; the stream takes the connection over."""
     sock = visitor.sock
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
     return FrameStream(reader, writer)
 
 
-async def refuse(visitor: Visitor, reason: str) -> None:
+async def refuse(visitor: PeerConnection, reason: str) -> None:
     """Tell why, once."""
     await tell(visitor.sock, StoreRefusal(reason))
 

@@ -1,7 +1,7 @@
 """The store process of a node: decides what lies where in DRAM and on NVMe; ranks copy.
 
-    brains, ranks, admins of the node --unix--> Door --> BrainSession | Hall | Admin --+
-    other owners, remote admins --------TCP---> Door --> Exchange | Admin -------------+--> Node: catalog,
+    brains, ranks, admins of the node --unix--> StoreListener --> EngineSession | ArenaManager | Admin --+
+    other owners, remote admins --------TCP---> StoreListener --> Exchange | Admin -------------+--> Node: catalog,
                                                                                            disk, index
 `python -m kvtransfer.store.server.store_server` reads an `OwnerSpec` frame from standard input.
 """
@@ -25,17 +25,17 @@ from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AdminHello,
-    BrainHello,
+    EngineHello,
     OwnerHello,
     RankHello,
     StoreStat,
     StoreWelcome,
 )
-from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, Hall, MappedRank, is_running
+from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank, is_running
 from kvtransfer.store.server.node import Node
-from kvtransfer.store.server.session import BrainSession
+from kvtransfer.store.server.session import EngineSession
 from kvtransfer.store.server.store_admin import Admin
-from kvtransfer.store.server.store_listener import Door, Visitor, refuse, stream_of
+from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse, stream_of
 
 _TICK_S = 0.25
 _RATE_CHANGE = 0.1
@@ -63,8 +63,8 @@ class StoreOwner:
         self._faults = faults
         self._offer_wait_s = offer_wait_s
         self._tasks: set[asyncio.Task[None]] = set()
-        self._doors: list[Door] = []
-        self._sessions: dict[bytes, BrainSession] = {}
+        self._doors: list[StoreListener] = []
+        self._sessions: dict[bytes, EngineSession] = {}
         self._told_gb_s: dict[str, float] = {}
         self._error: BaseException | None = None
         self._is_stopping = False
@@ -76,7 +76,7 @@ class StoreOwner:
         """Listen at the node's socket and over TCP; `OSError` when one of them is taken. What NVMe holds is
         found meanwhile."""
         self._node = Node(self._settings, self._clock, self._faults, self._spawn)
-        self._hall = Hall(
+        self._hall = ArenaManager(
             self._settings,
             self._clock,
             self._offer_wait_s,
@@ -96,7 +96,9 @@ class StoreOwner:
         self._spawn(self._tick_forever(), "store-tick")
         for sock in (local, remote):
             sock.setblocking(False)
-            self._doors.append(Door(sock, self._settings.secret, self._serve, self._spawn, self._clock))
+            self._doors.append(
+                StoreListener(sock, self._settings.secret, self._serve, self._spawn, self._clock)
+            )
 
     async def stop(self) -> None:
         """Write admitted records to NVMe for at most `flush_s`, then end every connection and close."""
@@ -131,9 +133,9 @@ class StoreOwner:
 
     # --------------------------------------------------------------------------------------- connections
 
-    async def _serve(self, visitor: Visitor) -> None:
+    async def _serve(self, visitor: PeerConnection) -> None:
         match visitor.hello:
-            case BrainHello():
+            case EngineHello():
                 await self._serve_brain(visitor, visitor.hello)
             case RankHello():
                 await self._hall.serve(visitor, visitor.hello)
@@ -148,14 +150,14 @@ class StoreOwner:
             case _:
                 await refuse(visitor, f"expected a hello of protocol {STORE_PROTOCOL}")
 
-    async def _serve_brain(self, visitor: Visitor, hello: BrainHello) -> None:
+    async def _serve_brain(self, visitor: PeerConnection, hello: EngineHello) -> None:
         if not visitor.is_local or hello.protocol != STORE_PROTOCOL:
             await refuse(visitor, f"expected a brain of this node with protocol {STORE_PROTOCOL}")
             return
         earlier = self._sessions.get(hello.session)
         if earlier is not None:
             earlier.close()
-        session = BrainSession(hello, await stream_of(visitor), self._hall, self._node, self._spawn)
+        session = EngineSession(hello, await stream_of(visitor), self._hall, self._node, self._spawn)
         self._sessions[hello.session] = session
         self._node.catalog.session_opened(hello.session)
         session.send(StoreWelcome(self.identity, self._node.gb_s()))

@@ -91,7 +91,7 @@ class _Orders:
             self._changed.notify_all()
 
 
-class StoreHands:
+class StoreWorker:
     """The store orders of one rank. `handle` never waits; `report` is called from the hands' own thread."""
 
     def __init__(
