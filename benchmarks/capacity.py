@@ -30,8 +30,8 @@ from cluster.scaling.rates import Rates, measured_rates
 from cluster.scaling.samples import Demand, History
 
 ROOT = Path(__file__).resolve().parent.parent
+# Tokens are drawn below this.
 VOCABULARY = 500
-"""Tokens are drawn below this."""
 LOOK_S = 0.5
 PHASE_S = 12.0
 TAUGHT = (1, 2, 4)

@@ -24,8 +24,8 @@ from kvtransfer.rpc.framing import receive_frame, send_frame
 
 _TIMEOUT = timedelta(minutes=2)
 _SLOT_BYTES = 1 << 16
+# Far more than the plans that a receiver may be behind: the sender never waits.
 _NUM_SLOTS = 256
-"""Far more than the plans that a receiver may be behind: the sender never waits."""
 _HEADER = struct.Struct("<Q")
 
 

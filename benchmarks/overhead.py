@@ -82,8 +82,8 @@ class Times:
             self.gaps += [(at - before) / num_tokens] * num_tokens
 
 
+# Runs the prompts at once and notes their times.
 Stage = Callable[[list[bytes], Times], Awaitable[None]]
-"""Runs the prompts at once and notes their times."""
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,10 @@ from workers.rank.collectives import RankGroups
 
 NUM_RANKS = 2
 BLOCK_TOKENS = 16
+# Of each sequence of a plan that is delivered: its block table is in the plan.
 CONTEXT_TOKENS = 1024
-"""Of each sequence of a plan that is delivered: its block table is in the plan."""
+# Between plans, so that the receivers sleep.
 PAUSE_S = 0.003
-"""Between plans, so that the receivers sleep."""
 MODEL: dict[str, Any] = {
     "intermediate_size": 1536,
     "num_attention_heads": 8,

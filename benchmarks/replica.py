@@ -46,11 +46,11 @@ class BareReplica:
         self.parallel = parallel
         self.plans: dict[int, StepPlan] = {}
         self.spans: list[Span] = []
+        # When each token of a request was known here.
         self.token_times: dict[str, list[float]] = {}
-        """When each token of a request was known here."""
         self.finished: set[str] = set()
+        # By which prefill chunks shrink.
         self.attention_ratio = 0.0
-        """By which prefill chunks shrink."""
         self._model_dir = model_dir
         self._engine = engine
         self._draw = np.random.default_rng(0)

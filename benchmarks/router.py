@@ -32,8 +32,8 @@ NUM_REPLICAS = 64
 TRACE_BLOCK_TOKENS = 512
 NUM_NODES = 16
 NODE_BLOCKS = 3000
+# Of all nodes together, if nothing were cached: sets the nodes' rate.
 UTILISATION = 0.75
-"""Of all nodes together, if nothing were cached: sets the nodes' rate."""
 
 
 def key_of(number: int) -> bytes:

@@ -107,8 +107,8 @@ class Owner:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         fd = os.open(f"/proc/{self._process.pid}/fd/{int(self._process.stdout.readline())}", os.O_RDWR)
+        # The arena, mapped here once more.
         self.place = Place(memoryview(map_shared(fd, num_bytes)))
-        """The arena, mapped here once more."""
         os.close(fd)
 
     def close(self) -> None:

@@ -37,14 +37,14 @@ from kvtransfer.messages import TransferSettings
 CLOCK = SystemClock()
 MEMCPY = "memcpy, sums: none"
 _POLL_PAUSE_S = 100e-6
+# Mooncake refuses batches of a few thousand blocks.
 _MOONCAKE_BATCH = 1024
-"""Mooncake refuses batches of a few thousand blocks."""
+# Each by the environment of its processes.
 _SYSTEMS: dict[str, dict[str, str]] = {
     "nixl": {},
     "nixl lo": {"UCX_TLS": "^sm,cuda_ipc", "UCX_NET_DEVICES": "lo"},
     "mooncake tcp": {},
 }
-"""Each by the environment of its processes."""
 
 Bytes = npt.NDArray[np.uint8]
 

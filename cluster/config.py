@@ -43,8 +43,8 @@ def _only_custom(resources: dict[str, float]) -> dict[str, float]:
     return resources
 
 
+# By name, what is asked of Ray beside CPUs and GPUs; Ray counts in units of 1/10000.
 CustomResources = Annotated[dict[str, Annotated[float, Field(ge=1e-4)]], AfterValidator(_only_custom)]
-"""By name, what is asked of Ray beside CPUs and GPUs; Ray counts in units of 1/10000."""
 
 
 class PoolConfig(_Settings):
@@ -53,36 +53,36 @@ class PoolConfig(_Settings):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
     role: Role
     replicas: int = Field(default=1, ge=1)
+    # Ranks that share every layer (tensor parallelism); those of a stage are on one node.
     tp: int = Field(default=1, ge=1)
-    """Ranks that share every layer (tensor parallelism); those of a stage are on one node."""
+    # Stages, each with a range of the layers (pipeline parallelism); they may be on several nodes.
     pp: int = Field(default=1, ge=1)
-    """Stages, each with a range of the layers (pipeline parallelism); they may be on several nodes."""
+    # How many layers each stage gets; empty: by what a layer and the head cost on each stage's device,
+    # measured at start.
     layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """How many layers each stage gets; empty: by what a layer and the head cost on each stage's device,
-    measured at start."""
     device: Device = "cpu"
+    # The device of each stage, where they differ; empty: `device` for all.
     devices: tuple[Device, ...] = ()
-    """The device of each stage, where they differ; empty: `device` for all."""
+    # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 only where every node
+    # has native products of it, else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 only where every node
-    has native products of it, else fp32 (`cluster.dtypes`)."""
+    # The form in which weights take part in products, part of what KV is told apart by. `auto`: that of
+    # `dtype`, and no other is supported yet.
     weight_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """The form in which weights take part in products, part of what KV is told apart by. `auto`: that of
-    `dtype`, and no other is supported yet."""
+    # CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.serve.capacity`).
     cpus_per_rank: float | None = Field(default=None, gt=0)
-    """CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.serve.capacity`)."""
+    # GPUs that each rank asks of Ray; None: 1 with device cuda, else 0.
     gpus_per_rank: float | None = Field(default=None, ge=0)
-    """GPUs that each rank asks of Ray; None: 1 with device cuda, else 0."""
+    # Custom Ray resources that a replica asks once for its brain and once for each stage: ties the pool to
+    # the nodes that have them.
     resources: CustomResources = {}
-    """Custom Ray resources that a replica asks once for its brain and once for each stage: ties the pool to
-    the nodes that have them."""
     health_check_period_s: float = Field(default=2.0, gt=0)
     health_check_timeout_s: float = Field(default=5.0, gt=0)
+    # How long a leaving replica lets its streams finish.
     drain_s: float = Field(default=10.0, ge=0)
-    """How long a leaving replica lets its streams finish."""
+    # A rolling update starts each new replica before the one it replaces leaves, which takes room for one
+    # more; false: the old one leaves first.
     surge: bool = True
-    """A rolling update starts each new replica before the one it replaces leaves, which takes room for one
-    more; false: the old one leaves first."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -141,48 +141,48 @@ class GatewayConfig(_Settings):
     """The gRPC front. Sizes that clients may not exceed are answered with RESOURCE_EXHAUSTED or
     INVALID_ARGUMENT, never cut."""
 
+    # The address to listen on, and the one announced to clients; `auto`: all of the node's, announced by
+    # the node's own.
     host: str = "127.0.0.1"
-    """The address to listen on, and the one announced to clients; `auto`: all of the node's, announced by
-    the node's own."""
+    # 0: a free port.
     port: int = Field(default=8780, ge=0, le=65535)
-    """0: a free port."""
+    # Where the operator's console listens, on `host`; 0: a free one; None: no console. Where another
+    # `port` than its default is set and this is not: a free one.
     console_port: int | None = Field(default=8781, ge=0, le=65535)
-    """Where the operator's console listens, on `host`; 0: a free one; None: no console. Where another
-    `port` than its default is set and this is not: a free one."""
+    # Host names under which browsers may reach the console; addresses and localhost always may.
     console_hosts: tuple[str, ...] = ()
-    """Host names under which browsers may reach the console; addresses and localhost always may."""
+    # Gateways; several on one host need port 0.
     replicas: int = Field(default=1, ge=1)
-    """Gateways; several on one host need port 0."""
+    # How long a leaving gateway lets its streams finish while other gateways take what is new; what still
+    # runs then ends with UNAVAILABLE. When the whole application stops, streams have as long as the replicas
+    # that compute them.
     drain_s: float = Field(default=120.0, ge=0)
-    """How long a leaving gateway lets its streams finish while other gateways take what is new; what still
-    runs then ends with UNAVAILABLE. When the whole application stops, streams have as long as the replicas
-    that compute them."""
+    # A rolling update starts each new gateway before the one it replaces leaves: where `port` is fixed, at
+    # the same port of the same host. It takes room for one more; false: the old one leaves first.
     surge: bool = True
-    """A rolling update starts each new gateway before the one it replaces leaves: where `port` is fixed, at
-    the same port of the same host. It takes room for one more; false: the old one leaves first."""
+    # Custom Ray resources that each gateway asks: ties gateways to the nodes that have them.
     resources: CustomResources = {}
-    """Custom Ray resources that each gateway asks: ties gateways to the nodes that have them."""
+    # PEM chain of the gRPC server; with it only TLS is spoken on `port`. Read again when it changes.
     tls_cert_file: Path | None = None
-    """PEM chain of the gRPC server; with it only TLS is spoken on `port`. Read again when it changes."""
+    # PEM key of `tls_cert_file`.
     tls_key_file: Path | None = None
-    """PEM key of `tls_cert_file`."""
+    # A second port with nothing but gRPC health, without TLS, for probes that cannot speak it.
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    """A second port with nothing but gRPC health, without TLS, for probes that cannot speak it."""
+    # Clients are asked to connect again after so long, which moves them from a leaving gateway to the next
+    # without a failed call; streams that run stay where they are. None: never.
     max_connection_age_s: float | None = Field(default=60.0, gt=0)
-    """Clients are asked to connect again after so long, which moves them from a leaving gateway to the next
-    without a failed call; streams that run stay where they are. None: never."""
+    # The name that clients use; "": the model folder's name.
     model_name: str = ""
-    """The name that clients use; "": the model folder's name."""
+    # Replica pairs tried for one request before it is UNAVAILABLE; those that left or broke do not count.
     max_attempts: int = Field(default=5, ge=1)
-    """Replica pairs tried for one request before it is UNAVAILABLE; those that left or broke do not count."""
+    # Requests in flight; more are refused with RESOURCE_EXHAUSTED and a time to retry.
     max_requests: int = Field(default=1024, ge=1)
-    """Requests in flight; more are refused with RESOURCE_EXHAUSTED and a time to retry."""
+    # The largest gRPC message accepted from a client.
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 16)
-    """The largest gRPC message accepted from a client."""
+    # The largest `n` of one request.
     max_samples: int = Field(default=16, ge=1)
-    """The largest `n` of one request."""
+    # `max_tokens` of a request that names none.
     default_max_tokens: int = Field(default=256, ge=1)
-    """`max_tokens` of a request that names none."""
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> Self:
@@ -223,8 +223,8 @@ class FaultConfig(_Settings):
 class DebugConfig(_Settings):
     """Off in production."""
 
+    # Requests may name the replicas that shall serve them.
     allow_pins: bool = False
-    """Requests may name the replicas that shall serve them."""
     faults: tuple[FaultConfig, ...] = ()
 
     @property
@@ -235,21 +235,21 @@ class DebugConfig(_Settings):
 class ClusterConfig(_Settings):
     """Everything `tandem serve` needs."""
 
+    # The Ray Serve application's name; two applications can share a Ray cluster.
     app: str = Field(default="tandem", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
-    """The Ray Serve application's name; two applications can share a Ray cluster."""
+    # A folder in Hugging Face layout; relative to the file that names it.
     model: Path
-    """A folder in Hugging Face layout; relative to the file that names it."""
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
     router: RouterConfig = RouterConfig()
     transfer: TransferConfig = TransferConfig()
+    # Where finished KV is kept; `nvme_path` is relative to the file that names it.
     store: StoreConfig = StoreConfig()
-    """Where finished KV is kept; `nvme_path` is relative to the file that names it."""
     gateway: GatewayConfig = GatewayConfig()
     scaling: ScalingConfig = ScalingConfig()
     logs: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
+    # Holds the cluster secret; None: drawn at start. Relative to the file that names it.
     secret_file: Path | None = None
-    """Holds the cluster secret; None: drawn at start. Relative to the file that names it."""
     debug: DebugConfig = DebugConfig()
 
     @property

@@ -122,10 +122,10 @@ class CallError(ClusterError):
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
+        # From RetryInfo; None: the gateway does not suggest to try again.
         self.retry_after_s = retry_after_s
-        """From RetryInfo; None: the gateway does not suggest to try again."""
+        # The bad fields of an INVALID_ARGUMENT.
         self.fields = fields
-        """The bad fields of an INVALID_ARGUMENT."""
 
 
 class ConfigError(ClusterError):
@@ -198,8 +198,8 @@ _MAX_MESSAGE_CHARS = 1000
 _MAX_VIOLATIONS = 12
 # Statuses travel in HTTP/2 headers, of which a peer accepts 8 KiB by default.
 
+# The trailing metadata in which gRPC carries a google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
-"""The trailing metadata in which gRPC carries a google.rpc.Status."""
 
 
 class GrpcStatus(NamedTuple):

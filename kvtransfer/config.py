@@ -18,49 +18,49 @@ class TransferConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # Those that are offered and used, in order of preference. Each pair of ranks takes the first that both
+    # offer, that connects and that is fast enough, and tells why it passed over the others; `gloo` is `nccl`'s
+    # code on a CPU.
     transports: tuple[TransportName, ...] = Field(
         default=("cuda_ipc", "shm", "nccl", "rdma", "tcp"), min_length=1
     )
-    """Those that are offered and used, in order of preference. Each pair of ranks takes the first that both
-    offer, that connects and that is fast enough, and tells why it passed over the others; `gloo` is `nccl`'s
-    code on a CPU."""
+    # The floor: a path measured below it is slow (0: no floor).
     min_gb_s: float = Field(default=0.0, ge=0)
-    """The floor: a path measured below it is slow (0: no floor)."""
+    # What is done with a slow path: the next transport is tried, or it is used with a warning.
     below_floor: Literal["refuse", "warn"] = "refuse"
-    """What is done with a slow path: the next transport is tried, or it is used with a warning."""
+    # TCP connections of one pair of ranks; blocks are dealt out over them.
     tcp_streams: int = Field(default=2, ge=1, le=16)
-    """TCP connections of one pair of ranks; blocks are dealt out over them."""
+    # Network devices for `rdma`, by UCX's names; empty: the host's InfiniBand devices, and where there are
+    # none `rdma` is not offered.
     rdma_devices: tuple[str, ...] = ()
-    """Network devices for `rdma`, by UCX's names; empty: the host's InfiniBand devices, and where there are
-    none `rdma` is not offered."""
+    # The most that one rank writes for hand-overs (0: no limit). A chunk of a prompt that needs longer than
+    # `landing_stall_s` at this rate is taken for one that does not move.
     hand_over_gb_s: float = Field(default=0.0, ge=0)
-    """The most that one rank writes for hand-overs (0: no limit). A chunk of a prompt that needs longer than
-    `landing_stall_s` at this rate is taken for one that does not move."""
+    # The same for prefetches, which move only while no hand-over wants to.
     prefetch_gb_s: float = Field(default=0.0, ge=0)
-    """The same for prefetches, which move only while no hand-over wants to."""
+    # The same for write-backs, which come last.
     write_back_gb_s: float = Field(default=0.0, ge=0)
-    """The same for write-backs, which come last."""
+    # Failures of a transport towards one peer rank, without a success between, after which it cools down and
+    # the next one is used.
     error_budget: int = Field(default=3, ge=1)
-    """Failures of a transport towards one peer rank, without a success between, after which it cools down and
-    the next one is used."""
+    # How long the first time; it doubles with every further one, up to `max_cool_down_s`.
     cool_down_s: float = Field(default=1.0, gt=0)
-    """How long the first time; it doubles with every further one, up to `max_cool_down_s`."""
     max_cool_down_s: float = Field(default=300.0, gt=0)
+    # A landing whose writer is not heard of for this long is aborted.
     landing_lease_s: float = Field(default=10.0, gt=0)
-    """A landing whose writer is not heard of for this long is aborted."""
+    # A writer whose prompt has not moved on for this long stops renewing the lease. It is longer than any
+    # step may take; two replicas that wait for each other's room part by it.
     landing_stall_s: float = Field(default=30.0, gt=0)
-    """A writer whose prompt has not moved on for this long stops renewing the lease. It is longer than any
-    step may take; two replicas that wait for each other's room part by it."""
+    # Landings waiting for room at a decode replica before it refuses.
     landing_queue: int = Field(default=256, ge=1)
-    """Landings waiting for room at a decode replica before it refuses."""
+    # Share of the decode replica's blocks kept for the growth of what it already runs.
     growth_reserve: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the decode replica's blocks kept for the growth of what it already runs."""
+    # Streams that one replica moves to others at a time when it leaves or changes its role.
     max_moves: int = Field(default=8, ge=1)
-    """Streams that one replica moves to others at a time when it leaves or changes its role."""
+    # A writer that has not acknowledged a stop after this is killed.
     writer_ack_s: float = Field(default=5.0, gt=0)
-    """A writer that has not acknowledged a stop after this is killed."""
+    # The address on which ranks listen for KV over TCP, and that they announce to their peers.
     data_host: str = "127.0.0.1"
-    """The address on which ranks listen for KV over TCP, and that they announce to their peers."""
 
     @field_validator("transports")
     @classmethod
@@ -118,42 +118,42 @@ class StoreConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # Host memory for KV, in 1e9 bytes, taken as it is used and a little ahead; 0: no store.
     dram_gb: float = Field(default=1.0, ge=0)
-    """Host memory for KV, in 1e9 bytes, taken as it is used and a little ahead; 0: no store."""
+    # Use huge pages for it where the host has any reserved.
     huge_pages: bool = True
-    """Use huge pages for it where the host has any reserved."""
+    # A folder on a local disk; None: no such tier. Each node uses a subfolder of its own.
     nvme_path: Path | None = None
-    """A folder on a local disk; None: no such tier. Each node uses a subfolder of its own."""
+    # How much of that disk may be used, in 1e9 bytes.
     nvme_gb: float = Field(default=0.0, ge=0)
-    """How much of that disk may be used, in 1e9 bytes."""
+    # Size of one file there, in 2^20 bytes.
     segment_mb: int = Field(default=256, ge=1, le=4096)
-    """Size of one file there, in 2^20 bytes."""
+    # Reads and writes of that disk under way at once.
     io_threads: int = Field(default=8, ge=1, le=64)
-    """Reads and writes of that disk under way at once."""
+    # Which records are written to it: by what their like was worth, all, or those asked for again.
     admission: Admission = "adaptive"
-    """Which records are written to it: by what their like was worth, all, or those asked for again."""
+    # Records that may wait to be written to NVMe; more are not: the store never holds up serving.
     write_queue: int = Field(default=1024, ge=1)
-    """Records that may wait to be written to NVMe; more are not: the store never holds up serving."""
+    # How long a store that is told to end may write admitted records to NVMe.
     flush_s: float = Field(default=5.0, ge=0)
-    """How long a store that is told to end may write admitted records to NVMe."""
+    # The most of a tier that one tenant may take while others want it.
     tenant_share: float = Field(default=1.0, gt=0, le=1)
-    """The most of a tier that one tenant may take while others want it."""
+    # How long a prefetched block is kept in host memory for the request that will want it.
     prefetch_pin_s: float = Field(default=10.0, gt=0)
-    """How long a prefetched block is kept in host memory for the request that will want it."""
+    # The index of all nodes: redis://, rediss:// (TLS) or unix://, with user and password. "": REDIS_URL of
+    # the environment, else a server of our own.
     redis_url: str = ""
-    """The index of all nodes: redis://, rediss:// (TLS) or unix://, with user and password. "": REDIS_URL of
-    the environment, else a server of our own."""
+    # Begins every key, so that clusters can share a server.
     redis_namespace: str = Field(default="tandem", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    """Begins every key, so that clusters can share a server."""
+    # False: each node knows its own tiers only.
     index: bool = True
-    """False: each node knows its own tiers only."""
+    # A look-up in the index that takes longer is not waited for. A store that has not answered after 200 ms
+    # is taken for hung by its brains.
     lookup_budget_ms: float = Field(default=3.0, gt=0, le=100)
-    """A look-up in the index that takes longer is not waited for. A store that has not answered after 200 ms
-    is taken for hung by its brains."""
+    # A node that is not heard of for this long holds nothing, as far as the index knows.
     node_lease_s: float = Field(default=10.0, gt=0)
-    """A node that is not heard of for this long holds nothing, as far as the index knows."""
+    # Blocks of other nodes are not fetched over a path slower than this.
     remote_min_gb_s: float = Field(default=0.0, ge=0)
-    """Blocks of other nodes are not fetched over a path slower than this."""
 
     @model_validator(mode="after")
     def _nvme_needs_both(self) -> StoreConfig:

@@ -14,8 +14,8 @@ from kvtransfer.rpc.codec import Message, Part
 
 PROTOCOL_VERSION = 6
 
+# What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to.
 TrafficClass = Literal["hand_over", "prefetch", "write_back"]
-"""What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to."""
 
 
 # ---------------------------------------------------------------------------------------------- identity
@@ -122,9 +122,9 @@ class LandingRequest(Message, frozen=True):
     num_tokens: int
     num_samples: int
     deadline_s: float | None
+    # Its writer still decodes the sequence: what it hands over are as many tokens as it then has, at most
+    # `num_tokens`.
     is_growing: bool = False
-    """Its writer still decodes the sequence: what it hands over are as many tokens as it then has, at most
-    `num_tokens`."""
 
 
 class LandingGrant(Message, frozen=True):

@@ -33,24 +33,24 @@ import numpy as np
 from router.load import LoadState
 from router.messages import Candidate, Decision
 
+# Assumed for a replica that has not measured its prefill rate.
 DEFAULT_PREFILL_TOK_S = 10_000.0
-"""Assumed for a replica that has not measured its prefill rate."""
+# Assumed for a replica that has not measured its decode step.
 DEFAULT_DECODE_STEP_S = 0.03
-"""Assumed for a replica that has not measured its decode step."""
+# Cost of loading a token over computing it, by tier, assumed until the replica has measured both.
 DEFAULT_LOAD_RATIO = {"dram": 0.1, "nvme": 0.5}
-"""Cost of loading a token over computing it, by tier, assumed until the replica has measured both."""
+# Cost of sending a token over computing it, assumed until the prefill replica has measured both.
 DEFAULT_TRANSFER_RATIO = 0.1
-"""Cost of sending a token over computing it, assumed until the prefill replica has measured both."""
+# Part of the uncached tokens that counts as delay of later requests. Chosen on a public conversation trace
+# (16 nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more hits.
 WORK_PART = 0.2
-"""Part of the uncached tokens that counts as delay of later requests. Chosen on a public conversation trace
-(16 nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more hits."""
+# Added when the prompt and its growth do not fit the free blocks now (plus the missing tokens).
 NO_ROOM_TOKENS = 1e6
-"""Added when the prompt and its growth do not fit the free blocks now (plus the missing tokens)."""
+# Added for each side whose load is unknown or stale: such a replica is the last choice.
 STALE_TOKENS = 1e9
-"""Added for each side whose load is unknown or stale: such a replica is the last choice."""
+# Added when the prompt would not fit the device even if it were empty, for a prefill replica and for the
+# decode side of a pair. One that serves alone may keep the rest in host memory, as much as it has told.
 NEVER_FITS_TOKENS = 1e12
-"""Added when the prompt would not fit the device even if it were empty, for a prefill replica and for the
-decode side of a pair. One that serves alone may keep the rest in host memory, as much as it has told."""
 
 
 class RouteQuery(NamedTuple):
@@ -61,8 +61,8 @@ class RouteQuery(NamedTuple):
     num_samples: int
     block_tokens: int
     skip_prefill_tokens: int
+    # False when a prefill replica is pinned: then no replica serves the request alone.
     may_stay: bool
-    """False when a prefill replica is pinned: then no replica serves the request alone."""
 
 
 class ReplicaCost(NamedTuple):

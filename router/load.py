@@ -14,11 +14,11 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import ReplicaLoad
 
+# A request is taken to be in the first report that arrives this long after it was routed (or, for a
+# hand-over, after its first token): the way to the replica plus the way back, with room.
 REPORT_LAG_S = 0.02
-"""A request is taken to be in the first report that arrives this long after it was routed (or, for a
-hand-over, after its first token): the way to the replica plus the way back, with room."""
+# A request without news for this long no longer counts as load: its end was lost.
 PHANTOM_S = 300.0
-"""A request without news for this long no longer counts as load: its end was lost."""
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -27,21 +27,21 @@ class LoadState(NamedTuple):
 
     replica_id: str
     role: str
+    # Prompt tokens accepted there (or on the way there) and not yet computed.
     backlog_tokens: int
-    """Prompt tokens accepted there (or on the way there) and not yet computed."""
+    # Sequences that decode there, wait there, or are on their way there.
     num_sequences: int
-    """Sequences that decode there, wait there, or are on their way there."""
+    # Blocks free for another request; may be negative when more is on its way than fits.
     num_free_blocks: int
-    """Blocks free for another request; may be negative when more is on its way than fits."""
     num_total_blocks: int
     prefill_tok_s: float
     decode_step_s: float
     transfer_tok_s: float
     reported_at: float
+    # By tier of the node's store; a tier without measure is absent or 0.
     load_tok_s: Mapping[str, float] = _NO_RATES
-    """By tier of the node's store; a tier without measure is absent or 0."""
+    # The longest context that it can serve alone, host memory included; 0: not known.
     max_local_tokens: int = 0
-    """The longest context that it can serve alone, host memory included; 0: not known."""
 
 
 @dataclass(slots=True, eq=False)

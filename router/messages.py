@@ -23,10 +23,10 @@ class ReplicaLoad(Part, frozen=True):
     prefill_tok_s: float
     decode_step_s: float
     transfer_tok_s: float
+    # By tier ("dram", "nvme"): how fast blocks come from the node's store; absent while not measured.
     load_tok_s: dict[str, float] = {}
-    """By tier ("dram", "nvme"): how fast blocks come from the node's store; absent while not measured."""
+    # The longest context that it can serve alone, output included; 0: not known.
     max_local_tokens: int = 0
-    """The longest context that it can serve alone, output included; 0: not known."""
 
 
 class RouteRequest(Part, frozen=True):
@@ -57,8 +57,8 @@ class Candidate(Part, frozen=True):
     """
 
     replica_id: str
+    # "prefill", "decode" or "local" (the decode replica prefills by itself).
     side: str
-    """"prefill", "decode" or "local" (the decode replica prefills by itself)."""
     matched_tokens: int
     uncached_tokens: int
     backlog_tokens: float
@@ -68,8 +68,8 @@ class Candidate(Part, frozen=True):
     note: str = ""
     dram_tokens: int = 0
     nvme_tokens: int = 0
+    # What loading both costs.
     loading_tokens: float = 0.0
-    """What loading both costs."""
 
 
 class Decision(Part, frozen=True):

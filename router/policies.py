@@ -50,8 +50,8 @@ class CostPolicy:
         return priced
 
 
+# Ranks the options of a side ("prefill" or "decode"): one number each, the least is taken.
 Ranker = Callable[[Sequence[ReplicaCost], str], list[float]]
-"""Ranks the options of a side ("prefill" or "decode"): one number each, the least is taken."""
 
 
 class PlainPolicy:

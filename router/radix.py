@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 
+# While a snapshot is awaited, the gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
-"""While a snapshot is awaited, the gap is reported again only this often: one request, not one per event."""
 
 StoreTier = Literal["dram", "nvme"]
 
@@ -44,13 +44,13 @@ class _Holder:
     identity: ReplicaIdentity
     slot: int
     sequence: int = -1
+    # True from a snapshot on, until a gap; events are applied only then.
     in_step: bool = False
-    """True from a snapshot on, until a gap; events are applied only then."""
     asked_at: float | None = None
+    # On its device.
     held: set[bytes] = field(default_factory=set)
-    """On its device."""
+    # In the store of its node.
     stored: dict[bytes, StoreTier] = field(default_factory=dict)
-    """In the store of its node."""
     predicted_until: dict[bytes, float] = field(default_factory=dict)
 
 
@@ -323,8 +323,8 @@ class _Runs:
     def __init__(self) -> None:
         self.dram = 0
         self.nvme = 0
+        # By the replica's bit: blocks in DRAM and on NVMe.
         self.counts: dict[int, list[int]] = {}
-        """By the replica's bit: blocks in DRAM and on NVMe."""
         self._bit_to_start: dict[int, int] = {}
 
     def enter(self, dram: int, nvme: int, depth: int) -> None:

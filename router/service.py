@@ -26,8 +26,8 @@ from router.policies import make_policy
 from router.radix import NOT_IN_STORE, Match, PrefixTree
 
 ROLES = ("prefill", "decode", "both")
+# Decisions that `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
-"""Decisions that `explain` remembers."""
 
 
 @dataclass(slots=True, eq=False)

@@ -17,11 +17,11 @@ PACKAGES = ("cluster", "workers", "router", "kvtransfer")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 90
 MAX_README_LINES = 60
+# With the reason after it, in the docstring of a file that may be longer.
 LONG_FILE_REASON = "over 400 lines because"
-"""With the reason after it, in the docstring of a file that may be longer."""
 CLOCK = Path("kvtransfer/common/clock.py")
+# Where an exception of any kind becomes an answer: the main loops of actors.
 EDGES = {"workers/replica/engine_core.py", "workers/rank/process.py"}
-"""Where an exception of any kind becomes an answer: the main loops of actors."""
 
 _SKIPPED = {".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 

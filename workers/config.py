@@ -27,39 +27,39 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     block_tokens: int = Field(default=64, ge=16, le=256)
+    # KV capacity of the replica, in tokens; rounded down to whole blocks.
     kv_tokens: int = Field(default=16384, ge=256)
-    """KV capacity of the replica, in tokens; rounded down to whole blocks."""
+    # Token budget of one step: decoding sequences first, the rest for prefill chunks.
     max_batch_tokens: int = Field(default=512, ge=1)
-    """Token budget of one step: decoding sequences first, the rest for prefill chunks."""
+    # Longest prefill chunk of one sequence in one step.
     chunk_tokens: int = Field(default=256, ge=1)
-    """Longest prefill chunk of one sequence in one step."""
+    # Sequences computed in one step.
     max_sequences: int = Field(default=64, ge=1)
-    """Sequences computed in one step."""
+    # Requests waiting in this replica before it refuses.
     max_waiting: int = Field(default=512, ge=1)
-    """Requests waiting in this replica before it refuses."""
+    # CPU threads of each rank.
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of each rank."""
+    # An idle engine runs an empty step this often, so that its health is known.
     canary_idle_s: float = Field(default=2.0, gt=0)
-    """An idle engine runs an empty step this often, so that its health is known."""
+    # Ranks that make no progress with a step for so long, however long the step takes, hang: the replica
+    # reports itself unhealthy. A rank reports progress up to four times a second.
     stall_s: float = Field(default=5.0, ge=1)
-    """Ranks that make no progress with a step for so long, however long the step takes, hang: the replica
-    reports itself unhealthy. A rank reports progress up to four times a second."""
 
+    # The start of a replica fails when none of its ranks comes further for this long. Progress is a new
+    # phase, or another layer loaded; a KV pool in host memory is allocated in one, about a second a GB.
     start_stall_s: float = Field(default=600.0, gt=0)
-    """The start of a replica fails when none of its ranks comes further for this long. Progress is a new
-    phase, or another layer loaded; a KV pool in host memory is allocated in one, about a second a GB."""
 
+    # KV capacity in host memory beyond `kv_tokens`, where running sequences keep older blocks (0: none, a
+    # sequence that finds no room is preempted).
     offload_tokens: int = Field(default=0, ge=0)
-    """KV capacity in host memory beyond `kv_tokens`, where running sequences keep older blocks (0: none, a
-    sequence that finds no room is preempted)."""
+    # Blocks move there when more than this share of `kv_tokens` is in use.
     offload_at: float = Field(default=0.95, gt=0, le=1)
-    """Blocks move there when more than this share of `kv_tokens` is in use."""
+    # The most of one sequence's blocks that may lie there: every step brings all of them to the device.
     offload_share: float = Field(default=0.9, ge=0, le=1)
-    """The most of one sequence's blocks that may lie there: every step brings all of them to the device."""
+    # Finished blocks that may wait to be copied into the node's host tier; more are not stored.
     write_queue: int = Field(default=1024, ge=1)
-    """Finished blocks that may wait to be copied into the node's host tier; more are not stored."""
+    # Requests whose KV is being loaded from the store at a time; more wait their turn.
     max_loading: int = Field(default=4, ge=1)
-    """Requests whose KV is being loaded from the store at a time; more wait their turn."""
 
     @property
     def longest_chunk_tokens(self) -> int:

@@ -161,10 +161,10 @@ class PrefillReport(Part, frozen=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     times: StageTimes
+    # Named moments of the prompt's chunks and pushes so far, on the replica's monotonic clock.
     trace: tuple[tuple[str, float], ...] = ()
-    """Named moments of the prompt's chunks and pushes so far, on the replica's monotonic clock."""
+    # Of the cached tokens: those that were brought from the store for this request, by tier.
     num_loaded_tokens: dict[str, int] = {}
-    """Of the cached tokens: those that were brought from the store for this request, by tier."""
 
 
 class HandOverReport(Part, frozen=True):
@@ -178,8 +178,8 @@ class HandOverReport(Part, frozen=True):
     transport: str
     transfer_gb_s: float
     times: StageTimes
+    # The output index of the first token that comes from here; those before come from who handed it over.
     first_index: int = 0
-    """The output index of the first token that comes from here; those before come from who handed it over."""
 
 
 class MoveEnded(Part, frozen=True):
@@ -261,61 +261,61 @@ class LoadReport(Part, frozen=True):
     num_checksum_failures: int
     num_preemptions: int
     transfer_gb_s: float
+    # By traffic class: what was written to other replicas.
     num_moved_bytes: dict[str, int] = {}
-    """By traffic class: what was written to other replicas."""
+    # By cause (`kvtransfer.protocol.actions.Lost`): landings that were open here and ended without hand-over.
     num_lost_landings: dict[str, int] = {}
-    """By cause (`kvtransfer.protocol.actions.Lost`): landings that were open here and ended without hand-over."""
     paths: tuple[PathMeasure, ...] = ()
+    # By tier of the node's store: the measured rate at which blocks come from there into this replica.
     load_tok_s: dict[str, float] = {}
-    """By tier of the node's store: the measured rate at which blocks come from there into this replica."""
+    # By tier: tokens whose KV was loaded instead of computed.
     num_loaded_tokens: dict[str, int] = {}
-    """By tier: tokens whose KV was loaded instead of computed."""
+    # Blocks written through to the host tier.
     num_stored_blocks: int = 0
-    """Blocks written through to the host tier."""
+    # By cause ("queue", "refused", "failed"): finished blocks that were not written through.
     num_unstored_blocks: dict[str, int] = {}
-    """By cause ("queue", "refused", "failed"): finished blocks that were not written through."""
+    # Records read whose bytes had another sum: their blocks were computed.
     num_store_checksum_failures: int = 0
-    """Records read whose bytes had another sum: their blocks were computed."""
+    # Blocks of running sequences that lie in host memory now.
     num_offloaded_blocks: int = 0
-    """Blocks of running sequences that lie in host memory now."""
+    # Of `num_landings`: those that wait for room.
     num_waiting_landings: int = 0
-    """Of `num_landings`: those that wait for room."""
+    # Streams that were moved from here to other replicas while they ran.
     num_moved_streams: int = 0
-    """Streams that were moved from here to other replicas while they ran."""
+    # Moves that did not come about: the streams went on here.
     num_failed_moves: int = 0
-    """Moves that did not come about: the streams went on here."""
+    # KV slots that running sequences hold and that no token is in yet.
     num_unfilled_tokens: int = 0
-    """KV slots that running sequences hold and that no token is in yet."""
+    # By number of sequences, in buckets with the upper bounds `step_figures.BATCH_BOUNDS`.
     num_steps_by_batch: tuple[int, ...] = ()
-    """By number of sequences, in buckets with the upper bounds `step_figures.BATCH_BOUNDS`."""
+    # Over all steps.
     num_batched_sequences: int = 0
-    """Over all steps."""
+    # Prompt tokens, and inputs of decode steps.
     num_computed_tokens: int = 0
-    """Prompt tokens, and inputs of decode steps."""
     num_sampled_tokens: int = 0
+    # Of prompts that are done: tokens that could have been cached.
     num_queried_tokens: int = 0
-    """Of prompts that are done: tokens that could have been cached."""
+    # Of those: the ones that were, by tier ("device", "dram", "nvme", "remote").
     num_hit_tokens: dict[str, int] = {}
-    """Of those: the ones that were, by tier ("device", "dram", "nvme", "remote")."""
+    # The least arithmetic that the steps could be done with (`model.work`).
     num_flops: float = 0.0
-    """The least arithmetic that the steps could be done with (`model.work`)."""
+    # The least that they had to read from device memory.
     num_read_bytes: float = 0.0
-    """The least that they had to read from device memory."""
+    # Time in which it computed.
     busy_s: float = 0.0
-    """Time in which it computed."""
+    # Measured at start, all ranks together; 0: not measured.
     peak_flop_s: float = 0.0
-    """Measured at start, all ranks together; 0: not measured."""
     peak_byte_s: float = 0.0
+    # Share of `peak_flop_s` that recent steps achieved while they ran.
     mfu: float = 0.0
-    """Share of `peak_flop_s` that recent steps achieved while they ran."""
+    # Share of `peak_byte_s`, the same.
     mbu: float = 0.0
-    """Share of `peak_byte_s`, the same."""
+    # Of each rank's device, by rank, a few seconds old; () until all have told.
     memory: tuple[DeviceMemory, ...] = ()
-    """Of each rank's device, by rank, a few seconds old; () until all have told."""
+    # By transport: what was written to other replicas.
     num_transport_bytes: dict[str, int] = {}
-    """By transport: what was written to other replicas."""
+    # By transport: how long that took, summed over pushes.
     transport_s: dict[str, float] = {}
-    """By transport: how long that took, summed over pushes."""
 
 
 class StepFrame(Message, frozen=True):
@@ -339,8 +339,8 @@ class ReplicaHello(Message, frozen=True):
     compatibility: CompatibilityRecord
     max_context_tokens: int
     load: LoadReport
+    # Of the change that gave it this role; 0: its first one.
     role_epoch: int = 0
-    """Of the change that gave it this role; 0: its first one."""
 
 
 class GatewayHello(Message, frozen=True):
@@ -382,13 +382,13 @@ class CachePurged(Message, frozen=True):
     """Answer to `PurgeCache`."""
 
     number: int
+    # That nothing finds any more.
     num_blocks: int
-    """That nothing finds any more."""
+    # Of them, in use until the requests that hold them end.
     num_held: int
-    """Of them, in use until the requests that hold them end."""
+    # Of the tenant's, under way: their KV is private from now on. One whose prompt is on its way to another
+    # replica in this very moment may leave some there.
     num_requests: int
-    """Of the tenant's, under way: their KV is private from now on. One whose prompt is on its way to another
-    replica in this very moment may leave some there."""
 
 
 # -------------------------------------------------------------------------------------- Peer link
@@ -436,8 +436,8 @@ class RankSpec(Message, frozen=True):
     max_batch_tokens: int
     max_sequences: int
     transfer: TransferSettings
+    # KV capacity in host memory for older blocks of running sequences, beside `num_kv_tokens`.
     num_offload_tokens: int = 0
-    """KV capacity in host memory for older blocks of running sequences, beside `num_kv_tokens`."""
     probe_rows: int = 0
     probe_sampled_rows: int = 0
     faults: tuple[FaultRule, ...] = ()
@@ -505,10 +505,10 @@ class RankReady(Message, frozen=True):
     endpoints: RankEndpoints
     load_s: float
     warm_up_s: float
+    # In host memory; their ids follow on those of `num_blocks`.
     num_offload_blocks: int = 0
-    """In host memory; their ids follow on those of `num_blocks`."""
+    # What its device was measured to compute, and to read from its memory, a second.
     flop_s: float = 0.0
-    """What its device was measured to compute, and to read from its memory, a second."""
     byte_s: float = 0.0
 
 
@@ -604,11 +604,11 @@ class StepReport(Message, frozen=True):
     tokens: tuple[SampledToken, ...]
     started_at: float
     finished_at: float
+    # Every few seconds.
     memory: DeviceMemory | None = None
-    """Every few seconds."""
+    # Also those that a stage before this one failed to compute, and those of sequences that failed in an
+    # earlier step which this plan had not known of.
     failed: tuple[FailedEntry, ...] = ()
-    """Also those that a stage before this one failed to compute, and those of sequences that failed in an
-    earlier step which this plan had not known of."""
 
 
 class StepProgress(Message, frozen=True):

@@ -29,10 +29,10 @@ __all__ = [
     "Prompt",
     "Turn",
 ]
+# How long a request that no gateway has accepted yet is tried again.
 _FIRST_PATIENCE_S = 10.0
-"""How long a request that no gateway has accepted yet is tried again."""
+# How long an accepted request is tried again without a new token; a gateway is replaced in less.
 _PATIENCE_S = 60.0
-"""How long an accepted request is tried again without a new token; a gateway is replaced in less."""
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _UNARY_TIMEOUT_S = 30.0
@@ -402,9 +402,9 @@ def _call_error(error: Any) -> CallError:
 # ----------------------------------------------------------------------------------------------
 # What a caller of the Python client asks for: a prompt and options, and the message that carries them.
 
+# Metadata of `Generate`, where requests are split between applications: to the client, which one answers;
+# from a client that resumes a stream, which one began it.
 APPLICATION_KEY = "tandem-application"
-"""Metadata of `Generate`, where requests are split between applications: to the client, which one answers;
-from a client that resumes a stream, which one began it."""
 
 
 class Turn(NamedTuple):
@@ -414,8 +414,8 @@ class Turn(NamedTuple):
     content: str
 
 
+# Text, token ids, or a chat for the model's template.
 Prompt = str | Sequence[int] | Sequence[Turn]
-"""Text, token ids, or a chat for the model's template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

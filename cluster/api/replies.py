@@ -11,22 +11,23 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from cluster.api.status import StatusThread
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, PoolConfig
 from cluster.gateway.actions import Emit, Summary
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaLinks
-from cluster.gateway.replica_view import moves_of, pools_of
+from cluster.gateway.replica_view import ReplicaView
 from cluster.gateway.request_manager import RequestManager, RequestRecord
 from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import RosterView
 from cluster.stores.store_admin import StoreAdmin
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from router.messages import Decision
 from workers.messages import PrefillReport
 
+# How old a status may be. Replicas report about as often.
 STATUS_S = 0.2
-"""How old a status may be. Replicas report about as often."""
 _PACKAGES = ("tandem-serve", "ray", "torch", "grpcio", "tokenizers", "msgspec")
 
 
@@ -269,3 +270,39 @@ class Fresh(Generic[T]):
         value = await self._make()
         self._made_at = asked_at
         return value
+
+
+# ----------------------------------------------------------------------------------------------
+# What is wanted of the pools, and what there is: the roster's wishes beside this gateway's Links.
+
+
+def pools_of(config: ClusterConfig, links: ReplicaLinks) -> list[pb.Pool]:
+    """The pools of the configuration, in its order."""
+    ready = [view for view in links.views() if view.takes_requests]
+    return [_pool(config, pool, links.roster_view, ready) for pool in config.pools]
+
+
+def moves_of(view: RosterView) -> list[pb.ScalingMove]:
+    """The latest changes of counts and roles, oldest first."""
+    return [
+        pb.ScalingMove(
+            at=move.at, pool=move.pool, before=move.before, after=move.after, by=move.by, reason=move.reason
+        )
+        for move in view.moves
+    ]
+
+
+def _pool(config: ClusterConfig, pool: PoolConfig, view: RosterView, ready: list[ReplicaView]) -> pb.Pool:
+    own = [replica for replica in ready if replica.record.pool == pool.name]
+    limits = config.scaling.pools.get(pool.name) if config.scaling.autoscale else None
+    return pb.Pool(
+        name=pool.name,
+        role=pool.role,
+        configured=pool.replicas,
+        desired=view.desired.get(pool.name, pool.replicas),
+        pinned=pool.name in view.pinned,
+        min=limits.min if limits else 0,
+        max=limits.max if limits else 0,
+        num_ready=len(own),
+        num_lent=sum(replica.role != pool.role for replica in own),
+    )

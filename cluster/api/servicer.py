@@ -23,8 +23,8 @@ from cluster.text.validation import Limits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
 
+# grpc.aio.ServicerContext, which has no types.
 Context = Any
-"""grpc.aio.ServicerContext, which has no types."""
 
 
 class InferenceServicer:
@@ -148,11 +148,11 @@ async def _abort(context: Context, error: RequestError) -> NoReturn:
 # ----------------------------------------------------------------------------------------------
 # Tokenize and Detokenize: so many at once, beside the event loop and beside the threads of Generate.
 
+# Of both kinds at once, running and waiting. The size of each is limited by the model's context.
 MAX_CALLS = 32
-"""Of both kinds at once, running and waiting. The size of each is limited by the model's context."""
 _NUM_THREADS = 2
+# Copied between two chances of the event loop.
 _NUM_TOKENS = 4096
-"""Copied between two chances of the event loop."""
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from kvtransfer.common.clock import let_others_run
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import LoadReport, PathMeasure
 
+# Built between two chances of the event loop, as is one replica.
 _NUM_PATHS = 64
-"""Built between two chances of the event loop, as is one replica."""
 
 T = TypeVar("T")
 
@@ -50,10 +50,10 @@ class StatusThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "status")
+        # By replica; for the thread alone.
         self._built: dict[str, tuple[ReplicaLook, pb.Replica]] = {}
-        """By replica; for the thread alone."""
+        # Messages of replicas that were made anew, since the start.
         self.num_built = 0
-        """Messages of replicas that were made anew, since the start."""
 
     async def add_replicas(
         self, status: pb.StatusResponse, views: Sequence[ReplicaView], now: float

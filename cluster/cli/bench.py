@@ -18,8 +18,8 @@ from cluster.errors import CallError
 from kvtransfer.common.clock import Clock
 
 PERCENTILES = (50, 90, 99)
+# The knee of a sweep: the highest offered rate of which at least this share was good.
 KNEE_SHARE = 0.9
-"""The knee of a sweep: the highest offered rate of which at least this share was good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Workload:
         return [float(at) for at in np.cumsum(gaps) - gaps[0]]
 
 
+# Sends (prompt, number of output tokens); yields each delta's number of tokens, or raises `CallError`.
 Sender = Callable[[list[int], int], AsyncIterator[int]]
-"""Sends (prompt, number of output tokens); yields each delta's number of tokens, or raises `CallError`."""
 
 _OUTCOMES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
@@ -69,10 +69,10 @@ class RequestRecord(NamedTuple):
     finished_at: float
     num_input: int
     token_times: tuple[float, ...]
+    # "ok", "refused", "timed out" or "failed".
     outcome: str
-    """"ok", "refused", "timed out" or "failed"."""
+    # Why it is not "ok".
     reason: str = ""
-    """Why it is not "ok"."""
 
     @property
     def ttft_s(self) -> float:

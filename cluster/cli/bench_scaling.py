@@ -20,8 +20,8 @@ from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arri
 from cluster.scaling.samples import PoolView
 from cluster.scaling.simulation import Arrival, ServiceModel
 
+# Requests a prefill replica that the plain scheme aims at: Ray Serve's own default.
 _PREFILL_TARGET = 2.0
-"""Requests a prefill replica that the plain scheme aims at: Ray Serve's own default."""
 
 
 def bench_scaling(

@@ -24,8 +24,8 @@ from kvtransfer.store.policy.trace_simulation import (
 
 DEFAULT_DEVICE_BLOCKS = 2000
 DEFAULT_DRAM_BLOCKS = (8000,)
+# Blocks of 512 tokens: about what one node holds of a model with 100 kB a token.
 DEFAULT_NVME_BLOCKS = (0, 10_000, 20_000, 40_000, 80_000)
-"""Blocks of 512 tokens: about what one node holds of a model with 100 kB a token."""
 
 
 def bench_store(

@@ -19,10 +19,10 @@ from cluster.cli.terminal import NONE, made_table
 from cluster.proto import tandem_pb2 as pb
 
 _NUM_BINS = 30
+# Columns of a table's own at its sides.
 _EDGES = 2
-"""Columns of a table's own at its sides."""
+# Replicas report several times a second; an older report is worth a note.
 _LATE_S = 3.0
-"""Replicas report several times a second; an older report is worth a note."""
 
 
 class DemoRow(NamedTuple):
@@ -36,8 +36,8 @@ class DemoRow(NamedTuple):
     itl_ms: float
     transfer_gb_s: float
     transport: str
+    # Of the cached tokens: those that a tier of the store had.
     loaded: dict[str, int] = {}
-    """Of the cached tokens: those that a tier of the store had."""
 
 
 def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:

@@ -135,8 +135,8 @@ def _machine(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
 ) -> list[Finding]:
     from cluster.doctor.checks import CheckContext
-    from cluster.doctor.machine import Machine
     from cluster.doctor.run_checks import examine_machine
+    from cluster.serve.machine import Machine
     from cluster.serve.memory import needs_of
 
     try:

@@ -54,6 +54,7 @@ _DRAM_BLOCKS, _NVME_BLOCKS = (
     ",".join(map(str, sizes)) for sizes in (DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS)
 )
 _HELP = "Serve a large language model on Ray, with prefill and decode in separate pools."
+# For Ray and for every process below this one, where the environment does not say otherwise.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -66,7 +67,6 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "GRPC_VERBOSITY": "ERROR",
 }
-"""For Ray and for every process below this one, where the environment does not say otherwise."""
 
 cli = typer.Typer(
     add_completion=False,

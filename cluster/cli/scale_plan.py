@@ -42,12 +42,12 @@ class ScalePlan(NamedTuple):
 
     changes: tuple[PoolChange, ...]
     released: tuple[str, ...]
+    # Replicas that play another pool's role and go home first.
     recalled: tuple[str, ...]
-    """Replicas that play another pool's role and go home first."""
     shortages: tuple[str, ...]
     room: Room | None
+    # Of gateways: through them pools are pinned at the count that they have, and released.
     consoles: tuple[str, ...]
-    """Of gateways: through them pools are pinned at the count that they have, and released."""
     has_status: bool
 
 

@@ -49,8 +49,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 class Interruption(threading.Event):
     """Set by Ctrl-C and SIGTERM."""
 
+    # The exit status of a command that was interrupted before its work began, as a shell would tell it.
     status = 128 + signal.SIGINT
-    """The exit status of a command that was interrupted before its work began, as a shell would tell it."""
 
     def catch(self, number: int, frame: FrameType | None) -> None:
         """The handler of signals."""
@@ -82,8 +82,8 @@ def die_at_once(message: str, code: int = 1) -> NoReturn:
 # ----------------------------------------------------------------------------------------------
 # The one kind of table that the command line shows.
 
+# A cell without a figure.
 NONE = "-"
-"""A cell without a figure."""
 
 
 def made_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:

@@ -19,13 +19,13 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.stores.store_admin import STAT_S, StoreAdmin
 from kvtransfer.common.clock import Clock
 
+# Of each kind, running and ended, in one answer.
 MAX_REQUESTS = 100
-"""Of each kind, running and ended, in one answer."""
 _STATUS_AGE_S = 0.5
 _STORES_AGE_S = 2.0
 _PATHS_AGE_S = 5.0
+# In one answer: more make no table that anybody reads.
 MAX_PATHS = 10_000
-"""In one answer: more make no table that anybody reads."""
 
 
 class ConsoleApi:

@@ -200,6 +200,7 @@ def _error(status: int, reason: str) -> web.Response:
 
 MAX_BODY_BYTES = 4096
 MAX_TOKEN_CHARS = 4096
+# On every answer: the page loads and reaches nothing but this console, and nobody frames or reads it.
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -211,7 +212,6 @@ HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""On every answer: the page loads and reaches nothing but this console, and nobody frames or reads it."""
 
 
 def refused_host(host: str | None, names: Collection[str]) -> str:

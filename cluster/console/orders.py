@@ -50,12 +50,12 @@ class Answer(NamedTuple):
 class Operations(NamedTuple):
     """What the process around the gateway can do for an operator."""
 
+    # Such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`.
     dashboard_url: Callable[[], Awaitable[str]]
-    """Such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`."""
+    # The pool shall have so many replicas, and no autoscaler moves it; `RosterAwayError` likewise.
     pin: Callable[[str, int], Awaitable[None]]
-    """The pool shall have so many replicas, and no autoscaler moves it; `RosterAwayError` likewise."""
+    # Unpin the pool; `RosterAwayError` when that could not be recorded.
     release: Callable[[str], Awaitable[None]]
-    """Unpin the pool; `RosterAwayError` when that could not be recorded."""
 
 
 class Orders:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from cluster.config import ClusterConfig
-from cluster.doctor.machine import Machine
+from cluster.serve.machine import Machine
 from cluster.serve.memory import Needs
 from kvtransfer.common.clock import Clock
 
@@ -96,11 +96,6 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
     return {**fields, "severity": str(verdict.severity), "figures": dict(verdict.figures)}
 
 
-def gb(num_bytes: float) -> str:
-    """`1.5 GB`, of 1e9 bytes; small ones in MB."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
 # ----------------------------------------------------------------------------------------------
 # What a check before start is given, and what makes a function a check.
 
@@ -113,13 +108,13 @@ class CheckContext:
 
     machine: Machine
     config: ClusterConfig
+    # None: the model folder cannot be read.
     needs: Needs | None
-    """None: the model folder cannot be read."""
     environment: Mapping[str, str]
     clock: Clock
     ray_address: str = "auto"
+    # The cluster of this configuration runs already: its ports and its memory are taken by itself.
     is_running: bool = False
-    """The cluster of this configuration runs already: its ports and its memory are taken by itself."""
 
 
 class Check(NamedTuple, Generic[C]):
@@ -127,8 +122,8 @@ class Check(NamedTuple, Generic[C]):
 
     name: str
     group: str
+    # For the documentation: what is looked at.
     question: str
-    """For the documentation: what is looked at."""
     look: Callable[[C], Iterable[Verdict]]
 
     def findings(self, case: C) -> list[Finding]:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
-from cluster.doctor.machine import Machine, read, whole_number
+from cluster.serve.machine import Machine, read, whole_number
 
 GROUP = "devices"
 _GPU_CLASSES = ("0x0300", "0x0302")
 _NETWORK_CLASSES = ("0x0200", "0x0207")
+# NVIDIA, AMD: other display devices are none that compute.
 _GPU_VENDORS = ("0x10de", "0x1002")
-"""NVIDIA, AMD: other display devices are none that compute."""
+# A network device below this is no fast one: its link is of no interest.
 _SLOW_LINK_GT_S = 8.0
-"""A network device below this is no fast one: its link is of no interest."""
 _THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "sw_power_cap")
 
 

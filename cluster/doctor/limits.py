@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, gb, note, ok, warning
-from cluster.doctor.machine import read
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
 from cluster.doctor.network import LOOPBACK
-from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed
+from cluster.serve.machine import read
+from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed, gb
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 
 GROUP = "limits and memory"
+# Ray raises the soft limit of open files as far as this and the hard limit allow.
 _RAY_RAISES_TO = 65536
-"""Ray raises the soft limit of open files as far as this and the hard limit allow."""
 _MIN_PROCESSES = 4096
+# Of Ray's object store, as `tandem serve` starts it.
 _RAY_SHM_BYTES = 128 << 20
-"""Of Ray's object store, as `tandem serve` starts it."""
+# Of a GPU's memory for weights and KV; the rest is for what is not counted.
 _DEVICE_SHARE = 0.9
-"""Of a GPU's memory for weights and KV; the rest is for what is not counted."""
 
 
 def open_files(case: CheckContext) -> Iterator[Verdict]:

@@ -55,8 +55,8 @@ class Live:
     stores_before: Sequence[pb.StoreNodeStat]
     gateways: Sequence[GatewayReply]
     expected: Expected
+    # Of this command.
     version: str = ""
-    """Of this command."""
     paths: Sequence[pb.ReplicaPaths] = ()
 
     def growth(self, count: Callable[[pb.Load], int]) -> dict[str, int]:

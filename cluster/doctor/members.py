@@ -9,11 +9,11 @@ from cluster.doctor.live import Live
 from cluster.proto import tandem_pb2 as pb
 
 GROUP = "members"
+# Replicas report several times a second.
 _LATE_S = 3.0
-"""Replicas report several times a second."""
 _YOUNG_S = 300.0
+# A gateway that runs for so long has seen the first start of all replicas.
 _SETTLED_S = 600.0
-"""A gateway that runs for so long has seen the first start of all replicas."""
 _MAX_SKEW_S = 1.0
 
 

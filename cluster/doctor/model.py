@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config import PoolConfig
-from cluster.doctor.checks import Check, CheckContext, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Verdict, error, note, ok, warning
 from cluster.errors import ConfigError
+from cluster.serve.memory import gb
 from cluster.text.chat_template import load_chat_template
 from cluster.text.tokenizer import ModelText
 from workers.errors import CheckpointError

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from cluster.config import DtypeName
 from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, note, ok, warning
-from cluster.doctor.machine import Machine, read
 from cluster.dtypes import has_native_bf16, resolve_dtype, vector_unit
 from cluster.serve.capacity import ENGINE_CORE_CPUS, GATEWAY_CPUS
+from cluster.serve.machine import Machine, read
 
 GROUP = "processors"
 _VECTOR_FLAGS = ("avx2", "asimd")

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
 from cluster.errors import ConfigError
+from cluster.serve.memory import gb
 from cluster.stores.settings import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
@@ -22,8 +23,8 @@ _BLOCKS_A_LOOKUP = 64
 _MIN_VERSION = (6, 2)
 _MAX_SKEW_S = 1.0
 _FORGETTING = ("allkeys-lru", "allkeys-lfu", "volatile-lru", "volatile-lfu", "volatile-ttl")
+# Of the index's server, for each block that a node holds.
 _BYTES_A_BLOCK = 200
-"""Of the index's server, for each block that a node holds."""
 _FULL = 0.8
 _OWN_SERVER = (
     "a server of its own for the index, with a maxmemory and maxmemory-policy allkeys-lru; one that keeps "

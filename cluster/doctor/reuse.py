@@ -10,12 +10,12 @@ from cluster.proto import tandem_pb2 as pb
 
 GROUP = "reuse"
 _MIN_PROMPTS = 10
+# A hit rate above this is nothing to look into.
 _GOOD_RATE = 0.5
-"""A hit rate above this is nothing to look into."""
+# Of the prompts' tokens: known, but computed all the same.
 _LOST_SHARE = 0.2
-"""Of the prompts' tokens: known, but computed all the same."""
+# Of the prompts' tokens: behind one place where they diverge, although they repeat.
 _BEHIND_SHARE = 0.2
-"""Of the prompts' tokens: behind one place where they diverge, although they repeat."""
 
 
 def hit_rate(live: Live) -> Iterator[Verdict]:

@@ -39,10 +39,10 @@ LIVE_CHECKS: tuple[Check[Live], ...] = (
     *cache.CHECKS,
     *members.CHECKS,
 )
+# Before all others: the file itself, one finding for each field that is wrong.
 CONFIG_CHECK = "config"
-"""Before all others: the file itself, one finding for each field that is wrong."""
+# Before all others of a running cluster: that the gateway answers.
 REACH_CHECK = "gateway"
-"""Before all others of a running cluster: that the gateway answers."""
 
 
 def examine_machine(case: CheckContext) -> list[Finding]:

@@ -10,11 +10,11 @@ from cluster.doctor.live import Live
 from cluster.proto import tandem_pb2 as pb
 
 GROUP = "serving"
+# Fewer say nothing about a rate or a percentile.
 _MIN_REQUESTS = 10
-"""Fewer say nothing about a rate or a percentile."""
 _LARGE_SHARE = 0.5
+# A decode replica whose free share is within this of the growth reserve grants hardly any landing.
 _NEAR_RESERVE = 0.05
-"""A decode replica whose free share is within this of the growth reserve grants hardly any landing."""
 
 
 class Cause(NamedTuple):

@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, gb, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
+from cluster.serve.memory import gb
 
 GROUP = "disk"
 _PAGE_BYTES = 4096

@@ -54,10 +54,10 @@ class PreparedRequest:
     samples: tuple[SampleStart, ...]
     deadline_at: float | None
     max_attempts: int = 5
+    # How long a new request waits for any route at all.
     first_patience_s: float = 1.0
-    """How long a new request waits for any route at all."""
+    # How long a request that lost its replicas waits for others (a replacement starts in seconds).
     patience_s: float = 20.0
-    """How long a request that lost its replicas waits for others (a replacement starts in seconds)."""
     pinned_prefill: str = ""
     pinned_decode: str = ""
 
@@ -151,8 +151,8 @@ class Summary:
     decode_replica: str
     prefill: PrefillReport | None
     hand_over: HandOverReport | None
+    # Of the stream, from one decode replica to another, in the last attempt.
     num_moves: int = 0
-    """Of the stream, from one decode replica to another, in the last attempt."""
 
     @property
     def ttft_s(self) -> float:

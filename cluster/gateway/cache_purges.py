@@ -11,8 +11,8 @@ from cluster.gateway.replica_view import ReplicaView
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.errors import PeerGoneError
 
+# A replica answers between two steps.
 ANSWER_S = 10.0
-"""A replica answers between two steps."""
 
 
 class CachePurges:

@@ -18,8 +18,8 @@ from kvtransfer.common.clock import Clock
 
 MAX_REQUESTS = 256
 MAX_AGE_S = 600.0
+# Of whom `Status` tells.
 NUM_TENANTS = 8
-"""Of whom `Status` tells."""
 
 
 class _Done(NamedTuple):
@@ -147,15 +147,15 @@ def _mean(values: Sequence[float]) -> float:
 
 K = TypeVar("K")
 
+# Of each tenant: the latest count.
 MAX_PROMPTS = 200
-"""Of each tenant: the latest count."""
 MAX_TENANTS = 64
 MAX_KEYS = 1 << 15
 MAX_ANCHORS = 1 << 15
+# Of a prompt: what comes after is not looked at.
 MAX_TOKENS = 1 << 13
-"""Of a prompt: what comes after is not looked at."""
+# An anchor is the hash of so many tokens in a row, wherever they stand; one window of `_ONE_OF` is kept.
 WINDOW_TOKENS = 16
-"""An anchor is the hash of so many tokens in a row, wherever they stand; one window of `_ONE_OF` is kept."""
 _ONE_OF = 8
 _BASE = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
@@ -200,8 +200,8 @@ class PrefixTracker:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
+        # When the first prompt with it ended; so for anchors.
         self._keys: OrderedDict[bytes, float] = OrderedDict()
-        """When the first prompt with it ended; so for anchors."""
         self._anchors: OrderedDict[int, float] = OrderedDict()
         self._prompts: OrderedDict[str, deque[_Prompt]] = OrderedDict()
 

@@ -8,12 +8,12 @@ from cluster.gateway.actions import Action, MoveAt, NotePrefilled, Release, Rout
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import HandOverTarget, Move
 
+# After a move that did not come about, until the next target is asked for.
 MOVE_PAUSE_S = 0.5
-"""After a move that did not come about, until the next target is asked for."""
+# Until a target is asked for again when there was none.
 NOWHERE_PAUSE_S = 1.0
-"""Until a target is asked for again when there was none."""
+# After the target was lost: what the replica that it moves from has not told by then is not waited for.
 OVERDUE_S = 5.0
-"""After the target was lost: what the replica that it moves from has not told by then is not waited for."""
 
 
 class StreamMigration:
@@ -37,12 +37,12 @@ class StreamMigration:
         """A new attempt, whose submission has this number."""
         self.decode = decode
         self.target: ReplicaIdentity | None = None
+        # Why the target is gone: whether it has the stream is told by the replica that it moves from.
         self.target_lost = ""
-        """Why the target is gone: whether it has the stream is told by the replica that it moves from."""
         self._target_lost_at = 0.0
         self.num_moves = 0
+        # Its prompt is done, and handed over.
         self.is_decoding = False
-        """Its prompt is done, and handed over."""
         self._number = number
         self._can_move = can_move
         self._is_asking = False

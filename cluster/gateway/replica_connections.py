@@ -47,8 +47,8 @@ _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
+# A brain reports several times a second. One that says nothing for this long is stopped or hangs.
 SILENCE_S = 8.0
-"""A brain reports several times a second. One that says nothing for this long is stopped or hangs."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,12 +89,12 @@ class ReplicaLinks:
         self._num_purges = 0
         self.gateways: tuple[GatewayRecord, ...] = ()
         self.stores: tuple[StoreRecord, ...] = ()
+        # The latest.
         self.roster_view = RosterView(version=0)
-        """The latest."""
+        # What the connected replicas agree on; that of the first one.
         self.compatibility: CompatibilityRecord | None = None
-        """What the connected replicas agree on; that of the first one."""
+        # The least of the replicas connected so far that can serve alone; 0 before the first.
         self.max_context_tokens = 0
-        """The least of the replicas connected so far that can serve alone; 0 before the first."""
 
     def start(self, events: LinkEvents) -> None:
         """Follow the roster from now on; must be called on the event loop."""

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.config import ClusterConfig, PoolConfig
-from cluster.gateway.replica_connections import ReplicaLinks
-from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import ReplicaRecord, RosterView
+from cluster.roster.messages import ReplicaRecord
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream
 from workers.messages import CachePurged, LoadReport, PathMeasure, ReplicaHello, StepFrame
@@ -38,8 +35,8 @@ class ReplicaState(StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
     LEAVING = "leaving"
+    # It serves another model or block size than the others; see `note`.
     REFUSED = "refused"
-    """It serves another model or block size than the others; see `note`."""
 
 
 @dataclass(slots=True)
@@ -54,8 +51,8 @@ class ReplicaView:
     load_at: float = 0.0
     paths: tuple[PathMeasure, ...] = ()
     stream: FrameStream | None = field(default=None, repr=False)
+    # What it was asked to forget and has not answered yet, by number.
     purges: dict[int, asyncio.Future[CachePurged]] = field(default_factory=dict, repr=False)
-    """What it was asked to forget and has not answered yet, by number."""
 
     @property
     def epoch(self) -> int:
@@ -70,39 +67,3 @@ class ReplicaView:
     @property
     def takes_requests(self) -> bool:
         return self.state is ReplicaState.READY and self.stream is not None
-
-
-# ----------------------------------------------------------------------------------------------
-# What is wanted of the pools, and what there is: the roster's wishes beside this gateway's Links.
-
-
-def pools_of(config: ClusterConfig, links: ReplicaLinks) -> list[pb.Pool]:
-    """The pools of the configuration, in its order."""
-    ready = [view for view in links.views() if view.takes_requests]
-    return [_pool(config, pool, links.roster_view, ready) for pool in config.pools]
-
-
-def moves_of(view: RosterView) -> list[pb.ScalingMove]:
-    """The latest changes of counts and roles, oldest first."""
-    return [
-        pb.ScalingMove(
-            at=move.at, pool=move.pool, before=move.before, after=move.after, by=move.by, reason=move.reason
-        )
-        for move in view.moves
-    ]
-
-
-def _pool(config: ClusterConfig, pool: PoolConfig, view: RosterView, ready: list[ReplicaView]) -> pb.Pool:
-    own = [replica for replica in ready if replica.record.pool == pool.name]
-    limits = config.scaling.pools.get(pool.name) if config.scaling.autoscale else None
-    return pb.Pool(
-        name=pool.name,
-        role=pool.role,
-        configured=pool.replicas,
-        desired=view.desired.get(pool.name, pool.replicas),
-        pinned=pool.name in view.pinned,
-        min=limits.min if limits else 0,
-        max=limits.max if limits else 0,
-        num_ready=len(own),
-        num_lent=sum(replica.role != pool.role for replica in own),
-    )

@@ -36,12 +36,12 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import Cancel, StepFrame
 
+# Ended requests that `Explain` remembers.
 NUM_RECORDS = 1024
-"""Ended requests that `Explain` remembers."""
 _NUM_STALE = 1024
 _NOBODY = Caller()
+# Of the id and the tenant of a refused request, which may be of any length.
 _MAX_TOLD_CHARS = 128
-"""Of the id and the tenant of a refused request, which may be of any length."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class RequestRecord:
     tenant: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    # 0: none yet.
     first_token_at: float = 0.0
-    """0: none yet."""
+    # 0: it runs.
     ended_at: float = 0.0
-    """0: it runs."""
 
 
 @dataclass(slots=True)
@@ -111,8 +111,8 @@ class RequestManager:
         self._observers = (meters.ended, *observers)
         self.meters = meters
         self._walks: dict[str, RequestTask] = {}
+        # Running, by the client's request id.
         self._latest: dict[str, RequestTask] = {}
-        """Running, by the client's request id."""
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._num_arriving = 0

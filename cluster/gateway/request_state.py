@@ -109,8 +109,8 @@ class RequestState:
         self._avoiding = RetryPolicy()
         self._moves = StreamMigration(plan.request_id, self._note)
         self._suspicion = Suspicion(plan.max_attempts)
+        # Attempts that ended because a replica leaves or breaks.
         self._num_uncounted = 0
-        """Attempts that ended because a replica leaves or breaks."""
         self._no_route_since: float | None = None
         self._last_failure = ""
         self._was_refused = False

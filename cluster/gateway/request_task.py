@@ -45,9 +45,9 @@ from workers.messages import (
     TokenDelta,
 )
 
+# Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
+# A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
 MAX_UNREAD = 65536
-"""Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
-A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile."""
 
 
 class Links(Protocol):

@@ -134,8 +134,8 @@ def submission(
 #         ^                                           |
 #         +---------------- cleared ------------------+
 
+# As many replicas may break under a request that is not cleared in between.
 _NUM_BREAKS = 2
-"""As many replicas may break under a request that is not cleared in between."""
 _MAX_REASON_CHARS = 300
 
 

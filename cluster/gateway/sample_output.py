@@ -30,8 +30,8 @@ class Sample:
         self.finish = start.finish
         self.held: dict[int, TokenDelta] = {}
         self.is_decoding = False
+        # Ended by a stop string, of which its replica knows nothing.
         self.was_cut = False
-        """Ended by a stop string, of which its replica knows nothing."""
         self._text = text
         self._num_tokens_before = self.num_tokens
 

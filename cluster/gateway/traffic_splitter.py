@@ -27,10 +27,10 @@ from cluster.roster.state import RosterClient
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.handshake import draw_id
 
+# Metadata of a request that a gateway passes on: it is answered where it arrives.
 RELAYED_KEY = "tandem-relayed-by"
-"""Metadata of a request that a gateway passes on: it is answered where it arrives."""
+# How long the first request for an application waits to learn where its gateways are.
 _FIRST_VIEW_S = 2.0
-"""How long the first request for an application waits to learn where its gateways are."""
 _WATCH_S = 30.0
 _NUM_REMEMBERED = 1024
 _HASH_BYTES = 8
@@ -45,8 +45,8 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 _log = logging.getLogger(__name__)
 
+# grpc.aio.ServicerContext, which has no types.
 Context = Any
-"""grpc.aio.ServicerContext, which has no types."""
 
 
 def application_of(shares: Mapping[str, float], own: str, tenant: str, request_id: str) -> str:
@@ -148,8 +148,8 @@ class TrafficSplitter:
         self._others: dict[str, RemoteApp] = {}
         self._channels: dict[str, Any] = {}
         self._calls: set[Any] = set()
+        # Of passed-on requests, by id.
         self._addresses: OrderedDict[str, str] = OrderedDict()
-        """Of passed-on requests, by id."""
         self._is_leaving = self._is_closed = False
 
     @property

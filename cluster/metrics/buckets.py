@@ -9,6 +9,7 @@ ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0
 E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STAGE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+# By metric: what gateways measure of requests.
 REQUEST_TIMES = {
     "ttft_seconds": TTFT_S,
     "tpot_seconds": ITL_S,
@@ -18,7 +19,6 @@ REQUEST_TIMES = {
     "prefill_seconds": TTFT_S,
     "hand_over_seconds": STAGE_S,
 }
-"""By metric: what gateways measure of requests."""
 
+# Sequences of a step.
 BATCH_SIZE = tuple(float(bound) for bound in BATCH_BOUNDS)
-"""Sequences of a step."""

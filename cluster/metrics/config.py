@@ -14,8 +14,8 @@ class LogConfig(BaseModel):
 
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
+    # One line for every request that ends.
     access: bool = True
-    """One line for every request that ends."""
 
 
 class TracingConfig(BaseModel):
@@ -23,7 +23,7 @@ class TracingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # OTLP over gRPC, such as `http://collector:4317`; "": no traces.
     endpoint: str = ""
-    """OTLP over gRPC, such as `http://collector:4317`; "": no traces."""
+    # Of the requests whose caller does not say whether they are traced.
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Of the requests whose caller does not say whether they are traced."""

@@ -29,8 +29,8 @@ NEEDS_HAND_OVER = "needs a hand-over: separate pools, and prompts of more than a
 # Metrics that gateways export: of requests, tenants and pools.
 
 _GATEWAY = ("app", "gateway", "model")
+# What a gateway measured of the work of a replica.
 _SERVED = ("app", "gateway", "model", "pool", "replica")
-"""What a gateway measured of the work of a replica."""
 
 
 def _times(name: str, help_: str, why_empty: str = "") -> Metric:
@@ -493,8 +493,8 @@ SECTIONS = {
     "Transfer": TRANSFER,
     "Stores": STORES,
 }
+# By name.
 METRICS = {metric.name: metric for section in SECTIONS.values() for metric in section}
-"""By name."""
 
 
 def series_names(metric: Metric) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from cluster.gateway.actions import PreparedRequest, RoutedAttempt, Summary, Tim
 class Caller:
     """Who calls, as the connection and its metadata tell it; "": they do not."""
 
+    # As gRPC writes it, such as `ipv4:127.0.0.1:40112`.
     peer: str = ""
-    """As gRPC writes it, such as `ipv4:127.0.0.1:40112`."""
+    # W3C Trace Context.
     traceparent: str = ""
-    """W3C Trace Context."""
     tracestate: str = ""
 
 
@@ -24,25 +24,25 @@ class Caller:
 class EndedRequest:
     """One request, ended. Times are seconds of the gateway's monotonic clock."""
 
+    # The client's, or the one it was given; "" when it was refused without one.
     request_id: str
-    """The client's, or the one it was given; "" when it was refused without one."""
+    # What replicas know it by; "" when it was refused before it had one.
     wire_id: str
-    """What replicas know it by; "" when it was refused before it had one."""
     tenant: str
     caller: Caller
+    # "finished", "cancelled", "failed", or "refused": it was not accepted.
     state: str
-    """"finished", "cancelled", "failed", or "refused": it was not accepted."""
+    # Name of the gRPC status, "OK" when it finished.
     code: str
-    """Name of the gRPC status, "OK" when it finished."""
     reason: str
     started_at: float
     ended_at: float
+    # What it came to, finished or not; None when it was refused.
     summary: Summary | None = None
-    """What it came to, finished or not; None when it was refused."""
     decisions: tuple[RoutedAttempt, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
+    # What it asked for; None when it was refused.
     plan: PreparedRequest | None = None
-    """What it asked for; None when it was refused."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -67,5 +67,5 @@ class RelayedRequest(NamedTuple):
     e2e_ms: float
 
 
+# Is told every ended request, on the gateway's event loop: it must not wait.
 Observer = Callable[[EndedRequest], None]
-"""Is told every ended request, on the gateway's event loop: it must not wait."""

@@ -18,13 +18,13 @@ from kvtransfer.rpc.codec import Part
 from router.messages import Decision
 from workers.messages import PrefillReport, TokenDelta
 
+# Seconds that are remembered one by one.
 RING_S = 330
-"""Seconds that are remembered one by one."""
+# How far back `curves` goes.
 CURVE_S = 300
-"""How far back `curves` goes."""
 _NO_ROOM = "resource_exhausted"
+# A replica that is gone keeps its histograms for so long after its last request.
 _FORGET_S = 600.0
-"""A replica that is gone keeps its histograms for so long after its last request."""
 
 
 class Point(NamedTuple):
@@ -47,15 +47,15 @@ class Window(Part, frozen=True):
 
     window_s: float
     num_arrived: int = 0
+    # Of the requests that arrived.
     num_prompt_tokens: int = 0
-    """Of the requests that arrived."""
+    # Prompt tokens that prefill had to compute: those that were not cached anywhere.
     num_computed_tokens: int = 0
-    """Prompt tokens that prefill had to compute: those that were not cached anywhere."""
     num_output_tokens: int = 0
     num_finished: int = 0
     num_failed: int = 0
+    # Requests that ended for want of room, among `num_failed`.
     num_refused: int = 0
-    """Requests that ended for want of room, among `num_failed`."""
     ttft_p50_s: float = 0.0
     ttft_p90_s: float = 0.0
     itl_p50_s: float = 0.0
@@ -67,8 +67,8 @@ class _Second:
     """One second of the ring."""
 
     at: int
+    # By field of `Window`.
     counts: Counter[str] = field(default_factory=Counter)
-    """By field of `Window`."""
     ttft: Spread = field(default_factory=Spread)
     itl: Spread = field(default_factory=Spread)
 
@@ -83,8 +83,8 @@ class _Open:
     num_output_tokens: int = 0
     sample_to_num_tokens: Counter[int] = field(default_factory=Counter)
     sample_to_last_at: dict[int, float] = field(default_factory=dict)
+    # Up to when its KV is accounted for; None: it holds none yet.
     held_since: float | None = None
-    """Up to when its KV is accounted for; None: it holds none yet."""
 
 
 class ReplicaCounters:
@@ -93,12 +93,12 @@ class ReplicaCounters:
     def __init__(self, pool: str) -> None:
         self.pool = pool
         self.used_at = 0.0
+        # By metric name.
         self.histograms = {name: Histogram(bounds) for name, bounds in buckets.REQUEST_TIMES.items()}
-        """By metric name."""
+        # By code of `RequestFailed`.
         self.num_attempt_failures: Counter[str] = Counter()
-        """By code of `RequestFailed`."""
+        # Attempts that the router placed here, by side: "prefill", "decode", or "local" for both.
         self.num_routed: Counter[str] = Counter()
-        """Attempts that the router placed here, by side: "prefill", "decode", or "local" for both."""
 
 
 class GatewayCounters:
@@ -123,23 +123,23 @@ class GatewayCounters:
         self._itl_slo_s = itl_slo_s
         self._open: dict[str, _Open] = {}
         self._ring: deque[_Second] = deque()
+        # By replica id.
         self.replicas: dict[str, ReplicaCounters] = {}
-        """By replica id."""
+        # By state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status.
         self.num_requests: Counter[tuple[str, str]] = Counter()
-        """By state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status."""
+        # Finished requests that took more than one attempt.
         self.num_retried = 0
-        """Finished requests that took more than one attempt."""
+        # Links that ended to replicas that were not leaving, by pool.
         self.num_losses: Counter[str] = Counter()
-        """Links that ended to replicas that were not leaving, by pool."""
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        # Prompt tokens by the tier where their KV was when the request came.
         self.num_cached_tokens: Counter[str] = Counter()
-        """Prompt tokens by the tier where their KV was when the request came."""
+        # By transport ("none": nothing had to move).
         self.num_hand_overs: Counter[str] = Counter()
-        """By transport ("none": nothing had to move)."""
         self.num_hand_over_bytes: Counter[str] = Counter()
+        # Of all attempts that ended: what the router expected to be cached where it placed the prompt.
         self.num_expected_cached_tokens = 0
-        """Of all attempts that ended: what the router expected to be cached where it placed the prompt."""
         self.tenants = TenantUsageTable()
         self.demand = Demand()
 

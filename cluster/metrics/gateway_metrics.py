@@ -9,6 +9,7 @@ from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters
 from cluster.metrics.registry import MetricsRegistry
 from cluster.proto import tandem_pb2 as pb
 
+# Begin at 0; others when they first happen.
 _ENDS = (
     ("finished", "ok"),
     ("cancelled", "cancelled"),
@@ -19,7 +20,6 @@ _ENDS = (
     ("refused", "resource_exhausted"),
     ("refused", "unavailable"),
 )
-"""Begin at 0; others when they first happen."""
 _TIERS = ("device", "dram", "nvme", "remote")
 _STATES = ("ready", "connecting", "leaving", "refused")
 _MOVERS = ("operator", "autoscaler", "deploy")
@@ -32,8 +32,8 @@ class GatewayMetrics:
         self._board = board
         self._path_floor = path_floor_gb_s * 1e9
         self._num_moves: Counter[tuple[str, str]] = Counter()
+        # Unix time of the latest move that is counted; None: before the first look.
         self._moves_seen_to: float | None = None
-        """Unix time of the latest move that is counted; None: before the first look."""
 
     def update(self, meters: GatewayCounters, status: pb.StatusResponse, now: float) -> Iterator[None]:
         """Set and count everything, a part at each step: the event loop may have other work in between. `now`

@@ -7,8 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+# Of one bucket of a `Spread` to the next: a quantile is off by at most 1 %.
 _GROWTH = 1.02
-"""Of one bucket of a `Spread` to the next: a quantile is off by at most 1 %."""
 _LEAST = 1e-6
 
 

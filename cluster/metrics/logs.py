@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 
 from cluster.metrics.config import LogConfig
 
+# Of the access log (`cluster.metrics.access_log`).
 ACCESS_LOGGER = "tandem.access"
-"""Of the access log (`cluster.metrics.access_log`)."""
 
 _ROOTS = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry")
 _MORE = "more_fields"

@@ -10,9 +10,9 @@ from ray.util import metrics as ray_metrics
 from cluster.metrics.definitions import METRICS, Metric
 
 PREFIX = "tandem_"
+# The least increment that a counter takes: lets a series begin before its first event, so that `increase`
+# sees that one too. Added to anything it is lost.
 _NOTHING = 5e-324
-"""The least increment that a counter takes: lets a series begin before its first event, so that `increase`
-sees that one too. Added to anything it is lost."""
 
 
 class Gauge(Protocol):

@@ -56,6 +56,7 @@ _REPLICA_COUNTERS = (
     _Field("num_moved_streams", "moved_streams_total"),
     _Field("num_failed_moves", "failed_stream_moves_total"),
 )
+# Counters by the value of a label.
 _REPLICA_FAMILIES = (
     (_Field("num_lost_landings", "lost_landings_total"), "cause"),
     (_Field("num_moved_bytes", "moved_bytes_total"), "class"),
@@ -65,7 +66,6 @@ _REPLICA_FAMILIES = (
     (_Field("num_transport_bytes", "transfer_bytes_total"), "transport"),
     (_Field("transport_s", "transfer_seconds_total"), "transport"),
 )
-"""Counters by the value of a label."""
 _TIER_GAUGES = (
     _Field("num_bytes", "store_bytes"),
     _Field("capacity_bytes", "store_capacity_bytes"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The tenant label of all that have no series of their own.
 OTHERS = "other"
-"""The tenant label of all that have no series of their own."""
+# Tenants that are watched for more use, in units of the limit.
 _NUM_CANDIDATES = 4
-"""Tenants that are watched for more use, in units of the limit."""
+# Names that ever get a series in a gateway's life, in units of the limit.
 _MOST_NAMES = 5
-"""Names that ever get a series in a gateway's life, in units of the limit."""
+# A tenant takes another's place when it has used this many times as much.
 _MARGIN = 2.0
-"""A tenant takes another's place when it has used this many times as much."""
 
 
 @dataclass(slots=True)
@@ -19,13 +19,13 @@ class TenantUse:
     """Of one tenant since it has a series; all only grow."""
 
     num_requests: int = 0
+    # Prompt tokens that were computed.
     num_computed_tokens: int = 0
-    """Prompt tokens that were computed."""
+    # Prompt tokens whose KV was there.
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was there."""
     num_output_tokens: int = 0
+    # Bytes of KV that its requests held, times seconds.
     kv_byte_s: float = 0.0
-    """Bytes of KV that its requests held, times seconds."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,10 +48,10 @@ class TenantUsageTable:
         self._limit = limit
         self._named: dict[str, TenantUse] = {}
         self._others = TenantUse()
+        # Tokens since it is watched.
         self._candidates: dict[str, int] = {}
-        """Tokens since it is watched."""
+        # All that ever had a series.
         self._ever: dict[str, TenantUse] = {}
-        """All that ever had a series."""
 
     def use(self, tenant: str) -> TenantUse:
         """Where to add what the tenant uses; ask again for each use."""

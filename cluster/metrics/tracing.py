@@ -156,10 +156,10 @@ class Stage:
     start: float
     end: float
     attributes: dict[str, str | int | float] = field(default_factory=dict)
+    # (name, detail, when)
     events: list[tuple[str, str, float]] = field(default_factory=list)
-    """(name, detail, when)"""
+    # Why it failed; "" when it did not.
     error: str = ""
-    """Why it failed; "" when it did not."""
     stages: list[Stage] = field(default_factory=list)
 
 

@@ -18,8 +18,8 @@ from cluster.roster.messages import RosterView
 from cluster.roster.remote import VIEW_CODEC, RemoteRoster, RosterActor
 from kvtransfer.common.clock import SystemClock
 
+# Of all our named actors.
 NAMESPACE = "tandem"
-"""Of all our named actors."""
 _CALL_S = 5.0
 _AGAIN_S = 0.5
 

@@ -11,23 +11,23 @@ class ReplicaRecord(Part, frozen=True):
 
     identity: ReplicaIdentity
     pool: str
+    # "prefill", "decode" or "both": the one that is in effect (see `RoleLease`).
     role: str
-    """"prefill", "decode" or "both": the one that is in effect (see `RoleLease`)."""
+    # host:port of the brain's gRPC server (Links and Peer links).
     address: str
-    """host:port of the brain's gRPC server (Links and Peer links)."""
     model: str
     compatibility: CompatibilityRecord
     process_id: int
     rank_process_ids: tuple[int, ...]
     leaving: bool = False
+    # Ranks that share every layer.
     tp: int = 1
-    """Ranks that share every layer."""
+    # The layers [start, end) of each stage.
     stages: tuple[tuple[int, int], ...] = ()
-    """The layers [start, end) of each stage."""
+    # Its pool's role; differs from `role` while it is lent.
     home_role: str = ""
-    """Its pool's role; differs from `role` while it is lent."""
+    # Of the lease that `role` follows; 0: none yet.
     role_epoch: int = 0
-    """Of the lease that `role` follows; 0: none yet."""
 
 
 class GatewayRecord(Part, frozen=True):
@@ -37,8 +37,8 @@ class GatewayRecord(Part, frozen=True):
     epoch: int
     address: str
     process_id: int
+    # host:port of its console; "": none.
     console: str = ""
-    """host:port of its console; "": none."""
 
 
 class StoreRecord(Part, frozen=True):
@@ -46,11 +46,11 @@ class StoreRecord(Part, frozen=True):
 
     node_id: str
     epoch: int
+    # host:port where other stores and gateways reach it.
     address: str
-    """host:port where other stores and gateways reach it."""
     process_id: int
+    # The node's name, for people.
     host: str
-    """The node's name, for people."""
 
     @property
     def member_id(self) -> str:
@@ -70,13 +70,13 @@ class RoleLease(Part, frozen=True):
 class ScalingMove(Part, frozen=True):
     """One change of a desired count or of a role, as it was decided."""
 
+    # Unix time.
     at: float
-    """Unix time."""
     pool: str
     before: int
     after: int
+    # "operator", "autoscaler" or "deploy" (a config deploy had reset the count, which was restored).
     by: str
-    """"operator", "autoscaler" or "deploy" (a config deploy had reset the count, which was restored)."""
     reason: str
 
 
@@ -86,21 +86,21 @@ class RosterView(Part, frozen=True):
     version: int
     replicas: tuple[ReplicaRecord, ...] = ()
     gateways: tuple[GatewayRecord, ...] = ()
+    # By pool: how many replicas somebody asked for; absent while nobody did.
     desired: dict[str, int] = {}
-    """By pool: how many replicas somebody asked for; absent while nobody did."""
     stores: tuple[StoreRecord, ...] = ()
+    # Pools whose count an operator chose: the autoscaler leaves them alone until they are released.
     pinned: tuple[str, ...] = ()
-    """Pools whose count an operator chose: the autoscaler leaves them alone until they are released."""
     leases: tuple[RoleLease, ...] = ()
+    # The latest, oldest first.
     moves: tuple[ScalingMove, ...] = ()
-    """The latest, oldest first."""
+    # By application: the share of this application's requests that it gets; empty: all stay here.
     traffic: dict[str, float] = {}
-    """By application: the share of this application's requests that it gets; empty: all stay here."""
+    # By pool: Ray Serve's target as the scaler last saw it.
     targets: dict[str, int] = {}
-    """By pool: Ray Serve's target as the scaler last saw it."""
+    # By pool: the count in the configuration of the deploy that the scaler last saw.
     declared: dict[str, int] = {}
-    """By pool: the count in the configuration of the deploy that the scaler last saw."""
+    # Of the deploy whose targets those are; "": the scaler has not looked yet.
     deploy_mark: str = ""
-    """Of the deploy whose targets those are; "": the scaler has not looked yet."""
+    # Another one is another life of the roster, which knows only what was told since.
     incarnation: int = 0
-    """Another one is another life of the roster, which knows only what was told since."""

@@ -23,14 +23,14 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 
 T = TypeVar("T")
+# How often a member renews its registration.
 RENEW_S = 2.0
-"""How often a member renews its registration."""
+# A member that has not renewed for this long is gone.
 EXPIRE_S = 10.0
-"""A member that has not renewed for this long is gone."""
+# Removed members that are remembered; the oldest are forgotten first.
 NUM_REMOVED = 4096
-"""Removed members that are remembered; the oldest are forgotten first."""
+# How long a restarted actor collects registrations before it shows its view.
 REBUILD_S = 6.0
-"""How long a restarted actor collects registrations before it shows its view."""
 
 
 class RosterClient(Protocol):
@@ -271,8 +271,8 @@ async def keep_registered(
 #
 # A new life of the roster begins without any of it; watchers then give it what they saw last (`restore`).
 
+# Moves that are remembered; the oldest are forgotten first.
 NUM_MOVES = 100
-"""Moves that are remembered; the oldest are forgotten first."""
 
 
 class DesiredPool(NamedTuple):
@@ -299,8 +299,8 @@ class DesiredState:
         self._targets: dict[str, int] = {}
         self._declared: dict[str, int] = {}
         self._deploy_mark = ""
+        # Kind and key of what this life was told.
         self._told: set[tuple[str, str]] = set()
-        """Kind and key of what this life was told."""
 
     def fill(self, view: RosterView) -> RosterView:
         """The view of the members, with the wishes added."""

@@ -27,28 +27,28 @@ class ScalingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # Move the pools in `pools` between their limits.
     autoscale: bool = False
-    """Move the pools in `pools` between their limits."""
+    # An idle prefill replica may decode, and an idle decode replica prefill, until it is needed at home.
     lend_roles: bool = False
-    """An idle prefill replica may decode, and an idle decode replica prefill, until it is needed at home."""
+    # By pool name; a pool that is not named keeps its count.
     pools: dict[str, PoolLimits] = {}
-    """By pool name; a pool that is not named keeps its count."""
+    # The time to first token that 90 % of requests should not exceed.
     ttft_slo_s: float = Field(default=1.0, gt=0)
-    """The time to first token that 90 % of requests should not exceed."""
+    # The time between tokens that 90 % of gaps should not exceed.
     itl_slo_s: float = Field(default=0.1, gt=0)
-    """The time between tokens that 90 % of gaps should not exceed."""
+    # Between two looks of the fast loop.
     interval_s: float = Field(default=2.0, gt=0)
-    """Between two looks of the fast loop."""
+    # How much history the demand forecast of the slow floor uses.
     forecast_s: float = Field(default=300.0, gt=0)
-    """How much history the demand forecast of the slow floor uses."""
+    # Share of the measured capacity that the floor plans with.
     target_load: float = Field(default=0.75, gt=0, le=1)
-    """Share of the measured capacity that the floor plans with."""
+    # After a pool grew, until it may grow again.
     up_cool_down_s: float = Field(default=15.0, ge=0)
-    """After a pool grew, until it may grow again."""
+    # After a pool changed in either direction, until it may shrink.
     down_cool_down_s: float = Field(default=120.0, ge=0)
-    """After a pool changed in either direction, until it may shrink."""
+    # How long a replica must have been idle, and the other role short, before it is lent.
     lend_after_s: float = Field(default=20.0, ge=0)
-    """How long a replica must have been idle, and the other role short, before it is lent."""
 
     @property
     def autoscaled(self) -> frozenset[str]:

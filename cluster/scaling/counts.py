@@ -21,12 +21,12 @@ from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, Scrip
 class KnownCounts(Part, frozen=True):
     """What was ordered of the pools of an application, as far as it is known."""
 
+    # By pool; absent where nobody ordered anything.
     desired: dict[str, int] = {}
-    """By pool; absent where nobody ordered anything."""
+    # Pools whose count an operator chose.
     pinned: tuple[str, ...] = ()
-    """Pools whose count an operator chose."""
+    # By pool: the count in the configuration that was followed then.
     declared: dict[str, int] = {}
-    """By pool: the count in the configuration that was followed then."""
 
 
 COUNTS_CODEC: Codec[KnownCounts] = Codec(KnownCounts)
@@ -64,8 +64,8 @@ def counts_to_deploy(config: ClusterConfig, known: KnownCounts) -> Mapping[str, 
 # Keeps what the roster knows of the counts where the next Ray cluster finds it, and takes over what the last
 # one left.
 
+# How often what has not changed is written again: its server may have lost it.
 WRITE_AGAIN_S = 60.0
-"""How often what has not changed is written again: its server may have lost it."""
 _log = logging.getLogger(__name__)
 
 
@@ -139,8 +139,8 @@ class KeptCounts:
 # the same secret, and nothing else in common that a pod may read without rights in Kubernetes.
 
 _ANSWER_S = 5.0
+# What nobody writes again, because the application is gone, is dropped after so long.
 _KEEP_S = 30 * 24 * 3600
-"""What nobody writes again, because the application is gone, is dropped after so long."""
 _READ = Script("return redis.call('HGET', KEYS[1], 'counts')")
 _WRITE = Script(
     """

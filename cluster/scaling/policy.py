@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.forecast import Need
+from cluster.scaling.forecast_replicas import Need
 from cluster.scaling.policy_input import HYSTERESIS, Kind, Lend, Plan, PoolMove, Recall, View
 from cluster.scaling.rates import BOTH, DECODE, PREFILL
 from cluster.scaling.role_assignment import role_changes

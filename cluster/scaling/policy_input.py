@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL, Load, Need, floors
+from cluster.scaling.forecast import TAIL
+from cluster.scaling.forecast_replicas import Load, Need, floors
 from cluster.scaling.rates import (
     BOTH,
     DECODE,
@@ -23,10 +24,10 @@ from cluster.scaling.rates import (
 from cluster.scaling.reactive import KV_NEAR_FULL, RECENT_S, FastLoop, Pressure, Side, late_share, side_of
 from cluster.scaling.samples import History, PoolView, Sample
 
+# A pool shrinks only where the smaller one could serve this much more than the demand.
 HYSTERESIS = 1.2
-"""A pool shrinks only where the smaller one could serve this much more than the demand."""
+# Of the samples that must show room for one replica less.
 _SPARE_SHARE = 0.9
-"""Of the samples that must show room for one replica less."""
 
 
 class Kind(NamedTuple):
@@ -34,12 +35,12 @@ class Kind(NamedTuple):
 
     name: str
     pools: tuple[PoolView, ...]
+    # At home, those that are lent included.
     num_desired: int
-    """At home, those that are lent included."""
     num_lent: int
     num_borrowed: int
+    # The most that limits and operators allow.
     reach: int
-    """The most that limits and operators allow."""
 
     @property
     def num_effective(self) -> int:

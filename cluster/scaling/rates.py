@@ -14,10 +14,10 @@ from cluster.scaling.forecast import Forecast, Moments, Spell, forecast, mean_ra
 from cluster.scaling.samples import History, PoolView, ReplicaSample, Sample
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+# Of a step's time, taken to be independent of the batch until batches of several sizes were seen.
 _FIXED_SHARE = 0.75
-"""Of a step's time, taken to be independent of the batch until batches of several sizes were seen."""
+# That assumption weighs as much as batches that vary by this share of their mean.
 _PRIOR_SPREAD = 0.1
-"""That assumption weighs as much as batches that vary by this share of their mean."""
 
 
 class StepCost(NamedTuple):
@@ -40,13 +40,13 @@ class StepCost(NamedTuple):
 class Rates(NamedTuple):
     """Of the replicas, as measured; None or 0 while nothing was."""
 
+    # Prompt tokens a second that one replica computes while it has some.
     prefill_tok_s: float
-    """Prompt tokens a second that one replica computes while it has some."""
     step: StepCost | None
+    # The largest at which one decode replica keeps `itl_slo_s`.
     batch: int
-    """The largest at which one decode replica keeps `itl_slo_s`."""
+    # Of one replica that decodes.
     kv_blocks: float
-    """Of one replica that decodes."""
     blocks_per_sequence: float
 
     @property
@@ -58,10 +58,10 @@ class Rates(NamedTuple):
 class Sizes(NamedTuple):
     """Of the requests."""
 
+    # Tokens to compute of one prompt, cached ones excluded; None: no prompt was reported yet.
     prompt: Moments | None
-    """Tokens to compute of one prompt, cached ones excluded; None: no prompt was reported yet."""
+    # Tokens of one continuation; None: none ended yet.
     output: Moments | None
-    """Tokens of one continuation; None: none ended yet."""
     sequences_per_request: float
 
 
@@ -69,8 +69,8 @@ class Work(NamedTuple):
     """Requests a second: what to expect, and the least that must still fit after a pool shrank."""
 
     expected: Forecast
+    # The larger of the expected rate and that of the last `down_cool_down_s`.
     lasting_per_s: float
-    """The larger of the expected rate and that of the last `down_cool_down_s`."""
 
 
 def may_prefill(pools: Sequence[PoolView]) -> bool:

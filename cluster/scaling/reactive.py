@@ -17,14 +17,14 @@ from cluster.scaling.rates import BOTH, DECODE, PREFILL, Rates, Sizes, kind_of
 from cluster.scaling.samples import Demand, ReplicaSample, Sample
 
 NUM_SAMPLES = 3
+# How far back late first tokens and late gaps count, and prompts that had to wait for decode.
 RECENT_S = 30.0
-"""How far back late first tokens and late gaps count, and prompts that had to wait for decode."""
+# Free share of the KV blocks below which landings soon wait.
 KV_NEAR_FULL = 0.1
-"""Free share of the KV blocks below which landings soon wait."""
+# Of the recent samples: when decode was full in so many, the prefill queue is decode's doing.
 _BLOCKED_SHARE = 0.3
-"""Of the recent samples: when decode was full in so many, the prefill queue is decode's doing."""
+# First tokens, or gaps, that must have been seen before the share of late ones counts.
 _MIN_OUTCOMES = 20
-"""First tokens, or gaps, that must have been seen before the share of late ones counts."""
 
 
 class Pressure(NamedTuple):
@@ -47,8 +47,8 @@ class Side(NamedTuple):
     num_total_blocks: int
     num_offloaded_blocks: int
     num_preemptions: int
+    # A replica that has not computed a prompt yet is taken to be as fast as the others.
     prefill_tok_s: float
-    """A replica that has not computed a prompt yet is taken to be as fast as the others."""
     mean_step_s: float
 
     @property

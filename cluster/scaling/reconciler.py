@@ -26,8 +26,8 @@ from typing import NamedTuple
 from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 
+# For so long after a deploy was seen its resets may come.
 SETTLE_S = 5.0
-"""For so long after a deploy was seen its resets may come."""
 _MIN_RETRY_S = 2.0
 _MAX_RETRY_S = 60.0
 _DELETING = "DELETING"

@@ -20,8 +20,8 @@ from cluster.scaling.reactive import NUM_SAMPLES
 from cluster.scaling.samples import History, PoolView, Sample, last_changes
 from cluster.scaling.simulation import TICK_S, Arrival, Job, ServiceModel, SimulatedCluster
 
+# After the last arrival the replay goes on for at most so long.
 _TAIL_S = 3600.0
-"""After the last arrival the replay goes on for at most so long."""
 
 
 class Scheme(Protocol):
@@ -47,13 +47,13 @@ class Replayed:
     """How a trace went."""
 
     jobs: list[Job]
+    # Moves of counts; `role_changes` are the lends and recalls.
     changes: list[Change]
-    """Moves of counts; `role_changes` are the lends and recalls."""
     role_changes: list[tuple[float, str]]
+    # Desired, at every look.
     counts: list[tuple[float, dict[str, int]]]
-    """Desired, at every look."""
+    # Each once, when it first stood.
     notes: list[tuple[float, str]]
-    """Each once, when it first stood."""
     replica_s: dict[str, float]
     num_preemptions: int
     num_gaps: float

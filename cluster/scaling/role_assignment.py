@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from cluster.scaling.forecast import Need
+from cluster.scaling.forecast_replicas import Need
 from cluster.scaling.policy_input import Kind, Lend, Recall, View
 from cluster.scaling.rates import DECODE, PREFILL
 from cluster.scaling.samples import PoolView

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import PoolLimits
 
+# How long a replica takes to be ready, until one was seen to start.
 _DEFAULT_START_S = 30.0
-"""How long a replica takes to be ready, until one was seen to start."""
+# Figures of a replica that are older tell nothing.
 _MAX_AGE_S = 10.0
-"""Figures of a replica that are older tell nothing."""
 
 
 class ReplicaSample(NamedTuple):
@@ -28,8 +28,8 @@ class ReplicaSample(NamedTuple):
 
     replica_id: str
     pool: str
+    # The one in effect; its pool has its home role.
     role: str
-    """The one in effect; its pool has its home role."""
     num_running: int = 0
     num_waiting: int = 0
     num_landings: int = 0
@@ -38,13 +38,13 @@ class ReplicaSample(NamedTuple):
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_offloaded_blocks: int = 0
+    # Since the replica's start.
     num_preemptions: int = 0
-    """Since the replica's start."""
+    # 0: not yet measured, as `decode_step_s`.
     prefill_tok_s: float = 0.0
-    """0: not yet measured, as `decode_step_s`."""
     decode_step_s: float = 0.0
+    # How old these figures are.
     age_s: float = 0.0
-    """How old these figures are."""
 
     @property
     def is_known(self) -> bool:
@@ -113,14 +113,14 @@ class DemandMeter:
 class Sample(NamedTuple):
     """One look at everything."""
 
+    # Unix time, as in `ScalingMove`.
     at: float
-    """Unix time, as in `ScalingMove`."""
+    # By pool: how many replicas are asked for.
     desired: dict[str, int]
-    """By pool: how many replicas are asked for."""
+    # Those in state "ready": connected, and not leaving.
     replicas: tuple[ReplicaSample, ...]
-    """Those in state "ready": connected, and not leaving."""
+    # Since the sample before.
     demand: Demand
-    """Since the sample before."""
 
     def num_ready(self, pool: str) -> int:
         """Of its own, lent ones included."""
@@ -131,20 +131,20 @@ class PoolView(NamedTuple):
     """What the policy must know of a pool beside the samples."""
 
     name: str
+    # Its home role.
     role: str
-    """Its home role."""
     desired: int
+    # Of `engine`: how many sequences a step of one replica may hold.
     max_sequences: int
-    """Of `engine`: how many sequences a step of one replica may hold."""
     block_tokens: int
+    # None: the autoscaler does not move it.
     limits: PoolLimits | None = None
-    """None: the autoscaler does not move it."""
     is_pinned: bool = False
+    # Unix time of its latest growth, by whomever; None: not known of any.
     grew_at: float | None = None
-    """Unix time of its latest growth, by whomever; None: not known of any."""
     changed_at: float | None = None
+    # Its replicas that hold a lease for another role: id, and Unix time since when.
     lent: tuple[tuple[str, float], ...] = ()
-    """Its replicas that hold a lease for another role: id, and Unix time since when."""
 
 
 def last_changes(pool: str, moves: Sequence[ScalingMove]) -> tuple[float | None, float | None]:

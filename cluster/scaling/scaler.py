@@ -30,8 +30,8 @@ from cluster.scaling.samples import History, PoolView
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 
+# A gateway that missed so many is not looked at.
 _MISSED_REPORTS = 4
-"""A gateway that missed so many is not looked at."""
 _FIGURE = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
 Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], Plan]

@@ -24,11 +24,11 @@ from cluster.errors import (
     UnknownPoolError,
 )
 
+# The deployment whose `user_config` carries the mark of the deploy.
 MARK_DEPLOYMENT = "Gateway"
-"""The deployment whose `user_config` carries the mark of the deploy."""
 MARK_KEY = "deploy_mark"
+# In the same `user_config`: the configuration's count of each pool, which may change without a build.
 REPLICAS_KEY = "replicas"
-"""In the same `user_config`: the configuration's count of each pool, which may change without a build."""
 _POOL_PREFIX = "Pool-"
 _ANSWER_S = 10.0
 _MAX_TEXT_CHARS = 300
@@ -43,22 +43,22 @@ class PoolTarget(NamedTuple):
     """What Serve has in mind for a pool."""
 
     target: int
+    # Of the last deploy: what a deploy sets the target to.
     configured: int
-    """Of the last deploy: what a deploy sets the target to."""
     num_running: int = 0
+    # Replicas by Serve's state, such as STARTING, RUNNING, STOPPING.
     states: dict[str, int] = {}
-    """Replicas by Serve's state, such as STARTING, RUNNING, STOPPING."""
+    # In the configuration of the last deploy, which binds the desired count in its place; None: unknown.
     declared: int | None = None
-    """In the configuration of the last deploy, which binds the desired count in its place; None: unknown."""
 
 
 class AppTargets(NamedTuple):
     """One application as Serve sees it."""
 
+    # Serve's, such as DEPLOYING, RUNNING, DELETING.
     status: str
-    """Serve's, such as DEPLOYING, RUNNING, DELETING."""
+    # Another one: the application was deployed again, so targets may have been reset.
     deploy_mark: str
-    """Another one: the application was deployed again, so targets may have been reset."""
     is_scalable: bool
     pools: dict[str, PoolTarget]
 

@@ -22,10 +22,10 @@ TICK_S = 0.1
 class Arrival(NamedTuple):
     """A request of a trace."""
 
+    # Seconds since the trace's start.
     at: float
-    """Seconds since the trace's start."""
+    # To compute.
     prompt_tokens: int
-    """To compute."""
     output_tokens: int
 
 
@@ -49,8 +49,8 @@ class Job:
     remaining_output: int
     first_at: float | None = None
     end_at: float | None = None
+    # Where its KV has room.
     target: Replica | None = None
-    """Where its KV has room."""
 
     @property
     def kv_tokens(self) -> float:
@@ -69,23 +69,23 @@ class Replica:
     model: ServiceModel
     is_leaving: bool = False
     prompts: deque[Job] = field(default_factory=deque)
+    # Their sum.
     queued_tokens: float = 0.0
-    """Their sum."""
     computing: Job | None = None
+    # The next to be computed: it has its room.
     granted: Job | None = None
-    """The next to be computed: it has its room."""
+    # With their KV here, for a slot of the batch.
     waiting: deque[Job] = field(default_factory=deque)
-    """With their KV here, for a slot of the batch."""
+    # A heap: progress at its end, order of joining.
     batch: list[tuple[float, int, Job]] = field(default_factory=list)
-    """A heap: progress at its end, order of joining."""
     progress: float = 0.0
+    # KV of all that runs here, waits or is landing, without what the batch generated since it joined.
     held_tokens: float = 0.0
-    """KV of all that runs here, waits or is landing, without what the batch generated since it joined."""
+    # The sum over the batch.
     joined_progress: float = 0.0
-    """The sum over the batch."""
     num_landings: int = 0
+    # Prompts that found no room here in this time step.
     num_refused: int = 0
-    """Prompts that found no room here in this time step."""
     num_preemptions: int = 0
     step_s: float = 0.0
     has_prefilled: bool = False
@@ -132,8 +132,8 @@ class Replica:
 class Outcomes:
     """What became of the requests; gaps are those between tokens of a sequence."""
 
+    # By pool: the time that its replicas existed, starting and leaving ones included.
     replica_s: dict[str, float]
-    """By pool: the time that its replicas existed, starting and leaving ones included."""
     jobs: list[Job] = field(default_factory=list)
     num_gaps: float = 0.0
     num_late_gaps: float = 0.0

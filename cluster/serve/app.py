@@ -21,7 +21,6 @@ from ray import serve
 
 from cluster.config import ClusterConfig
 from cluster.console.orders import Operations
-from cluster.doctor.machine import Machine
 from cluster.dtypes import resolve_dtype
 from cluster.metrics.gateway_metrics import GatewayMetrics
 from cluster.metrics.logs import log_to_stderr
@@ -34,6 +33,7 @@ from cluster.scaling.roles import role_of
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.serve.gateway_server import Gateway
+from cluster.serve.machine import Machine
 from cluster.serve.memory import check_container_memory
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import with_version
@@ -51,12 +51,12 @@ from workers.replica.engine_core import EngineCore
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
 _METRICS_S = 2.0
+# Added to a replica's drain: Serve kills it only when it overstays this.
 _GRACE_S = 10.0
-"""Added to a replica's drain: Serve kills it only when it overstays this."""
+# The share of a deployment that is replaced at a time; at least one replica.
 _ONE_BY_ONE = 0.01
-"""The share of a deployment that is replaced at a time; at least one replica."""
+# Percent of a deployment, rounded up: one replica.
 _ONE_MORE = 1
-"""Percent of a deployment, rounded up: one replica."""
 
 
 def build_application(

@@ -17,11 +17,11 @@ from cluster.config import GatewayConfig, PoolConfig
 from cluster.errors import DashboardError
 from cluster.scaling.serve_client import ServeClient, deployment_name
 
+# CPUs that a brain asks: it waits for its ranks and for the network most of the time.
 ENGINE_CORE_CPUS = 0.05
-"""CPUs that a brain asks: it waits for its ranks and for the network most of the time."""
 GATEWAY_CPUS = 0.05
+# Ray counts resources in units of 1/10000.
 _QUANTUM = 1e-4
-"""Ray counts resources in units of 1/10000."""
 
 
 class ReplicaDemand(NamedTuple):
@@ -163,10 +163,10 @@ def _number(amount: float) -> str:
 # difference is free. A pool that has no replica now has no known size.
 
 _LIMIT = 10_000
+# Bundles of a replica of one stage: the brain's and the stage's, which share a node.
 _ONE_STAGE = 2
-"""Bundles of a replica of one stage: the brain's and the stage's, which share a node."""
+# Resources that no replica of ours asks, or that Ray makes of others.
 _HIDDEN = ("node:", "memory", "object_store_memory", "bundle")
-"""Resources that no replica of ours asks, or that Ray makes of others."""
 
 
 class Room(NamedTuple):

@@ -32,8 +32,8 @@ from kvtransfer.store.index.redis_client import IndexAwayError
 from workers.model.model_config import read_model_config
 
 _KEYS = ("config", "secret_file", "redis_url_file")
+# How long a build waits for the counts that the roster knows.
 _ROSTER_S = 20.0
-"""How long a build waits for the counts that the roster knows."""
 _log = logging.getLogger("tandem.declared")
 
 

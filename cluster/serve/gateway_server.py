@@ -39,12 +39,12 @@ from kvtransfer.rpc.handshake import draw_id
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05
+# How long whoever probes this gateway's health may take to send clients to the others.
 _NOTICE_S = 10.0
-"""How long whoever probes this gateway's health may take to send clients to the others."""
+# How long a gateway that takes a port over waits for its replicas before it listens.
 _TAKE_OVER_S = 10.0
-"""How long a gateway that takes a port over waits for its replicas before it listens."""
+# gRPC lets a connection live up to a tenth longer than it is told.
 _AGE_JITTER = 1.1
-"""gRPC lets a connection live up to a tenth longer than it is told."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -125,8 +125,8 @@ class Gateway:
         stores = StoreAdmin(lambda: self._links.stores, CachePurges(self._links).purge, secret, gateway_id)
         reporter = Reporter(config, self.desk, self._links, self._intake, stores, clock, lately)
         self._console = open_console(gateway_id, config, reporter, self.desk, stores, operations, clock)
+        # Where it listens after `start`; 0: there is none.
         self.console_port = 0
-        """Where it listens after `start`; 0: there is none."""
         self._reporter = reporter
         self._traffic = TrafficSplitter(
             app=config.app,

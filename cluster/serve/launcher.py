@@ -47,13 +47,13 @@ from kvtransfer.errors import StoreError
 from kvtransfer.rpc.handshake import draw_secret
 from workers.model.model_config import read_model_config
 
+# How long resources may be missing before that is an error.
 SCHEDULE_S = 20.0
-"""How long resources may be missing before that is an error."""
 _POLL_S = 0.25
 _LOOK_S = 0.2
 _REACH_S = 5.0
+# How long a node may take to start a process and say what its processors can do.
 _ANSWER_S = 60.0
-"""How long a node may take to start a process and say what its processors can do."""
 _INTERRUPTED = "interrupted while starting"
 _log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -63,22 +63,22 @@ class Progress(NamedTuple):
     """What there is to see while the application starts."""
 
     stage: str
+    # Pool name to (replicas ready, replicas wanted).
     ready: dict[str, tuple[int, int]]
-    """Pool name to (replicas ready, replicas wanted)."""
 
 
 class Addresses(NamedTuple):
     """Where a started application is reached."""
 
     gateways: tuple[str, ...]
+    # URLs.
     consoles: tuple[str, ...]
-    """URLs."""
+    # host:port of the Ray cluster, for `ray status --address` and for joining it.
     ray: str
-    """host:port of the Ray cluster, for `ray status --address` and for joining it."""
+    # URL, or "" when the Ray cluster has none.
     dashboard: str
-    """URL, or "" when the Ray cluster has none."""
+    # Folder of the Ray session's logs on this host.
     logs: str
-    """Folder of the Ray session's logs on this host."""
 
 
 class Service:
@@ -96,8 +96,8 @@ class Service:
         self._deployed = False
         self._dashboard = ""
         self._index_server: IndexServer | None = None
+        # After `start`: the dtype of all pools, and why it is this one.
         self.dtype_reason = ""
-        """After `start`: the dtype of all pools, and why it is this one."""
 
     def start(self, report: Callable[[Progress], None], interrupted: threading.Event) -> Addresses:
         """Return when every replica serves; `StartError` or `ConfigError` when that cannot be.

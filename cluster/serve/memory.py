@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.doctor.checks import gb
-from cluster.doctor.machine import Machine
 from cluster.dtypes import ITEM_BYTES, resolve_dtype
 from cluster.errors import ConfigError
+from cluster.serve.machine import Machine
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import mapping_bytes
 from kvtransfer.messages import Shard
@@ -20,14 +19,14 @@ from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
 from workers.model.split import kv_heads, part
 
+# Of a rank's process beside weights and KV: torch, its kernels, and room for one step.
 RANK_BYTES = 350_000_000
-"""Of a rank's process beside weights and KV: torch, its kernels, and room for one step."""
+# Of a replica's brain, or of a gateway.
 BRAIN_BYTES = 150_000_000
-"""Of a replica's brain, or of a gateway."""
+# Of a Ray node with Serve, and of what it starts in advance.
 RAY_BYTES = 1_000_000_000
-"""Of a Ray node with Serve, and of what it starts in advance."""
+# That any process of ours has open: libraries, logs, Ray's connections.
 FILES_OF_A_PROCESS = 256
-"""That any process of ours has open: libraries, logs, Ray's connections."""
 
 
 class RankNeed(NamedTuple):
@@ -73,11 +72,11 @@ class Needs(NamedTuple):
     """Of everything that the configuration asks for."""
 
     pools: tuple[PoolNeed, ...]
+    # Of one node.
     store_bytes: int
-    """Of one node."""
     num_gateways: int
+    # Of the process that opens most.
     open_files: int
-    """Of the process that opens most."""
 
     @property
     def host_bytes(self) -> int:
@@ -202,3 +201,8 @@ def _store_bytes(config: ClusterConfig, store_bytes: int, machine: Machine) -> i
     has_huge = config.store.huge_pages and machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
     num_free = machine.memory("HugePages_Free") or 0
     return 0 if has_huge and num_free * HUGE_PAGE_BYTES >= store_bytes else store_bytes
+
+
+def gb(num_bytes: float) -> str:
+    """`1.5 GB`, of 1e9 bytes; small ones in MB."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

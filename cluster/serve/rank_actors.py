@@ -24,8 +24,8 @@ from kvtransfer.common.clock import SystemClock
 from workers.messages import RANK_SPEC_CODEC, RankSpec
 
 _KILL_AFTER_S = 0.3
+# How long a process on another node may take to be killed; Ray itself needs about as long.
 _THERE_S = 5.0
-"""How long a process on another node may take to be killed; Ray itself needs about as long."""
 _SAME_S = 0.1
 
 

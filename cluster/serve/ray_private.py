@@ -23,8 +23,8 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ServeApplicationSchema
 
 _CONTROLLER_S = 30.0
+# How long processes of a Ray cluster of ours live without its GCS, which nobody would start again.
 _GIVE_UP_S = 5
-"""How long processes of a Ray cluster of ours live without its GCS, which nobody would start again."""
 _BEARER = "Bearer "
 
 __all__ = [

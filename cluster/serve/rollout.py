@@ -22,6 +22,7 @@ _BESIDE = "deploy the other one beside this application and move the traffic (do
 _ANEW = "stop the application and start it anew"
 
 
+# What a replica does not use itself: it changes without a restart, or Serve restarts it by its own rules.
 _TOLD_TO_SERVE = {
     "replicas",
     "surge",
@@ -30,7 +31,6 @@ _TOLD_TO_SERVE = {
     "health_check_period_s",
     "health_check_timeout_s",
 }
-"""What a replica does not use itself: it changes without a restart, or Serve restarts it by its own rules."""
 
 
 class Change(NamedTuple):
@@ -45,13 +45,13 @@ class Roll(NamedTuple):
     """What an update does to one pool, or to the gateways (`pool` "")."""
 
     pool: str
+    # "stay", "roll", "start" (it is new) or "stop" (it is no longer named).
     action: str
-    """"stay", "roll", "start" (it is new) or "stop" (it is no longer named)."""
     num_replicas: int
+    # A replacement starts before the one that it replaces leaves.
     surges: bool
-    """A replacement starts before the one that it replaces leaves."""
+    # Why `num_replicas` is not what the file says; "" when it is.
     kept: str = ""
-    """Why `num_replicas` is not what the file says; "" when it is."""
 
 
 def pool_version(config: ClusterConfig, name: str) -> str:
@@ -213,10 +213,10 @@ _NAMESPACE = b"tandem"
 class Deployed(Part, frozen=True):
     """The configuration that an application follows, and what must stay the same when that changes."""
 
+    # With all that was settled at its start, such as the address of the store's index.
     config_json: str
-    """With all that was settled at its start, such as the address of the store's index."""
+    # Per rank, by pool.
     cpus: dict[str, float]
-    """Per rank, by pool."""
     secret: bytes
     life: str
 

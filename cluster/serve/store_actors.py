@@ -30,8 +30,8 @@ from kvtransfer.errors import TransferError
 from kvtransfer.store.server.store_server import StoreOwner
 
 _START_S = 20.0
+# Added to the time that a store may flush.
 _STOP_S = 5.0
-"""Added to the time that a store may flush."""
 _METRICS_S = 2.0
 _LOOK_S = 10.0
 _RETRY_S = 1.0

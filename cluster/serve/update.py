@@ -46,8 +46,8 @@ from workers.model.model_config import read_model_config
 
 _POLL_S = 0.25
 _ROSTER_S = 20.0
+# How long an application may be unhealthy in a roll before that counts as its failure.
 _ILL_S = 60.0
-"""How long an application may be unhealthy in a roll before that counts as its failure."""
 
 
 class UpdatePlan(NamedTuple):

@@ -28,8 +28,8 @@ class IndexServer:
         self._clock = clock
         self._ended = threading.Event()
         self._server = asyncio.run(RedisServer.start(host, secret, clock))
+        # With the password: not for logs.
         self.url = self._server.url
-        """With the password: not for logs."""
         self._watching = threading.Thread(target=self._watch, name="index-server", daemon=True)
         self._watching.start()
 

@@ -28,10 +28,10 @@ from workers.model.split import kv_heads
 NODE_ID_CHARS = 12
 MIN_GRANULE_BYTES = 4 << 10
 MAX_GRANULE_BYTES = 1 << 20
+# Without such devices a store does not offer `rdma`, and need not load what it takes (torch among it).
 _INFINIBAND = Path("/sys/class/infiniband")
-"""Without such devices a store does not offer `rdma`, and need not load what it takes (torch among it)."""
+# At least so many granules a record takes, so that little of the last one is wasted.
 _GRANULES_A_RECORD = 8
-"""At least so many granules a record takes, so that little of the last one is wasted."""
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _GB = 1e9
 

@@ -34,16 +34,16 @@ from kvtransfer.store.messages import (
     VerifyResult,
 )
 
+# No store needs longer to say how it is: one that does hangs.
 STAT_S = 3.0
-"""No store needs longer to say how it is: one that does hangs."""
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 10_000
 _CONNECT_S = 3.0
+# Of the caller's deadline, kept to tell it which stores did not answer in time.
 _MARGIN_S = 0.5
-"""Of the caller's deadline, kept to tell it which stores did not answer in time."""
 
+# (tenant, model, seconds that the caller still waits).
 PurgeCaches = Callable[[str | None, str | None, float | None], Awaitable[list[pb.ReplicaPurged]]]
-"""(tenant, model, seconds that the caller still waits)."""
 
 T = TypeVar("T", StoreStat, StoreListing, VerifyResult, PurgeResult)
 

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from workers.errors import CheckpointError
 
 REPLACEMENT = "\ufffd"
+# A longer text is worth a thread, so that the event loop goes on.
 SHORT_CHARS = 4096
-"""A longer text is worth a thread, so that the event loop goes on."""
+# A character has at most 4 bytes; more waiting tokens than this are no character that is still to come.
 _MAX_WAITING_TOKENS = 8
-"""A character has at most 4 bytes; more waiting tokens than this are no character that is still to come."""
 _MAX_WINDOW_TOKENS = 32
 
 
@@ -115,8 +115,8 @@ class WindowDetokenizer:
         self._token_to_byte = token_to_byte
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
+        # The first tokens of the window, whose text was returned.
         self._num_emitted = 0
-        """The first tokens of the window, whose text was returned."""
 
     def push(self, token: int) -> str:
         if token in self._skipped:

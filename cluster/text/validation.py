@@ -15,8 +15,8 @@ from cluster.errors import FieldViolation, InvalidRequestError, UnknownModelErro
 from cluster.proto import tandem_pb2 as pb
 from workers.messages import SamplingParams
 
+# A prompt text longer than this times the context is refused before it is tokenized.
 MAX_BYTES_PER_TOKEN = 32
-"""A prompt text longer than this times the context is refused before it is tokenized."""
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -30,8 +30,8 @@ FINISH_REASONS = ("", "stop", "length")
 
 _ID = re.compile(r"[A-Za-z0-9._:-]*")
 _DEFAULTS = SamplingParams()
+# Bad token ids that an error names.
 _NUM_SHOWN = 3
-"""Bad token ids that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ def check_model(name: str, limits: Limits) -> None:
 
 
 _UNKNOWN = 1 << 62
+# What no gateway accepts is refused by these.
 _ANYWHERE = Limits(
     model_name="",
     vocab_size=_UNKNOWN,
@@ -65,7 +66,6 @@ _ANYWHERE = Limits(
     default_max_tokens=1,
     allow_pins=True,
 )
-"""What no gateway accepts is refused by these."""
 
 
 def check_values(request: pb.GenerateRequest) -> None:

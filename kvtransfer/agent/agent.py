@@ -43,8 +43,8 @@ from kvtransfer.protocol.gate import Gate
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank
 
+# The names of the threads without which nothing moves or is verified start with this.
 TRANSFER_THREADS = "kv-"
-"""The names of the threads without which nothing moves or is verified start with this."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ class TransferAgent:
         self._report_lock = threading.RLock()
         self._rank = rank
         self._pool = pool
+        # Decides about every copy of the rank that has a traffic class.
         self.governor = TrafficGovernor(settings, clock)
-        """Decides about every copy of the rank that has a traffic class."""
         self._gate = Gate(self._report)
         self._fence = PushFence(self._report)
         self._connections: dict[bytes, WriterConnection] = {}

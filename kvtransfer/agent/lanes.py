@@ -51,8 +51,8 @@ class RejectedPaths:
     def __init__(self) -> None:
         self.not_applicable: list[str] = []
         self.passed_over: list[str] = []
+        # Whether one of them should have worked.
         self.is_news = False
-        """Whether one of them should have worked."""
 
     def pass_over(self, name: str, reason: str, *, is_news: bool = True) -> None:
         self.passed_over.append(f"{name}: {reason}")
@@ -230,10 +230,10 @@ class PathKey(NamedTuple):
 @dataclass
 class _Record:
     num_failures: int = 0
+    # The end of the last cool-down.
     ends_at: float = 0.0
-    """The end of the last cool-down."""
+    # The length of the next one.
     next_s: float = 0.0
-    """The length of the next one."""
     reason: str = ""
     last_at: float = 0.0
 

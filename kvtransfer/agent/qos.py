@@ -17,17 +17,17 @@ from typing import Generic, NamedTuple, TypeVar, get_args
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import TrafficClass, TransferSettings
 
+# The most urgent first.
 CLASSES: tuple[TrafficClass, ...] = get_args(TrafficClass)
-"""The most urgent first."""
 
+# About how much a flow of a class without a limit moves between two questions.
 BATCH_BYTES = 4 << 20
-"""About how much a flow of a class without a limit moves between two questions."""
 
+# A limited class moves at most what its rate allows in this time at once: it looks slow, not bursty.
 BATCH_S = 0.005
-"""A limited class moves at most what its rate allows in this time at once: it looks slow, not bursty."""
 
+# A batch that takes longer than this holds no lower class back any more: its target stalls.
 STALLED_S = 1.0
-"""A batch that takes longer than this holds no lower class back any more: its target stalls."""
 
 T = TypeVar("T")
 
@@ -43,8 +43,8 @@ class Counted(NamedTuple):
 @dataclass
 class _FlowState:
     traffic: TrafficClass
+    # When its last batch was let go; None while it waits.
     moving_since: float | None = None
-    """When its last batch was let go; None while it waits."""
 
 
 class TrafficRules:

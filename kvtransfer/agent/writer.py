@@ -82,8 +82,8 @@ class WriterConnection:
         self._lanes: list[OpenLane] = []
         self._block_bytes = sum(house.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
         self._max_failures = house.rank.settings.error_budget * max(1, len(order.transports))
+        # What `_seek` has found: the lane as it was, and its better path.
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
-        """What `_seek` has found: the lane as it was, and its better path."""
         self._seeker: threading.Thread | None = None
         self._closing = False
         fence.add_connection(order.connection_id)

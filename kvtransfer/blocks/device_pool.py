@@ -22,14 +22,14 @@ from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
 
+# Moved by one operation: the temporaries of the checksum are a few times as large.
 _BATCH_BYTES = 32 << 20
-"""Moved by one operation: the temporaries of the checksum are a few times as large."""
 _WORD_BYTES = 8
+# cudaHostRegisterPortable: pinned for every device of the process.
 _PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device of the process."""
 
+# Writable contiguous bytes: host memory, or a uint8 tensor on the host or on the pool's device.
 Staging = memoryview | torch.Tensor
-"""Writable contiguous bytes: host memory, or a uint8 tensor on the host or on the pool's device."""
 
 
 class DevicePool(KvPool):
@@ -52,8 +52,8 @@ class DevicePool(KvPool):
         wide = layout.head_bytes % _WORD_BYTES == 0 and tensor.storage_offset() % _WORD_BYTES == 0
         self._word = torch.int64 if wide else torch.uint8
         self._streams = threading.local()
+        # Addresses of attached memory.
         self._pinned: set[int] = set()
-        """Addresses of attached memory."""
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         self.check_blocks(block_ids)

@@ -94,8 +94,8 @@ class HostPool(KvPool):
         super().__init__(layout, num_blocks, "cpu")
         native.load()  # built now rather than in the first push
         self.memory = memory
+        # The pool's bytes, for `kvtransfer.blocks.runs`.
         self.place = Place(memory.buffer)
-        """The pool's bytes, for `kvtransfer.blocks.runs`."""
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         return sum_runs(self.place, self.offsets(block_ids), self._table(piece))
@@ -161,10 +161,10 @@ def part_table(layout: BlockLayout, piece: Shard, shard: Shard) -> RunTable:
 # receiving the descriptor over an authenticated socket. Elsewhere it is private, and "shm" is not offered.
 
 ALIGNMENT_BYTES = 2 << 20
+# Of Linux's madvise; the mmap module has no names for them.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""Of Linux's madvise; the mmap module has no names for them."""
+# Behind the pool in the same mapping: where peers write when they measure their path.
 SCRATCH_BYTES = 4 << 20
-"""Behind the pool in the same mapping: where peers write when they measure their path."""
 
 
 class KvMemory:
@@ -178,8 +178,8 @@ class KvMemory:
         self.fd = fd
         self.num_bytes = num_bytes
         self._mapping: mmap.mmap | None = mapping
+        # The pool, the padding and the scratch area.
         self.whole = memoryview(mapping)
-        """The pool, the padding and the scratch area."""
         self.buffer = self.whole[:num_bytes]
 
     @classmethod

@@ -26,8 +26,8 @@ class RunTable:
         self.num_bytes = sum(run.num_bytes for run in runs)
         self.src_end = max((run.src_offset + run.num_bytes for run in runs), default=0)
         self.dst_end = max((run.dst_offset + run.num_bytes for run in runs), default=0)
+        # int64 [runs, (src_offset, dst_offset, num_bytes)]
         self.array = np.array(self.runs, dtype=np.int64).reshape(-1, 3)
-        """int64 [runs, (src_offset, dst_offset, num_bytes)]"""
 
     def reversed(self) -> RunTable:
         """From the target block to the source block."""

@@ -10,8 +10,8 @@ class CoolDown:
     """Of one thing. Not thread-safe."""
 
     def __init__(self, first_s: float = FIRST_S, max_s: float = MAX_S) -> None:
+        # Of the last failure; "" when the last try succeeded.
         self.reason = ""
-        """Of the last failure; "" when the last try succeeded."""
         self._first_s = first_s
         self._max_s = max_s
         self._next_s = first_s

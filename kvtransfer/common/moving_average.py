@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+# Busy seconds after which what was counted weighs half.
 _MEMORY_S = 1.0
-"""Busy seconds after which what was counted weighs half."""
 _WEIGHT = 0.1
 
 
@@ -11,8 +11,8 @@ class RateMeter:
     """Bytes a second while anything is under way, any number of operations at once; the recent weigh more."""
 
     def __init__(self) -> None:
+        # Moving average of one operation.
         self.latency_s = 0.0
-        """Moving average of one operation."""
         self._num_running = 0
         self._busy_since = 0.0
         self._busy_s = 0.0

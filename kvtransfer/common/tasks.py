@@ -5,5 +5,5 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
+# (work, name) -> the task; an error in it ends the store.
 Spawn = Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"]
-"""(work, name) -> the task; an error in it ends the store."""

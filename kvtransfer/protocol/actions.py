@@ -38,9 +38,9 @@ class Landed(NamedTuple):
     num_bad_pieces: int
 
 
+# Why an open landing was lost: its writer gave it up, somebody sent what does not fit, the request was
+# cancelled or its replica leaves, the Peer link ended, or its lease ran out.
 LostCause = Literal["writer", "message", "cancelled", "link", "progress"]
-"""Why an open landing was lost: its writer gave it up, somebody sent what does not fit, the request was
-cancelled or its replica leaves, the Peer link ended, or its lease ran out."""
 
 
 class Lost(NamedTuple):

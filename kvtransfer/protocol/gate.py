@@ -13,8 +13,8 @@ from collections.abc import Callable
 from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
 from kvtransfer.rpc.handshake import draw_id
 
+# A connection waits this long for the order that opens a landing: the writer may be faster than it.
 EARLY_WAIT_S = 5.0
-"""A connection waits this long for the order that opens a landing: the writer may be faster than it."""
 
 
 class RecentIds:
@@ -47,8 +47,8 @@ class OpenedLanding:
         self._num_receiving = 0
         self.writer = writer
         self.block_ids = block_ids
+        # The one-sided connections that may be writing it.
         self.admitted: set[bytes] = set()
-        """The one-sided connections that may be writing it."""
 
     def start_receiving(self) -> bool:
         """True when it is open: until `end_receiving`, which must come without waiting for the writer, bytes

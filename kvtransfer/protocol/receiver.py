@@ -426,11 +426,11 @@ class BlockSource(Protocol):
 # hold is twice as long as the one before: in the end one is longer than anything runs, so the landing starts;
 # and the times to pass come again until then, so those behind it do not wait for that.
 
+# The time to pass a landing that needs the whole pool; one that needs less is passed for its share of it.
 PASSING_S = 10.0
-"""The time to pass a landing that needs the whole pool; one that needs less is passed for its share of it."""
 FIRST_HOLD_S = 10.0
+# Nobody passes a landing that needs less of the pool than this: room for it comes soon enough.
 MIN_SHARE = 0.25
-"""Nobody passes a landing that needs less of the pool than this: room for it comes soon enough."""
 
 
 def may_pass(share: float, blocked_s: float) -> bool:

@@ -63,8 +63,8 @@ class _State(Enum):
 class _Order:
     """A push that not every rank has reported."""
 
+    # Those that have.
     ranks: set[int] = field(default_factory=set)
-    """Those that have."""
     num_bytes: int = 0
     started_at: float = 0.0
     seconds: float = 0.0
@@ -79,19 +79,19 @@ class _Push:
     first_block: int = 0
     target_blocks: tuple[int, ...] = ()
     num_pushed_blocks: int = 0
+    # By push id.
     running: dict[int, _Order] = field(default_factory=dict)
-    """By push id."""
     num_orders: int = 0
     num_computed_tokens: int = 0
+    # It ends with so many: what was asked for, unless `end_at` says less.
     num_tokens: int = 0
-    """It ends with so many: what was asked for, unless `end_at` says less."""
     prompt_done: bool = False
     num_moved_bytes: int = 0
     transports: set[str] = field(default_factory=set)
     started_at: float = 0.0
     push_seconds: float = 0.0
+    # When it was granted, or when something of it was computed or pushed last.
     progress_at: float = 0.0
-    """When it was granted, or when something of it was computed or pushed last."""
     asked_by_peer: bool = False
     stop_reason: str = ""
     stop_deadline: float = 0.0
@@ -104,10 +104,10 @@ class PushCounters:
 
     num_bytes: Counter[TrafficClass] = field(default_factory=Counter)
     num_bytes_by_transport: Counter[str] = field(default_factory=Counter)
+    # Each rank's pushes one after another: what writes at once counts twice.
     seconds_by_transport: dict[str, float] = field(default_factory=dict)
-    """Each rank's pushes one after another: what writes at once counts twice."""
+    # Moving average of the rate of pushes of at least 64 KiB, all ranks together, in 1e9 bytes a second.
     gb_s: float = 0.0
-    """Moving average of the rate of pushes of at least 64 KiB, all ranks together, in 1e9 bytes a second."""
 
     def add(self, report: PushDone) -> None:
         """Count what a rank wrote."""

@@ -37,8 +37,8 @@ class Verification:
         self._block_ids = block_ids
         self._told = [0] * len(block_ids)
         self._good = [0] * len(block_ids)
+        # Per rank, (index into `block_ids`, lane) of each piece of every order that it has not answered.
         self._pending: dict[int, deque[tuple[tuple[int, int], ...]]] = {}
-        """Per rank, (index into `block_ids`, lane) of each piece of every order that it has not answered."""
         self.num_bad_pieces = 0
 
     def tell(self, manifest: Manifest) -> dict[int, VerifyOrder]:

@@ -24,9 +24,9 @@ _ACCEPT_PAUSE_S = 0.1
 
 _log = logging.getLogger("tandem.listener")
 
+# Serves a proven connection (the non-blocking socket, the client's name), which is closed when it returns;
+# to keep the connection, detach the socket.
 Serve = Callable[[socket.socket, str], Awaitable[None]]
-"""Serves a proven connection (the non-blocking socket, the client's name), which is closed when it returns;
-to keep the connection, detach the socket."""
 
 
 class ProvenListener:

@@ -16,13 +16,13 @@ from kvtransfer.rpc.codec import Codec, Message, Part
 STORE_PROTOCOL = 2
 HEADER_BYTES = 4096
 
+# Where a block lies, the cheapest first. "remote": in a tier of another node.
 Tier = Literal["dram", "nvme", "remote"]
-"""Where a block lies, the cheapest first. "remote": in a tier of another node."""
 
+# In a `PutGrant`: that record is in the host tier already, or is being written; nothing to do.
 HELD = -1
-"""In a `PutGrant`: that record is in the host tier already, or is being written; nothing to do."""
+# In a `PutGrant`: no room, no arena, or the tenant's share is used up.
 REFUSED = -2
-"""In a `PutGrant`: no room, no arena, or the tenant's share is used up."""
 
 
 # ---------------------------------------------------------------------------------------------- records
@@ -45,8 +45,8 @@ class RecordInfo(Part, frozen=True):
     parent: bytes
     chain: bytes
     tenant: str
+    # The model's fingerprint: what `tandem store purge --model` compares.
     model: bytes
-    """The model's fingerprint: what `tandem store purge --model` compares."""
     num_bytes: int
     checksum: int
 
@@ -162,8 +162,8 @@ class FetchedBlocks(Message, frozen=True):
     arena: bytes
     first: int
     blocks: tuple[tuple[Source, ...], ...]
+    # From where each block came.
     tiers: tuple[Tier, ...]
-    """From where each block came."""
     is_last: bool
     reason: str = ""
 
@@ -195,8 +195,8 @@ class RankHello(Message, frozen=True):
     protocol: int
     session: bytes
     rank: int
+    # The id of the arena; b"": none.
     arena: bytes
-    """The id of the arena; b"": none."""
 
 
 class ArenaGrant(Message, frozen=True):
@@ -355,10 +355,10 @@ class TierStat(Part, frozen=True):
     num_quarantined: int = 0
     read_gb_s: float = 0.0
     write_gb_s: float = 0.0
+    # Moving average of one read (nvme), one fetch (remote).
     latency_s: float = 0.0
-    """Moving average of one read (nvme), one fetch (remote)."""
+    # What is wrong with it; "" while all is well.
     note: str = ""
-    """What is wrong with it; "" while all is well."""
 
 
 class IndexStat(Part, frozen=True):
@@ -367,12 +367,12 @@ class IndexStat(Part, frozen=True):
 
     state: str
     num_lookups: int = 0
+    # Look-ups that the budget cut off.
     num_late: int = 0
-    """Look-ups that the budget cut off."""
     num_errors: int = 0
     num_announced: int = 0
+    # Announcements that found no room in the queue; the index heals later.
     num_dropped: int = 0
-    """Announcements that found no room in the queue; the index heals later."""
     num_rebuilds: int = 0
     latency_s: float = 0.0
     note: str = ""

@@ -28,8 +28,8 @@ MAX_TENANT_BYTES = 1024
 
 State = Literal["allocated", "committed"]
 
+# Magic, checksum, version, number of bytes of the fields.
 _FRONT = struct.Struct("<8sQII")
-"""Magic, checksum, version, number of bytes of the fields."""
 _SUMMED_FROM = 16
 _MAX_FIELDS_BYTES = HEADER_BYTES - _FRONT.size
 

@@ -38,10 +38,10 @@ from kvtransfer.store.messages import (
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 0.5
 _PROBE_S = 1.0
+# An owner that leaves a probe without answer for so long hangs: what was asked of it is a miss.
 _SILENT_S = 5.0
-"""An owner that leaves a probe without answer for so long hangs: what was asked of it is a miss."""
+# The number of our own look-ups, of no key.
 _PROBE = -1
-"""The number of our own look-ups, of no key."""
 _MAX_UNSENT_BYTES = 32 << 20
 _LEAVE_S = 1.0
 

@@ -201,8 +201,8 @@ class Channel(ABC):
         on_lost: Callable[[str], None],
     ) -> None:
         self.device = device
+        # Bytes that one block moves.
         self.piece_bytes = rank.pool.piece_bytes(lane.piece)
-        """Bytes that one block moves."""
         self._rank = rank
         self._faults = rank.faults
         self._pool = rank.pool

@@ -20,11 +20,11 @@ from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 
+# A stopped push waits this long for a target that neither reads nor answers before it gives up.
 STALLED_S = 1.0
-"""A stopped push waits this long for a target that neither reads nor answers before it gives up."""
 
+# Asked wherever a write could wait, from any of the channel's threads: True when it shall end.
 Stopped = Callable[[], bool]
-"""Asked wherever a write could wait, from any of the channel's threads: True when it shall end."""
 
 
 class ChannelHello(Message, frozen=True):

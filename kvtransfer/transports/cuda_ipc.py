@@ -48,8 +48,8 @@ from kvtransfer.transports.onesided import Begin, OneSidedChannel, OneSidedListe
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _CLOSING_POLL_MS = 200
+# Copied between two looks at `stopped`: under a millisecond between devices with a fast link.
 _BATCH_BYTES = 64 << 20
-"""Copied between two looks at `stopped`: under a millisecond between devices with a fast link."""
 
 
 _log = logging.getLogger(__name__)

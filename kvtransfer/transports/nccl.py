@@ -29,8 +29,8 @@ from kvtransfer.transports.pair import (
 )
 
 _POLL_S = 0.0002
+# Left to itself, torch's watchdog ends the process when a peer fails or is silent.
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Left to itself, torch's watchdog ends the process when a peer fails or is silent."""
 _environment = threading.Lock()
 
 

@@ -34,8 +34,8 @@ _NETWORK = Path("/sys/class/net")
 
 _log = logging.getLogger(__name__)
 
+# [n, 3]: address, number of bytes, device index.
 Spans = npt.NDArray[np.uint64]
-"""[n, 3]: address, number of bytes, device index."""
 
 
 class Region(NamedTuple):

@@ -389,10 +389,10 @@ def _end(group: PairGroup, thread: threading.Thread) -> None:
 # KV. `init_process_group` and `new_group` would need every process of a fixed world; pairs come and go. What
 # hangs is ended by `abort`, never by a timeout: how long a peer may be silent is not decided here.
 
+# A pair that has not formed after this is given up.
 FORM_TIMEOUT_S = 20.0
-"""A pair that has not formed after this is given up."""
+# And when the other side has not come to the store after this.
 STORE_TIMEOUT = timedelta(seconds=10)
-"""And when the other side has not come to the store after this."""
 ENDLESS = timedelta(days=365)
 
 TARGET, WRITER = 0, 1

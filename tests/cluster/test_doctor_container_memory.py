@@ -9,8 +9,8 @@ import pytest
 from doctor_harness import FakeMachine, config_of
 
 from cluster.config import ClusterConfig
-from cluster.doctor.machine import Machine
 from cluster.errors import ConfigError
+from cluster.serve.machine import Machine
 from cluster.serve.memory import BRAIN_BYTES, check_container_memory, needs_of
 
 GIB = 1 << 30

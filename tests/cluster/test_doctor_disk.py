@@ -13,7 +13,7 @@ from doctor_harness import FakeMachine, case_of, config_of, only, said
 from cluster.config import ClusterConfig
 from cluster.doctor import storage
 from cluster.doctor.checks import CheckContext, Severity
-from cluster.doctor.machine import Machine
+from cluster.serve.machine import Machine
 from kvtransfer.rpc.handshake import draw_id
 
 OK, NOTE, WARNING, ERROR = Severity

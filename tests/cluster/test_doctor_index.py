@@ -13,7 +13,7 @@ from optional_programs import uses_redis_or_valkey
 
 from cluster.doctor import redis
 from cluster.doctor.checks import CheckContext, Severity, Verdict
-from cluster.doctor.machine import Machine
+from cluster.serve.machine import Machine
 from cluster.stores.settings import smallest_record_bytes
 from kvtransfer.errors import StoreError
 

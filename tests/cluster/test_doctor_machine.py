@@ -10,7 +10,7 @@ from doctor_harness import FakeMachine, case_of, config_of, only, said
 
 from cluster.doctor import limits, processors
 from cluster.doctor.checks import Severity
-from cluster.doctor.machine import Machine, numbers, run_command
+from cluster.serve.machine import Machine, numbers, run_command
 from cluster.serve.memory import BRAIN_BYTES, RANK_BYTES, RAY_BYTES, needs_of
 
 OK, NOTE, WARNING, ERROR = Severity

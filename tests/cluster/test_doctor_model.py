@@ -11,7 +11,7 @@ from doctor_harness import TINY, case_of, config_of, only, said
 
 from cluster.doctor import model
 from cluster.doctor.checks import CheckContext, Severity
-from cluster.doctor.machine import Machine
+from cluster.serve.machine import Machine
 from cluster.serve.memory import needs_of
 from kvtransfer.common.clock import SystemClock
 

@@ -15,7 +15,7 @@ from doctor_harness import FakeMachine, case_of, config_of, only, said
 from cluster.config import ClusterConfig
 from cluster.doctor import certificate, network
 from cluster.doctor.checks import Severity
-from cluster.doctor.machine import KernelClock, Machine, read_kernel_clock
+from cluster.serve.machine import KernelClock, Machine, read_kernel_clock
 from kvtransfer.common.clock import ManualClock, SystemClock
 
 OK, NOTE, WARNING, ERROR = Severity

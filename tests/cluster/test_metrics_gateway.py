@@ -11,8 +11,8 @@ from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 
 NUM_PROMPT = len(encode(PROMPT))
+# Of a token of the scripted replicas: K and V, 2 layers, 2 heads of 8, 4 bytes.
 KV_BYTES = 2 * 2 * 2 * 8 * 4
-"""Of a token of the scripted replicas: K and V, 2 layers, 2 heads of 8, 4 bytes."""
 
 
 async def test_a_call_is_measured_and_told_to_the_scaler(pair: Pair) -> None:

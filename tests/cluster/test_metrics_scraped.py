@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     needs_prometheus,
 ]
+# With room for three prompts on a device, so that the store is asked for the others.
 FILE = f"""
 model: {TINY}
 pools:
@@ -31,18 +32,17 @@ pools:
   - {{name: decode, role: decode, engine: {{block_tokens: 16, kv_tokens: 640}}}}
 scaling: {{ttft_slo_s: 0.001}}
 """
-"""With room for three prompts on a device, so that the store is asked for the others."""
 PROMPT = "".join(
     f"def function_{number}(self, value):\n    return value + {number}\n\n" for number in range(12)
 )
+# Of all reasons in the catalogue: here are hand-overs, and a store with both tiers.
 NOT_IN_THE_DEMO = {
     NEEDS_FAULT,
     "a prompt must be in the store and no longer on the device",
     "the store must be full or away",
 }
-"""Of all reasons in the catalogue: here are hand-overs, and a store with both tiers."""
+# A rate needs two scrapes of what Ray hands on every 10 s.
 PATIENCE_S = 180.0
-"""A rate needs two scrapes of what Ray hands on every 10 s."""
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from cluster.scaling.forecast import (
     waiting_share,
 )
 
+# The squared coefficient of variation of exponential times.
 EXPONENTIAL = 1.0
-"""The squared coefficient of variation of exponential times."""
 
 
 def spells(counts: list[float], length_s: float = 2.0) -> list[Spell]:

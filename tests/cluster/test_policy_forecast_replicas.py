@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scaling_harness import config, decoding, demand, history_of, prefilling
 
 from cluster.roster.messages import ScalingMove
-from cluster.scaling.forecast import Load, Moments, both_need, decode_need, floors, prefill_need
+from cluster.scaling.forecast import Moments
+from cluster.scaling.forecast_replicas import Load, both_need, decode_need, floors, prefill_need
 from cluster.scaling.rates import (
     Rates,
     Sizes,

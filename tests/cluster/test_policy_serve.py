@@ -10,8 +10,8 @@ from request_load import Stream
 from serving import RunningCluster, free_port, write_long_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+# More than are made before the test ends.
 NUM_LONG_TOKENS = 20_000
-"""More than are made before the test ends."""
 NUM_BURST = 9
 NUM_BURST_TOKENS = 800
 SLOTS = 4

@@ -21,6 +21,7 @@ from serving import ROOT, environment
 from cluster.serve.ray_private import HEAD_RESOURCE, with_version
 
 TOKEN = "token-of-the-probe-0123456789"
+# Each function, with its parameters.
 PARAMETERS = {
     "ray._private.state.available_resources_per_node": [],
     "ray._private.node.Node.get_logs_dir_path": ["self"],
@@ -32,7 +33,7 @@ PARAMETERS = {
     "ray.experimental.internal_kv._internal_kv_del": ["key", "del_by_prefix", "namespace"],
     "ray.serve._private.controller.ServeController.get_app_configs": ["self"],
 }
-"""Each function, with its parameters."""
+# Each name, with its value in a process outside of a Ray cluster.
 VALUES: dict[str, object] = {
     "ray._common.constants.HEAD_NODE_RESOURCE_NAME": "node:__internal_head__",
     "ray._private.ray_constants.DASHBOARD_ADDRESS": "dashboard",
@@ -41,7 +42,6 @@ VALUES: dict[str, object] = {
     "ray.serve._private.constants.SERVE_CONTROLLER_NAME": "SERVE_CONTROLLER_ACTOR",
     "ray.serve._private.constants.SERVE_NAMESPACE": "serve",
 }
-"""Each name, with its value in a process outside of a Ray cluster."""
 
 
 def symbol(path: str) -> Any:

@@ -49,8 +49,8 @@ class World:
     stops: tuple[str, ...]
     now: float = 0.0
     wires: list[tuple[ReplicaIdentity, News]] = field(default_factory=list)
+    # The numbers of the submissions that are not superseded.
     current: set[int] = field(default_factory=set)
-    """The numbers of the submissions that are not superseded."""
     routes: list[Route | RouteMove] = field(default_factory=list)
     num_moves: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)

@@ -197,8 +197,8 @@ class KeeperMachine(RuleBasedStateMachine):
         self.house = House({"a": 1, "b": 2}, frozenset({"b"}) if autoscaled else NOBODY)
         self.wished = {"a": Wished(1), "b": Wished(2)}
         self.num_deploys = 0
+        # Looked at since the last change from outside.
         self.is_fresh = True
-        """Looked at since the last change from outside."""
         self.memory = self.house.view()
         self.look()
         self.remember()

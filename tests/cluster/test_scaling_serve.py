@@ -19,8 +19,8 @@ from request_load import Steady, Stream
 from serving import RunningCluster, environment, free_port, tandem, write_long_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+# At the 25 ms or more that a token takes here, that is over ten minutes: the stream ends with the test.
 NUM_LONG_TOKENS = 24_000
-"""At the 25 ms or more that a token takes here, that is over ten minutes: the stream ends with the test."""
 _DEPLOY = """
 import logging, sys
 import ray

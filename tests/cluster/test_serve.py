@@ -27,13 +27,13 @@ PROMPT = "".join(
 )
 
 
+# fp32, in which a resumed stream continues with the same tokens, always.
 FILE = f"""
 model: {TINY}
 pools:
   - {{name: prefill, role: prefill, dtype: fp32, engine: {{block_tokens: 16}}}}
   - {{name: decode, role: decode, dtype: fp32, engine: {{block_tokens: 16}}}}
 """
-"""fp32, in which a resumed stream continues with the same tokens, always."""
 
 
 @pytest.fixture(scope="module")

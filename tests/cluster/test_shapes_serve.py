@@ -13,8 +13,8 @@ from serving import TINY, RunningCluster, free_port
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import Completion, GenerateOptions
 
+# Slow: 26 ranks and 10 brains start on whatever cores there are.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
-"""Slow: 26 ranks and 10 brains start on whatever cores there are."""
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 START_S = 600.0

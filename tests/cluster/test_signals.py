@@ -21,8 +21,8 @@ from cluster.serve.ray_private import out_of_reach
 from kvtransfer.common.clock import SystemClock
 
 DRAIN_S = 20.0
+# How long the end may take after the drain, which a stream need not use up.
 END_S = 10.0
-"""How long the end may take after the drain, which a stream need not use up."""
 SIGNAL_AT = """
 import os, sys
 

@@ -18,6 +18,7 @@ from cluster.proto import tandem_pb2 as pb
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 START_S = 300.0
 NUM_TOKENS = 400
+# A look-up may take longer than usual: this machine has much to do.
 FILE = f"""
 model: {TINY}
 debug: {{allow_pins: true}}
@@ -31,7 +32,6 @@ pools:
     cpus_per_rank: 1
     engine: {{block_tokens: 16, kv_tokens: 4096}}
 """
-"""A look-up may take longer than usual: this machine has much to do."""
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ PROMPTS = [f"def function_{number}(self, value):\n    return value + {number}\n"
 LONG = GenerateOptions(max_tokens=1200, seed=7, ignore_eos=True)
 SHORT = GenerateOptions(max_tokens=16, seed=3, ignore_eos=True)
 UPDATE_S = 180.0
+# fp32, in which a stream that goes on elsewhere continues with the same tokens, always.
 FILE = """
 app: {app}
 model: {model}
@@ -34,7 +35,6 @@ pools:
   - {{name: decode, role: decode, replicas: {decode}, dtype: fp32, engine: {{block_tokens: 16{engine}}}}}
 {rest}
 """
-"""fp32, in which a stream that goes on elsewhere continues with the same tokens, always."""
 
 
 class Setup:
@@ -70,8 +70,8 @@ class Load:
         self.answers: list[tuple[str, Completion]] = []
         self.errors: list[CallError] = []
         self.long: list[Completion] = []
+        # Of long streams: whether they ended at another replica, or at a gateway that was leaving.
         self.disturbed: list[bool] = []
-        """Of long streams: whether they ended at another replica, or at a gateway that was leaving."""
         self._address = address
         self._stop = threading.Event()
         works = (self._steadily, self._long_streams, self._long_streams)

@@ -18,8 +18,8 @@ from workers.config import Parallel
 from workers.errors import RankDiedError
 
 ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32}
+# The seed of the poisonous request, and of no other.
 POISON = 4001
-"""The seed of the poisonous request, and of no other."""
 NUM_INNOCENT, NUM_TOKENS = 8, 40
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1})
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENGINE: dict[str, Any] = {"kv_tokens": 4096, "chunk_tokens": 32}
 NUM_PROMPT_TOKENS = 180
+# Of the prompt: its full blocks but for the last token.
 NUM_SHARED_TOKENS = 176
-"""Of the prompt: its full blocks but for the last token."""
 
 
 @dataclass

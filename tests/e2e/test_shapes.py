@@ -30,8 +30,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 21},
 ]
+# Both ways between a split of heads and a split of layers, and to and from one rank.
 FAST_PAIRS = [("2x1", "1x2"), ("1x2", "2x1"), ("2x1", "1x1"), ("1x1", "1x2")]
-"""Both ways between a split of heads and a split of layers, and to and from one rank."""
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:

@@ -31,8 +31,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     "mistral": {"family": "mistral", "sliding_window": 24, "num_key_value_heads": 1},
 }
+# A prompt of one token, one of one chunk, and one of several chunks.
 LENGTHS = (1, 17, 90)
-"""A prompt of one token, one of one chunk, and one of several chunks."""
 
 
 def continued(model_dir: Path, prompt: list[int]) -> list[int]:

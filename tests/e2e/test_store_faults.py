@@ -59,8 +59,8 @@ class Node:
     house: House
     store: StoreHouse
     replicas: list[Replica]
+    # Prompts and the tokens that must follow.
     rounds: list[tuple[list[list[int]], list[list[int]]]]
-    """Prompts and the tokens that must follow."""
     draw: random.Random = field(default_factory=lambda: random.Random(5))
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -225,8 +225,8 @@ class Damage:
     do: Callable[[Path], None]
     shows: Callable[[StoreStat], bool]
     undo: Callable[[Path], None]
+    # It stays until it is undone; else what was damaged may be evicted before anybody reads it.
     is_lasting: bool = True
-    """It stays until it is undone; else what was damaged may be evicted before anybody reads it."""
 
 
 def make_immutable(folder: Path) -> None:

@@ -29,12 +29,12 @@ from chart_harness import (
 from chart_schema import BEGIN, CHART, END, schema, table, values
 
 CASES: dict[str, Object] = {"defaults": {}, **EXAMPLES}
+# What must be said besides, when a boolean is changed.
 NEEDS: dict[str, Object] = {
     "gateway.tls.enabled": {"gateway": {"tls": {"secretName": "tandem-tls"}}},
     # Tandem's own autoscaler would have no pods to grow into.
     "autoscaler.enabled": {"config": {"scaling": {"autoscale": False}}},
 }
-"""What must be said besides, when a boolean is changed."""
 
 
 def booleans(below: Any = None, path: str = "") -> Iterator[tuple[str, bool]]:

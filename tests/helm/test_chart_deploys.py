@@ -24,8 +24,8 @@ from kvtransfer.common.clock import SystemClock
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]
 SECRET = b"0123456789abcdef0123456789abcdef"
 START_S = 240.0
+# Too long to skip the prefill pool.
 PROMPT = "".join(f"def function_{number}(x):\n    return x + {number}\n" for number in range(12))
-"""Too long to skip the prefill pool."""
 SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 
 

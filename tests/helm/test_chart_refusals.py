@@ -10,6 +10,7 @@ from chart_harness import EXAMPLES, render, with_value
 
 from cluster.serve.memory import BRAIN_BYTES, RANK_BYTES
 
+# Path: (value, part of the message).
 BY_THE_SCHEMA = {
     "pools.decode.config.tp": (0, "minimum: got 0, want 1"),
     "pools.decode.config.role": ("decoder", "must be one of 'prefill', 'decode', 'both'"),
@@ -35,7 +36,6 @@ BY_THE_SCHEMA = {
     "redis.mode": ("none", "must be one of 'bundled', 'external'"),
     "replicas": (3, "'replicas' not allowed"),
 }
-"""Path: (value, part of the message)."""
 
 BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName: must be given"),

@@ -25,15 +25,15 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.actions import KillRanks, Landed, ToPeer
 from workers.scheduler.block_pool import BlockPool
 
+# A model of two layers with two heads.
 WHOLE = (Shard(0, 2, 0, 2),)
-"""A model of two layers with two heads."""
+# The same, as two stages hold it.
 HALVES = Shard(0, 1, 0, 2), Shard(1, 2, 0, 2)
-"""The same, as two stages hold it."""
+# The same, as two tensor-parallel ranks hold it.
 COLUMNS = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
-"""The same, as two tensor-parallel ranks hold it."""
 QUARTER = Shard(0, 1, 0, 1)
+# Two stages write to two tensor-parallel ranks: each of the four pairs has a lane of a quarter.
 CROSS: dict[str, Ranks] = {"sources": tuple(enumerate(HALVES)), "readers": tuple(enumerate(COLUMNS))}
-"""Two stages write to two tensor-parallel ranks: each of the four pairs has a lane of a quarter."""
 LANDING = bytes([1]) * 16
 
 

@@ -16,8 +16,8 @@ from kvtransfer.rpc.handshake import ClientHandshake
 from kvtransfer.rpc.listener import MAX_UNPROVEN
 
 UNPROVEN_BYTES = 64 << 10
+# What the process takes for other reasons meanwhile.
 SLACK_BYTES = 2 << 20
-"""What the process takes for other reasons meanwhile."""
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ EVENTS = st.lists(
 class NaiveFlow:
     number: int
     traffic: TrafficClass
+    # inf: it waits for its turn.
     let_go_at: float = math.inf
-    """inf: it waits for its turn."""
 
 
 class Naive:
@@ -121,8 +121,8 @@ class Mover(threading.Thread):
         self.num_batches = num_batches
         self.gives_up = False
         self.num_moved = 0
+        # One permit each time its `give_up` was asked, which is at the start of every wait.
         self.asked = threading.Semaphore(0)
-        """One permit each time its `give_up` was asked, which is at the start of every wait."""
         self.start()
 
     def run(self) -> None:

@@ -23,8 +23,8 @@ from kvtransfer.store.record import HEADER_BYTES, Place, Writer, encode_header
 
 GRANULE_BYTES = 16 << 10
 NUM_BYTES = 2 << 20
+# Payload that fills one granule.
 FULL_GRANULE = GRANULE_BYTES - HEADER_BYTES
-"""Payload that fills one granule."""
 
 
 def info(number: int, num_bytes: int = 5000) -> RecordInfo:

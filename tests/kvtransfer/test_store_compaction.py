@@ -17,8 +17,8 @@ from kvtransfer.store.nvme.log import Compacted, Moved, NvmeRef
 from kvtransfer.store.nvme.segments import Segment
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
+# Five of them fill a segment.
 RECORD = 20_000
-"""Five of them fill a segment."""
 
 
 def fill(house: NvmeHouse, first: int = 0) -> list[RecordInfo]:

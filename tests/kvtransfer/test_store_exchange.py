@@ -21,8 +21,8 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.remote.exchange import Wanted
 
 TRANSPORTS = ("shm", "tcp")
+# Payloads: of one granule, exactly one, and more.
 SIZES = (1, 4096, GRANULE_BYTES - 4096, GRANULE_BYTES - 4095, 100_000)
-"""Payloads: of one granule, exactly one, and more."""
 
 
 @pytest.fixture(params=TRANSPORTS)

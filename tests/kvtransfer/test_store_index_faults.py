@@ -31,8 +31,8 @@ from kvtransfer.store.index.values import node_key, node_number
 
 pytestmark = [pytest.mark.slow, uses_redis_or_valkey]
 
+# A budget that is over soon, and that an idle server keeps.
 SHORT_S = 0.05
-"""A budget that is over soon, and that an idle server keeps."""
 
 
 @pytest.fixture

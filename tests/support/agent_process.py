@@ -26,8 +26,8 @@ from kvtransfer.messages import (
 from kvtransfer.rpc.codec import Codec, Message
 
 LENGTH = struct.Struct("<I")
+# A fault's action, here only: wait at the point until the file "<marker>.go" exists.
 HOLD = "hold"
-"""A fault's action, here only: wait at the point until the file "<marker>.go" exists."""
 
 
 class StartRank(Message, frozen=True):

@@ -56,8 +56,8 @@ SESSION = b"session of tests"
 MODEL = Shard(0, 4, 0, 4)
 LEFT, RIGHT = Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)
 NUM_BLOCKS = 8
+# Between two records; the largest, of `MODEL`, has 32 KiB and a header page.
 SLOT_BYTES = 128 << 10
-"""Between two records; the largest, of `MODEL`, has 32 KiB and a header page."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -85,8 +85,8 @@ class StandInOwner:
         self.adopted = b""
         self.hellos: list[RankHello] = []
         self.address = f"tandem-test-{secrets.token_hex(8)}"
+        # Released at the end of each rank's connection.
         self.ended = threading.Semaphore(0)
-        """Released at the end of each rank's connection."""
         self._secret = secret
         self._refusal = refusal
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -198,8 +198,8 @@ class HandsRank:
     ) -> None:
         self.layout = layout(shard, block_tokens)
         memory = KvMemory.allocate(NUM_BLOCKS * self.layout.block_bytes)
+        # [blocks, block_bytes], the memory of the pool itself.
         self.blocks: Bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, -1)
-        """[blocks, block_bytes], the memory of the pool itself."""
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
         self.pool = make_pool(self.layout, memory)
         self.reports = StoreReports()

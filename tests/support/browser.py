@@ -20,6 +20,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from kvtransfer.common.clock import SystemClock
 
+# WCAG 2.1's contrast of every visible text against what lies behind it: those below 4.5 to 1.
 _CONTRAST = """
 const parse = (color) => {
   const parts = color.match(/[\\d.]+/g).map(Number);
@@ -46,7 +47,6 @@ for (const node of document.querySelectorAll("body *")) {
 }
 return low;
 """
-"""WCAG 2.1's contrast of every visible text against what lies behind it: those below 4.5 to 1."""
 _UNNAMED = """
 const named = (node) => (
   node.ariaLabel || node.textContent.trim() || (node.labels && node.labels.length)

@@ -16,14 +16,14 @@ from kvtransfer.store.record import HEADER_BYTES, Writer
 
 GRANULE_BYTES = 64 << 10
 ARENA_BYTES = 2 << 20
+# Records of one granule that the arena takes.
 NUM_SLOTS = ARENA_BYTES // GRANULE_BYTES - 1
-"""Records of one granule that the arena takes."""
 SPACE = b"space-01"
 WHOLE = Shard(0, 2, 0, 2)
 LEFT, RIGHT = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
 SESSION, OTHER = b"session-a", b"session-b"
+# The payload that fills a granule.
 ONE_GRANULE = GRANULE_BYTES - HEADER_BYTES
-"""The payload that fills a granule."""
 
 
 class Listener:

@@ -15,11 +15,11 @@ from chart_schema import CHART
 RELEASE, NAMESPACE = "tandem", "llm"
 KUBERNETES = "1.32"
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("examples/*.yaml"))}
+# Kinds of the Prometheus operator, for which there is no schema here.
 MONITORING = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
-"""Kinds of the Prometheus operator, for which there is no schema here."""
 
+# The fast one, where PyYAML has it.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The fast one, where PyYAML has it."""
 
 Object = dict[str, Any]
 

@@ -51,6 +51,7 @@ _COUNT_OR_NULL = {"type": ["integer", "null"], "minimum": 1}
 _FROM_ZERO_OR_NULL = {"type": ["integer", "null"], "minimum": 0}
 _PORT = {"type": "integer", "minimum": 1024, "maximum": 65535}
 _NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"}
+# By the last names of a path; the longest that matches holds. Whatever else is typed by its default.
 _RULES: dict[str, dict[str, Any]] = {
     "app": _NAME,
     "fullnameOverride": {"type": "string", "maxLength": 40},
@@ -108,7 +109,6 @@ _RULES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("tolerations", "topologySpreadConstraints", "env", "volumes", "volumeMounts"), _ITEMS),
     **dict.fromkeys(("gatewayFrom", "dashboardFrom", "metricsFrom", "egressTo"), _ITEMS),
 }
-"""By the last names of a path; the longest that matches holds. Whatever else is typed by its default."""
 
 
 def values() -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Protocol
 import psutil
 from patience import WAIT_S
 
+# Words of the command lines of those that end with the session.
 LASTING = ("rank_processes.py", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Words of the command lines of those that end with the session."""
 
 
 Process = subprocess.Popen[bytes] | subprocess.Popen[str]

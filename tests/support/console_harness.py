@@ -20,13 +20,13 @@ TOKEN = "the-operators-token"
 class FakeDashboard:
     """The two routes that the lever uses, for the application `tandem` and the pools of the house."""
 
+    # Deployment and count, as they were obeyed.
     orders: list[tuple[str, int]] = field(default_factory=list)
-    """Deployment and count, as they were obeyed."""
     pinned: list[tuple[str, int]] = field(default_factory=list)
+    # Pools: what the roster of a real gateway is told.
     released: list[str] = field(default_factory=list)
-    """Pools: what the roster of a real gateway is told."""
+    # In place of an answer to an order of whoever has the token.
     refusal: tuple[int, str] | None = None
-    """In place of an answer to an order of whoever has the token."""
     url: str = ""
     _runner: web.AppRunner | None = None
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from workers.messages import SampledToken, SamplingParams, TokenLogprob
 from workers.rank import noise
 
+# Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
 _NUCLEUS_TOKENS = 256
-"""Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails."""
 
 
 @dataclass(slots=True)

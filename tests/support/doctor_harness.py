@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.doctor.checks import CheckContext, Severity, Verdict
-from cluster.doctor.machine import KernelClock, Machine
+from cluster.serve.machine import KernelClock, Machine
 from cluster.serve.memory import Needs, needs_of
 from kvtransfer.common.clock import Clock, SystemClock
 

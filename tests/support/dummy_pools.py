@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.serve import entrypoint
+from cluster.serve import app, entrypoint
 
 
 class DummyReplica:

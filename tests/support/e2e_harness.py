@@ -48,11 +48,11 @@ from workers.replica.engine_core import EngineCore
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
+# Of the replicas in tests of faults.
 SHAPES = [
     pytest.param(SINGLE, id="1x1"),
     pytest.param(Parallel(tp=2), id="2x1", marks=pytest.mark.slow),
 ]
-"""Of the replicas in tests of faults."""
 
 
 async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
@@ -81,8 +81,8 @@ class Heard:
     prefill: PrefillReport | None = None
     hand_over: HandOverReport | None = None
     failure: RequestFailed | None = None
+    # Of the first sample, by output index.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    """Of the first sample, by output index."""
     moves: list[MoveEnded] = field(default_factory=list)
     isolations: list[IsolationReport] = field(default_factory=list)
 

@@ -83,8 +83,8 @@ class ScriptedReplica:
         self._server = LinkServer(house.secret, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
+        # With the output index that comes next, of each sample.
         self.decoding: dict[tuple[str, int], tuple[Submission, dict[int, int]]] = {}
-        """With the output index that comes next, of each sample."""
         self._sequence = 0
         self._load_sequence = 1
 

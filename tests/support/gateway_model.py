@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BLOCK_TOKENS = 16
 MAX_CONTEXT = 512
+# Of the model; the tokenizer has fewer.
 VOCAB = 400
-"""Of the model; the tokenizer has fewer."""
 FINGERPRINT = bytes(range(16))
 _PAD = {"__type": "AddedToken", "content": "<|pad|>", "special": True}
 PROMPT = "def main(): return the answer, the quick brown fox"

@@ -31,8 +31,8 @@ from kvtransfer.messages import (
     WriterGone,
 )
 
+# A connection id and the writer's rank: what one writer rank has open to one target rank.
 Channel = tuple[bytes, int]
-"""A connection id and the writer's rank: what one writer rank has open to one target rank."""
 
 
 @dataclass
@@ -102,10 +102,10 @@ class WriterRank:
     stopped: set[bytes] = field(default_factory=set)
     connection: bytes = b""
     is_alive: bool = True
+    # Stopped by a signal: it does nothing, and its connections stay open.
     is_frozen: bool = False
-    """Stopped by a signal: it does nothing, and its connections stay open."""
+    # Blocks to come that arrive with a wrong value in every lane.
     num_flips: int = 0
-    """Blocks to come that arrive with a wrong value in every lane."""
 
     def handle(self) -> bool:
         """Take one order from the brain; False when there is none."""

@@ -55,8 +55,8 @@ BLOCK = 16
 SHARD = Shard(0, 1, 0, 1)
 PREFILL = ReplicaIdentity("p0", 1)
 DECODE = ReplicaIdentity("d0", 1)
+# Request number n computes its prompt into the blocks from n times this on.
 SOURCE_BLOCKS = 1000
-"""Request number n computes its prompt into the blocks from n times this on."""
 
 Ranks = Sequence[tuple[int, Shard]]
 ONE: Ranks = ((0, SHARD),)
@@ -99,14 +99,14 @@ class World:
     joined: dict[bytes, Landed] = field(default_factory=dict)
     asked: dict[bytes, LandingRequest] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    # By request: tokens of those that are handed over with less than was asked for.
     num_handed_over: dict[str, int] = field(default_factory=dict)
-    """By request: tokens of those that are handed over with less than was asked for."""
     connection: bytes = b""
     num_connections: int = 0
+    # The Peer link carries messages.
     is_linked: bool = False
-    """The Peer link carries messages."""
+    # The decode side has seen the end of the last link that ended.
     decode_knows: bool = True
-    """The decode side has seen the end of the last link that ended."""
     prefill_lives: bool = True
 
     def __post_init__(self) -> None:

@@ -29,8 +29,8 @@ from kvtransfer.messages import (
 from workers.messages import HandOverTarget, Move, RequestFailed, StepPlan, Submission
 
 A, B = ReplicaIdentity("a", 1), ReplicaIdentity("b", 1)
+# Plans that are out at a time.
 DEPTH = 2
-"""Plans that are out at a time."""
 
 
 @dataclass
@@ -67,8 +67,8 @@ class Side:
         )
         self.other: Side
         self.plans: deque[StepPlan] = deque()
+        # Blocks to come that arrive here with a wrong token.
         self.num_flips = 0
-        """Blocks to come that arrive here with a wrong token."""
         self.num_broken_pushes = 0
         self._flipped: set[int] = set()
 

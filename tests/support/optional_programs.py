@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import pytest
 
 MARK = "optional_program"
+# Program to the Debian package with it. No test uses `helm`: a library renders the chart.
 PROGRAM_TO_PACKAGE = {
     "redis-server": "redis-server",
     "valkey-server": "valkey-server",
@@ -25,7 +26,6 @@ PROGRAM_TO_PACKAGE = {
     "c++": "g++",
     "g++": "g++",
 }
-"""Program to the Debian package with it. No test uses `helm`: a library renders the chart."""
 
 needs_redis_server = pytest.mark.optional_program("redis-server")
 needs_redis_or_valkey = pytest.mark.optional_program("redis-server", "valkey-server")

@@ -14,10 +14,10 @@ from cluster.metrics.definitions import METRICS, Metric, series_names
 ROOT = Path(__file__).resolve().parent.parent.parent
 DASHBOARDS = tuple(sorted((ROOT / "helm" / "tandem" / "dashboards").glob("*.json")))
 RULES = ROOT / "helm" / "tandem" / "rules" / "tandem.yaml"
+# By the name at Prometheus.
 SERIES: dict[str, Metric] = {
     f"ray_tandem_{name}": metric for metric in METRICS.values() for name in series_names(metric)
 }
-"""By the name at Prometheus."""
 
 
 class Query(NamedTuple):

@@ -121,8 +121,8 @@ def evenly(per_s: float, seconds: float, prompt_tokens: int, output_tokens: int)
 
 NOW = 400.0
 NOTHING = Demand()
+# 20 requests/s of 2000 tokens, with one token of output: nothing to decode.
 PROMPTS = demand(40, output_tokens=1)
-"""20 requests/s of 2000 tokens, with one token of output: nothing to decode."""
 BUSY = {"num_running": 40, "num_free_blocks": 600}
 
 

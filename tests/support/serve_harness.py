@@ -42,11 +42,11 @@ class FakeDashboard:
     def __init__(self, app: FakeApp | None, name: str = "tandem") -> None:
         self.app = app
         self.name = name
+        # Of the next requests, so many are answered with 503.
         self.failing = 0
-        """Of the next requests, so many are answered with 503."""
         self.orders: list[tuple[str, int]] = []
+        # Other paths that it answers.
         self.bodies: dict[str, bytes] = {}
-        """Other paths that it answers."""
         self.url = ""
         self._server = web.Application(middlewares=[self._guard])
         self._server.add_routes(

@@ -53,16 +53,16 @@ from kvtransfer.store.worker.store_worker import StoreWorker
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")
 
+# All layers and heads of the model of these tests.
 MODEL = Shard(0, 4, 0, 4)
-"""All layers and heads of the model of these tests."""
 LEFT, RIGHT = Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)
 TOP, BOTTOM = Shard(0, 2, 0, 4), Shard(2, 4, 0, 4)
 COMPATIBILITY = CompatibilityRecord(1, b"model of tests..", "float32", "float32", 16, 4, 4, 16)
+# Blocks of each rank's pool.
 NUM_BLOCKS = 256
-"""Blocks of each rank's pool."""
 
+# K or V of one head and layer of a block.
 _HEAD_BYTES = 16 * 16 * 4
-"""K or V of one head and layer of a block."""
 
 
 def block_bytes(shard: Shard) -> int:
@@ -136,8 +136,8 @@ class Replica:
         self.identity = ReplicaIdentity(f"replica-{self.session.hex()[:6]}", 1)
         self.welcomes: list[StoreWelcome] = []
         self.losses: list[str] = []
+        # As told by `TierEvents`.
         self.tiers: dict[bytes, str] = {}
-        """As told by `TierEvents`."""
         self._house = house
         self._loop = asyncio.get_running_loop()
         self._up = asyncio.Event()
@@ -146,10 +146,10 @@ class Replica:
         self._pending: set[tuple[int, int]] = set()
         self._attaching: set[int] = set()
         self._next_block = 0
+        # The fetch of the last `get`.
         self.held = 0
-        """The fetch of the last `get`."""
+        # Why it ended where it did.
         self.reason = ""
-        """Why it ended where it did."""
         self.ranks = [
             _Rank(rank, shard, self._reporter(rank), faults or Faults())
             for rank, shard in enumerate(self.shards)

@@ -150,8 +150,8 @@ class Rank:
             mapping = mmap.mmap(fd, self.num_blocks * self.layout.block_bytes)
         finally:
             os.close(fd)
+        # [num_blocks, block_bytes], the very memory of the rank.
         self.pool: Bytes = np.frombuffer(mapping, dtype=np.uint8).reshape(self.num_blocks, -1)
-        """[num_blocks, block_bytes], the very memory of the rank."""
         self.started.set()
 
     def handle(self, order: TransferOrder) -> None:

@@ -22,13 +22,13 @@ CPU = torch.device("cpu")
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 5, 2, 4, 8
 WINDOWS = (0, 20, 20, 0, 0)
 NUM_DEVICE, NUM_HOST = 30, 12
+# Decoding sequences and a chunk; the last shares two blocks with the first.
 SPANS: tuple[SequenceSpan, ...] = (
     SequenceSpan(95, 1, tuple(range(6))),
     SequenceSpan(70, 20, tuple(range(6, 12))),
     SequenceSpan(30, 1, (12, 13)),
     SequenceSpan(40, 1, (0, 1, 14)),
 )
-"""Decoding sequences and a chunk; the last shares two blocks with the first."""
 MOVED = {0: 37, 1: 31, 2: 33, 6: 30, 7: 41, 12: 36}
 
 

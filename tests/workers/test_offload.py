@@ -71,13 +71,13 @@ def ask(
     )
 
 
+# One prompt of four times the device's memory, one output beyond it, and others beside them.
 BEYOND = (
     ask("long", 4 * NUM_DEVICE_BLOCKS * BLOCK - 50, 80),
     ask("grows", 20, 200, SEEDED),
     ask("urgent", 150, 30, SEEDED, priority=2),
     ask("two", 100, 30, SEEDED, n=2),
 )
-"""One prompt of four times the device's memory, one output beyond it, and others beside them."""
 
 
 def run(

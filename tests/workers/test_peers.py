@@ -50,8 +50,8 @@ def ranks(*shards: Shard) -> tuple[RankEndpoints, ...]:
 WHOLE = ranks(Shard(0, 2, 0, 2))
 STAGES = ranks(Shard(0, 1, 0, 2), Shard(1, 2, 0, 2))
 COLUMNS = ranks(Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+# What goes from one of `STAGES` to one of `COLUMNS`.
 QUARTERS = {(stage, head): Shard(stage, stage + 1, head, head + 1) for stage in (0, 1) for head in (0, 1)}
-"""What goes from one of `STAGES` to one of `COLUMNS`."""
 
 
 class Sides:

@@ -20,8 +20,8 @@ from workers.rank.sampler import Sampler
 
 CPU = torch.device("cpu")
 EOS = (7, 11)
+# Sampling, prompt, output, seed.
 Case = tuple[SamplingParams, list[int], list[int], int]
-"""Sampling, prompt, output, seed."""
 
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda drawn: drawn * 3,

@@ -66,13 +66,13 @@ CONFIGS = st.builds(
     offload_at=st.sampled_from([0.95, 0.95, 0.5, 1.0]),
     offload_share=st.sampled_from([0.9, 0.9, 0.5, 1.0]),
 )
+# Stages, most plans out (fewer than stages and one more when so drawn), attention ratio.
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([0.0, 0.02, 0.5]))
-"""Stages, most plans out (fewer than stages and one more when so drawn), attention ratio."""
+# Blocks on the device, and in host memory.
 SIZES = st.one_of(
     st.tuples(st.integers(4, 14), st.just(0)),
     st.tuples(st.integers(1, 9), st.integers(1, 12)),
 )
-"""Blocks on the device, and in host memory."""
 PROMPTS = st.builds(
     lambda base, num_shared, tail: [sample([at], base) for at in range(num_shared)] + tail,
     st.integers(0, 2),

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tandem.handover")
 
+# (request id, attempt).
 RequestKey = tuple[str, int]
-"""(request id, attempt)."""
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class _Outgoing:
     submission: Submission
     gateway: GatewayKey
     arrived_at: float
+    # A landing that is to be asked for as soon as there is a path.
     wish: LandingNeed | None = None
-    """A landing that is to be asked for as soon as there is a path."""
     all_finished: bool = False
     samples: tuple[SampleState, ...] = ()
     trace: list[tuple[str, float]] = field(default_factory=list)

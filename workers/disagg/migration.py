@@ -32,13 +32,13 @@ from workers.scheduler.migration import Position
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import ChunkDone
 
+# How long a landing may wait for room at the target; then the gateway chooses again.
 ROOM_S = 2.0
-"""How long a landing may wait for room at the target; then the gateway chooses again."""
+# A landing has room for what is decoded in this time, beside the time that the copy takes.
 AHEAD_S = 0.25
-"""A landing has room for what is decoded in this time, beside the time that the copy takes."""
 MAX_TRIES = 4
+# A sequence that has fewer tokens to go ends here sooner than it moves.
 _LEAST_LEFT = 4
-"""A sequence that has fewer tokens to go ends here sooner than it moves."""
 _ASSUMED_STEP_S = 0.03
 _ASSUMED_GB_S = 1.0
 
@@ -50,8 +50,8 @@ class _State(Enum):
     ASKED = auto()
     COPYING = auto()
     HANDED = auto()
+    # Given up; what is being written for it is being stopped.
     ENDING = auto()
-    """Given up; what is being written for it is being stopped."""
 
 
 @dataclass(slots=True)
@@ -60,10 +60,10 @@ class _Move:
     target: HandOverTarget
     state: _State = _State.QUEUED
     num_tries: int = 0
+    # Tokens that the landing has room for.
     capacity: int = 0
-    """Tokens that the landing has room for."""
+    # It is settled with how many tokens the sequence stops here.
     is_stopping: bool = False
-    """It is settled with how many tokens the sequence stops here."""
     again: bool = False
 
 

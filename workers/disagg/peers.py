@@ -45,8 +45,8 @@ from kvtransfer.rpc.stream import FrameStream, open_stream
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 
 _HELLO_TIMEOUT_S = 10.0
+# Of a peer: planning takes as many steps as the product of both sides' ranks.
 _MAX_RANKS = 1024
-"""Of a peer: planning takes as many steps as the product of both sides' ranks."""
 
 _log = logging.getLogger("tandem.peers")
 
@@ -56,8 +56,8 @@ class _KvSender:
     target: HandOverTarget
     connection_id: bytes
     stream: FrameStream | None = None
+    # By our rank: the lanes it has connected and measured.
     paths: dict[int, tuple[LanePath, ...]] = field(default_factory=dict)
-    """By our rank: the lanes it has connected and measured."""
     ready_at: float | None = None
 
 

@@ -31,10 +31,10 @@ class SequenceSpan(NamedTuple):
 class HostReader(Protocol):
     """Reads the blocks that lie in host memory, for the attention of one step; `workers.model.host_kv`."""
 
+    # Block ids from here on are of host memory; below they are of the device.
     first_id: int
-    """Block ids from here on are of host memory; below they are of the device."""
+    # Whether a layer's blocks are brought near, one after another; else they are read where they lie.
     is_staged: bool
-    """Whether a layer's blocks are brought near, one after another; else they are read where they lie."""
 
     def layer(self, layer: int) -> Tensor:
         """[m, 2, K, block_tokens, D]: a layer of the step's staged blocks, or of all in host memory."""

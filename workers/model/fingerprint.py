@@ -31,8 +31,8 @@ FINGERPRINT_BYTES = 16
 
 _log = logging.getLogger("tandem.rank")
 
+# How often whoever waits for a fingerprint reports how far it has come.
 _REPORT_S = 1.0
-"""How often whoever waits for a fingerprint reports how far it has come."""
 _FORMAT = "tandem-model-2"
 _NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids")
 
@@ -146,8 +146,8 @@ class DigestCache:
         self._folder = folder
         self._clock = clock
         self._settled_s = settled_s
+        # Digests that `digests` has found so far.
         self.num_found = 0
-        """Digests that `digests` has found so far."""
 
     @classmethod
     def of_node(cls, clock: Clock) -> DigestCache:

@@ -21,8 +21,8 @@ from workers.model.model_config import RopeConfig
 from workers.model.weights import LayerWeights, LinearWeights
 from workers.model.work import TILE_ROWS
 
+# Whoever splits a model over ranks puts one that joins the parts in place of another.
 Product = Callable[[Tensor], Tensor]
-"""Whoever splits a model over ranks puts one that joins the parts in place of another."""
 
 
 class Embedding:

@@ -312,8 +312,8 @@ class _ConfigReader:
 # Unsupported keys without which the result would be plainly wrong are refused (`workers.model.model_config`). Those
 # here are accepted: transformers leaves most of them out as well, for these families. No torch.
 
+# Values with which a key changes nothing; 1 is that of factors.
 _OFF = (None, False, 0, 1, (), "")
-"""Values with which a key changes nothing; 1 is that of factors."""
 _WHY = {
     "dual_chunk_attention_config": "attention is plain: quality suffers beyond the length of a chunk",
     "attention_chunk_size": "attention is not cut into chunks",

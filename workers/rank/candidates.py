@@ -18,17 +18,17 @@ from torch import Tensor
 from workers.rank import noise
 from workers.rank.logits import Warp
 
+# The largest top-k for which candidates are taken first.
 MOST_COUNTED = 1024
-"""The largest top-k for which candidates are taken first."""
 _NUCLEUS_TOKENS = 256
 _MOST_TRIES = 16
+# More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by.
 _MASS_ERROR = 2e-5
-"""More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by."""
+# More than two ways to compute a probability in float32 differ by, beside their sums.
 _RATIO_ERROR = 2e-6
-"""More than two ways to compute a probability in float32 differ by, beside their sums."""
+# More than ten times what logarithms of float32 that are exact to one unit in the last place make of a score
+# and its noise, relative to the size of both.
 _SCORE_ERROR = 2.0**-20
-"""More than ten times what logarithms of float32 that are exact to one unit in the last place make of a score
-and its noise, relative to the size of both."""
 _MOST_NOISE = 64.0
 
 

@@ -38,8 +38,8 @@ class Containment:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lost_slots: set[int] = set()
+        # Why the last attempt failed here; "" when it did not.
         self.reason = ""
-        """Why the last attempt failed here; "" when it did not."""
         self._has_printed = False
         self._index_to_reason: dict[int, str] = {}
 

@@ -23,13 +23,13 @@ class MeasureSizes(NamedTuple):
     repeat: int
 
 
+# By type of device: enough to know what the device is able to do within a tenth of a second.
 AT_START = {"cpu": MeasureSizes(768, 48 << 20, 3), "cuda": MeasureSizes(8192, 1 << 30, 5)}
-"""By type of device: enough to know what the device is able to do within a tenth of a second."""
 
 
 _SMALL_GEMM = 256
+# A route this many times slower than the best on small matrices is not measured on large ones.
 _HOPELESS = 3.0
-"""A route this many times slower than the best on small matrices is not measured on large ones."""
 _LINEAR = MeasureSizes(1024, 0, 3)
 _LINEAR_ROWS = 256
 

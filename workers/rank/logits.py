@@ -123,8 +123,8 @@ def _float32(values: Sequence[float]) -> NDArray[np.float32]:
 #
 # Letters: R rows, V vocabulary.
 
+# Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
 _NUCLEUS_TOKENS = 256
-"""Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails."""
 
 
 class Warp:

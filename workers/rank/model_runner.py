@@ -51,8 +51,8 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WARM_UP_TOKENS = 48
+# The step that decides how blocks in host memory are read has so many tokens there.
 _MEASURED_HOST_TOKENS = 4096
-"""The step that decides how blocks in host memory are read has so many tokens there."""
 _NUM_MEASURED_STEPS = 4
 
 

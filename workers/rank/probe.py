@@ -19,12 +19,12 @@ from workers.model.model_config import ModelConfig
 from workers.model.split import kv_heads, part, query_heads
 from workers.model.weights import LayerWeights, LinearWeights
 
+# How many earlier tokens the step for `attention_ratio` attends to, where the model's context allows.
 _EARLIER_TOKENS = 2048
-"""How many earlier tokens the step for `attention_ratio` attends to, where the model's context allows."""
+# The head, which can be as large as ten layers, is measured on a part of this size; its time is scaled.
 _HEAD_ROWS = 8192
-"""The head, which can be as large as ten layers, is measured on a part of this size; its time is scaled."""
+# Each of the four figures is the best of as many runs as fit, of two at least and `_MOST_RUNS` at most.
 _BUDGET_S = 0.15
-"""Each of the four figures is the best of as many runs as fit, of two at least and `_MOST_RUNS` at most."""
 _MOST_RUNS = 8
 _PATTERN_ITEMS = 1 << 20
 

@@ -68,8 +68,8 @@ from workers.rank.progress import Progress
 _CONNECT_TIMEOUT_S = 10.0
 _LENGTH = struct.Struct("<I")
 _MEMORY_S = 2.0
+# How often a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
-"""How often a rank looks whether a long step has progressed."""
 
 
 def run_rank(spec: RankSpec) -> None:

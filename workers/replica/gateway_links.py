@@ -36,8 +36,8 @@ from workers.messages import (
 GATEWAY_GRACE_S = 3.0
 LOAD_PERIOD_S = 0.2
 
+# (gateway id, epoch).
 GatewayKey = tuple[str, int]
-"""(gateway id, epoch)."""
 
 News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
 

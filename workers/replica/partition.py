@@ -119,8 +119,8 @@ def _layer_s(cost: StageCost) -> float:
 #
 # Called by the brain when its ranks have joined and told what a layer costs on their devices.
 
+# The layers [start, end) of each stage.
 Stages = tuple[tuple[int, int], ...]
-"""The layers [start, end) of each stage."""
 
 
 def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:

@@ -43,13 +43,13 @@ from workers.messages import (
 )
 
 LEAVE_S = 1.0
+# How long the end of a connection waits for the news of who ended it.
 _CULPRIT_S = 0.5
-"""How long the end of a connection waits for the news of who ended it."""
 
 _SYSTEM_CLOCK = SystemClock()
 
+# From what the ranks told when they joined, in rank order, to the layers [start, end) of each stage.
 PlanStages = Callable[[Sequence[RankJoined]], tuple[tuple[int, int], ...]]
-"""From what the ranks told when they joined, in rank order, to the layers [start, end) of each stage."""
 
 _log = logging.getLogger("tandem.ranks")
 

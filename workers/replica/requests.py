@@ -67,12 +67,12 @@ class Requests:
         self._vocab_size = vocab_size
         self._wake = wake
         self._requests: dict[RequestKey, _Request] = {}
+        # The last submission, from when it begins to change anything here.
         self._queueing: RequestKey | None = None
-        """The last submission, from when it begins to change anything here."""
+        # Why new work is refused; "" while it is taken.
         self.refusal = ""
-        """Why new work is refused; "" while it is taken."""
+        # Why it is handed back, to be done elsewhere.
         self._leaving = ""
-        """Why it is handed back, to be done elsewhere."""
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -10,10 +10,10 @@ from workers.messages import DeviceMemory, StepPlan
 from workers.model.work import ModelWork
 from workers.scheduler.step import StepOutcome
 
+# Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones.
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones."""
+# Of the newest step in the moving averages.
 _WEIGHT = 0.05
-"""Of the newest step in the moving averages."""
 
 
 class Capability(NamedTuple):
@@ -33,17 +33,17 @@ class StepStats:
         self._average_byte_s = 0.0
         self.num_steps_by_batch = [0] * (len(BATCH_BOUNDS) + 1)
         self.num_batched_sequences = 0
+        # Prompt tokens and inputs of decode steps.
         self.num_computed_tokens = 0
-        """Prompt tokens and inputs of decode steps."""
         self.num_sampled_tokens = 0
+        # Of prompts that are done: what could have been cached.
         self.num_queried_tokens = 0
-        """Of prompts that are done: what could have been cached."""
+        # Of those: what was, by the tier it came from.
         self.num_hit_tokens: Counter[str] = Counter()
-        """Of those: what was, by the tier it came from."""
         self.num_flops = 0.0
         self.num_read_bytes = 0.0
+        # Time in which a stage computed, the mean over the stages.
         self.busy_s = 0.0
-        """Time in which a stage computed, the mean over the stages."""
         self.rank_to_memory: dict[int, DeviceMemory] = {}
 
     def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:

@@ -22,11 +22,11 @@ from workers.replica.stats import StepStats
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
 
+# Unreported plans of a replica of one stage; every further stage adds one.
 PIPELINE_DEPTH = 2
-"""Unreported plans of a replica of one stage; every further stage adds one."""
+# A piece of a step may take this many times what the rank's measured rate predicts before `stall_s` begins
+# to count: others may use the machine as well.
 _PATIENCE = 4.0
-"""A piece of a step may take this many times what the rank's measured rate predicts before `stall_s` begins
-to count: others may use the machine as well."""
 _CANARY = StepPlan(0, (), (), (), ())
 
 
@@ -56,8 +56,8 @@ class _Unreported:
     """A plan that is out, and who has reported it."""
 
     plan: StepPlan
+    # When it was sent, or any rank was heard to progress with it.
     progressed_at: float
-    """When it was sent, or any rank was heard to progress with it."""
     rank_to_report: dict[int, StepReport] = field(default_factory=dict)
 
 

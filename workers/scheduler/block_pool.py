@@ -38,8 +38,8 @@ class BlockPool:
         self._key_to_block: dict[bytes, int] = {}
         self._key_to_parent: dict[bytes, bytes] = {}
         self._key_to_children: dict[bytes, dict[bytes, None]] = {}
+        # Of the first block of each prompt; a chain is one tenant's (`kvtransfer.blocks.keys`).
         self._head_to_tenant: dict[bytes, str] = {}
-        """Of the first block of each prompt; a chain is one tenant's (`kvtransfer.blocks.keys`)."""
         self._evictable: list[tuple[int, int]] = []  # heap of (released_at, block); stale entries are skipped
         self._num_cached = 0
         self._private_key_to_block: dict[bytes, int] = {}

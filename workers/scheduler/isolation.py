@@ -19,9 +19,9 @@ from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.sequence import Phase, Request, RequestKey, Sequence
 from workers.scheduler.step import IssuedPlan
 
+# Steps with a token of its own, alone, after which a suspect is cleared: the end of its prompt and two more.
+# A prompt that is handed over is computed alone and cleared by the decode replica.
 NUM_STEPS_TO_CLEAR = 3
-"""Steps with a token of its own, alone, after which a suspect is cleared: the end of its prompt and two more.
-A prompt that is handed over is computed alone and cleared by the decode replica."""
 
 
 class Isolation:

@@ -38,20 +38,20 @@ class Lifecycle:
     ) -> None:
         self.tables = BlockTables(pool, fingerprint, num_offload_blocks)
         self.requests: dict[RequestKey, Request] = {}
+        # Of `requests`: those that run alone until they are cleared (`isolation`).
         self.suspects: dict[RequestKey, Request] = {}
-        """Of `requests`: those that run alone until they are cleared (`isolation`)."""
+        # Whose request is being planned, settled or adopted, for the case that this fails.
         self.handled: RequestKey | None = None
-        """Whose request is being planned, settled or adopted, for the case that this fails."""
+        # Free ones that are not to be had now.
         self.num_reserved_slots = 0
-        """Free ones that are not to be had now."""
         self.waiting: list[Sequence] = []  # by queue_rank
         self.running: list[Sequence] = []  # by rank
         self.leaving: list[Sequence] = []
         self.num_preemptions = 0
+        # Whether blocks may be had from the store: then a sequence that begins to wait wants them.
         self.has_store = False
-        """Whether blocks may be had from the store: then a sequence that begins to wait wants them."""
+        # Whether a plan found out that more is wanted.
         self.has_new_wishes = False
-        """Whether a plan found out that more is wanted."""
         self._pool = pool
         self._max_sequences = max_sequences
         self._free_slots = list(range(max_sequences - 1, -1, -1))

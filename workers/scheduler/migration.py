@@ -17,12 +17,12 @@ from workers.scheduler.sequence import Phase, RequestKey, Sequence
 class Position(NamedTuple):
     """How far a sequence has come. Counts are tokens from the prompt's first one."""
 
+    # Known, or sampled by plans that are out.
     num_tokens: int
-    """Known, or sampled by plans that are out."""
+    # Their KV is in the pool, in `block_ids`.
     num_settled: int
-    """Their KV is in the pool, in `block_ids`."""
+    # It ends here, at the latest, with so many.
     most_tokens: int
-    """It ends here, at the latest, with so many."""
     block_ids: tuple[int, ...]
 
 

@@ -64,17 +64,17 @@ class Request:
         self.arrived_at = now
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
+        # Tokens a sample may have in all: `max_tokens`, clipped to the context.
         self.output_limit = output_limit
-        """Tokens a sample may have in all: `max_tokens`, clipped to the context."""
         self.landing = Landing.READY if submission.decode is None else Landing.NEEDED
         self.landing_asked_at = 0.0
         self.num_cached_tokens = 0
+        # Tokens whose KV came from the store, by tier.
         self.num_loaded_tokens: dict[str, int] = {}
-        """Tokens whose KV came from the store, by tier."""
         self.scheduled_at: float | None = None
         self.prompt_done = False
+        # Of a suspect: those with a token of its own, alone; None before its first plan.
         self.num_survived_steps: int | None = None
-        """Of a suspect: those with a token of its own, alone; None before its first plan."""
         self.sequences = [Sequence(self, sample) for sample in submission.samples]
 
     @property
@@ -154,21 +154,21 @@ class Sequence:
         self.phase = Phase.WAITING
         self.preempted = False
         self.load = Load.DONE
+        # Nobody behind it in line is admitted: what it loads lacks room.
         self.holds_others = False
-        """Nobody behind it in line is admitted: what it loads lacks room."""
         self.finish = ""
         self.slot = -1
+        # The last plan that names this sequence.
         self.last_step = 0
-        """The last plan that names this sequence."""
         self.num_scheduled = 0
         self.num_settled = 0
         self.num_pending = 0
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
+        # Of `block_ids`: those in the ranks' host memory.
         self.num_offloaded = 0
-        """Of `block_ids`: those in the ranks' host memory."""
+        # While it moves to another replica: no plan goes beyond so many tokens, and with them it is held.
         self.hold_at = 0
-        """While it moves to another replica: no plan goes beyond so many tokens, and with them it is held."""
 
     @property
     def rank(self) -> Rank:

@@ -24,9 +24,9 @@ from workers.messages import (
 )
 from workers.scheduler.sequence import Request, Sequence
 
+# What starts and entries of one plan may take. The other half is for what cannot wait: a freed slot takes 5
+# bytes and a block's copy 11.
 PLAN_BYTES = MAX_FRAME_BYTES // 2
-"""What starts and entries of one plan may take. The other half is for what cannot wait: a freed slot takes 5
-bytes and a block's copy 11."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class StepOutcome:
     tokens: list[TokenDelta] = field(default_factory=list)
     chunks: list[ChunkDone] = field(default_factory=list)
     prompts: list[PromptDone] = field(default_factory=list)
+    # Sequences that move to another replica: how far they have come.
     moving: list[ChunkDone] = field(default_factory=list)
-    """Sequences that move to another replica: how far they have come."""
     failures: list[RequestFailed] = field(default_factory=list)
 
 

@@ -27,13 +27,13 @@ from kvtransfer.store.messages import (
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.step import LoadNeed
 
+# An owner that has not answered a look-up after this is taken for hung.
 FIND_PATIENCE_S = 0.2
-"""An owner that has not answered a look-up after this is taken for hung."""
+# A fetch of which nothing has come for this long is given up. The owner need not hang for that: it may wait
+# for a disk or for another node, and what hangs leaves the next look-up without answer.
 FETCH_PATIENCE_S = 5.0
-"""A fetch of which nothing has come for this long is given up. The owner need not hang for that: it may wait
-for a disk or for another node, and what hangs leaves the next look-up without answer."""
+# After waiting for room for so long, a load has those behind it in line wait too: they would take it all.
 ROOM_PATIENCE_S = 1.0
-"""After waiting for room for so long, a load has those behind it in line wait too: they would take it all."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class _Part:
     first: int
     num_blocks: int
     waiting: set[int]
+    # By rank, for each of its reads: (block index in the load, offset of the record).
     reads: dict[int, list[tuple[int, int]]]
-    """By rank, for each of its reads: (block index in the load, offset of the record)."""
 
 
 @dataclass(slots=True)
@@ -53,21 +53,21 @@ class _Load:
     began_at: float
     heard_at: float
     tiers: tuple[str, ...] = ()
+    # From when on it waits for room, if there is none.
     found_at: float = 0.0
-    """From when on it waits for room, if there is none."""
     holds_others: bool = False
     held_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     came_from: list[str] = field(default_factory=list)
     is_fetching: bool = False
+    # Known so far: blocks before the first bad or missing one.
     num_good: int = 0
-    """Known so far: blocks before the first bad or missing one."""
     parts: dict[int, _Part] = field(default_factory=dict)
     bad_offsets: set[int] = field(default_factory=set)
+    # Nothing more comes from the owner.
     is_complete: bool = False
-    """Nothing more comes from the owner."""
+    # The sequence waits no more; the blocks are held until their ranks are done with them.
     is_told: bool = False
-    """The sequence waits no more; the blocks are held until their ranks are done with them."""
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -308,12 +308,12 @@ class BlockLoader:
 # ----------------------------------------------------------------------------------------------
 # Load or compute? Measured rates of a replica's store, and the choice they make. Called by `loading`.
 
+# Until a load was measured, and the owner has measured nothing either.
 ASSUMED_GB_S: Mapping[str, float] = {"dram": 4.0, "nvme": 1.0, "remote": 0.5}
-"""Until a load was measured, and the owner has measured nothing either."""
 _WEIGHT = 0.3
+# A load that was not worth it is not measured again; each refusal raises what is believed by this, so that a
+# bad moment does not decide for ever.
 _DRIFT = 1.05
-"""A load that was not worth it is not measured again; each refusal raises what is believed by this, so that a
-bad moment does not decide for ever."""
 
 
 class TierCosts:

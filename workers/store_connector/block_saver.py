@@ -28,8 +28,8 @@ from workers.scheduler.step import FinishedBlock
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_BLOCKS = 32
 _MAX_BATCHES = 2
+# At most one in so many of the replica's blocks is held for copies.
 _POOL_SHARE = 16
-"""At most one in so many of the replica's blocks is held for copies."""
 
 
 @dataclass(slots=True)
@@ -39,10 +39,10 @@ class _Batch:
     block_ids: list[int]
     places: list[tuple[int, int]]
     tenant: str
+    # By rank: what it copies, from the grant on.
     copies: dict[int, list[StoreCopy]] = field(default_factory=dict)
-    """By rank: what it copies, from the grant on."""
+    # Its records shall not come into being: the tenant was purged meanwhile.
     is_void: bool = False
-    """Its records shall not come into being: the tenant was purged meanwhile."""
     sums: dict[int, StorePutDone] = field(default_factory=dict)
 
 
@@ -74,8 +74,8 @@ class WriteThrough:
         self._batches: dict[int, _Batch] = {}
         self._number = 0
         self.num_stored = 0
+        # By cause.
         self.num_unstored: Counter[str] = Counter()
-        """By cause."""
 
     @property
     def num_references(self) -> int:

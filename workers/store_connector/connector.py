@@ -47,8 +47,8 @@ from workers.store_connector.tier_view import TierView
 
 _ATTACH_PERIOD_S = 2.0
 _ASK_PERIOD_S = 0.5
+# The number of a look-up that is for no load: theirs begin at 1.
 _NO_LOAD = 0
-"""The number of a look-up that is for no load: theirs begin at 1."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _log = logging.getLogger("tandem.tiers")
@@ -85,12 +85,12 @@ class StoreConnector:
         self._order_to = order_to
         self._wake = wake
         self._is_answering = True
+        # By rank: the arena it has mapped; while there is none it is missing.
         self._arenas: dict[int, bytes] = {}
-        """By rank: the arena it has mapped; while there is none it is missing."""
+        # When ranks without an arena are told again to map it.
         self._attach_at = 0.0
-        """When ranks without an arena are told again to map it."""
+        # When an owner that does not answer is asked again whether it does.
         self._ask_at = 0.0
-        """When an owner that does not answer is asked again whether it does."""
         self._clock = clock
         self._quiet = asyncio.Event()
         self._quiet.set()

@@ -40,8 +40,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAGIC = b"tandem\x9dA"
 _VERSION = 1
+# Magic, version, granule bytes, number of bytes, id; then the checksum of these.
 _SUPERBLOCK = struct.Struct("<8sIIQ16s")
-"""Magic, version, granule bytes, number of bytes, id; then the checksum of these."""
 _SUM = struct.Struct("<Q")
 
 _log = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class Arena:
         self.num_bytes = len(mapping) - SCRATCH_BYTES  # behind it other owners' agents measure their path
         self.view = memoryview(mapping)[: self.num_bytes]
         self._mapping: mmap.mmap | None = mapping
+        # Where the last record that there ever was ends.
         self.num_used_bytes = 0
-        """Where the last record that there ever was ends."""
         self.is_adopted = False
         self._counts: dict[int, int] = {}  # offset of each record -> its granules
         self._extents = Extents(self.num_bytes // granule_bytes)

@@ -152,8 +152,8 @@ class _Queue:
     used since or may not leave any more, never too late: it is then renewed or dropped."""
 
     def __init__(self) -> None:
+        # Of a tenant's queue: its resident blocks.
         self.num_blocks = 0
-        """Of a tenant's queue: its resident blocks."""
         self._heap: list[tuple[int, int, _Node]] = []
         self._queued: set[_Node] = set()
         self._num_pushes = 0

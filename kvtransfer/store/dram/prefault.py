@@ -14,10 +14,10 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES, Arena
 
+# So much is taken ahead of the last record, at most a quarter of the arena.
 AHEAD_BYTES = 256 << 20
-"""So much is taken ahead of the last record, at most a quarter of the arena."""
+# Less is not worth a process. A small arena is left to its first writes.
 MIN_BYTES = 16 << 20
-"""Less is not worth a process. A small arena is left to its first writes."""
 _STEP_BYTES = 2 << 20
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import mmap
 import os
 import sys
 
+# Of Linux's madvise; the mmap module has no name for it.
 _POPULATE_WRITE = 23
-"""Of Linux's madvise; the mmap module has no name for it."""
 _STEP_BYTES = 2 << 20
 
 

@@ -23,14 +23,14 @@ class Held:
 
     def __init__(self, info: RecordInfo) -> None:
         self.info = info
+        # Where it lies in the arena; None: not in the host tier.
         self.offset: int | None = None
-        """Where it lies in the arena; None: not in the host tier."""
         self.nvme: NvmeRef | None = None
+        # As it lies on NVMe; given exactly when `nvme` is.
         self.nvme_info: RecordInfo | None = None
-        """As it lies on NVMe; given exactly when `nvme` is."""
         self.num_hits = 0
+        # Grows with every use of any record: who has more was used later.
         self.used_at = 0
-        """Grows with every use of any record: who has more was used later."""
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -81,8 +81,8 @@ class RecordTable:
     """The records of a node by block and shard. Who enters a record puts it in a tier at once."""
 
     def __init__(self) -> None:
+        # Whole records on NVMe, by tenant.
         self.nvme_bytes: dict[str, int] = {}
-        """Whole records on NVMe, by tenant."""
         self._blocks: dict[ChainKey, dict[Shard, Held]] = {}
         self._nothing: Mapping[Shard, Held] = {}
 

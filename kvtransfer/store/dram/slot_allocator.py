@@ -21,10 +21,10 @@ from kvtransfer.store.dram.eviction import ChainKey, ChainLru, TenantShares
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import State, Writer
 
+# For one record, at most so many times its size is evicted: between slots that stay, more may not help.
 MAX_EVICTED_RATIO = 8
-"""For one record, at most so many times its size is evicted: between slots that stay, more may not help."""
+# Pins take at most this part of the arena: prefetches shall not shut out everything else.
 MAX_PINNED_RATIO = 0.5
-"""Pins take at most this part of the arena: prefetches shall not shut out everything else."""
 
 SlotState = Literal["written", "read", "kept", "doomed", "stray"]
 
@@ -48,17 +48,17 @@ class Slot:
 
     def __init__(self, offset: int, num_bytes: int, info: RecordInfo, state: SlotState) -> None:
         self.offset = offset
+        # Whole granules.
         self.num_bytes = num_bytes
-        """Whole granules."""
         self.info = info
         self.key = ChainKey(info.id.space, info.id.key)
         self.state: SlotState = state
         self.session = b""
         self.writer: Writer | None = None
+        # False: purged while it was being filled.
         self.is_wanted = True
-        """False: purged while it was being filled."""
+        # It was allocated by an owner before this one, which alone knew whose connections to watch.
         self.is_adopted = False
-        """It was allocated by an owner before this one, which alone knew whose connections to watch."""
         self.num_leases = 0
         self.pinned_until: float | None = None
 

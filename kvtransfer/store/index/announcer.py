@@ -42,15 +42,15 @@ class AnnounceLimits(NamedTuple):
     """How much is told how fast."""
 
     max_queued: int = 1 << 16
+    # Records in one round trip, so that packing them does not hold up the loop.
     batch: int = 128
-    """Records in one round trip, so that packing them does not hold up the loop."""
+    # What is announced so soon after another goes with it.
     linger_s: float = 0.002
-    """What is announced so soon after another goes with it."""
+    # Between two batches when all is told anew: many nodes may do so at once.
     rebuild_pause_s: float = 0.05
-    """Between two batches when all is told anew: many nodes may do so at once."""
     entry_ttl_s: float = 3600.0
+    # How often all is told again, so that what is held stays known and what is not dies out.
     refresh_s: float = 1200.0
-    """How often all is told again, so that what is held stays known and what is not dies out."""
     retry_s: float = 1.0
 
 
@@ -77,8 +77,8 @@ class Announcer:
         self._records = records
         self._wrote = wrote
         self._queue: dict[RecordId, tuple[bytes, Tier | None]] = {}  # with the chain
+        # Announced since the walk under way took its list: that list says nothing of them.
         self._told_since: set[RecordId] | None = None
-        """Announced since the walk under way took its list: that list says nothing of them."""
         self._has_work = asyncio.Event()
         self._walk_is_wanted = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -219,11 +219,11 @@ class Renewal(Enum):
     """What a renewal met."""
 
     GOOD = auto()
+    # Our record was not there, or an older state of it: Redis was flushed, restarted or restored, or evicted
+    # it, or we were paused for longer than the lease. What we told may be lost too.
     LOST = auto()
-    """Our record was not there, or an older state of it: Redis was flushed, restarted or restored, or evicted
-    it, or we were paused for longer than the lease. What we told may be lost too."""
+    # A later owner of this node has its record there: ours is not written any more.
     SUPERSEDED = auto()
-    """A later owner of this node has its record there: ours is not written any more."""
 
 
 class NodeLease:
@@ -236,8 +236,8 @@ class NodeLease:
         self._key = node_key(namespace, node_number(identity.replica_id))
         self._record = NodeRecord(identity.epoch, 0, address, identity.replica_id)
         self._lease_s = lease_s
+        # The sequence of the last renewal that was answered; 0: none yet.
         self._confirmed = 0
-        """The sequence of the last renewal that was answered; 0: none yet."""
 
     @property
     def period_s(self) -> float:

@@ -31,14 +31,14 @@ from kvtransfer.store.messages import IndexStat, RecordInfo, Tier
 __all__ = ["Holder", "Index"]
 
 _LOG = logging.getLogger(__name__)
+# Look-ups on the wire at once; those that were cut off count until their answer comes.
 _MAX_LOOKUPS = 8
-"""Look-ups on the wire at once; those that were cut off count until their answer comes."""
 _LEAVE_S = 1.0
 _CANCEL_AGAIN_S = 0.1
 _SMOOTHING = 0.1
+# Turns of the loop after the budget, in which an answer that is already here is still read: when our loop
+# was busy with other things, its timer and the answer are noticed together.
 _NUM_LAST_TURNS = 3
-"""Turns of the loop after the budget, in which an answer that is already here is still read: when our loop
-was busy with other things, its timer and the answer are noticed together."""
 
 
 class Index:
@@ -54,8 +54,8 @@ class Index:
     ) -> None:
         """`identity`: this node's id and the owner's epoch; a later owner of the node has a greater one.
         `address`: where other owners reach it, host:port."""
+        # All that this node holds now, each record in its cheapest tier: asked when it must be told anew.
         self.on_rebuild: Callable[[], Iterable[tuple[RecordInfo, Tier]]] = tuple
-        """All that this node holds now, each record in its cheapest tier: asked when it must be told anew."""
         self._url = settings.redis_url
         self._budget_s = settings.lookup_budget_s
         self._identity = identity
@@ -83,8 +83,8 @@ class Index:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_announcing = False
         self._is_superseded = False
+        # What opened the breaker: silence, not an error.
         self._is_late = False
-        """What opened the breaker: silence, not an error."""
         self._note = ""
         self._write_note = ""
         self._num_lookups = self._num_late = self._num_errors = 0
@@ -299,10 +299,10 @@ class Index:
 # ----------------------------------------------------------------------------------------------
 # Readers of the index: from the values of blocks to the nodes that live and have them.
 
+# Keys of one MGET: what a busy server answers in far less than the budget.
 CHUNK = 512
-"""Keys of one MGET: what a busy server answers in far less than the budget."""
+# For how long a node is taken to live after its record was read.
 NODES_S = 1.0
-"""For how long a node is taken to live after its record was read."""
 
 
 class Holder(NamedTuple):

@@ -22,8 +22,8 @@ from kvtransfer.errors import StoreError
 
 NUM_CONNECTIONS = 16
 _CONNECT_S = 2.0
+# Scripts in one round trip: packing and reading more of them holds up the loop for milliseconds.
 _PIPELINE = 16
-"""Scripts in one round trip: packing and reading more of them holds up the loop for milliseconds."""
 _FAILURES = (redis.RedisError, redis.exceptions.RedisClusterException, OSError, EOFError)
 
 

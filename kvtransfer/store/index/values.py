@@ -20,11 +20,11 @@ from kvtransfer.messages import Shard
 from kvtransfer.store.messages import Tier
 
 TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
+# The unit of an entry's stamp: coarse, so that the values of a chain stay equal.
 STAMP_S = 600
-"""The unit of an entry's stamp: coarse, so that the values of a chain stay equal."""
+# An entry that was not told again for so many stamps is dropped by whoever changes the value next: else one
+# that is kept alive by its other holders would collect the nodes of the past.
 STALE_STAMPS = 12
-"""An entry that was not told again for so many stamps is dropped by whoever changes the value next: else one
-that is kept alive by its other holders would collect the nodes of the past."""
 
 _TAG_BYTES = 4
 _ENTRY = struct.Struct(">8s4HBIQ")

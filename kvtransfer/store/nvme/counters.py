@@ -19,8 +19,8 @@ class NvmeCounters:
     """Of one tier. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
+        # What will not get better by itself.
         self.note = ""
-        """What will not get better by itself."""
         self._clock = clock
         self._lock = threading.Lock()
         self._reads = RateMeter()

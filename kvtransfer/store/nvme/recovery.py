@@ -83,8 +83,8 @@ class Recovery:
     def __init__(self, files: SegmentFiles, segment_bytes: int, faults: Faults) -> None:
         self.segments: list[Segment] = []
         self.next_number = 1
+        # Records of which something is wrong, the torn ones among them.
         self.num_damaged = 0
-        """Records of which something is wrong, the torn ones among them."""
         self.num_io_errors = 0
         self._files = files
         self._segment_bytes = segment_bytes

@@ -14,12 +14,12 @@ from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.nvme.segments import Directory, NvmeRef, Segment
 from kvtransfer.store.record import image_bytes
 
+# Records that one system call writes at most.
 MAX_RUN_RECORDS = 64
-"""Records that one system call writes at most."""
+# Of a segment: with less left to write to, the next compaction is due.
 EARLY_SHARE = 0.25
-"""Of a segment: with less left to write to, the next compaction is due."""
+# Of a segment, that a compaction writes again at most: so it always frees enough.
 SURVIVING_SHARE = 0.5
-"""Of a segment, that a compaction writes again at most: so it always frees enough."""
 
 
 class Moved(NamedTuple):
@@ -57,8 +57,8 @@ class SegmentTable:
         self._next_number = 1
         self._was_refused = False
         self._places: dict[RecordId, NvmeRef] = {}
+        # By the last compaction: until its result is known everywhere, the old places are still used.
         self._moved: dict[NvmeRef, NvmeRef] = {}
-        """By the last compaction: until its result is known everywhere, the old places are still used."""
         self._num_bytes = 0
 
     # -------------------------------------------------------------------------------------- records

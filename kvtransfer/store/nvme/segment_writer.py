@@ -24,8 +24,8 @@ from kvtransfer.store.nvme.segments import (
 )
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, image_bytes
 
+# Whole, page-aligned images; their header pages are not looked at.
 Images = Sequence[tuple[memoryview, RecordInfo]]
-"""Whole, page-aligned images; their header pages are not looked at."""
 
 
 class _Headers(threading.local):

@@ -32,24 +32,24 @@ from kvtransfer.store.record import VERSION as RECORD_VERSION
 
 VERSION = 1
 SUFFIX = ".seg"
+# Files that stay open though nobody reads or writes them.
 MAX_IDLE_FILES = 256
-"""Files that stay open though nobody reads or writes them."""
 
 _MAGIC = b"tandem\x9dS"
+# Magic, CRC-32 of the rest of the page, version, segment number, end of the images, length and checksum of
+# the directory. The first three stand there in every version.
 _TRAILER = struct.Struct("<8sIIQQQQ")
-"""Magic, CRC-32 of the rest of the page, version, segment number, end of the images, length and checksum of
-the directory. The first three stand there in every version."""
 _CRC = struct.Struct("<I")
 _SUMMED_FROM = 12
+# Read at once when a segment is opened: with the usual sizes that is all of its directory.
 _TAIL_BYTES = 256 << 10
-"""Read at once when a segment is opened: with the usual sizes that is all of its directory."""
+# What an entry of the directory takes at most beside its `RecordInfo`.
 _ENTRY_BYTES = 16
-"""What an entry of the directory takes at most beside its `RecordInfo`."""
 
 _HEADERS: Codec[Header] = Codec(Header)
 _HEADER_FRONT = struct.Struct("<II")
+# Version and length of the fields, then the fields: see `record`.
 _HEADER_SUMMED_FROM = 16
-"""Version and length of the fields, then the fields: see `record`."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -80,21 +80,21 @@ class Segment:
     number: int
     path: Path
     num_bytes: int
+    # Where the next image goes.
     end: int = 0
-    """Where the next image goes."""
     live: dict[int, RecordInfo] = field(default_factory=dict)
+    # Offsets of records that are not wanted any more and whose headers still stand on the disk.
     stale: set[int] = field(default_factory=set)
-    """Offsets of records that are not wanted any more and whose headers still stand on the disk."""
+    # At most what the directory of all records takes.
     directory_bytes: int = _ENTRY_BYTES
-    """At most what the directory of all records takes."""
     num_writing: int = 0
     is_full: bool = False
+    # A directory stands behind its records.
     is_sealed: bool = False
-    """A directory stands behind its records."""
+    # Something was written to it that is not yet durable.
     is_dirty: bool = False
-    """Something was written to it that is not yet durable."""
+    # It could not be read when the tier was opened: nobody knows what it holds.
     is_unread: bool = False
-    """It could not be read when the tier was opened: nobody knows what it holds."""
     directory_lock: threading.Lock = field(default_factory=threading.Lock)
     fd: int = -1
     open_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -182,8 +182,8 @@ class SegmentFiles:
 
     def __init__(self, folder: Path, flags: int) -> None:
         self.folder = folder
+        # Beside O_RDWR: `os.O_DIRECT` where the file system takes it.
         self.flags = flags
-        """Beside O_RDWR: `os.O_DIRECT` where the file system takes it."""
         self._lock = threading.Lock()  # never held during a system call: an event loop waits for it
         self._idle: OrderedDict[int, Segment] = OrderedDict()
 

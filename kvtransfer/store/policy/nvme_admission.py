@@ -7,21 +7,21 @@ from typing import NamedTuple
 from kvtransfer.config import Admission as AdmissionPolicy
 from kvtransfer.store.messages import RecordId, RecordInfo
 
+# A record seen for the first time displaces others only if at least this part of those like it were read
+# back: about seven bytes written for a byte read. Lower: more hits; higher: less wear.
 FIRST_WORTH = 0.15
-"""A record seen for the first time displaces others only if at least this part of those like it were read
-back: about seven bytes written for a byte read. Lower: more hits; higher: less wear."""
+# The same for a record seen again; almost always kept: the next reading is seldom the last.
 AGAIN_WORTH = 0.02
-"""The same for a record seen again; almost always kept: the next reading is seldom the last."""
+# One chain of so many is written although it is not worth it, to notice when that changes.
 SAMPLED = 32
-"""One chain of so many is written although it is not worth it, to notice when that changes."""
+# A class is worth writing until so many of it have ended.
 MIN_TRIALS = 64
-"""A class is worth writing until so many of it have ended."""
+# When so many of a class have ended, what was counted weighs half: workloads change.
 MEMORY_TRIALS = 4000
-"""When so many of a class have ended, what was counted weighs half: workloads change."""
+# Records remembered, for each that the tier has room for.
 SEEN_FACTOR = 4
-"""Records remembered, for each that the tier has room for."""
+# Bounds of the above; the upper one is about 80 MB.
 MIN_SEEN, MAX_SEEN = 1024, 1 << 19
-"""Bounds of the above; the upper one is about 80 MB."""
 
 _MAX_SIGHTS = 4
 _MAX_TURN = 2
@@ -92,10 +92,10 @@ class Admission:
     def __init__(self, policy: AdmissionPolicy, capacity_bytes: int) -> None:
         self._policy = policy
         self._capacity_bytes = capacity_bytes
+        # By hash of the record's id, packed: a collision costs one wrong guess.
         self._seen: dict[int, int] = {}
-        """By hash of the record's id, packed: a collision costs one wrong guess."""
+        # The class each written record is a trial of.
         self._on_nvme: dict[int, int] = {}
-        """The class each written record is a trial of."""
         self._trials: dict[int, _Trials] = {}
         self._num_chains = 0
         self._mean_bytes = 0.0

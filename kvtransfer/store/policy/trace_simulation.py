@@ -22,12 +22,12 @@ from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import Admission
 
 TRACE_BLOCK_TOKENS = 512
+# Files of the simulated NVMe tier.
 NUM_SEGMENTS = 64
-"""Files of the simulated NVMe tier."""
 
+# How NVMe is used. "lru": everything is written, and the least recently used leaves for nothing, as a log of
+# segments cannot do; the others are the store's own.
 Policy = Literal["lru", "all", "seen_twice", "adaptive"]
-"""How NVMe is used. "lru": everything is written, and the least recently used leaves for nothing, as a log of
-segments cannot do; the others are the store's own."""
 POLICIES: tuple[Policy, ...] = ("lru", "all", "seen_twice", "adaptive")
 
 _SPACE = b""
@@ -71,8 +71,8 @@ class Outcome(NamedTuple):
         return (self.num_written + self.num_moved) / self.num_nvme_hits if self.num_nvme_hits else None
 
 
+# The blocks of each request, in order. A block's number names all of the prompt up to its end.
 Trace = Sequence[Sequence[int]]
-"""The blocks of each request, in order. A block's number names all of the prompt up to its end."""
 
 
 class _Line(msgspec.Struct):

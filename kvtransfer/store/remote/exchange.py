@@ -44,9 +44,9 @@ from kvtransfer.store.remote.serve import Lender, Lent, Sender, granule_layout
 __all__ = ["Exchange", "ExchangeRoom", "ExchangeStat", "Lent", "Wanted", "arena_pool"]
 
 _PATIENCE_S = 3.0
+# A fetch is given up after so many seconds and what its bytes take at this rate: before the brains that
+# wait for it take their own owner, which is well, for hung.
 _SLOWEST_BYTES_S = 20e6
-"""A fetch is given up after so many seconds and what its bytes take at this rate: before the brains that
-wait for it take their own owner, which is well, for hung."""
 _COOL_DOWN_S = 1.0
 _MAX_COOL_DOWN_S = 60.0
 

@@ -30,8 +30,8 @@ from kvtransfer.store.messages import (
 )
 from kvtransfer.store.record import image_bytes
 
+# A node that is gone must not hold up a fetch for long.
 _OPEN_S = 3.0
-"""A node that is gone must not hold up a fetch for long."""
 
 
 class Wanted(NamedTuple):
@@ -48,8 +48,8 @@ class Link:
 
     def __init__(self, holder: ReplicaIdentity, stream: FrameStream) -> None:
         self.holder = holder
+        # Why it has ended.
         self.lost = ""
-        """Why it has ended."""
         self._stream = stream
 
     def send(self, message: ToOwner) -> None:
@@ -112,11 +112,11 @@ class Landing:
         self.link = link
         self.wanted = tuple(wanted)
         self.num_bytes = sum(image_bytes(each.num_bytes) for each in wanted)
+        # `sent` is there, or the link is lost.
         self.answered = asyncio.Event()
-        """`sent` is there, or the link is lost."""
         self.sent: RecordsSent | None = None
+        # Nobody waits for it any more.
         self.has_ended = False
-        """Nobody waits for it any more."""
         self.slots = {each.offset for each in wanted}
         self._on_free = on_free
         self._granules = tuple(_granules(each, granule_bytes) for each in wanted)

@@ -51,13 +51,13 @@ from kvtransfer.store.messages import (
 )
 from kvtransfer.store.record import image_bytes
 
+# What a granule is in terms of a model: one layer, one head.
 GRANULE = Shard(0, 1, 0, 1)
-"""What a granule is in terms of a model: one layer, one head."""
 
+# About how much is lent and pushed at a time.
 _CHUNK_BYTES = 8 << 20
-"""About how much is lent and pushed at a time."""
+# Chunks that are lent at most: one moves while the next is read from NVMe.
 _CHUNKS_AHEAD = 2
-"""Chunks that are lent at most: one moves while the next is read from NVMe."""
 
 _log = logging.getLogger("tandem.store")
 

@@ -31,13 +31,13 @@ from kvtransfer.store.server.store_listener import (
     tell,
 )
 
+# A rank without an arena waits for so long after the owner's start: another one may offer what it has.
 OFFER_WAIT_S = 1.0
-"""A rank without an arena waits for so long after the owner's start: another one may offer what it has."""
+# An owner to whom no rank comes makes an arena then, so that the first request finds memory that is taken;
+# one that a rank offers later goes before it.
 SPARE_WAIT_S = 1.0
-"""An owner to whom no rank comes makes an arena then, so that the first request finds memory that is taken;
-one that a rank offers later goes before it."""
+# And uses it then, to serve other nodes and administrators.
 LONELY_WAIT_S = 10.0
-"""And uses it then, to serve other nodes and administrators."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -183,8 +183,8 @@ def _process_of(sock: socket.socket) -> int:
 # Whether a process that was let into the arena still lives: by its id and its start time, from procfs.
 
 _STATE = 0
+# Fields of /proc/<pid>/stat after the name, which is the only one that may hold spaces.
 _STARTED_AT = 19
-"""Fields of /proc/<pid>/stat after the name, which is the only one that may hold spaces."""
 _DEAD = "ZX"
 
 

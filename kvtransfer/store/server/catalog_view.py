@@ -15,11 +15,11 @@ from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import FromOwner, RecordId, Tier, TierEvents
 from kvtransfer.store.record import space_id
 
+# Blocks whose holders on other nodes are remembered from a look-up, for the fetch that follows.
 _MAX_LEARNED = 1 << 14
-"""Blocks whose holders on other nodes are remembered from a look-up, for the fetch that follows."""
 _TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
+# Of what other nodes hold only the shape is known before it is here.
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of what other nodes hold only the shape is known before it is here."""
 
 
 class Take(NamedTuple):
@@ -169,8 +169,8 @@ class CatalogView:
 
 LocalTier = Literal["dram", "nvme"]
 _LOCAL_TIERS: tuple[LocalTier, ...] = ("dram", "nvme")
+# Blocks told in one message.
 _EVENTS_BLOCKS = 4096
-"""Blocks told in one message."""
 
 
 class Told(NamedTuple):
@@ -274,8 +274,8 @@ def _chains(stored: Mapping[bytes, Told]) -> Iterable[BlocksStored]:
 # ----------------------------------------------------------------------------------------------
 # Which records of a block together hold a shard: for readers of another shape than the writers'.
 
+# After so many attempts to do with fewer records, the best found is taken.
 MAX_STEPS = 256
-"""After so many attempts to do with fewer records, the best found is taken."""
 
 
 def cover(needed: Shard, held: Iterable[Shard]) -> list[tuple[Shard, Shard]] | None:

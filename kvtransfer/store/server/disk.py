@@ -48,19 +48,19 @@ class Disk:
         self._capacity_bytes = settings.nvme_bytes
         self._segment_bytes = settings.segment_bytes
         self._admission = Admission(settings.admission, settings.nvme_bytes)
+        # Writes at once, on threads beside those of the reads.
         self.max_writes = max(1, settings.io_threads // 2)
-        """Writes at once, on threads beside those of the reads."""
         self._threads = ThreadPoolExecutor(settings.io_threads + self.max_writes, "store-io")
         self._upkeep = ThreadPoolExecutor(1, "store-upkeep")
         self._nvme = NvmeTier(settings, clock, faults) if settings.nvme_path else None
+        # What it holds is known. Never, where there is no such tier.
         self.is_open = False
-        """What it holds is known. Never, where there is no such tier."""
         self._note = ""
         self._is_compacting = False
+        # It is known whether the folder can be used.
         self.was_tried = asyncio.Event()
-        """It is known whether the folder can be used."""
+        # Records on NVMe that were of use since they were written there.
         self._hit: set[RecordId] = set()
-        """Records on NVMe that were of use since they were written there."""
 
     # -------------------------------------------------------------------------------------------- life
 

@@ -23,14 +23,14 @@ from kvtransfer.store.remote.exchange import Exchange
 from kvtransfer.store.remote.fetch import Wanted
 from kvtransfer.store.server.disk import Disk
 
+# The record is not where it was thought to be, or could not be read.
 GONE = -1
-"""The record is not where it was thought to be, or could not be read."""
+# There is no room for it in the host tier.
 NO_ROOM = -2
-"""There is no room for it in the host tier."""
 
 _REMOTE_BATCH = 16
+# Batches under way from one node: the second one's question travels while the first one's bytes do.
 _REMOTE_PARALLEL = 2
-"""Batches under way from one node: the second one's question travels while the first one's bytes do."""
 
 
 class Arrived(NamedTuple):
@@ -66,8 +66,8 @@ class Loads:
 
     def __init__(self, catalog: Catalog, disk: Disk, max_reads: int, spawn: Spawn) -> None:
         self.others: Exchange | None = None
+        # Another node did not give this record.
         self.on_missed: Callable[[RecordId], None] = lambda record: None
-        """Another node did not give this record."""
         self._catalog = catalog
         self._disk = disk
         self._max_reads = max_reads

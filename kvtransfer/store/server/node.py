@@ -26,9 +26,9 @@ from kvtransfer.store.server.write_behind import WriteBehind
 
 _log = logging.getLogger("tandem.store")
 
+# When other nodes' records come too slowly, they are asked for in the first second of each period only, to
+# notice when that changes.
 _SLOW_PERIOD_S, _SLOW_TRIAL_S = 30.0, 1.0
-"""When other nodes' records come too slowly, they are asked for in the first second of each period only, to
-notice when that changes."""
 
 
 class Node:

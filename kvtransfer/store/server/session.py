@@ -38,8 +38,8 @@ from kvtransfer.store.server.node import Node
 
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_FETCHES = 4096
+# With so many fetches under way nothing more is brought near for later.
 _MAX_PREFETCHES = 1024
-"""With so many fetches under way nothing more is brought near for later."""
 
 _log = logging.getLogger("tandem.store")
 
@@ -180,12 +180,12 @@ class EngineSession:
 # ----------------------------------------------------------------------------------------------
 # One fetch of a brain: walks a chain, has its blocks brought in ahead of need, and tells them in order.
 
+# Loads that one fetch keeps waiting, for each that can run at once.
 _AHEAD = 2
-"""Loads that one fetch keeps waiting, for each that can run at once."""
+# Told in one message.
 _MAX_BLOCKS = 512
-"""Told in one message."""
+# So often a block whose record vanished is looked for again.
 _MAX_PLANS = 3
-"""So often a block whose record vanished is looked for again."""
 _MISSING = "not in any tier"
 _NO_ROOM = "no room in the host tier"
 

@@ -37,8 +37,8 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.server.node import Node
 
 _MAX_LISTED = 10_000
+# While records are awaited by readers, a check of all of them pauses before each, so often for so long.
 _YIELD_S, _MAX_YIELDS = 0.005, 200
-"""While records are awaited by readers, a check of all of them pauses before each, so often for so long."""
 
 _log = logging.getLogger("tandem.store")
 

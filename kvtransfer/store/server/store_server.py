@@ -38,8 +38,8 @@ from kvtransfer.store.server.store_admin import Admin
 from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse, stream_of
 
 _TICK_S = 0.25
+# Brains are told a rate again when it changed by more than this part.
 _RATE_CHANGE = 0.1
-"""Brains are told a rate again when it changed by more than this part."""
 _BACKLOG = 128
 _LENGTH = struct.Struct("<I")
 

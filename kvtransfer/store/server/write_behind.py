@@ -17,10 +17,10 @@ from kvtransfer.store.record import image_bytes
 from kvtransfer.store.server.disk import Disk
 
 _BATCH_BYTES = 4 << 20
+# Records that wait for room in the queue.
 _MAX_LATE = 1 << 16
-"""Records that wait for room in the queue."""
+# Of the arena, held for the queue at most.
 _MAX_LEASED_SHARE = 0.25
-"""Of the arena, held for the queue at most."""
 
 
 class _Queued(NamedTuple):

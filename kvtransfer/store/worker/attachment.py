@@ -28,8 +28,8 @@ from kvtransfer.store.messages import (
 )
 
 _FD_MARK = b"F"
+# The mapping remembers in units of this size what it has mapped; records start at multiples of it.
 _MAPPED_BYTES = 64 << 10
-"""The mapping remembers in units of this size what it has mapped; records start at multiples of it."""
 
 
 class MappedArena:
@@ -53,8 +53,8 @@ class MappedArena:
             os.close(fd)
             raise
         self.place = Place(memoryview(self._mapping))
+        # For each unit of `_MAPPED_BYTES`: whether this process has its pages mapped.
         self._is_mapped = np.zeros(-(-num_bytes // _MAPPED_BYTES), dtype=np.bool_)
-        """For each unit of `_MAPPED_BYTES`: whether this process has its pages mapped."""
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Map the pages of this range, which is written and will be read now, unless that was done before:

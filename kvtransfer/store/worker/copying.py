@@ -28,8 +28,8 @@ from kvtransfer.store.worker.attachment import MappedArena
 class Batch(NamedTuple):
     """What is copied between two questions to the governor."""
 
+    # Of the copies in the order.
     positions: Sequence[int]
-    """Of the copies in the order."""
     num_bytes: int
 
 
@@ -124,8 +124,8 @@ class GetWork(CopyWork):
         for position, read in enumerate(order.reads):
             shapes.setdefault((read.shard, read.piece), []).append(position)
         self._groups = list(shapes.values())
+        # Of the first group.
         self._num_done = 0
-        """Of the first group."""
         self._bad: list[int] = []
 
     def next(self, limit_bytes: int) -> Batch | None:

@@ -21,10 +21,10 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.host import cpu_flags
 
 _COMMAND_S = 10.0
+# Of `struct timex`, rounded up; of its `maxerror`, on 64 bits; what an unsynchronized clock returns.
 _TIMEX_BYTES, _MAX_ERROR_OFFSET, _TIME_ERROR = 256, 24, 5
-"""Of `struct timex`, rounded up; of its `maxerror`, on 64 bits; what an unsynchronized clock returns."""
+# What cgroups of version 1 say when there is none is near 2^63.
 _NO_LIMIT_BYTES = 1 << 60
-"""What cgroups of version 1 say when there is none is near 2^63."""
 _NETWORK_TYPES = ("nfs", "nfs4", "cifs", "smb3", "ceph", "glusterfs", "9p", "virtiofs", "lustre", "fuse.s3fs")
 _MEMORY_TYPES = ("tmpfs", "ramfs")
 
