@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvtransfer.rpc.codec import Message, Part
+from kvtransfer.codec import Message, Part
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 # What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to.
 TrafficClass = Literal["hand_over", "prefetch", "write_back"]

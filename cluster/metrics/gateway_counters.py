@@ -14,7 +14,7 @@ from cluster.metrics.ended_request import EndedRequest
 from cluster.metrics.histogram import Histogram, Spread
 from cluster.metrics.tenants import TenantUsageTable
 from kvtransfer.blocks.keys import TOKEN_BYTES
-from kvtransfer.rpc.codec import Part
+from kvtransfer.codec import Part
 from router.messages import Decision
 from workers.messages import PrefillReport, TokenDelta
 
