@@ -37,7 +37,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import RankEndpoints
 from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import StoreOrder
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
