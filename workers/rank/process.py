@@ -395,10 +395,6 @@ def main() -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
-
-
 # ----------------------------------------------------------------------------------------------
 # How a rank joins its replica: refuse what cannot be, measure the device, open or find the ranks' store.
 #
@@ -457,3 +453,7 @@ def find_store(address: str) -> TCPStore:
     """The store that rank 0 has opened there."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), None, False)
+
+
+if __name__ == "__main__":
+    main()
