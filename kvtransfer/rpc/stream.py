@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Literal, cast
 
+from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.codec import MAX_FRAME_BYTES
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
 from kvtransfer.rpc.listener import ProvenListener
 

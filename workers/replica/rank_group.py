@@ -21,9 +21,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.rpc.codec import MAX_FRAME_BYTES
 from kvtransfer.rpc.framing import read_frame, write_frame
 from kvtransfer.rpc.listener import ProvenListener
 from workers.errors import RankDiedError, WorkerError

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Coroutine
 from typing import BinaryIO
 
+from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AdminHello,
