@@ -57,12 +57,11 @@ from workers.messages import (
     StepReport,
 )
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.split import refuse_empty_parts
+from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.device_limits import AT_START, DeviceLimits, device_memory, measure_limits
 from workers.rank.model_runner import ModelRunner, read_dtype
-from workers.rank.probe import Probe, ProbeResult
+from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
 
 _CONNECT_TIMEOUT_S = 10.0
