@@ -24,9 +24,9 @@ from cluster.gateway.actions import (
     Route,
     RouteMove,
     Submit,
-    Summary,
 )
 from cluster.gateway.request_state import RequestState
+from cluster.metrics.ended_request import Summary
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
