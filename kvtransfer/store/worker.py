@@ -27,7 +27,7 @@ from kvtransfer.agent.agent import TRANSFER_THREADS
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import intersect
 from kvtransfer.blocks.pool import KvPool, map_shared, populate_read
-from kvtransfer.blocks.runs import Place
+from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
@@ -194,7 +194,7 @@ class StoreWorker:
             return
         if arena is not self._arena:
             self._unmap()
-            self._pool.attach(arena.place)
+            self._pool.attach(arena.region)
             self._arena = arena
         self._sock = sock
         self._num_connections += 1
@@ -226,7 +226,7 @@ class StoreWorker:
 
     def _unmap(self) -> None:
         if self._arena is not None:
-            self._pool.detach(self._arena.place)
+            self._pool.detach(self._arena.region)
             self._arena.close()
             self._arena = None
 
@@ -279,7 +279,7 @@ _MAPPED_BYTES = 64 << 10
 
 
 class MappedArena:
-    """An owner's arena, mapped here. `place` is its bytes, `fd` the descriptor, kept for another owner."""
+    """An owner's arena, mapped here. `region` is its bytes, `fd` the descriptor, kept for another owner."""
 
     def __init__(self, arena: bytes, num_bytes: int, fd: int) -> None:
         """Takes the descriptor over. `StoreError` when it is not such an arena, or cannot be mapped."""
@@ -298,7 +298,7 @@ class MappedArena:
         except StoreError:
             os.close(fd)
             raise
-        self.place = Place(memoryview(self._mapping))
+        self.region = ByteRegion(memoryview(self._mapping))
         # For each unit of `_MAPPED_BYTES`: whether this process has its pages mapped.
         self._is_mapped = np.zeros(-(-num_bytes // _MAPPED_BYTES), dtype=np.bool_)
 
@@ -311,8 +311,8 @@ class MappedArena:
             is_mapped[:] = True
 
     def close(self) -> None:
-        """Unmap it; nothing may look at `place` any more."""
-        self.place = Place(memoryview(bytearray()))
+        """Unmap it; nothing may look at `region` any more."""
+        self.region = ByteRegion(memoryview(bytearray()))
         self._mapping.close()
         os.close(self.fd)
 
@@ -439,10 +439,10 @@ class PutWork(CopyWork):
         faults.at("store.copy.put")
         copies = [self._order.copies[position] for position in batch.positions]
         offsets = [copy.offset + HEADER_BYTES for copy in copies]
-        self._sums += pool.store([copy.block_id for copy in copies], arena.place, offsets)
+        self._sums += pool.store([copy.block_id for copy in copies], arena.region, offsets)
         self._num_bytes += batch.num_bytes
         if faults.at("store.corrupt.put"):
-            arena.place.bytes[offsets[0]] ^= 1
+            arena.region.bytes[offsets[0]] ^= 1
 
     def done(self, now: float) -> StorePutDone:
         return StorePutDone(self._order.number, tuple(self._sums), self._num_bytes, self._seconds(now))
@@ -490,7 +490,7 @@ class GetWork(CopyWork):
         sums = pool.load(
             [read.block_id for read in reads],
             reads[0].piece,
-            arena.place,
+            arena.region,
             [read.offset + HEADER_BYTES for read in reads],
             reads[0].shard,
         )
