@@ -14,7 +14,6 @@ from cluster.config import ClusterConfig, DtypeName, PoolConfig
 from kvtransfer.common.host import cpu_flags
 from workers.model.model_config import read_model_config
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _SAVED: dict[str, DtypeName] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 _VECTOR_UNITS = (*_NATIVE_BF16, "avx512f", "avx2", "asimd")

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from kvtransfer.codec import Part
 from kvtransfer.messages import TransferSettings
-from kvtransfer.rpc.codec import Part
 
 TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
 

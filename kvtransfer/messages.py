@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvtransfer.rpc.codec import Message, Part
+from kvtransfer.codec import Message, Part
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
+# Bytes of one element, by the dtype's name in a checkpoint and in the configuration.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
 
 # What a transfer is for, the most urgent first: a lower class moves only while no higher one wants to.
 TrafficClass = Literal["hand_over", "prefetch", "write_back"]
@@ -49,8 +51,7 @@ class CompatibilityRecord(Part, frozen=True):
     @property
     def token_bytes(self) -> int:
         """KV of one token over all layers and heads."""
-        item_bytes = 4 if self.dtype in ("float32", "fp32") else 2
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES.get(self.dtype, 2)
 
     def differences(self, other: CompatibilityRecord) -> list[str]:
         """One line per differing field; empty when the two may exchange KV."""

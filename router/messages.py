@@ -5,8 +5,8 @@ KV events arrive as `kvtransfer.messages.KvEvents` and `KvSnapshot`. All sizes a
 
 from __future__ import annotations
 
+from kvtransfer.codec import Part
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.codec import Part
 
 
 class ReplicaLoad(Part, frozen=True):

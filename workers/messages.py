@@ -8,6 +8,7 @@ wall is listed in one place.
 
 from __future__ import annotations
 
+from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import (
     CompatibilityRecord,
@@ -21,7 +22,6 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
-from kvtransfer.rpc.codec import Codec, Message, Part
 from kvtransfer.store.messages import StoreOrder, StoreReport
 
 # ---------------------------------------------------------------------------------- what is asked for

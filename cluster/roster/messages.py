@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvtransfer.codec import Part
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
-from kvtransfer.rpc.codec import Part
 
 
 class ReplicaRecord(Part, frozen=True):

@@ -15,9 +15,9 @@ from cluster.roster.messages import (
     StoreRecord,
 )
 from cluster.roster.state import EXPIRE_S, REBUILD_S, RENEW_S, LocalRoster
+from kvtransfer.codec import Codec
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.codec import Codec
 
 
 class RosterActor:

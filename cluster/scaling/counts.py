@@ -12,9 +12,9 @@ from typing import Protocol
 from cluster.config import ClusterConfig
 from cluster.roster.messages import RosterView
 from cluster.scaling.serve_client import AppTargets
+from kvtransfer.codec import Codec, Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import WireError
-from kvtransfer.rpc.codec import Codec, Part
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, Script
 
 

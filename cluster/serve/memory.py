@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.dtypes import ITEM_BYTES, resolve_dtype
+from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.serve.machine import Machine
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import mapping_bytes
-from kvtransfer.messages import Shard
+from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
-from workers.model.split import kv_heads, part
+from workers.model.sizes import kv_heads, part
 
 # Of a rank's process beside weights and KV: torch, its kernels, and room for one step.
 RANK_BYTES = 350_000_000

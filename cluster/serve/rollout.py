@@ -16,7 +16,7 @@ from cluster.errors import ConfigError
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.serve.capacity import bundles, placement_strategy
 from cluster.serve.ray_private import delete_value, read_value, write_value
-from kvtransfer.rpc.codec import Codec, Part
+from kvtransfer.codec import Codec, Part
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
 _ANEW = "stop the application and start it anew"

@@ -13,17 +13,17 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.dtypes import ITEM_BYTES, resolve_dtype
+from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.config import StoreConfig, StoreSettings
-from kvtransfer.messages import Shard
+from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.split import kv_heads
+from workers.model.sizes import kv_heads
 
 NODE_ID_CHARS = 12
 MIN_GRANULE_BYTES = 4 << 10

@@ -27,8 +27,8 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import TemplateError
+from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.codec import Codec, Message, Part
 from kvtransfer.rpc.framing import read_frame, receive_frame, send_frame, write_frame
 from workers.errors import CheckpointError
 

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Sequence
 
-from kvtransfer.rpc.codec import Part
+from kvtransfer.codec import Part
 
 
 class FaultRule(Part, frozen=True):

@@ -10,8 +10,8 @@ import asyncio
 import socket
 import struct
 
+from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.rpc.codec import MAX_FRAME_BYTES
 from kvtransfer.rpc.handshake import ClientHandshake, ServerHandshake
 
 _LENGTH = struct.Struct("<I")

@@ -15,8 +15,8 @@ import hashlib
 import hmac
 import secrets
 
+from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import ProofError
-from kvtransfer.rpc.codec import Codec, Message
 
 NONCE_BYTES = 16
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
-from kvtransfer.rpc.codec import Codec, Message, Part
 
-STORE_PROTOCOL = 2
+STORE_PROTOCOL = 3
 HEADER_BYTES = 4096
 
 # Where a block lies, the cheapest first. "remote": in a tier of another node.

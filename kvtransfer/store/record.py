@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvtransfer.blocks.checksum import Checksummer
+from kvtransfer.codec import Codec, Part
 from kvtransfer.errors import OtherVersionError, StoreError, WireError
 from kvtransfer.messages import CompatibilityRecord
-from kvtransfer.rpc.codec import Codec, Part
 from kvtransfer.store.messages import HEADER_BYTES as HEADER_BYTES
 from kvtransfer.store.messages import RecordInfo
 

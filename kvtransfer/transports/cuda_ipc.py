@@ -27,9 +27,9 @@ from typing import ClassVar, Protocol
 
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.pool import SCRATCH_BYTES
+from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transports.base import TargetRank, WriterRank

@@ -24,9 +24,9 @@ from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.pool import SCRATCH_BYTES, KvPool
+from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
 from kvtransfer.messages import BlockMove, Lane, Shard
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank

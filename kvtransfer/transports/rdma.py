@@ -32,10 +32,10 @@ from msgspec import Meta
 
 from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.blocks.pool import SCRATCH_BYTES
+from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.transports.base import Listener, Measured, TargetRank, WriterRank
 from kvtransfer.transports.connection import (

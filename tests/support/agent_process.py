@@ -13,6 +13,7 @@ from typing import IO
 from kvtransfer.agent.agent import TransferAgent
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import (
@@ -23,7 +24,6 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
-from kvtransfer.rpc.codec import Codec, Message
 
 LENGTH = struct.Struct("<I")
 # A fault's action, here only: wait at the point until the file "<marker>.go" exists.

@@ -22,11 +22,11 @@ from patience import WAIT_S
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.rpc.framing import prove_as_server, receive_exactly, receive_frame, send_frame
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,

@@ -19,9 +19,9 @@ from channel_ranks import WRITER, Connected, Setup, TargetEnd, WriterEnd, eventu
 from child_processes import close_all, killed_on_error
 from patience import WAIT_S
 
+from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import LandingClosed, OpenLanding, Shard, WriterGone
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.rpc.handshake import draw_id
 
 _LENGTH = struct.Struct("<I")

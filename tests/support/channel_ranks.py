@@ -13,6 +13,7 @@ from patience import WAIT_S
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.codec import Message
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import (
@@ -27,7 +28,6 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.protocol.gate import Gate
-from kvtransfer.rpc.codec import Message
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank

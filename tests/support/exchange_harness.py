@@ -19,11 +19,11 @@ from child_processes import killed_on_error
 from patience import WAIT_S
 
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.dram.arena import Arena

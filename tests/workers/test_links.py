@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from link_ends import LinkEnd
 from patience import WAIT_S
 
+from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.errors import TransferError
 from kvtransfer.rpc import stream
-from kvtransfer.rpc.codec import MAX_FRAME_BYTES
 from kvtransfer.rpc.framing import connect_tcp, prove_as_async_client, send_to
 from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer, open_stream

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from staged_engine import ask, engine, right
 
-from kvtransfer.rpc.codec import MAX_FRAME_BYTES
+from kvtransfer.codec import MAX_FRAME_BYTES
 from workers.config import EngineConfig
 from workers.errors import CapacityError
 from workers.messages import (

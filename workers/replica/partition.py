@@ -10,16 +10,15 @@ from statistics import median
 
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.messages import ITEM_BYTES, ReplicaIdentity
 from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages import RankJoined, RankSpec, StageCost
 from workers.model.model_config import ignored_keys, read_model_config
-from workers.model.work import ModelWork
+from workers.model.sizes import ModelWork
 
 _DECODE_PROBE_ROWS = 16
 _DISTURBED = 1.7
-_FOUR_BYTES = ("float32", "fp32")
 
 _log = logging.getLogger("tandem.brain")
 
@@ -45,7 +44,7 @@ class Shape:
         self.attention_ratio = 0.0
         self._name = identity.replica_id
         self._model_dir = model_dir
-        self._item_bytes = 4 if dtype in _FOUR_BYTES else 2
+        self._item_bytes = ITEM_BYTES[dtype]
         # Ranks of several stages measure a step: of a decode replica a small one, of which all rows sample,
         # else a chunk, of which one does.
         is_decode = role == "decode"

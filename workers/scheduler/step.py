@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvtransfer.rpc.codec import MAX_FRAME_BYTES
+from kvtransfer.codec import MAX_FRAME_BYTES
 from workers.messages import (
     BatchEntry,
     BlockCopy,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
-from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.messages import ITEM_BYTES, CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
@@ -49,7 +49,6 @@ _ATTACH_PERIOD_S = 2.0
 _ASK_PERIOD_S = 0.5
 # The number of a look-up that is for no load: theirs begin at 1.
 _NO_LOAD = 0
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _log = logging.getLogger("tandem.tiers")
 
@@ -296,5 +295,5 @@ def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:
 
 def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
     num_heads = (shard.layer_end - shard.layer_start) * (shard.head_end - shard.head_start)
-    token_bytes = 2 * num_heads * compatibility.head_dim * _ITEM_BYTES[compatibility.dtype]
+    token_bytes = 2 * num_heads * compatibility.head_dim * ITEM_BYTES[compatibility.dtype]
     return token_bytes * compatibility.block_tokens

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.codec import Codec, Part
 from kvtransfer.errors import OtherVersionError, StoreIoError
-from kvtransfer.rpc.codec import Codec, Part
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import PAGE_BYTES, Header, Place, encode_header
 from kvtransfer.store.record import VERSION as RECORD_VERSION

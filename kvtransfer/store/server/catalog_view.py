@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from kvtransfer.blocks.layout import BlockLayout, intersect, shard_size, without
-from kvtransfer.messages import BlocksStored, CompatibilityRecord, Shard
+from kvtransfer.messages import ITEM_BYTES, BlocksStored, CompatibilityRecord, Shard
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.index.index import Holder, Index
@@ -19,7 +19,6 @@ from kvtransfer.store.record import space_id
 _MAX_LEARNED = 1 << 14
 _TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
 # Of what other nodes hold only the shape is known before it is here.
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Take(NamedTuple):
@@ -118,7 +117,7 @@ class CatalogView:
     async def learn(self, chain: bytes, keys: Sequence[bytes]) -> None:
         """Ask the index who has these blocks; takes no longer than its budget."""
         index = self._index()
-        if index is None or self._compatibility.dtype not in _ITEM_BYTES:
+        if index is None or self._compatibility.dtype not in ITEM_BYTES:
             return
         for key, holders in zip(keys, await index.find(self.space, chain, keys), strict=True):
             self._learned.pop(key, None)
@@ -157,7 +156,7 @@ class CatalogView:
     def payload_bytes(self, shard: Shard) -> int:
         """What a block's record of that shard holds; 0 when it cannot be known."""
         fields = self._compatibility
-        item_bytes = _ITEM_BYTES.get(fields.dtype, 0)
+        item_bytes = ITEM_BYTES.get(fields.dtype, 0)
         return BlockLayout(shard, fields.head_dim, fields.block_tokens, item_bytes).block_bytes
 
     def _held(self, key: bytes) -> Mapping[Shard, Held]:

@@ -14,14 +14,14 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Coroutine
 from typing import BinaryIO
 
+from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.codec import Codec, Message
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AdminHello,
@@ -62,7 +62,7 @@ class StoreOwner:
         self._clock = clock
         self._faults = faults
         self._offer_wait_s = offer_wait_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks(self._broke)
         self._doors: list[StoreListener] = []
         self._sessions: dict[bytes, EngineSession] = {}
         self._told_gb_s: dict[str, float] = {}
@@ -75,14 +75,14 @@ class StoreOwner:
     async def start(self) -> None:
         """Listen at the node's socket and over TCP; `OSError` when one of them is taken. What NVMe holds is
         found meanwhile."""
-        self._node = Node(self._settings, self._clock, self._faults, self._spawn)
+        self._node = Node(self._settings, self._clock, self._faults, self._tasks.spawn)
         self._hall = ArenaManager(
             self._settings,
             self._clock,
             self._offer_wait_s,
             self._node.attach,
             self._rank_left,
-            self._spawn,
+            self._tasks.spawn,
         )
         self._admin = Admin(self.identity, self._node, self._clock, lambda: len(self._sessions))
         remote = socket.create_server((self._settings.host, 0), backlog=_BACKLOG)
@@ -90,14 +90,14 @@ class StoreOwner:
         local.bind(f"\0{self._settings.name}")
         local.listen(_BACKLOG)
         self.address = f"{self._settings.host}:{remote.getsockname()[1]}"
-        self._spawn(self._node.run(), "store-node")
-        self._spawn(self._node.open(self.address), "store-open")
-        self._spawn(self._hall.make_when_lonely(), "store-lonely")
-        self._spawn(self._tick_forever(), "store-tick")
+        self._tasks.spawn(self._node.run(), "store-node")
+        self._tasks.spawn(self._node.open(self.address), "store-open")
+        self._tasks.spawn(self._hall.make_when_lonely(), "store-lonely")
+        self._tasks.spawn(self._tick_forever(), "store-tick")
         for sock in (local, remote):
             sock.setblocking(False)
             self._doors.append(
-                StoreListener(sock, self._settings.secret, self._serve, self._spawn, self._clock)
+                StoreListener(sock, self._settings.secret, self._serve, self._tasks.spawn, self._clock)
             )
 
     async def stop(self) -> None:
@@ -109,9 +109,7 @@ class StoreOwner:
             session.close()
         if self._error is None:
             await self._node.close(self._settings.flush_s)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._admin.close()
         self._hall.close()
         await self._node.release()
@@ -157,7 +155,7 @@ class StoreOwner:
         earlier = self._sessions.get(hello.session)
         if earlier is not None:
             earlier.close()
-        session = EngineSession(hello, await stream_of(visitor), self._hall, self._node, self._spawn)
+        session = EngineSession(hello, await stream_of(visitor), self._hall, self._node, self._tasks.spawn)
         self._sessions[hello.session] = session
         self._node.catalog.session_opened(hello.session)
         session.send(StoreWelcome(self.identity, self._node.gb_s()))
@@ -193,15 +191,8 @@ class StoreOwner:
             for session in self._sessions.values():
                 session.send(StoreWelcome(self.identity, rates))
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
+    def _broke(self, error: BaseException) -> None:
+        if self._error is None:
             _log.error("the store of %s failed", self.identity.replica_id, exc_info=error)
             self._error = error
             self._has_ended.set()

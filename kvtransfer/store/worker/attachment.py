@@ -14,7 +14,7 @@ import socket
 import numpy as np
 
 from kvtransfer.blocks.pool import map_shared, populate_read
-from kvtransfer.blocks.runs import Place
+from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import (
@@ -33,7 +33,7 @@ _MAPPED_BYTES = 64 << 10
 
 
 class MappedArena:
-    """An owner's arena, mapped here. `place` is its bytes, `fd` the descriptor, kept for another owner."""
+    """An owner's arena, mapped here. `region` is its bytes, `fd` the descriptor, kept for another owner."""
 
     def __init__(self, arena: bytes, num_bytes: int, fd: int) -> None:
         """Takes the descriptor over. `StoreError` when it is not such an arena, or cannot be mapped."""
@@ -52,7 +52,7 @@ class MappedArena:
         except StoreError:
             os.close(fd)
             raise
-        self.place = Place(memoryview(self._mapping))
+        self.region = ByteRegion(memoryview(self._mapping))
         # For each unit of `_MAPPED_BYTES`: whether this process has its pages mapped.
         self._is_mapped = np.zeros(-(-num_bytes // _MAPPED_BYTES), dtype=np.bool_)
 
@@ -65,8 +65,8 @@ class MappedArena:
             is_mapped[:] = True
 
     def close(self) -> None:
-        """Unmap it; nothing may look at `place` any more."""
-        self.place = Place(memoryview(bytearray()))
+        """Unmap it; nothing may look at `region` any more."""
+        self.region = ByteRegion(memoryview(bytearray()))
         self._mapping.close()
         os.close(self.fd)
 

@@ -93,10 +93,10 @@ class PutWork(CopyWork):
         faults.at("store.copy.put")
         copies = [self._order.copies[position] for position in batch.positions]
         offsets = [copy.offset + HEADER_BYTES for copy in copies]
-        self._sums += pool.store([copy.block_id for copy in copies], arena.place, offsets)
+        self._sums += pool.store([copy.block_id for copy in copies], arena.region, offsets)
         self._num_bytes += batch.num_bytes
         if faults.at("store.corrupt.put"):
-            arena.place.bytes[offsets[0]] ^= 1
+            arena.region.bytes[offsets[0]] ^= 1
 
     def done(self, now: float) -> StorePutDone:
         return StorePutDone(self._order.number, tuple(self._sums), self._num_bytes, self._seconds(now))
@@ -144,7 +144,7 @@ class GetWork(CopyWork):
         sums = pool.load(
             [read.block_id for read in reads],
             reads[0].piece,
-            arena.place,
+            arena.region,
             [read.offset + HEADER_BYTES for read in reads],
             reads[0].shard,
         )

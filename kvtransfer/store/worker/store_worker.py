@@ -164,7 +164,7 @@ class StoreWorker:
             return
         if arena is not self._arena:
             self._unmap()
-            self._pool.attach(arena.place)
+            self._pool.attach(arena.region)
             self._arena = arena
         self._sock = sock
         self._num_connections += 1
@@ -196,7 +196,7 @@ class StoreWorker:
 
     def _unmap(self) -> None:
         if self._arena is not None:
-            self._pool.detach(self._arena.place)
+            self._pool.detach(self._arena.region)
             self._arena.close()
             self._arena = None
 
