@@ -24,6 +24,7 @@ from patience import WAIT_S
 from service_harness import Hooks
 
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.store import worker
 from kvtransfer.store.messages import (
     AttachStore,
     StoreAttached,
@@ -32,7 +33,6 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
 )
-from kvtransfer.store import worker
 
 SIZE = layout(MODEL).block_bytes
 
