@@ -7,7 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from workers.messages import DeviceMemory, StepPlan
-from workers.model.work import ModelWork
+from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome
 
 # Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones.
