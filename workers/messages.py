@@ -24,6 +24,11 @@ from kvtransfer.messages import (
 )
 from kvtransfer.store.messages import StoreOrder, StoreReport
 
+# (request id, attempt).
+RequestKey = tuple[str, int]
+# (gateway id, epoch).
+GatewayKey = tuple[str, int]
+
 # ---------------------------------------------------------------------------------- what is asked for
 
 _GREEDY_TEMPERATURE = 1e-5
@@ -316,6 +321,9 @@ class LoadReport(Part, frozen=True):
     num_transport_bytes: dict[str, int] = {}
     # By transport: how long that took, summed over pushes.
     transport_s: dict[str, float] = {}
+
+
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
 
 
 class StepFrame(Message, frozen=True):

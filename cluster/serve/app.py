@@ -140,7 +140,8 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._brain = EngineCore(
+        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
+        self._brain = await EngineCore.launch(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,
@@ -156,8 +157,6 @@ class ReplicaActor:
             faults=config.debug.fault_rules,
             store=own_store_name(config, life),
         )
-        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
-        await self._brain.start()
         board = ray_board(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )
