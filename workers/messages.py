@@ -283,7 +283,7 @@ class ReplicaStats(Part, frozen=True):
     decode_step_s: float = 0.0
     # Time in which a stage computed, the mean over the stages.
     busy_s: float = 0.0
-    # The least arithmetic, and the least device memory reads, that the steps needed (`workers.model.work`).
+    # The least arithmetic, and the least device memory reads, that the steps needed (`workers.model.sizes`).
     num_flops: float = 0.0
     num_read_bytes: float = 0.0
     # Measured at start, all ranks together; 0: not measured.

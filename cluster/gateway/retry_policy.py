@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cluster.errors import PoisonRequestError
-from cluster.gateway.actions import PreparedRequest
 from cluster.gateway.sample_output import Sample
+from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.gateway.actions import PreparedRequest, Summary
 from cluster.metrics.definitions import REQUEST_TIMES
-from cluster.metrics.ended_request import EndedRequest
+from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.histogram import Histogram, Spread
 from cluster.metrics.tenants import TenantUsageTable
+from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
 from router.messages import Decision

@@ -16,7 +16,6 @@ from cluster.doctor import members, reuse, serving
 from cluster.doctor.checks import Severity
 from cluster.doctor.live import Expected, look
 from cluster.gateway import history
-from cluster.gateway.actions import PreparedRequest, SampleResult, SampleStart, Summary
 from cluster.gateway.history import (
     MAX_AGE_S,
     WINDOW_TOKENS,
@@ -26,8 +25,9 @@ from cluster.gateway.history import (
     find_anchors,
     percentile,
 )
-from cluster.metrics.ended_request import Caller, EndedRequest
+from cluster.metrics.ended_request import Caller, EndedRequest, SampleResult, Summary
 from cluster.roster.messages import GatewayRecord
+from cluster.text.preprocess import PreparedRequest, SampleStart
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes

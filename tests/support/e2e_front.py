@@ -18,11 +18,11 @@ from e2e_harness import BLOCK_TOKENS, House, Replica, until
 from cluster.api.client import Client, GenerateOptions, GenerateStream, Prompt
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
-from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway
+from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget

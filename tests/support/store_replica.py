@@ -48,7 +48,7 @@ from kvtransfer.store.messages import (
     TierEvents,
 )
 from kvtransfer.store.store_client import StoreClient
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")

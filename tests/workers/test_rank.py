@@ -57,7 +57,7 @@ START_TIMEOUT_S = START_S
 
 END_OF_A_TRANSFER_THREAD = """
 import threading
-from workers.engine import rank
+from workers.rank import process as rank
 
 class Channel:
     def send(self, message):

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
 from kvtransfer.messages import (
@@ -117,11 +118,10 @@ class Peers:
         self._prefill_side = prefill_side
         self._decode_side = decode_side
         self._wake = wake
-        self._on_error = on_error
         self._outbound: dict[ReplicaIdentity, _KvSender] = {}
         self._cooling: dict[ReplicaIdentity, _CoolDown] = {}
         self._inbound: dict[ReplicaIdentity, FrameStream] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks(on_error)
 
     # ------------------------------------------------------------------------------------- outbound
 
@@ -138,7 +138,7 @@ class Peers:
             self._wake()
             return
         peer = self._outbound[target.identity] = _KvSender(target, draw_id())
-        self._spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
+        self._tasks.spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
 
     def forget_others(self, peers: Sequence[ReplicaIdentity]) -> None:
         """There are only these now: the failures of others are no news any more."""
@@ -357,19 +357,7 @@ class Peers:
             stream.send(PEER_CODEC.encode(PeerStopping()))
         for stream in [*self._inbound.values(), *(p.stream for p in self._outbound.values() if p.stream)]:
             stream.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_error(error)
+        await self._tasks.close()
 
 
 def _plan(writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints]) -> tuple[PlannedPiece, ...]:

@@ -35,7 +35,7 @@ from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.model_config import ModelConfig
-from workers.model.split import kv_heads
+from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.step_runner import StepRunner

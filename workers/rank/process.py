@@ -37,7 +37,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import RankEndpoints
 from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import StoreOrder
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -57,12 +57,11 @@ from workers.messages import (
     StepReport,
 )
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.split import refuse_empty_parts
+from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.device_limits import AT_START, DeviceLimits, device_memory, measure_limits
 from workers.rank.model_runner import ModelRunner, read_dtype
-from workers.rank.probe import Probe, ProbeResult
+from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -395,10 +394,6 @@ def main() -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
-
-
 # ----------------------------------------------------------------------------------------------
 # How a rank joins its replica: refuse what cannot be, measure the device, open or find the ranks' store.
 #
@@ -457,3 +452,7 @@ def find_store(address: str) -> TCPStore:
     """The store that rank 0 has opened there."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), None, False)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import (
@@ -122,7 +123,7 @@ class EngineCore:
         self._gateways = Gateways(clock, lambda: self.reports.load())
         links = GatewayLinks(self._gateways, self._hello, self._on_gateway_message)
         self._server = LinkServer(secret, links.serve, self._serve_peer)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks(self._broke)
         self._pump_scheduled = False
         self._death = ""
         self.address = ""
@@ -141,7 +142,7 @@ class EngineCore:
             await self.tiers.start()
         port = await self._server.start(self._host)
         self.address = f"{self._host}:{port}"
-        self._spawn(self._tick_forever(), "brain-tick")
+        self._tasks.spawn(self._tick_forever(), "brain-tick")
 
     def _furnish(self) -> None:
         """Build the rooms, now that the ranks have told their sizes."""
@@ -168,9 +169,7 @@ class EngineCore:
 
     async def stop(self) -> None:
         """End everything at once."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         if self.address:
             await self.peers.close()
         if self.tiers is not None:
@@ -383,14 +382,4 @@ class EngineCore:
         self.requests.fail_all(reason, suspects)
         self._gateways.flush()
         if self.address:
-            self._spawn(self.peers.close(), "brain-death")
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._broke(error)
+            self._tasks.spawn(self.peers.close(), "brain-death")

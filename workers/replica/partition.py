@@ -15,7 +15,7 @@ from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages import RankJoined, RankSpec, StageCost
 from workers.model.model_config import ignored_keys, read_model_config
-from workers.model.work import ModelWork
+from workers.model.sizes import ModelWork
 
 _DECODE_PROBE_ROWS = 16
 _DISTURBED = 1.7

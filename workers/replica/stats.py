@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from workers.messages import BATCH_BOUNDS, DeviceMemory, ReplicaStats, StepPlan
-from workers.model.work import ModelWork
+from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome
 
 # Of the newest step in the moving averages.
