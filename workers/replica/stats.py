@@ -6,6 +6,7 @@ import bisect
 from collections import Counter
 from typing import NamedTuple
 
+from kvtransfer.common.moving_average import moving_average
 from workers.messages import DeviceMemory, StepPlan
 from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome
@@ -61,8 +62,8 @@ class StepStats:
         work = self._capability.work.of(spans, num_sampled)
         self.num_flops += work.flops
         self.num_read_bytes += work.read_bytes
-        self._average_flop_s = _blend(self._average_flop_s, work.flops / busy_s)
-        self._average_byte_s = _blend(self._average_byte_s, work.read_bytes / busy_s)
+        self._average_flop_s = moving_average(self._average_flop_s, work.flops / busy_s, _WEIGHT)
+        self._average_byte_s = moving_average(self._average_byte_s, work.read_bytes / busy_s, _WEIGHT)
 
     def settled(self, outcome: StepOutcome) -> None:
         """What the scheduler made of it."""
@@ -92,7 +93,3 @@ class StepStats:
     def mbu(self) -> float:
         """The same of the measured memory bandwidth."""
         return self._average_byte_s / self.peak_byte_s if self.peak_byte_s else 0.0
-
-
-def _blend(old: float, new: float) -> float:
-    return new if old == 0 else (1 - _WEIGHT) * old + _WEIGHT * new

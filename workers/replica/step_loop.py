@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.moving_average import moving_average
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
 from workers.replica.stats import StepStats
@@ -46,9 +47,11 @@ class Rates:
         if min(stage_to_busy_s) <= 0:
             return
         if _has_prefill(plan):
-            self.prefill_tok_s = _blend(self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2)
+            self.prefill_tok_s = moving_average(
+                self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2
+            )
         else:
-            self.decode_step_s = _blend(self.decode_step_s, sum(stage_to_busy_s), 0.1)
+            self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
 
 
 @dataclass(slots=True)
@@ -192,7 +195,3 @@ def _num_tokens(plan: StepPlan) -> int:
 
 def _has_prefill(plan: StepPlan) -> bool:
     return any(entry.num_tokens > 1 for entry in plan.entries)
-
-
-def _blend(old: float, new: float, weight: float) -> float:
-    return new if old == 0 else (1 - weight) * old + weight * new
