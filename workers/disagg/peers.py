@@ -1,4 +1,4 @@
-"""Peer links: the brain-to-brain streams and, under them, the measured data connections between ranks.
+"""Peer links: the engine core-to-engine core streams and, under them, the measured data connections between ranks.
 
 A replica opens one link to each decode replica it writes to (`outbound`) and accepts one from each replica
 that writes to it (`inbound`). An outbound link is usable when the compatibility records agree and every rank
@@ -89,7 +89,7 @@ class DecodeSide(Protocol):
 
 
 class Peers:
-    """The links of one brain. After every event it has passed on it calls `wake`."""
+    """The links of one engine core. After every event it has passed on it calls `wake`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The step loop of a brain: keeps the ranks fed with plans and takes their reports.
+"""The step loop of an engine core: keeps the ranks fed with plans and takes their reports.
 
 Every rank runs every plan and reports it. At most one plan more is unreported than there are stages: each
 stage runs one while the next is on its way. Idle ranks get an empty plan now and then, the canary, so that
@@ -32,7 +32,7 @@ _CANARY = StepPlan(0, (), (), (), ())
 
 
 @dataclass(slots=True)
-class Rates:
+class StepRates:
     """Moving averages from step reports (0: not yet known).
 
     `prefill_tok_s` is what the slowest stage lets through, `decode_step_s` how long a token's step takes in
@@ -88,7 +88,7 @@ class StepLoop:
         self._piece_s = piece_s
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
-        self.rates = Rates()
+        self.rates = StepRates()
         self.figures = figures or StepStats()
         self.num_steps = 0
 
