@@ -1,7 +1,7 @@
 """Everything that crosses the walls of a replica.
 
-Link: gateway <-> brain, one frame per engine step upward. Peer link: brain <-> brain (KV messages of
-`kvtransfer.messages` plus `HandOver`). Rank channel: brain <-> rank, one plan down and one report up a
+Link: gateway <-> engine core, one frame per engine step upward. Peer link: engine core <-> engine core (KV messages of
+`kvtransfer.messages` plus `HandOver`). Rank channel: engine core <-> rank, one plan down and one report up a
 step. Token ids travel as uint32 little-endian bytes; no tensors. It is over 400 lines because what crosses a
 wall is listed in one place.
 """
@@ -86,7 +86,7 @@ class HandOverTarget(Part, frozen=True):
 
 
 class Submission(Message, frozen=True):
-    """Gateway to brain: run this request (or hand it over to `decode` after prefill).
+    """Gateway to engine core: run this request (or hand it over to `decode` after prefill).
 
     `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway.
     `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
@@ -110,14 +110,14 @@ class Submission(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Gateway to brain: stop the request and free everything of it within one step. Always answered by
+    """Gateway to engine core: stop the request and free everything of it within one step. Always answered by
     nothing: the gateway has already told its client."""
 
     request_id: str
     attempt: int
 
 
-# ------------------------------------------------------------------------------- Link: brain to gateway
+# ------------------------------------------------------------------------------- Link: engine core to gateway
 
 
 class TokenLogprob(Part, frozen=True):
@@ -357,7 +357,7 @@ class ReplicaHello(Message, frozen=True):
 
 
 class GatewayHello(Message, frozen=True):
-    """Gateway to brain, first after the proof: whose requests come over this Link."""
+    """Gateway to engine core, first after the proof: whose requests come over this Link."""
 
     gateway_id: str
     epoch: int
@@ -377,7 +377,7 @@ class RoleChanged(Message, frozen=True):
 
 
 class Move(Message, frozen=True):
-    """Gateway to brain: go on with this request at `target`: its finished KV first, then its state."""
+    """Gateway to engine core: go on with this request at `target`: its finished KV first, then its state."""
 
     request_id: str
     attempt: int
@@ -385,7 +385,7 @@ class Move(Message, frozen=True):
 
 
 class PurgeCache(Message, frozen=True):
-    """Gateway to brain: forget all KV of this tenant (None: of all); answered with the same number."""
+    """Gateway to engine core: forget all KV of this tenant (None: of all); answered with the same number."""
 
     number: int
     tenant: str | None
@@ -422,7 +422,7 @@ class HandOver(Message, frozen=True):
     transfer_seconds: float
 
 
-# ------------------------------------------------------------------------------------ brain <-> rank
+# ------------------------------------------------------------------------------------ engine core <-> rank
 
 
 class RankSpec(Message, frozen=True):
@@ -438,7 +438,7 @@ class RankSpec(Message, frozen=True):
     rank: int
     tp: int
     pp: int
-    brain_address: str
+    engine_core_address: str
     secret: bytes
     model_dir: str
     dtype: str
@@ -478,7 +478,7 @@ class StageCost(Part, frozen=True):
 
 
 class RankJoined(Message, frozen=True):
-    """Rank to brain, first of all: it is alive, and has not loaded anything yet. `store_address` is where the
+    """Rank to engine core, first of all: it is alive, and has not loaded anything yet. `store_address` is where the
     ranks of a replica of several find each other; rank 0 opens it, the others say "". `attention_ratio` is
     the measured cost of attending to one earlier token, in units of the cost of one token's products."""
 
@@ -490,7 +490,7 @@ class RankJoined(Message, frozen=True):
 
 
 class RankProgress(Message, frozen=True):
-    """Rank to brain, while it starts: it has come further. `phase` is what it does now, for people."""
+    """Rank to engine core, while it starts: it has come further. `phase` is what it does now, for people."""
 
     rank: int
     phase: str
@@ -505,7 +505,7 @@ class FormGroup(Message, frozen=True):
 
 
 class RankReady(Message, frozen=True):
-    """Rank to brain, after load and warm-up."""
+    """Rank to engine core, after load and warm-up."""
 
     rank: int
     process_id: int
@@ -526,7 +526,7 @@ class RankReady(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """Rank to brain: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits. With
+    """Rank to engine core: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits. With
     `lost_peer` its connection to another rank broke: a consequence, not the first cause."""
 
     rank: int
@@ -558,7 +558,7 @@ class SlotStart(Part, frozen=True):
 class BatchEntry(Part, frozen=True):
     """Compute `num_tokens` tokens of one sequence from position `start`.
 
-    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the brain
+    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the engine core
     may not know it yet). `block_ids` is the sequence's whole block table, enough for start + num_tokens.
     `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not
     the prompt's last, one normally, n when n samples fork from one prompt.
@@ -609,7 +609,7 @@ class FailedEntry(Part, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """Rank to brain: its part of the step is done and its KV is in the pool, except that of `failed` entries.
+    """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed` entries.
     Only the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was there, and
     when its part was done."""
 
@@ -625,7 +625,7 @@ class StepReport(Message, frozen=True):
 
 
 class StepProgress(Message, frozen=True):
-    """Rank to brain, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for longer
+    """Rank to engine core, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for longer
     than that, and a piece of it was completed since."""
 
     step: int

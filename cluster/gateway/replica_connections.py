@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from cluster.gateway.replica_view import LinkEvents, ReplicaState, ReplicaView
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.state import RosterClient
+from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import (
@@ -190,7 +191,7 @@ class ReplicaLinks:
 
     async def _follow(self, replica_id: str) -> None:
         """Keep a Link to the replica until the roster forgets it."""
-        backoff_s = _MIN_BACKOFF_S
+        backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
         view = self._views[replica_id]
         while replica_id in self._listed:
             try:
@@ -200,9 +201,8 @@ class ReplicaLinks:
                 _log.info("no link to %s: %s", replica_id, error)
             else:
                 if await self._serve_link(view, stream):
-                    backoff_s = _MIN_BACKOFF_S
-            await self._clock.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                    backoff.reset()
+            await self._clock.sleep(backoff.failed())
         del self._views[replica_id]
 
     async def _serve_link(self, view: ReplicaView, stream: FrameStream) -> bool:

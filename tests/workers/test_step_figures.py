@@ -117,7 +117,7 @@ def test_hits_are_told_by_where_the_kv_was() -> None:
                 num_computed_tokens=100,
                 num_cached_tokens=num_cached,
                 times=StageTimes(),
-                outbound=False,
+                decodes_remotely=False,
                 all_finished=False,
                 samples=(),
                 block_ids=(),

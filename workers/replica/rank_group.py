@@ -1,7 +1,7 @@
-"""The brain's side of its ranks: start them together, send plans and orders, receive reports, notice their
+"""The engine core's side of its ranks: start them together, send plans and orders, receive reports, notice their
 death.
 
-A rank connects back to the brain over TCP and proves the secret; one framed connection carries `RankDown`
+A rank connects back to the engine core over TCP and proves the secret; one framed connection carries `RankDown`
 and `RankUp`. Who starts the process is a `RankLauncher`: Ray actors in the cluster, plain processes in tests
 and benchmarks.
 """
@@ -69,11 +69,11 @@ class RankLauncher(Protocol):
     """Starts rank processes."""
 
     async def launch(self, spec: RankSpec) -> RankHandle:
-        """Start one rank; it will connect to `spec.brain_address`."""
+        """Start one rank; it will connect to `spec.engine_core_address`."""
 
 
 class ProcessHandle:
-    """A rank as a child process of the brain."""
+    """A rank as a child process of the engine core."""
 
     def __init__(self, process: asyncio.subprocess.Process, rank: int) -> None:
         self._process = process
@@ -146,7 +146,7 @@ class RankGroup:
         self._stopping = False
 
     async def start(self, specs: Sequence[RankSpec], host: str, plan_stages: PlanStages) -> list[RankReady]:
-        """Launch the ranks (their `brain_address` is filled in here), let `plan_stages` decide the layers of
+        """Launch the ranks (their `engine_core_address` is filled in here), let `plan_stages` decide the layers of
         each stage when all have joined, and wait until all are ready.
 
         Raises `RankDiedError` with the rank's own reason when one cannot serve, or with the ranks that have
@@ -161,7 +161,7 @@ class RankGroup:
             sock, self._secret, self._serve, self._connections.spawn, self._clock, "ranks"
         )
         try:
-            located = [replace(spec, brain_address=address) for spec in specs]
+            located = [replace(spec, engine_core_address=address) for spec in specs]
             await self._launch_all(located)
             await self._until(lambda: len(self._joined) == self._num_ranks)
             joined = [self._joined[spec.rank] for spec in specs]

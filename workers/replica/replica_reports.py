@@ -15,7 +15,7 @@ from workers.scheduler.scheduler import Scheduler
 from workers.store_connector.connector import StoreConnector
 
 
-class Reports:
+class ReplicaReports:
     """Makes the reports, each with its sequence number, from the components of the engine core."""
 
     def __init__(
@@ -105,9 +105,9 @@ class Reports:
         return {
             "load_tok_s": tiers.costs.measured_tok_s,
             "num_loaded_tokens": dict(tiers.num_loaded_tokens),
-            "num_stored_blocks": tiers.writing.num_stored,
-            "num_unstored_blocks": dict(tiers.writing.num_unstored),
-            "num_store_checksum_failures": tiers.loading.num_checksum_failures,
+            "num_stored_blocks": tiers.saver.num_stored,
+            "num_unstored_blocks": dict(tiers.saver.num_unstored),
+            "num_store_checksum_failures": tiers.loader.num_checksum_failures,
         }
 
     @property

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvtransfer.common.moving_average import moving_average
 from workers.messages import BATCH_BOUNDS, DeviceMemory, ReplicaStats, StepPlan
 from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome
@@ -57,8 +58,8 @@ class StepStats:
         work = self.capability.work.of(spans, num_sampled)
         self.num_flops += work.flops
         self.num_read_bytes += work.read_bytes
-        self._average_flop_s = _blend(self._average_flop_s, work.flops / busy_s)
-        self._average_byte_s = _blend(self._average_byte_s, work.read_bytes / busy_s)
+        self._average_flop_s = moving_average(self._average_flop_s, work.flops / busy_s, _WEIGHT)
+        self._average_byte_s = moving_average(self._average_byte_s, work.read_bytes / busy_s, _WEIGHT)
 
     def settled(self, outcome: StepOutcome) -> None:
         """Count what the scheduler made of a step."""
@@ -106,7 +107,3 @@ def _copy(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     return dict(value) if isinstance(value, Counter) else value
-
-
-def _blend(old: float, new: float) -> float:
-    return new if old == 0 else (1 - _WEIGHT) * old + _WEIGHT * new

@@ -1,4 +1,4 @@
-"""The step loop of a brain: keeps the ranks fed with plans and takes their reports.
+"""The step loop of an engine core: keeps the ranks fed with plans and takes their reports.
 
 Every rank runs every plan and reports it. At most one plan more is unreported than there are stages: each
 stage runs one while the next is on its way. Idle ranks get an empty plan now and then, the canary, so that
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.moving_average import moving_average
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
 from workers.replica.stats import StepStats
@@ -31,7 +32,7 @@ _CANARY = StepPlan(0, (), (), (), ())
 
 
 @dataclass(slots=True)
-class Rates:
+class StepRates:
     """Moving averages from step reports (0: not yet known).
 
     `prefill_tok_s` is what the slowest stage lets through, `decode_step_s` how long a token's step takes in
@@ -46,9 +47,11 @@ class Rates:
         if min(stage_to_busy_s) <= 0:
             return
         if _has_prefill(plan):
-            self.prefill_tok_s = _blend(self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2)
+            self.prefill_tok_s = moving_average(
+                self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2
+            )
         else:
-            self.decode_step_s = _blend(self.decode_step_s, sum(stage_to_busy_s), 0.1)
+            self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
 
 
 @dataclass(slots=True)
@@ -85,7 +88,7 @@ class StepLoop:
         self._piece_s = piece_s
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
-        self.rates = Rates()
+        self.rates = StepRates()
         self.stats = stats or StepStats()
         self.num_steps = 0
 
@@ -192,7 +195,3 @@ def _num_tokens(plan: StepPlan) -> int:
 
 def _has_prefill(plan: StepPlan) -> bool:
     return any(entry.num_tokens > 1 for entry in plan.entries)
-
-
-def _blend(old: float, new: float, weight: float) -> float:
-    return new if old == 0 else (1 - weight) * old + weight * new
