@@ -202,7 +202,7 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
                 backlog = node.backlog_tokens(clock.now())
                 router.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
             router.on_load(load_of("decode", clock.now(), num_running=10**9))
-        ask = RouteRequest(str(number), "t", request.keys, request.num_tokens, 1)
+        request_ = RouteRequest(str(number), "t", request.keys, request.num_tokens, 1)
         node = nodes[router.route(ask).prefill]
         num_cached = node.num_cached(request.keys)
         first_token_at_s, events = node.serve(request, num_cached)
