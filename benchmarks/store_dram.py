@@ -50,7 +50,7 @@ from kvtransfer.store.messages import (
     StoreRead,
     StoreReport,
 )
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 
 BLOCK_BYTES = (256 << 10, 1 << 20, 7 << 20)
 ORDER_BYTES = 16 << 20

@@ -24,3 +24,7 @@ def main() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # `python -m cluster`: begin where the console script does
-    import sys
-
-    from cluster.__main__ import main as entry
-
-    entry()
-    sys.exit()
-
 import json
 import logging
 import os
@@ -49,7 +41,7 @@ from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 
-_TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+_TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 _DRAM_BLOCKS, _NVME_BLOCKS = (
     ",".join(map(str, sizes)) for sizes in (DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS)
 )

@@ -1,6 +1,6 @@
 """What a step costs on this device, measured with random weights of the model's shape before it is loaded.
 
-Called by a rank that joins its replica; from the figures of all stages the brain decides their layers.
+Called by a rank that joins its replica; from the figures of all stages the engine core decides their layers.
 """
 
 from __future__ import annotations
