@@ -10,7 +10,7 @@ from store_replica import Chain, Replica
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
-from kvtransfer.store.server.store_server import StoreOwner
+from kvtransfer.store.server.store_server import StoreServer
 
 # The commit before this list existed entered 44. See "Files of one stored record" in docs/architecture.md.
 MAX_FILES = 30
@@ -23,7 +23,7 @@ async def test_one_record_enters_the_documented_files(tmp_path: Path) -> None:
     entered = EnteredFiles()
     with entered.watching():
         house = StoreHouse(tmp_path, nvme_path=str(tmp_path / "nvme"), **NVME)
-        server = StoreOwner(house.settings, SystemClock(), Faults(()), 0.0)
+        server = StoreServer(house.settings, SystemClock(), Faults(()), 0.0)
         await server.start()
         replica = await Replica(house).start()
         try:
@@ -39,7 +39,7 @@ async def test_one_record_enters_the_documented_files(tmp_path: Path) -> None:
     assert len(entered.paths) <= MAX_FILES
 
 
-async def put_and_get(server: StoreOwner, replica: Replica, chain: Chain) -> None:
+async def put_and_get(server: StoreServer, replica: Replica, chain: Chain) -> None:
     """Returns when the record has been read back and lies on NVMe too."""
     num_before = num_on_nvme(server)
     assert await replica.put(chain) == [0]
@@ -48,5 +48,5 @@ async def put_and_get(server: StoreOwner, replica: Replica, chain: Chain) -> Non
     assert await replica.get(chain) == ("dram",)
 
 
-def num_on_nvme(server: StoreOwner) -> int:
+def num_on_nvme(server: StoreServer) -> int:
     return next((tier.num_records for tier in server.stat().tiers if tier.tier == "nvme"), 0)

@@ -28,7 +28,7 @@ class EnteredFiles:
         try:
             yield
         finally:
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
