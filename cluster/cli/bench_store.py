@@ -17,7 +17,7 @@ from kvtransfer.store.policy.trace_simulation import (
     POLICIES,
     TRACE_BLOCK_TOKENS,
     Outcome,
-    Sizes,
+    TierSizes,
     read_trace,
     simulate,
 )
@@ -51,7 +51,7 @@ def bench_store(
             for nvme in nvme_blocks:
                 for policy in POLICIES if nvme else ("all",):
                     status.update(f"replaying: DRAM {dram}, NVMe {nvme} blocks, {policy}")
-                    outcome = simulate(requests, Sizes(device_blocks, dram, nvme), policy)
+                    outcome = simulate(requests, TierSizes(device_blocks, dram, nvme), policy)
                     outcomes.append(outcome)
                     if as_json:
                         print(json.dumps(outcome_json(outcome)), flush=True)
