@@ -54,8 +54,8 @@ REQUEST_TIMES = {
 BATCH_SIZE = tuple(float(bound) for bound in BATCH_BOUNDS)
 
 
-# By metric: the labels of those that gateways export, of what they measured of a replica's work, of those that
-# replicas export, of their paths to other replicas, and of the stores of their nodes.
+# Labels: of what gateways export, of what they measured of a replica's work, of what replicas export, of their
+# paths to other replicas, and of the stores of their nodes.
 _GATEWAY = ("app", "gateway", "model")
 _SERVED = ("app", "gateway", "model", "pool", "replica")
 _REPLICA = ("app", "pool", "replica", "model")
@@ -115,7 +115,8 @@ REQUESTS = (
         "requests_total",
         "",
         "requests",
-        "Requests that ended; `state` is finished, failed, cancelled or refused (never accepted), `code` the gRPC status.",
+        "Requests that ended; `state` is finished, failed, cancelled or refused (never accepted), `code` the "
+        "gRPC status.",
         by="state code",
     ),
     _gateway("running_requests", "num_running", "requests", "Requests that run."),
@@ -186,7 +187,8 @@ REQUESTS = (
         "attempt_failures_total",
         "num_attempt_failures",
         "attempts",
-        "Attempts that a replica gave up, by code: refused (no room), peer, internal, leaving, deadline, invalid. Most are placed again and the client sees nothing.",
+        "Attempts that a replica gave up, by code: refused (no room), peer, internal, leaving, deadline, "
+        "invalid. Most are placed again and the client sees nothing.",
         by="code",
         why_empty=NEEDS_FAULT,
     ),
@@ -341,7 +343,8 @@ KV = (
         "kv_fragmentation_ratio",
         "",
         "",
-        "Share of what running sequences hold that no token is in yet; part of it is reserved for prompts that are being computed.",
+        "Share of what running sequences hold that no token is in yet; part of it is reserved for prompts "
+        "that are being computed.",
     ),
     _replica("landings", "num_landings", "landings", "That are open or wait for room."),
     _replica(
