@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.metrics.definitions import REQUEST_TIMES
+from cluster.metrics.demand import Demand
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.histogram import Histogram, Spread
 from cluster.text.preprocess import PreparedRequest
@@ -207,9 +208,9 @@ class GatewayCounters:
 
     def attempt_failed(self, replica_id: str, code: str, now: float) -> None:
         """A replica gave an attempt up; `code` as in `RequestFailed`."""
-        meters = self._of(replica_id, now)
-        if meters is not None:
-            meters.num_attempt_failures[code] += 1
+        counters = self._of(replica_id, now)
+        if counters is not None:
+            counters.num_attempt_failures[code] += 1
 
     def ended(self, request: EndedRequest) -> None:
         """A request is over, or was not accepted: an `Observer` of the desk."""
@@ -234,12 +235,16 @@ class GatewayCounters:
     def num_running(self) -> int:
         return len(self._open)
 
+    def num_ended(self, state: str) -> int:
+        """Requests that ended in this state."""
+        return sum(count for (ended, _), count in self.num_requests.items() if ended == state)
+
     def advance(self, now: float) -> None:
         """Account for the KV that is held now, and forget replicas that are long gone."""
         for open_ in self._open.values():
             self._hold(open_, now)
-        for replica_id, meters in list(self.replicas.items()):
-            if now > meters.used_at + _FORGET_S and not self._pool_of(replica_id):
+        for replica_id, counters in list(self.replicas.items()):
+            if now > counters.used_at + _FORGET_S and not self._pool_of(replica_id):
                 del self.replicas[replica_id]
 
     def curves(self, now: float, wall: float) -> Curves:
@@ -274,9 +279,9 @@ class GatewayCounters:
         self.num_expected_cached_tokens += decision.prefill_cached_tokens
         placed = [("prefill", decision.prefill), ("decode", decision.decode)]
         for side, replica_id in placed if decision.prefill else [("local", decision.decode)]:
-            meters = self._of(replica_id, now)
-            if meters is not None:
-                meters.num_routed[side] += 1
+            counters = self._of(replica_id, now)
+            if counters is not None:
+                counters.num_routed[side] += 1
 
     def _count_end(self, state: str, code: str, now: float) -> None:
         self.num_requests[state, code] += 1
@@ -304,18 +309,18 @@ class GatewayCounters:
             self._observe(decode, "hand_over_seconds", summary.transfer_s, now)
 
     def _observe(self, replica_id: str, name: str, value: float, now: float, count: int = 1) -> None:
-        meters = self._of(replica_id, now)
-        if meters is not None:
-            meters.histograms[name].observe(value, count)
+        counters = self._of(replica_id, now)
+        if counters is not None:
+            counters.histograms[name].observe(value, count)
 
     def _of(self, replica_id: str, now: float) -> ReplicaCounters | None:
-        meters = self.replicas.get(replica_id)
-        if meters is None:
+        counters = self.replicas.get(replica_id)
+        if counters is None:
             if not replica_id:
                 return None
-            meters = self.replicas[replica_id] = ReplicaCounters(self._pool_of(replica_id))
-        meters.used_at = now
-        return meters
+            counters = self.replicas[replica_id] = ReplicaCounters(self._pool_of(replica_id))
+        counters.used_at = now
+        return counters
 
     def _hold(self, open_: _Open, now: float) -> None:
         """Account for its KV up to now: of the prompt and of the output so far, once for all samples."""
@@ -342,51 +347,6 @@ def cached_by_tier(report: PrefillReport) -> dict[str, int]:
 
 def _point(at: float, spread: Spread) -> Point:
     return Point(at, spread.quantile(0.5), spread.quantile(0.9))
-
-
-# ----------------------------------------------------------------------------------------------
-# What was asked of a gateway and how it was served: the totals that the autoscaler forecasts from.
-
-
-@dataclass(slots=True)
-class Demand:
-    """Since the gateway's start; fields as in `tandem.v1.Demand`, which tells what each is."""
-
-    num_arrived: int = 0
-    num_sequences: int = 0
-    num_prompts: int = 0
-    num_computed_tokens: int = 0
-    computed_tokens_squared: float = 0.0
-    num_ended: int = 0
-    num_output_tokens: int = 0
-    output_tokens_squared: float = 0.0
-    num_first_tokens: int = 0
-    num_late_first_tokens: int = 0
-    num_gaps: int = 0
-    num_late_gaps: int = 0
-
-    def prompt(self, num_computed_tokens: int) -> None:
-        """A prompt's prefill was reported."""
-        self.num_prompts += 1
-        self.num_computed_tokens += num_computed_tokens
-        self.computed_tokens_squared += num_computed_tokens**2
-
-    def ended(self, output_lengths: Iterable[int]) -> None:
-        """The continuations of a request ended, each after so many tokens."""
-        for num_tokens in output_lengths:
-            self.num_ended += 1
-            self.num_output_tokens += num_tokens
-            self.output_tokens_squared += num_tokens**2
-
-    def first_token(self, is_late: bool) -> None:
-        """A request's first token came."""
-        self.num_first_tokens += 1
-        self.num_late_first_tokens += is_late
-
-    def gaps(self, num_gaps: int, are_late: bool) -> None:
-        """Further tokens of a continuation came."""
-        self.num_gaps += num_gaps
-        self.num_late_gaps += num_gaps * are_late
 
 
 # ----------------------------------------------------------------------------------------------

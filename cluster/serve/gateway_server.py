@@ -115,7 +115,7 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             on_members=self._on_members,
             observers=observers,
-            meters=GatewayCounters(
+            counters=GatewayCounters(
                 self._pool_of,
                 self._token_bytes,
                 ttft_slo_s=config.scaling.ttft_slo_s,
