@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.terminal import AsJson, err, out, run
+from cluster.cli.terminal import BUNDLED_MODEL, AsJson, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
 from cluster.doctor.checks import Finding, Severity, as_json, exit_status, worst_first
 from cluster.errors import CallError, ConfigError
@@ -22,7 +22,6 @@ from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
 from workers.model.model_config import read_model_config
 
-_BUNDLED_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 _STYLES = {
     Severity.OK: "green",
     Severity.NOTE: "cyan",
@@ -118,9 +117,9 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
     try:
         if file is not None:
             config = load_config(file)
-        elif _BUNDLED_MODEL.is_dir():
-            context_tokens = read_model_config(_BUNDLED_MODEL).max_context_tokens
-            config = default_config(_BUNDLED_MODEL, context_tokens=context_tokens)
+        elif BUNDLED_MODEL.is_dir():
+            context_tokens = read_model_config(BUNDLED_MODEL).max_context_tokens
+            config = default_config(BUNDLED_MODEL, context_tokens=context_tokens)
         elif address:
             return None, []
         else:

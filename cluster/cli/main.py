@@ -1,14 +1,6 @@
-"""The command line, `tandem`; the only module that reads the environment. `python -m cluster` is the same."""
+"""The command line, `tandem`; the only module that reads the environment."""
 
 from __future__ import annotations
-
-if __name__ == "__main__":  # `python -m cluster`: begin where the console script does
-    import sys
-
-    from cluster.__main__ import main as entry
-
-    entry()
-    sys.exit()
 
 import json
 import logging
@@ -30,6 +22,7 @@ from cluster.cli.doctor import doctor
 from cluster.cli.scale import scale
 from cluster.cli.store import cli as store_cli
 from cluster.cli.terminal import (
+    BUNDLED_MODEL,
     DEFAULT_ADDRESS,
     Address,
     AsJson,
@@ -49,7 +42,6 @@ from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 
-_TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 _DRAM_BLOCKS, _NVME_BLOCKS = (
     ",".join(map(str, sizes)) for sizes in (DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS)
 )
@@ -336,9 +328,9 @@ def _with_redis(config: ClusterConfig) -> ClusterConfig:
 
 
 def _bundled_model() -> Path:
-    if not _TINY.is_dir():
+    if not BUNDLED_MODEL.is_dir():
         raise typer.BadParameter("no model is bundled with this installation; name one", param_hint="--model")
-    return _TINY
+    return BUNDLED_MODEL
 
 
 def _standard_input() -> str:

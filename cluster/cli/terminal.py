@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -29,6 +30,8 @@ JoinedRay = Annotated[
     str, typer.Option("--ray-address", help='The Ray cluster, host:port; "auto": the one of this host.')
 ]
 DEFAULT_ADDRESS = "127.0.0.1:8780"
+# The model that a source checkout or an image has beside the packages.
+BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
 
 def show_version(wanted: bool) -> None:
