@@ -101,13 +101,13 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def _add(table: Table, finding: Finding) -> None:
-    verdict, style = finding.verdict, _STYLES[finding.severity]
+    result, style = finding.result, _STYLES[finding.severity]
     dim = "dim" if finding.severity is Severity.OK else ""
-    table.add_row(Text(str(finding.severity), style), Text(finding.check, dim), Text(verdict.seen, dim))
-    if verdict.why:
-        table.add_row("", "", Text(verdict.why, "dim"))
-    if verdict.remedy:
-        table.add_row("", "", Text(f"-> {verdict.remedy}"))
+    table.add_row(Text(str(finding.severity), style), Text(finding.check, dim), Text(result.seen, dim))
+    if result.why:
+        table.add_row("", "", Text(result.why, "dim"))
+    if result.remedy:
+        table.add_row("", "", Text(f"-> {result.remedy}"))
 
 
 def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfig | None, list[Finding]]:
@@ -134,7 +134,7 @@ def _machine(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
 ) -> list[Finding]:
     from cluster.doctor.checks import CheckContext
-    from cluster.doctor.run_checks import examine_machine
+    from cluster.doctor.run_checks import run_machine_checks
     from cluster.serve.machine import Machine
     from cluster.serve.memory import needs_of
 
@@ -142,7 +142,7 @@ def _machine(
         needs = needs_of(config)
     except CheckpointError:
         needs = None  # the checks of the model say so
-    case = CheckContext(
+    context = CheckContext(
         machine=Machine(),
         config=config,
         needs=needs,
@@ -151,15 +151,15 @@ def _machine(
         ray_address=ray_address,
         is_running=is_running,
     )
-    return examine_machine(case)
+    return run_machine_checks(context)
 
 
 async def _cluster(
     address: str, seconds: float, config: ClusterConfig | None, findings: list[Finding]
 ) -> None:
     """Adds to `findings`."""
-    from cluster.doctor.live import Expected, look
-    from cluster.doctor.run_checks import examine_cluster, unreachable
+    from cluster.doctor.checks import Expected, look
+    from cluster.doctor.run_checks import run_cluster_checks, unreachable
 
     try:
         version = importlib.metadata.version("tandem-serve")
@@ -172,4 +172,4 @@ async def _cluster(
     except CallError as problem:
         findings.append(unreachable(address, str(problem)))
         return
-    findings += examine_cluster(live)
+    findings += run_cluster_checks(live)

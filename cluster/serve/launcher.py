@@ -38,8 +38,7 @@ from cluster.serve.rollout import Deployed, forget, remember
 from cluster.serve.scaler_actor import stop_scaler
 from cluster.serve.secret_files import read_cluster_secret
 from cluster.serve.store_actors import stop_stores
-from cluster.stores.index_server import IndexServer
-from cluster.stores.settings import check_redis_url, check_store, draw_life
+from cluster.stores.settings import IndexServer, check_redis_url, check_store, draw_life
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags
