@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.serve.memory import gb
-from cluster.stores.settings import check_redis_url, smallest_record_bytes
+from cluster.stores import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted

@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig, PoolConfig, read_cluster_secret
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, find_roster, read_roster
@@ -40,7 +40,6 @@ from cluster.serve.rollout import (
     recall,
     remember,
 )
-from cluster.serve.secret_files import read_cluster_secret
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import Clock
 from workers.model.model_config import read_model_config

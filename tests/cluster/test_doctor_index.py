@@ -14,7 +14,7 @@ from optional_programs import uses_redis_or_valkey
 from cluster.doctor import redis
 from cluster.doctor.checks import CheckContext, CheckResult, Severity
 from cluster.serve.machine import Machine
-from cluster.stores.settings import smallest_record_bytes
+from cluster.stores import smallest_record_bytes
 from kvtransfer.errors import StoreError
 
 pytestmark = uses_redis_or_valkey

@@ -194,7 +194,6 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> 
 # The index server of an application that names none, kept running by the process that serves.
 
 
-
 class IndexServer:
     """A Redis server from construction to `close`; one that dies is started again at the same address.
 
