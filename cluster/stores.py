@@ -30,7 +30,7 @@ from kvtransfer.store.index.redis_server import RedisServer
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.split import kv_heads
+from workers.model.sizes import kv_heads
 
 NODE_ID_CHARS = 12
 MIN_GRANULE_BYTES = 4 << 10

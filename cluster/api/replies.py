@@ -13,11 +13,12 @@ import numpy as np
 from cluster.api.status import StatusThread
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.gateway.actions import Emit, Summary
+from cluster.gateway.actions import Emit
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaLinks
 from cluster.gateway.replica_view import ReplicaView
 from cluster.gateway.request_manager import RequestManager, RequestRecord
+from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView

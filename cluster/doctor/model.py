@@ -21,7 +21,7 @@ from workers.model.model_config import (
     read_model_config,
     weight_files,
 )
-from workers.model.split import refuse_empty_parts
+from workers.model.sizes import refuse_empty_parts
 
 GROUP = "model"
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout as `model`"

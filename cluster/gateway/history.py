@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.gateway.actions import Summary
-from cluster.metrics.ended_request import EndedRequest
+from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock
 

@@ -22,11 +22,10 @@ from cluster.errors import (
     UnknownRequestError,
     to_grpc_status,
 )
-from cluster.gateway.actions import RoutedAttempt, TimelineEntry
 from cluster.gateway.replica_connections import ReplicaLinks
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import RequestTask, Router
-from cluster.metrics.ended_request import Caller, EndedRequest, Observer
+from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import Preprocessed, Preprocessor

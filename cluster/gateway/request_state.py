@@ -22,15 +22,10 @@ from cluster.gateway.actions import (
     Fail,
     Finish,
     NotePrefilled,
-    PreparedRequest,
     Release,
     RequestPhase,
     Route,
-    RoutedAttempt,
-    SampleResult,
     Submit,
-    Summary,
-    TimelineEntry,
 )
 from cluster.gateway.migration import StreamMigration
 from cluster.gateway.retry_policy import (
@@ -43,6 +38,8 @@ from cluster.gateway.retry_policy import (
     submission,
 )
 from cluster.gateway.sample_output import Sample
+from cluster.metrics.ended_request import RoutedAttempt, SampleResult, Summary, TimelineEntry
+from cluster.text.preprocess import PreparedRequest
 from cluster.text.tokenizer import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity

@@ -24,11 +24,12 @@ from cluster.gateway.actions import (
     Route,
     RouteMove,
     Submit,
-    Summary,
 )
 from cluster.gateway.request_state import RequestState
+from cluster.metrics.ended_request import Summary
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
@@ -127,7 +128,7 @@ class RequestTask:
         self._clock = clock
         self._on_end = on_end
         self._outbox = OutputBuffer()
-        self._timers: set[asyncio.Task[None]] = set()
+        self._timers = SupervisedTasks()
 
     def begin(self) -> None:
         """Start the journey and the deadline's timer."""
@@ -206,9 +207,7 @@ class RequestTask:
             self.abandon(error)
 
     def _end(self, terminal: Finish | Fail) -> None:
-        for timer in self._timers:
-            if timer is not asyncio.current_task():
-                timer.cancel()
+        self._timers.cancel()
         self._outbox.close(terminal)
         self._on_end(terminal.error if isinstance(terminal, Fail) else None)
 
@@ -256,9 +255,7 @@ class RequestTask:
             await self._clock.sleep(max(0.0, delay_s))
             act()
 
-        timer = asyncio.create_task(wait())
-        self._timers.add(timer)
-        timer.add_done_callback(self._timers.discard)
+        self._timers.spawn(wait(), "request-timer")
 
 
 def _weight(emit: Emit) -> int:

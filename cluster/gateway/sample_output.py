@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from cluster.gateway.actions import Emit, SampleStart
+from cluster.gateway.actions import Emit
+from cluster.text.preprocess import SampleStart
 from cluster.text.tokenizer import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.messages import TokenDelta
-
-_MASK = (1 << 64) - 1
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of sample `index`: the request's own for 0, else splitmix64's `index`-th output."""
-    if index == 0:
-        return seed
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
 
 
 class Sample:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.gateway.actions import PreparedRequest, RoutedAttempt, Summary, TimelineEntry
+from cluster.text.preprocess import PreparedRequest
+from router.messages import Decision
+from workers.messages import HandOverReport, PrefillReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,80 @@ class Caller:
     # W3C Trace Context.
     traceparent: str = ""
     tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """How one sample ended."""
+
+    index: int
+    finish: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished request. The reports are the last attempt's; None: not received (or nothing moved)."""
+
+    samples: tuple[SampleResult, ...]
+    num_prompt_tokens: int
+    num_attempts: int
+    started_at: float
+    first_token_at: float
+    finished_at: float
+    prefill_replica: str
+    decode_replica: str
+    prefill: PrefillReport | None
+    hand_over: HandOverReport | None
+    # Of the stream, from one decode replica to another, in the last attempt.
+    num_moves: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """From acceptance to the first token."""
+        return self.first_token_at - self.started_at
+
+    @property
+    def e2e_s(self) -> float:
+        return self.finished_at - self.started_at
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the end."""
+        return self.finished_at - self.first_token_at
+
+    @property
+    def queue_s(self) -> float:
+        """At the replica, until the prompt was first scheduled. Like the next two it is a difference of times
+        of one host: hosts' clocks are not comparable. 0: not known, or did not happen."""
+        return _span_s(self.prefill.times.arrived, self.prefill.times.scheduled) if self.prefill else 0.0
+
+    @property
+    def prefill_s(self) -> float:
+        return _span_s(self.prefill.times.scheduled, self.prefill.times.prefilled) if self.prefill else 0.0
+
+    @property
+    def transfer_s(self) -> float:
+        """What writing the KV to the decode replica took, by the writer's clock."""
+        moved = self.hand_over
+        return moved.num_moved_bytes / moved.transfer_gb_s / 1e9 if moved and moved.transfer_gb_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """Something that happened to a request, for `Explain`."""
+
+    at: float
+    name: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedAttempt:
+    """A decision of the router, and the attempt that it placed."""
+
+    attempt: int
+    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +145,7 @@ class RelayedRequest(NamedTuple):
 
 # Is told every ended request, on the gateway's event loop: it must not wait.
 Observer = Callable[[EndedRequest], None]
+
+
+def _span_s(start: float, end: float) -> float:
+    return max(0.0, end - start) if start and end else 0.0

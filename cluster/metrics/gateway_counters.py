@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.gateway.actions import PreparedRequest, Summary
-from cluster.metrics import buckets
-from cluster.metrics.ended_request import EndedRequest
+from cluster.metrics.definitions import REQUEST_TIMES
+from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.histogram import Histogram, Spread
 from cluster.metrics.tenants import TenantUsageTable
+from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
 from router.messages import Decision
@@ -94,7 +94,7 @@ class ReplicaCounters:
         self.pool = pool
         self.used_at = 0.0
         # By metric name.
-        self.histograms = {name: Histogram(bounds) for name, bounds in buckets.REQUEST_TIMES.items()}
+        self.histograms = {name: Histogram(bounds) for name, bounds in REQUEST_TIMES.items()}
         # By code of `RequestFailed`.
         self.num_attempt_failures: Counter[str] = Counter()
         # Attempts that the router placed here, by side: "prefill", "decode", or "local" for both.

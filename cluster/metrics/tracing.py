@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.gateway.actions import Summary, TimelineEntry
+from cluster.metrics.ended_request import Summary, TimelineEntry
 
 _QUEUE_SPANS = 4096
 _BATCH_SPANS = 512

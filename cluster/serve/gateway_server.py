@@ -5,7 +5,6 @@ No Ray and no torch here: `cluster.serve.app` runs a `Gateway` in a Serve replic
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import grpc.aio
@@ -35,6 +34,7 @@ from cluster.roster.state import RosterClient
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.rpc.handshake import draw_id
 from router.service import RouterService
 
@@ -149,7 +149,7 @@ class Gateway:
         self._port: ClientPort | None = None
         self._health_server: grpc.aio.Server | None = None
         self._is_serving = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks()
 
     @property
     def links(self) -> ReplicaLinks:
@@ -263,9 +263,7 @@ class Gateway:
     def _on_members(self) -> None:
         if self._links.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
-            task = asyncio.create_task(self._set_health())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self._set_health(), "gateway-health")
 
     async def _set_health(self) -> None:
         assert self._health is not None

@@ -16,9 +16,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
+from cluster.metrics.exporters import StoreMetrics
 from cluster.metrics.logs import log_to_stderr
-from cluster.metrics.registry import ray_board
-from cluster.metrics.replica_metrics import StoreMetrics
+from cluster.metrics.registry import ray_registry
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered
@@ -74,7 +74,7 @@ class StoreActor:
         _log.info(
             "the store of node %s listens at %s, epoch %d", self._node_id, self._owner.address, self._epoch
         )
-        self._metrics = StoreMetrics(ray_board(app=config.app, node=self._node_id))
+        self._metrics = StoreMetrics(ray_registry(app=config.app, node=self._node_id))
         self._tasks = [
             asyncio.create_task(keep_registered(self._register, self._clock)),
             asyncio.create_task(self._export_metrics()),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from cluster.config import ClusterConfig
 from cluster.errors import TemplateError
-from cluster.gateway.actions import PreparedRequest, SampleStart
-from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
@@ -19,7 +18,41 @@ from cluster.text.validation import Limits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.handshake import draw_id
+from workers.messages import SamplingParams
 from workers.model.model_config import read_model_config
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStart:
+    """A sample as the client asks for it: `output` and `finish` are empty unless it resumes."""
+
+    index: int
+    seed: int
+    output: bytes = b""
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One request, checked and tokenized. `request_id` is unique on the wire, also among resumed calls."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    prompt: bytes
+    block_keys: tuple[bytes, ...]
+    sampling: SamplingParams
+    samples: tuple[SampleStart, ...]
+    deadline_at: float | None
+    max_attempts: int = 5
+    # How long a new request waits for any route at all.
+    first_patience_s: float = 1.0
+    # How long a request that lost its replicas waits for others (a replacement starts in seconds).
+    patience_s: float = 20.0
+    pinned_prefill: str = ""
+    pinned_decode: str = ""
 
 
 class Preprocessed(NamedTuple):
@@ -153,3 +186,13 @@ class Preprocessor:
     def _end_token_ids(self, request: pb.GenerateRequest) -> set[int]:
         ends = set(request.stop_token_ids)
         return ends if request.ignore_eos else ends | set(self._model.eos_token_ids)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of sample `index`: the request's own for 0, else splitmix64's `index`-th output."""
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)

@@ -16,11 +16,12 @@ import logging
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Literal, cast
 
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
 from kvtransfer.rpc.listener import ProvenListener
@@ -285,7 +286,7 @@ class LinkServer:
         self._secret = secret
         self._handlers: dict[bytes, _Handler] = {b"link": on_link, b"peer": on_peer}
         self._listener: ProvenListener | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks()
         self._streams: set[FrameStream] = set()
         self.port = 0
 
@@ -294,18 +295,17 @@ class LinkServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port = sock.getsockname()[1]
-        self._listener = ProvenListener(sock, self._secret, self._serve, self._spawn, SystemClock(), "links")
+        self._listener = ProvenListener(
+            sock, self._secret, self._serve, self._tasks.spawn, SystemClock(), "links"
+        )
         return self.port
 
     async def stop(self) -> None:
         """Take no new streams; those that do not end within a moment are cut."""
         if self._listener is not None:
             self._listener.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_STOP_GRACE_S)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.wait(_STOP_GRACE_S)
+        await self._tasks.close()
         for stream in list(self._streams):
             stream.abort()
             await stream.wait_closed()
@@ -324,12 +324,6 @@ class LinkServer:
             stream.close()
         await stream.wait_closed()
         self._streams.discard(stream)
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 async def _stream(sock: socket.socket, name: str) -> FrameStream:

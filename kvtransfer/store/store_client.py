@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PeerGoneError, TransferError, WireError
 from kvtransfer.rpc.store_stream import FrameStream, open_unix
@@ -152,7 +153,7 @@ class StoreClient:
         return True
 
     async def _keep_connected(self) -> None:
-        delay_s = _FIRST_DELAY_S
+        backoff = Backoff(_FIRST_DELAY_S, _MAX_DELAY_S)
         while True:
             await self._events.ready_to_connect()
             try:
@@ -161,9 +162,8 @@ class StoreClient:
                 _log.debug("store: %s", error)
             else:
                 if await self._use(stream):
-                    delay_s = _FIRST_DELAY_S
-            await self._clock.sleep(delay_s)
-            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+                    backoff.reset()
+            await self._clock.sleep(backoff.failed())
 
     async def _use(self, stream: FrameStream) -> bool:
         """Serve one connection until it ends; whether the owner had welcomed us."""

@@ -29,8 +29,8 @@ from cluster.api.client import (
     generate_request,
 )
 from cluster.errors import CallError, InvalidRequestError
-from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
+from cluster.text.preprocess import sample_seed
 from workers.messages import RequestFailed
 
 

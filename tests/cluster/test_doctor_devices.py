@@ -138,5 +138,5 @@ def test_rdma_ports_must_be_active_and_named_devices_there(tmp_path: Path) -> No
 def test_nvidia_smi_that_answers_nonsense_breaks_nothing(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, commands={"nvidia-smi": "No devices were found\n"}).view()
     context = context_of(machine, config_of(pools=ON_GPUS))
-    for check in hardware.CHECKS:
+    for check in (it for it in hardware.CHECKS if it.group == "devices"):
         assert all(severity is not OK for severity, _ in said(check.look, context)), check.name

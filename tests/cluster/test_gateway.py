@@ -15,9 +15,9 @@ from patience import WAIT_S
 
 from cluster.api.client import Collector, GenerateOptions, GenerateStream, Turn
 from cluster.errors import CallError
-from cluster.gateway.sample_output import sample_seed
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.gateway_server import SERVICE_NAME
+from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import PathMeasure, RequestFailed

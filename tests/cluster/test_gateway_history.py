@@ -15,7 +15,6 @@ from cluster.api.client import GenerateOptions
 from cluster.doctor import members, serving
 from cluster.doctor.checks import Expected, Severity, look
 from cluster.gateway import history
-from cluster.gateway.actions import PreparedRequest, SampleResult, SampleStart, Summary
 from cluster.gateway.history import (
     MAX_AGE_S,
     WINDOW_TOKENS,
@@ -25,8 +24,9 @@ from cluster.gateway.history import (
     find_anchors,
     percentile,
 )
-from cluster.metrics.ended_request import Caller, EndedRequest
+from cluster.metrics.ended_request import Caller, EndedRequest, SampleResult, Summary
 from cluster.roster.messages import GatewayRecord
+from cluster.text.preprocess import PreparedRequest, SampleStart
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes

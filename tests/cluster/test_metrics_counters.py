@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gateway.actions import PreparedRequest, RoutedAttempt, SampleResult, SampleStart, Summary
-from cluster.metrics.ended_request import Caller, EndedRequest
+from cluster.metrics.ended_request import Caller, EndedRequest, RoutedAttempt, SampleResult, Summary
 from cluster.metrics.gateway_counters import CURVE_S, RING_S, GatewayCounters, cached_by_tier
 from cluster.metrics.histogram import Histogram, Spread
+from cluster.text.preprocess import PreparedRequest, SampleStart
 from router.messages import Decision
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes, TokenDelta
 

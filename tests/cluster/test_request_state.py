@@ -34,10 +34,9 @@ from cluster.gateway.actions import (
     NotePrefilled,
     Release,
     Route,
-    SampleStart,
     Submit,
 )
-from cluster.gateway.sample_output import sample_seed
+from cluster.text.preprocess import SampleStart, sample_seed
 from workers.messages import (
     HandOverTarget,
     RequestFailed,

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from cluster.errors import DeadlineError, RequestError, SlowClientError, UnavailableError
-from cluster.gateway.actions import Emit, PreparedRequest, SampleStart, Summary
+from cluster.gateway.actions import Emit
 from cluster.gateway.migration import NOWHERE_PAUSE_S
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask
+from cluster.metrics.ended_request import Summary
+from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.tokenizer import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity

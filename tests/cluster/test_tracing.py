@@ -17,9 +17,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from cluster.api.client import GenerateOptions
 from cluster.config import ClusterConfig
 from cluster.errors import CallError, ConfigError
-from cluster.gateway.actions import Summary, TimelineEntry
 from cluster.metrics.config import TracingConfig
-from cluster.metrics.ended_request import Caller, EndedRequest
+from cluster.metrics.ended_request import Caller, EndedRequest, Summary, TimelineEntry
 from cluster.metrics.tracing import Stage, check_tracing, flatten, request_stages
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc

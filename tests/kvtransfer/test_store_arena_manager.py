@@ -13,8 +13,7 @@ import pytest
 from store_harness import StoreHouse, eventually
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.prefault import Prefault
+from kvtransfer.store.dram.arena import Arena, Prefault
 from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
 from kvtransfer.store.server.arena_manager import LONELY_WAIT_S, SPARE_WAIT_S, ArenaManager
 from kvtransfer.store.server.store_listener import PeerConnection, send_descriptor

@@ -15,8 +15,7 @@ from store_harness import StoreHouse, eventually
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.dram import prefault_process
-from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.prefault import Prefault
+from kvtransfer.store.dram.arena import Arena, Prefault
 
 MIB = 1 << 20
 

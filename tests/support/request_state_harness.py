@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cluster.gateway.actions import Action, PreparedRequest, SampleStart
+from cluster.gateway.actions import Action
 from cluster.gateway.request_state import RequestState
-from cluster.gateway.sample_output import sample_seed
+from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
 from cluster.text.tokenizer import SampleText
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision

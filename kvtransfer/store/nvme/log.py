@@ -10,20 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from kvtransfer.common.backoff import CoolDown
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo, TierStat
-from kvtransfer.store.nvme.counters import NvmeCounters
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder
-from kvtransfer.store.nvme.segment_table import SURVIVING_SHARE, SegmentTable
+from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, SURVIVING_SHARE, Room, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted
 from kvtransfer.store.nvme.segment_table import Moved as Moved
-from kvtransfer.store.nvme.segment_writer import SegmentWriter
 from kvtransfer.store.nvme.segments import NvmeRef as NvmeRef
 from kvtransfer.store.nvme.segments import (
     PageBuffer,
@@ -31,9 +32,11 @@ from kvtransfer.store.nvme.segments import (
     SegmentFiles,
     clear_directory,
     erase_page,
+    header_page,
     io_error,
     is_header_of,
     read_at,
+    write_at,
     write_directory,
 )
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, decode_header, image_bytes
@@ -341,3 +344,239 @@ def _described(page: memoryview) -> str:
     except StoreError as error:
         return str(error)
     return f"a record of {header.info.id.key.hex()}"
+
+
+# ----------------------------------------------------------------------------------------------
+# Appends records to segments: reserves, writes with one system call, seals what is full.
+
+# Whole, page-aligned images; their header pages are not looked at.
+Images = Sequence[tuple[memoryview, RecordInfo]]
+
+
+class _Headers(threading.local):
+    """The header pages of one run, for each thread."""
+
+    def __init__(self) -> None:
+        view = PageBuffer(MAX_RUN_RECORDS * PAGE_BYTES).view
+        self.pages = [view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)]
+
+
+class SegmentWriter:
+    """Any number of threads may write at once. Failures are counted here."""
+
+    def __init__(
+        self,
+        files: SegmentFiles,
+        books: SegmentTable,
+        segment_bytes: int,
+        meters: NvmeCounters,
+        faults: Faults,
+    ) -> None:
+        self._files = files
+        self._books = books
+        self._segment_bytes = segment_bytes
+        self._meters = meters
+        self._faults = faults
+        self._growing = threading.Lock()
+        self._headers = _Headers()
+
+    def append(self, records: Images, *, is_copy: bool) -> tuple[NvmeRef, ...]:
+        """Write the leading records, as many as the segment takes and at least one. `StoreIoError` when the
+        disk fails, `StoreError` when there is no room; then none of them is held."""
+        infos = [info for _, info in records]
+        room = self._room(infos, is_copy=is_copy)
+        is_written = False
+        try:
+            self._write(room, records, is_copy=is_copy)
+            is_written = True
+        except StoreIoError as error:
+            self._meters.failed(error)
+            if isinstance(error.__cause__, FileNotFoundError):  # somebody removed it: the next one is new
+                self._books.give_up(room.segment)
+            raise
+        finally:
+            written = infos[: len(room.refs)] if is_written else None
+            if self._books.leave(room, written, is_copy=is_copy):
+                self.end(room.segment)
+        return room.refs
+
+    def end(self, segment: Segment | None) -> None:
+        """Seal a segment that the books say is to be sealed, if any."""
+        if segment is not None:
+            self.seal(segment)
+            self._books.sealed(segment)
+
+    def seal(self, segment: Segment) -> None:
+        """Write its directory. Without it the segment is read whole at the next start: no reason to fail."""
+        if not segment.takes_directory:
+            return
+        try:
+            with segment.directory_lock, self._files.using(segment, "sealing") as fd:
+                num_bytes = write_directory(fd, segment, self._books.directory(segment))
+                segment.is_sealed = segment.is_dirty = True
+            self._meters.count(num_written_bytes=num_bytes)
+        except StoreIoError as error:
+            self._meters.failed(error)
+
+    def sync(self, segments: Iterable[Segment]) -> None:
+        """Make what was written to them durable; `StoreIoError` when that is not sure."""
+        for segment in segments:
+            if not segment.is_dirty:
+                continue
+            segment.is_dirty = False
+            try:
+                with self._files.using(segment, "syncing") as fd:
+                    os.fdatasync(fd)
+            except StoreIoError as error:
+                segment.is_dirty = True
+                self._meters.failed(error)
+                raise
+
+    def _room(self, infos: Sequence[RecordInfo], *, is_copy: bool) -> Room:
+        while (room := self._books.reserve(infos)) is None:
+            full = self._books.open_segment
+            before = None
+            with self._growing:
+                if self._books.open_segment is full:  # else another thread has begun one meanwhile
+                    before = self._books.begin(self._new_segment(infos[0], is_copy=is_copy))
+            self.end(before)
+        return room
+
+    def _new_segment(self, first: RecordInfo, *, is_copy: bool) -> Segment:
+        """An empty one, in which `first` fits."""
+        num_bytes = image_bytes(first.num_bytes)
+        if Segment(0, self._files.folder, self._segment_bytes).take(num_bytes, first) is None:
+            raise StoreError(
+                f"a record of {num_bytes} bytes does not fit in a segment of {self._segment_bytes}"
+            )
+        if not self._books.may_grow(is_copy=is_copy):
+            self._meters.count(num_refused=1)
+            raise StoreError(f"{self._files.folder} is full until the next compaction")
+        ready = self._books.take_ready()
+        if ready is not None:
+            return ready
+        try:
+            return self._files.create(self._books.next_number(), self._segment_bytes)
+        except StoreIoError as error:
+            self._meters.failed(error)
+            raise
+
+    def _write(self, room: Room, records: Images, *, is_copy: bool) -> None:
+        segment = room.segment
+        buffers: list[memoryview] = []
+        num_bytes = 0
+        for ref, (image, info), page in zip(room.refs, records, self._headers.pages, strict=False):
+            page[:] = header_page(info, ref.segment, ref.offset)
+            buffers += (page, image[HEADER_BYTES:])
+            num_bytes += ref.num_bytes
+        num_written = 0
+        self._files.pin(segment)
+        began_at = self._meters.begin_write()
+        try:
+            fd = self._files.fd(segment)
+            is_corrupt = self._faults.at("store.nvme.write")
+            segment.is_dirty = True
+            write_at(fd, buffers, room.refs[0].offset)
+            if is_corrupt:
+                _flip_bit(fd, room.refs[0].offset + HEADER_BYTES)
+            num_written = num_bytes
+        except OSError as error:
+            raise io_error("writing to", segment.path, error) from error
+        finally:
+            self._meters.end_write(began_at, num_written, is_put=not is_copy)
+            self._files.unpin(segment)
+
+
+def _flip_bit(fd: int, offset: int) -> None:
+    page = PageBuffer(PAGE_BYTES).view
+    read_at(fd, [page], offset)
+    page[0] ^= 1
+    write_at(fd, [page], offset)
+
+
+# ----------------------------------------------------------------------------------------------
+# What the NVMe tier counts and measures, and whether its disk may be written to.
+
+
+class NvmeCounters:
+    """Of one tier. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        # What will not get better by itself.
+        self.note = ""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reads = RateMeter()
+        self._writes = RateMeter()
+        self._cool_down = CoolDown()
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def count(self, **counts: int) -> None:
+        """Add to counters of `TierStat`."""
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def failed(self, error: StoreIoError) -> None:
+        """A write failed: nothing is written for a while."""
+        _log.warning("%s", error)
+        with self._lock:
+            self._counts["num_io_errors"] += 1
+            self._cool_down.failed(str(error), self._clock.now())
+
+    def pause(self) -> tuple[float, str]:
+        """For how long nothing must be written yet (0.0: it may), and why."""
+        if not self._cool_down.reason:
+            return 0.0, ""
+        with self._lock:
+            return self._cool_down.remaining_s(self._clock.now()), self._cool_down.reason
+
+    def begin_read(self) -> float:
+        """A client's read begins; returns when, for `end_read`."""
+        with self._lock:
+            now = self._clock.now()
+            self._reads.begin(now)
+            return now
+
+    def end_read(self, began_at: float, num_bytes: int, *, is_hit: bool) -> None:
+        """So many bytes came; 0: it failed."""
+        with self._lock:
+            self._reads.end(self._clock.now(), began_at, num_bytes)
+            if num_bytes and is_hit:
+                self._counts["num_hits"] += 1
+                self._counts["num_hit_bytes"] += num_bytes
+
+    def begin_write(self) -> float:
+        """A write of records begins; returns when, for `end_write`."""
+        with self._lock:
+            now = self._clock.now()
+            self._writes.begin(now)
+            return now
+
+    def end_write(self, began_at: float, num_bytes: int, *, is_put: bool) -> None:
+        """So many bytes were written, for a client or by a compaction; 0: it failed."""
+        with self._lock:
+            now = self._clock.now()
+            self._writes.end(now, began_at, num_bytes)
+            if num_bytes:
+                self._counts["num_written_bytes"] += num_bytes
+                self._counts["num_put_bytes"] += num_bytes if is_put else 0
+                self._cool_down.succeeded(now)
+
+    def stat(self, num_bytes: int, capacity_bytes: int, num_records: int) -> TierStat:
+        with self._lock:
+            notes = [self.note]
+            if self._cool_down.reason:
+                pause_s = self._cool_down.remaining_s(self._clock.now())
+                notes.append(f"not written to for another {pause_s:.1f} s: {self._cool_down.reason}")
+            return TierStat(
+                "nvme",
+                num_bytes,
+                capacity_bytes,
+                num_records,
+                **self._counts,
+                read_gb_s=self._reads.gb_s,
+                write_gb_s=self._writes.gb_s,
+                latency_s=self._reads.latency_s,
+                note="; ".join(filter(None, notes)),
+            )

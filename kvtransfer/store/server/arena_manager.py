@@ -18,8 +18,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
-from kvtransfer.store.dram.arena import Arena, arena_bytes
-from kvtransfer.store.dram.prefault import Prefault
+from kvtransfer.store.dram.arena import Arena, Prefault, arena_bytes
 from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.store_listener import (

@@ -11,18 +11,15 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
-from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.dram.prefault import Prefault
-from kvtransfer.store.dram.record_table import Purged
+from kvtransfer.store.dram.arena import Arena, Prefault
+from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, Lent, arena_pool
 from kvtransfer.store.server.catalog_view import CatalogView
-from kvtransfer.store.server.disk import Disk
+from kvtransfer.store.server.disk import Disk, WriteBehind
 from kvtransfer.store.server.loader import GONE, Arrived, Loads, Remote
-from kvtransfer.store.server.write_behind import WriteBehind
 
 _log = logging.getLogger("tandem.store")
 
