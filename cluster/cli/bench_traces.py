@@ -25,7 +25,7 @@ from kvtransfer.store.policy.trace_simulation import (
     POLICIES,
     TRACE_BLOCK_TOKENS,
     Outcome,
-    Sizes,
+    TierSizes,
     read_trace,
     simulate,
 )
@@ -159,8 +159,8 @@ def bench_store(
         Path, typer.Option(help="Requests with their blocks, in Mooncake's format (JSON lines).")
     ],
     device_blocks: Annotated[int, typer.Option(min=0, help="What the replicas hold.")] = _DEVICE_BLOCKS,
-    dram_blocks: Annotated[str, typer.Option(help="Sizes of the host tier.")] = _DRAM_BLOCKS,
-    nvme_blocks: Annotated[str, typer.Option(help="Sizes of the NVMe tier.")] = _NVME_BLOCKS,
+    dram_blocks: Annotated[str, typer.Option(help="TierSizes of the host tier.")] = _DRAM_BLOCKS,
+    nvme_blocks: Annotated[str, typer.Option(help="TierSizes of the NVMe tier.")] = _NVME_BLOCKS,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace through the store's policies, without a cluster: hit rates against the ideal, writes."""
@@ -201,7 +201,7 @@ def replay_store(
             for nvme in nvme_blocks:
                 for policy in POLICIES if nvme else ("all",):
                     status.update(f"replaying: DRAM {dram}, NVMe {nvme} blocks, {policy}")
-                    outcome = simulate(requests, Sizes(device_blocks, dram, nvme), policy)
+                    outcome = simulate(requests, TierSizes(device_blocks, dram, nvme), policy)
                     outcomes.append(outcome)
                     if as_json:
                         print(json.dumps(store_json(outcome)), flush=True)
