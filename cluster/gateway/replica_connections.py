@@ -39,6 +39,7 @@ from workers.messages import (
     Move,
     PurgeCache,
     ReplicaHello,
+    ReplicaStats,
     RoleChanged,
     StepFrame,
     Submission,
@@ -48,6 +49,8 @@ _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
+# The statistics that the router reads.
+_ROUTED = tuple(name for name in ReplicaLoad.__struct_fields__ if name in ReplicaStats.__struct_fields__)
 # A brain reports several times a second. One that says nothing for this long is stopped or hangs.
 SILENCE_S = 8.0
 
@@ -341,17 +344,9 @@ class ReplicaLinks:
             ReplicaLoad(
                 identity=load.identity,
                 received_at=view.load_at,
-                num_running=load.num_running,
-                num_waiting=load.num_waiting,
-                num_landings=load.num_landings,
-                num_backlog_tokens=load.num_backlog_tokens,
-                num_free_blocks=load.num_free_blocks,
-                num_total_blocks=load.num_total_blocks,
-                prefill_tok_s=load.prefill_tok_s,
-                decode_step_s=load.decode_step_s,
                 transfer_tok_s=load.transfer_gb_s * 1e9 / token_bytes,
-                load_tok_s=load.load_tok_s,
                 max_local_tokens=view.hello.max_context_tokens if view.hello else 0,
+                **{name: getattr(load, name) for name in _ROUTED},
             )
         )
 

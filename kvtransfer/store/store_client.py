@@ -20,8 +20,8 @@ from kvtransfer.rpc.stream import FrameStream, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     TO_OWNER_CODEC,
-    BrainDown,
     EngineHello,
+    EngineRequest,
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
@@ -147,7 +147,7 @@ class StoreClient:
         if not task.cancelled() and (error := task.exception()) is not None and self._on_error is not None:
             self._on_error(error)
 
-    def _send(self, message: BrainDown) -> bool:
+    def _send(self, message: EngineRequest) -> bool:
         stream = self._stream
         if stream is None:
             return False

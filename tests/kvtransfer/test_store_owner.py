@@ -34,7 +34,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreStat,
 )
-from kvtransfer.store.server.store_server import StoreOwner
+from kvtransfer.store.server.store_server import StoreServer
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ async def test_a_stopped_owner_is_noticed(running: StoreHouse) -> None:
 
 
 async def test_an_error_of_ours_ends_the_store(house: StoreHouse) -> None:
-    owner = StoreOwner(house.settings, SystemClock(), Faults())
+    owner = StoreServer(house.settings, SystemClock(), Faults())
     await owner.start()
     owner.check_health()
 

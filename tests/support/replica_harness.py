@@ -208,7 +208,7 @@ class Components:
                 self.joined.extend(message.hand_overs)
 
     def _no_load(self) -> LoadReport:
-        return LoadReport(HERE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)
+        return LoadReport(identity=HERE, sequence=0)
 
     def _kill(self, reason: str) -> None:
         raise AssertionError(reason)

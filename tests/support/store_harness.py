@@ -24,14 +24,14 @@ from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
-    AdminDown,
     AdminHello,
+    AdminRequest,
     StatRequest,
     StoreStat,
     Tier,
     TierStat,
 )
-from kvtransfer.store.server.store_server import SPEC_CODEC, OwnerSpec
+from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
 
 R = TypeVar("R")
 
@@ -86,7 +86,7 @@ class StoreHouse:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        spec = SPEC_CODEC.encode(OwnerSpec(self.settings, faults, offer_wait_s))
+        spec = SPEC_CODEC.encode(StoreServerSpec(self.settings, faults, offer_wait_s))
         self.address = ""
         try:
             self._process.stdin.write(_LENGTH.pack(len(spec)) + spec)
@@ -138,7 +138,7 @@ class StoreHouse:
                 self._process.kill()
             await self._process.wait()
 
-    async def ask(self, request: AdminDown, kind: type[R], *, is_remote: bool = False) -> R:
+    async def ask(self, request: AdminRequest, kind: type[R], *, is_remote: bool = False) -> R:
         """One question of an administrator."""
         if is_remote:
             stream = await open_tcp(self.address, self.settings.secret, "admin")

@@ -32,7 +32,7 @@ class PeerConnection(NamedTuple):
 
 
 class StoreListener:
-    """One listening socket. `serve(visitor)` runs for the life of a connection, which is closed after it."""
+    """One listening socket. `serve(peer)` runs for the life of a connection, which is closed after it."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class StoreListener:
         await self._serve(PeerConnection(sock, name, hello, self._is_local))
 
 
-async def refuse(visitor: PeerConnection, reason: str) -> None:
+async def refuse(peer: PeerConnection, reason: str) -> None:
     """Tell why, once."""
-    await tell(visitor.sock, StoreRefusal(reason))
+    await tell(peer.sock, StoreRefusal(reason))
 
 
 async def tell(sock: socket.socket, message: FromOwner) -> None:
