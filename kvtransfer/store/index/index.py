@@ -272,7 +272,7 @@ class Index:
         elif not self._is_announcing:
             self._is_announcing = True
             self._tasks.spawn(self._announcer.drain(), "index-announce")
-            self._tasks.spawn(self._announcer.retell(), "index-rebuild")
+            self._tasks.spawn(self._announcer.reannounce(), "index-rebuild")
         elif renewal is Renewal.LOST:
             _LOG.info("the index forgot this node: everything is told anew")
             self._announcer.rebuild()
