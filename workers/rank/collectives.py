@@ -8,6 +8,7 @@ has not been run.
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,20 +19,38 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # the type stubs lack it
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from workers.errors import RankDiedError, WorkerError
 from workers.rank.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
 
-# Whether a peer hangs is for the engine core to judge, who then kills every rank: a wait ends before that only when
-# a connection breaks.
+# Whether a peer hangs is for the engine core to judge, who then kills every rank: a wait ends before that
+# only when a connection breaks.
 _TIMEOUT = timedelta(hours=1)
 # A sum for which a rank sends no more than this goes straight to all ranks. Between two ranks that exchange
 # takes 124 us for 8 KiB where gloo's ring, on a thread of its own, takes 333; at 2 MiB they are equal.
 _DIRECT_BYTES = 2 << 20
 _SUM_TAG, _LOGITS_TAG, _AGREE_TAG = 0, 1, 2
 _HIDDEN_TAG, _MARKS_TAG = 0, 1
+
+
+def open_store(host: str) -> tuple[TCPStore, str]:
+    """Open a store on a free port of this interface alone; returns it and its address. It lives as long as
+    the object."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # From here on the store owns the descriptor.
+    store = TCPStore(
+        host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return store, f"{host}:{port}"
+
+
+def find_store(address: str) -> TCPStore:
+    """Connect to the store that rank 0 has opened at `address`."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), None, False)
 
 
 class RankGroups:

@@ -1,8 +1,7 @@
 """The hands of a rank: executes its part of step plans on one device. Model, KV pool, sampling; no decisions.
 
-Called by a rank process with the engine core's plans, and directly by the engine benchmark. Letters: T tokens of a
-step (all sequences one after another), C hidden size, R rows that sample, V vocabulary.
-"""
+Called by a rank process with the engine core's plans, and directly by the engine benchmark. Letters: T tokens
+of a step (all sequences one after another), C hidden size, R rows that sample, V vocabulary. """
 
 from __future__ import annotations
 
