@@ -1,8 +1,7 @@
 """A rank process: a model runner and a transfer agent, driven by the engine core over a framed connection.
 
-    main thread:    --RankJoined--> engine core --FormGroup--> load and warm up with the other ranks
-                    --RankReady--> engine core --StepPlan--> queue --> ModelRunner.run --StepReport--> engine core
-                    (while it starts: a RankProgress at every phase)
+    main thread:    --RankJoined--> engine core --FormGroup--> load, warm up --RankReady--> engine core
+                    queue --> ModelRunner.run --StepReport--> engine core
     reader thread:  engine core --StepPlan--> queue      engine core --transfer order--> TransferAgent.handle
     agent's threads:                                     TransferReport--> engine core
 
@@ -324,7 +323,7 @@ class _EngineCoreChannel:
 
     A rank has no purpose without its engine core: when the connection ends, the process ends at once. It ends
     with `os._exit`, because the interpreter's orderly exit would wait for threads, and a transfer thread in
-    the middle of a copy must not write KV for a replica that is gone. """
+    the middle of a copy must not write KV for a replica that is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
