@@ -244,83 +244,96 @@ class DeviceMemory(Part, frozen=True):
     total_bytes: int
 
 
-class LoadReport(Part, frozen=True):
-    """A replica's state after a step, or once a second when idle. Rates are moving averages (0: not yet
-    known). `num_backlog_tokens` counts prompt tokens accepted and not yet computed (cached ones excluded);
-    `num_free_blocks` includes cached blocks nobody uses."""
+# Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones.
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-    identity: ReplicaIdentity
-    sequence: int
-    num_running: int
-    num_waiting: int
-    num_landings: int
-    num_backlog_tokens: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_quarantined_blocks: int
-    num_total_blocks: int
-    num_leaked_blocks: int
-    prefill_tok_s: float
-    decode_step_s: float
-    num_steps: int
-    num_checksum_failures: int
-    num_preemptions: int
-    transfer_gb_s: float
-    # By traffic class: what was written to other replicas.
-    num_moved_bytes: dict[str, int] = {}
-    # By cause (`kvtransfer.protocol.actions.Lost`): landings that were open here and ended without hand-over.
-    num_lost_landings: dict[str, int] = {}
-    paths: tuple[PathMeasure, ...] = ()
-    # By tier of the node's store: the measured rate at which blocks come from there into this replica.
-    load_tok_s: dict[str, float] = {}
-    # By tier: tokens whose KV was loaded instead of computed.
-    num_loaded_tokens: dict[str, int] = {}
-    # Blocks written through to the host tier.
-    num_stored_blocks: int = 0
-    # By cause ("queue", "refused", "failed"): finished blocks that were not written through.
-    num_unstored_blocks: dict[str, int] = {}
-    # Records read whose bytes had another sum: their blocks were computed.
-    num_store_checksum_failures: int = 0
-    # Blocks of running sequences that lie in host memory now.
-    num_offloaded_blocks: int = 0
-    # Of `num_landings`: those that wait for room.
-    num_waiting_landings: int = 0
-    # Streams that were moved from here to other replicas while they ran.
+
+class ReplicaStats(Part, frozen=True):
+    """The statistics of a replica, each declared here and nowhere else: messages, metrics
+    (`cluster.metrics.definitions`), the status and the samples of the autoscaler read these fields by name.
+
+    Counters are totals since the replica's start; rates are moving averages, 0 until they are known.
+    """
+
+    # Sequences.
+    num_running: int = 0
+    num_waiting: int = 0
+    # Prompt tokens accepted and not yet computed, cached ones excluded.
+    num_backlog_tokens: int = 0
+    num_preemptions: int = 0
+    # Streams moved to other replicas while they ran, and those that stayed because their move failed.
     num_moved_streams: int = 0
-    # Moves that did not come about: the streams went on here.
     num_failed_moves: int = 0
-    # KV slots that running sequences hold and that no token is in yet.
+
+    # KV blocks. Free ones include cached blocks that nobody uses; leaked ones are referenced by nothing known.
+    num_total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_quarantined_blocks: int = 0
+    num_leaked_blocks: int = 0
+    # Blocks of running sequences that are in host memory now.
+    num_offloaded_blocks: int = 0
+    # KV slots that running sequences hold and that contain no token yet.
     num_unfilled_tokens: int = 0
-    # By number of sequences, in buckets with the upper bounds `step_figures.BATCH_BOUNDS`.
-    num_steps_by_batch: tuple[int, ...] = ()
-    # Over all steps.
-    num_batched_sequences: int = 0
-    # Prompt tokens, and inputs of decode steps.
+
+    # Steps. Computed tokens are those of prompts and the inputs of decode steps.
+    num_steps: int = 0
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
-    # Of prompts that are done: tokens that could have been cached.
-    num_queried_tokens: int = 0
-    # Of those: the ones that were, by tier ("device", "dram", "nvme", "remote").
-    num_hit_tokens: dict[str, int] = {}
-    # The least arithmetic that the steps could be done with (`model.work`).
-    num_flops: float = 0.0
-    # The least that they had to read from device memory.
-    num_read_bytes: float = 0.0
-    # Time in which it computed.
+    # By number of sequences, in buckets with the upper bounds `BATCH_BOUNDS`.
+    num_steps_by_batch: tuple[int, ...] = ()
+    # Sequences, summed over all steps.
+    num_batched_sequences: int = 0
+    prefill_tok_s: float = 0.0
+    decode_step_s: float = 0.0
+    # Time in which a stage computed, the mean over the stages.
     busy_s: float = 0.0
+    # The least arithmetic, and the least device memory reads, that the steps needed (`workers.model.sizes`).
+    num_flops: float = 0.0
+    num_read_bytes: float = 0.0
     # Measured at start, all ranks together; 0: not measured.
     peak_flop_s: float = 0.0
     peak_byte_s: float = 0.0
-    # Share of `peak_flop_s` that recent steps achieved while they ran.
+    # Shares of the two peaks that recent steps achieved while they ran.
     mfu: float = 0.0
-    # Share of `peak_byte_s`, the same.
     mbu: float = 0.0
-    # Of each rank's device, by rank, a few seconds old; () until all have told.
+    # By rank, a few seconds old; () until all ranks have reported.
     memory: tuple[DeviceMemory, ...] = ()
-    # By transport: what was written to other replicas.
+
+    # Prefix cache. Queried tokens are those of computed prompts that could have been cached.
+    num_queried_tokens: int = 0
+    # Of those: the ones that were, by tier ("device", "dram", "nvme", "remote").
+    num_hit_tokens: dict[str, int] = {}
+
+    # Landings, the waiting ones included.
+    num_landings: int = 0
+    num_waiting_landings: int = 0
+    # By cause (`kvtransfer.protocol.actions.Lost`): landings that ended without hand-over.
+    num_lost_landings: dict[str, int] = {}
+    num_checksum_failures: int = 0
+    # KV written to other replicas: the rate of recent pushes, bytes by traffic class, bytes and time by transport.
+    transfer_gb_s: float = 0.0
+    num_moved_bytes: dict[str, int] = {}
     num_transport_bytes: dict[str, int] = {}
-    # By transport: how long that took, summed over pushes.
     transport_s: dict[str, float] = {}
+    paths: tuple[PathMeasure, ...] = ()
+
+    # The node's store. Rates and loaded tokens by tier.
+    load_tok_s: dict[str, float] = {}
+    num_loaded_tokens: dict[str, int] = {}
+    # Blocks written through to the host tier, and finished blocks that were not, by cause ("queue", "refused",
+    # "failed").
+    num_stored_blocks: int = 0
+    num_unstored_blocks: dict[str, int] = {}
+    # Records that failed their checksum when they were read: their blocks were computed.
+    num_store_checksum_failures: int = 0
+
+
+class LoadReport(ReplicaStats, frozen=True, kw_only=True):
+    """The statistics of a replica after a step, or once a second when it is idle."""
+
+    identity: ReplicaIdentity
+    sequence: int
 
 
 News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from cluster.gateway.replica_view import ReplicaView
+from cluster.metrics.replica_stats import load_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages import LoadReport, PathMeasure
+from workers.messages import PathMeasure, ReplicaStats
 
 # Built between two chances of the event loop, as is one replica.
 _NUM_PATHS = 64
@@ -32,7 +33,7 @@ class ReplicaLook(NamedTuple):
     note: str
     role: str
     role_epoch: int
-    load: LoadReport | None
+    load: ReplicaStats | None
 
     @staticmethod
     def of(view: ReplicaView) -> ReplicaLook:
@@ -107,39 +108,11 @@ def _replica(look: ReplicaLook) -> pb.Replica:
         note=look.note,
         process_id=record.process_id,
         rank_process_ids=record.rank_process_ids,
-        load=_load(look.load) if look.load else None,
+        load=load_of(look.load) if look.load else None,
         tp=record.tp,
         stage_layers=[end - start for start, end in record.stages],
         home_role=record.home_role or record.role,
         role_epoch=look.role_epoch,
-    )
-
-
-def _load(load: LoadReport) -> pb.Load:
-    """All but its age."""
-    return pb.Load(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_landings=load.num_landings,
-        num_backlog_tokens=load.num_backlog_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_cached_blocks=load.num_cached_blocks,
-        num_quarantined_blocks=load.num_quarantined_blocks,
-        num_total_blocks=load.num_total_blocks,
-        num_leaked_blocks=load.num_leaked_blocks,
-        prefill_tok_s=load.prefill_tok_s,
-        decode_step_ms=1e3 * load.decode_step_s,
-        num_steps=load.num_steps,
-        num_checksum_failures=load.num_checksum_failures,
-        num_preemptions=load.num_preemptions,
-        transfer_gb_s=load.transfer_gb_s,
-        num_stored_blocks=load.num_stored_blocks,
-        num_unstored_blocks=load.num_unstored_blocks,
-        num_loaded_tokens=load.num_loaded_tokens,
-        load_tok_s=load.load_tok_s,
-        num_store_checksum_failures=load.num_store_checksum_failures,
-        num_offloaded_blocks=load.num_offloaded_blocks,
-        num_waiting_landings=load.num_waiting_landings,
     )
 
 

@@ -8,6 +8,7 @@ from cluster.errors import PoisonRequestError
 from cluster.gateway.sample_output import Sample
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.common.backoff import backoff_s
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
 from workers.messages import HandOverTarget, IsolationReport, SampleState, Submission
@@ -18,7 +19,7 @@ MAX_BACKOFF_S = 2.0
 
 def backoff(num_failures: int) -> float:
     """Seconds before the next attempt, after so many that failed."""
-    return min(_BACKOFF_S * 2.0**num_failures, MAX_BACKOFF_S)
+    return backoff_s(num_failures + 1, _BACKOFF_S, MAX_BACKOFF_S)
 
 
 class RetryPolicy:

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.api.grpc_server import ClientPort, bind, open_health, open_server
 from cluster.api.replies import Reporter
 from cluster.api.servicer import InferenceServicer, TextCalls
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.http_server import open_console
 from cluster.console.orders import Operations
@@ -22,15 +23,14 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaLinks
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
-from cluster.metrics.access_log import log_access, log_relayed
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
+from cluster.metrics.logs import log_access, log_relayed
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
-from cluster.stores.store_admin import StoreAdmin
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
@@ -115,7 +115,7 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             on_members=self._on_members,
             observers=observers,
-            meters=GatewayCounters(
+            counters=GatewayCounters(
                 self._pool_of,
                 self._token_bytes,
                 ttft_slo_s=config.scaling.ttft_slo_s,

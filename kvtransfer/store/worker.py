@@ -68,7 +68,7 @@ class _Lost:
     reason: str
 
 
-class _Orders:
+class _OrderQueue:
     """What waits for the thread: first what changes the connection, then gets, then puts."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class StoreWorker:
         self._faults = faults
         self._clock = clock
         self._report = report
-        self._orders = _Orders()
+        self._orders = _OrderQueue()
         self._arena: MappedArena | None = None
         self._sock: socket.socket | None = None
         self._watcher: threading.Thread | None = None
@@ -371,7 +371,7 @@ def _receive_descriptor(sock: socket.socket) -> int:
 # Everything an order names is checked before its first byte: an owner or a brain may be wrong.
 
 
-class Batch(NamedTuple):
+class CopyBatch(NamedTuple):
     """What is copied between two questions to the governor."""
 
     # Of the copies in the order.
@@ -396,11 +396,11 @@ class CopyWork(ABC):
             self._started_at = now
 
     @abstractmethod
-    def next(self, limit_bytes: int) -> Batch | None:
+    def next(self, limit_bytes: int) -> CopyBatch | None:
         """The next copies, of at most so many bytes if more than one; None: all are done."""
 
     @abstractmethod
-    def copy(self, batch: Batch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
         """Do them."""
 
     @abstractmethod
@@ -430,12 +430,12 @@ class PutWork(CopyWork):
         self._block_bytes = 0
         self._sums: list[int] = []
 
-    def next(self, limit_bytes: int) -> Batch | None:
+    def next(self, limit_bytes: int) -> CopyBatch | None:
         start = len(self._sums)
         count = min(max(1, limit_bytes // self._block_bytes), len(self._order.copies) - start)
-        return Batch(range(start, start + count), count * self._block_bytes) if count else None
+        return CopyBatch(range(start, start + count), count * self._block_bytes) if count else None
 
-    def copy(self, batch: Batch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.put")
         copies = [self._order.copies[position] for position in batch.positions]
         offsets = [copy.offset + HEADER_BYTES for copy in copies]
@@ -474,15 +474,15 @@ class GetWork(CopyWork):
         self._num_done = 0
         self._bad: list[int] = []
 
-    def next(self, limit_bytes: int) -> Batch | None:
+    def next(self, limit_bytes: int) -> CopyBatch | None:
         if not self._groups:
             return None
         group = self._groups[0]
         num_bytes = self._order.reads[group[0]].num_bytes
         positions = group[self._num_done : self._num_done + max(1, limit_bytes // num_bytes)]
-        return Batch(positions, len(positions) * num_bytes)
+        return CopyBatch(positions, len(positions) * num_bytes)
 
-    def copy(self, batch: Batch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.get")
         reads = [self._order.reads[position] for position in batch.positions]
         for read in reads:

@@ -211,4 +211,4 @@ class ReplicaHarness:
                 self.joined.extend(message.hand_overs)
 
     def flush(self) -> None:
-        self.gateways.flush(lambda: LoadReport(HERE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0))
+        self.gateways.flush(lambda: LoadReport(identity=HERE, sequence=0))

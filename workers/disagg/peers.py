@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
+from kvtransfer.common.backoff import backoff_s
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
@@ -41,7 +42,7 @@ from kvtransfer.messages import (
     Shard,
 )
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.interfaces import EngineControl, RankChannel
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 
@@ -64,8 +65,9 @@ class _DecodePeer:
 
 
 @dataclass(slots=True)
-class _CoolDown:
+class _PeerFailure:
     reason: str
+    num_failures: int
     delay_s: float
     ends_at: float
 
@@ -112,7 +114,7 @@ class Peers:
         self._channel = channel
         self._control = control
         self._decode_peers: dict[ReplicaIdentity, _DecodePeer] = {}
-        self._cooling: dict[ReplicaIdentity, _CoolDown] = {}
+        self._cooling: dict[ReplicaIdentity, _PeerFailure] = {}
         self._writers: dict[ReplicaIdentity, FrameStream] = {}
         self._tasks = SupervisedTasks(control.fail)
 
@@ -214,7 +216,7 @@ class Peers:
 
     async def _run_link(self, peer: _DecodePeer) -> None:
         try:
-            stream = peer.stream = await open_stream(
+            stream = peer.stream = await open_link(
                 peer.target.address, "peer", self._secret, self._identity.replica_id
             )
             stream.send(PEER_CODEC.encode(self._hello()))
@@ -282,11 +284,12 @@ class Peers:
         now, identity = self._clock.now(), peer.target.identity
         longest_s = self._config.max_cool_down_s
         earlier = self._cooling.pop(identity, None)
-        delay_s = min(self._config.cool_down_s, longest_s)
+        num_failures = 1
         if earlier is not None and (peer.ready_at is None or now - peer.ready_at <= earlier.delay_s):
-            delay_s = min(2 * earlier.delay_s, longest_s)
+            num_failures += earlier.num_failures
+        delay_s = backoff_s(num_failures, self._config.cool_down_s, longest_s)
         self._cooling = {key: it for key, it in self._cooling.items() if now < it.ends_at + longest_s}
-        self._cooling[identity] = _CoolDown(reason, delay_s, now + delay_s)
+        self._cooling[identity] = _PeerFailure(reason, num_failures, delay_s, now + delay_s)
 
     # -------------------------------------------------------------------------------------- inbound
 

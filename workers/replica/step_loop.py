@@ -50,10 +50,10 @@ class StepLoop:
         clock: Clock,
         tp: int = 1,
         pp: int = 1,
-        figures: StepStats | None = None,
+        stats: StepStats | None = None,
         piece_s: float = 0.0,
     ) -> None:
-        """`send` gives a plan to every rank; `figures` counts what the steps came to. `piece_s` is how long
+        """`send` gives a plan to every rank; `stats` counts what the steps came to. `piece_s` is how long
         the largest piece of a step, between two marks of progress, takes by the ranks' measured rates."""
         self._scheduler = scheduler
         self._send = send
@@ -65,7 +65,7 @@ class StepLoop:
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
         self.rates = StepRates()
-        self.figures = figures or StepStats()
+        self.stats = stats or StepStats()
         self.num_steps = 0
 
     def feed(self) -> None:
@@ -95,7 +95,7 @@ class StepLoop:
             raise WorkerError(f"rank {rank} reported step {report.step}, but {due} was due")
         expected.rank_to_report[rank] = report
         if report.memory is not None:
-            self.figures.rank_to_memory[rank] = report.memory
+            self.stats.rank_to_memory[rank] = report.memory
         if len(expected.rank_to_report) < self._tp * self._pp:
             return None
         self._unreported.popleft()  # it is the oldest: every rank reports in order
@@ -114,12 +114,12 @@ class StepLoop:
         failed = _merged(rank_to_report)
         if not failed:
             self.rates.add(plan, stage_to_busy_s)
-        self.figures.add(plan, stage_to_busy_s)
+        self.stats.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
         started_at = sampled.finished_at - sum(stage_to_busy_s)
         whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
-        self.figures.settled(outcome)
+        self.stats.settled(outcome)
         return outcome
 
     def steps_under_way(self) -> set[int]:

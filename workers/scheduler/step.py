@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.codec import MAX_FRAME_BYTES
+from kvtransfer.common.moving_average import moving_average
 from workers.messages import (
     BatchEntry,
     BlockCopy,
@@ -143,9 +144,11 @@ class StepRates:
         if min(stage_to_busy_s) <= 0:
             return
         if _has_prefill(plan):
-            self.prefill_tok_s = _blend(self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2)
+            self.prefill_tok_s = moving_average(
+                self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2
+            )
         else:
-            self.decode_step_s = _blend(self.decode_step_s, sum(stage_to_busy_s), 0.1)
+            self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +304,3 @@ def _num_tokens(plan: StepPlan) -> int:
 
 def _has_prefill(plan: StepPlan) -> bool:
     return any(entry.num_tokens > 1 for entry in plan.entries)
-
-
-def _blend(old: float, new: float, weight: float) -> float:
-    return new if old == 0 else (1 - weight) * old + weight * new

@@ -1,7 +1,7 @@
 """The host tier's memory: one sealed memfd that the owner divides and every rank of the node maps.
 
 The first granule holds the superblock. A record takes whole consecutive granules, its header page first.
-A header counts only where it was written (`Place`): payload bytes and copies are never taken for records.
+A header counts only where it was written (`RecordPlace`): payload bytes and copies are never taken for records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtransfer.store.record import (
     HEADER_BYTES,
     MAGIC,
     Header,
-    Place,
+    RecordPlace,
     State,
     Writer,
     decode_header,
@@ -167,7 +167,7 @@ class Arena:
     ) -> None:
         """Write the header of the record at `offset`. One that a crash cut in two has a wrong sum: no scan
         finds it. `StoreError` when its fields are too long."""
-        page = encode_header(info, state, sequence, writer, Place(self.id, offset))
+        page = encode_header(info, state, sequence, writer, RecordPlace(self.id, offset))
         self.view[offset : offset + HEADER_BYTES] = page
 
     def erase_header(self, offset: int) -> None:
@@ -245,7 +245,7 @@ class Arena:
             header = decode_header(self.view[offset : offset + HEADER_BYTES])
         except StoreError:
             return None
-        is_here = header.place == Place(self.id, offset)
+        is_here = header.place == RecordPlace(self.id, offset)
         num_payload = header.info.num_bytes
         fits = num_payload >= 0 and offset + self.record_bytes(num_payload) <= self.num_bytes
         return header if is_here and fits else None
@@ -375,7 +375,7 @@ class Extents:
 # bytes, and whoever waits for a record would wait for that.
 
 # So much is taken ahead of the last record, at most a quarter of the arena.
-AHEAD_BYTES = 256 << 20
+PREFAULT_BYTES = 256 << 20
 # Less is not worth a process. A small arena is left to its first writes.
 MIN_BYTES = 16 << 20
 _STEP_BYTES = 2 << 20
@@ -388,7 +388,7 @@ class Prefault:
         self._arena = arena
         self._spawn = spawn
         self._clock = clock
-        self._ahead_bytes = min(AHEAD_BYTES, arena.num_bytes // 4)
+        self._prefault_bytes = min(PREFAULT_BYTES, arena.num_bytes // 4)
         self._num_taken_bytes = _whole_pages(arena.num_used_bytes)
         self._is_taking = False
 
@@ -414,7 +414,7 @@ class Prefault:
 
     @property
     def _end(self) -> int:
-        return min(_whole_pages(self._arena.num_used_bytes + self._ahead_bytes), self._arena.num_bytes)
+        return min(_whole_pages(self._arena.num_used_bytes + self._prefault_bytes), self._arena.num_bytes)
 
 
 def _whole_pages(num_bytes: int) -> int:

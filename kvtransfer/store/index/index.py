@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.moving_average import moving_average
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
@@ -162,7 +163,7 @@ class Index:
                 return
             if len(lookup.found) == len(lookup.keys):
                 took_s = self._clock.now() - started_at
-                self._latency_s += (_SMOOTHING if self._latency_s else 1.0) * (took_s - self._latency_s)
+                self._latency_s = moving_average(self._latency_s, took_s, _SMOOTHING)
 
     def _judge(self, lookup: Lookup, is_late: bool) -> None:
         self._num_late += is_late
@@ -271,7 +272,7 @@ class Index:
         elif not self._is_announcing:
             self._is_announcing = True
             self._tasks.spawn(self._announcer.drain(), "index-announce")
-            self._tasks.spawn(self._announcer.retell(), "index-rebuild")
+            self._tasks.spawn(self._announcer.reannounce(), "index-rebuild")
         elif renewal is Renewal.LOST:
             _LOG.info("the index forgot this node: everything is told anew")
             self._announcer.rebuild()

@@ -164,7 +164,7 @@ class Disk:
 
     @property
     def needs_compaction(self) -> bool:
-        """Room is to be made for the next writes, and nobody does that yet."""
+        """Reservation is to be made for the next writes, and nobody does that yet."""
         return (
             self._nvme is not None
             and self.is_open

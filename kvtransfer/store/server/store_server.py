@@ -1,9 +1,9 @@
 """The store process of a node: decides what lies where in DRAM and on NVMe; ranks copy.
 
-    brains, ranks, admins of the node --unix--> StoreListener --> EngineSession | ArenaManager | Admin --+
-    other owners, remote admins --------TCP---> StoreListener --> Exchange | Admin -------------+--> Node: catalog,
+    brains, ranks, admins of the node --unix--> StoreListener --> EngineSession | ArenaManager | AdminService --+
+    other owners, remote admins --------TCP---> StoreListener --> Exchange | AdminService -------------+--> StoreNode: catalog,
                                                                                            disk, index
-`python -m kvtransfer.store.server.store_server` reads an `OwnerSpec` frame from standard input.
+`python -m kvtransfer.store.server.store_server` reads an `StoreServerSpec` frame from standard input.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.dram.catalog import is_meant
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
+    AdminAnswer,
     AdminFailed,
     AdminHello,
-    AdminUp,
     EngineHello,
     IndexStat,
     ListedRecord,
@@ -56,9 +56,9 @@ from kvtransfer.store.messages import (
     VerifyResult,
 )
 from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank, is_running
-from kvtransfer.store.server.node import Node
+from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
-from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse, stream_of
+from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse
 
 _TICK_S = 0.25
 # Brains are told a rate again when it changed by more than this part.
@@ -69,7 +69,7 @@ _LENGTH = struct.Struct("<I")
 _log = logging.getLogger("tandem.store")
 
 
-class StoreOwner:
+class StoreServer:
     """One node's store. Built plain, run by `start` and `stop` on one event loop.
 
     `address` (host:port, after `start`) is where other owners and remote admins connect. An error of ours
@@ -86,9 +86,9 @@ class StoreOwner:
         self._faults = faults
         self._offer_wait_s = offer_wait_s
         self._tasks = SupervisedTasks(self._broke)
-        self._doors: list[StoreListener] = []
+        self._listeners: list[StoreListener] = []
         self._sessions: dict[bytes, EngineSession] = {}
-        self._told_gb_s: dict[str, float] = {}
+        self._sent_gb_s: dict[str, float] = {}
         self._error: BaseException | None = None
         self._is_stopping = False
         self._has_ended = asyncio.Event()
@@ -98,8 +98,8 @@ class StoreOwner:
     async def start(self) -> None:
         """Listen at the node's socket and over TCP; `OSError` when one of them is taken. What NVMe holds is
         found meanwhile."""
-        self._node = Node(self._settings, self._clock, self._faults, self._tasks.spawn)
-        self._hall = ArenaManager(
+        self._node = StoreNode(self._settings, self._clock, self._faults, self._tasks.spawn)
+        self._arena_manager = ArenaManager(
             self._settings,
             self._clock,
             self._offer_wait_s,
@@ -107,7 +107,7 @@ class StoreOwner:
             self._rank_left,
             self._tasks.spawn,
         )
-        self._admin = Admin(self.identity, self._node, self._clock, lambda: len(self._sessions))
+        self._admin = AdminService(self.identity, self._node, self._clock, lambda: len(self._sessions))
         remote = socket.create_server((self._settings.host, 0), backlog=_BACKLOG)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.bind(f"\0{self._settings.name}")
@@ -115,18 +115,18 @@ class StoreOwner:
         self.address = f"{self._settings.host}:{remote.getsockname()[1]}"
         self._tasks.spawn(self._node.run(), "store-node")
         self._tasks.spawn(self._node.open(self.address), "store-open")
-        self._tasks.spawn(self._hall.make_when_lonely(), "store-lonely")
+        self._tasks.spawn(self._arena_manager.make_without_ranks(), "store-lonely")
         self._tasks.spawn(self._tick_forever(), "store-tick")
         for sock in (local, remote):
             sock.setblocking(False)
-            self._doors.append(
+            self._listeners.append(
                 StoreListener(sock, self._settings.secret, self._serve, self._tasks.spawn, self._clock)
             )
 
     async def stop(self) -> None:
         """Write admitted records to NVMe for at most `flush_s`, then end every connection and close."""
         self._is_stopping = True
-        for door in self._doors:
+        for door in self._listeners:
             door.close()
         for session in self._sessions.values():
             session.close()
@@ -134,7 +134,7 @@ class StoreOwner:
             await self._node.close(self._settings.flush_s)
         await self._tasks.close()
         self._admin.close()
-        self._hall.close()
+        self._arena_manager.close()
         await self._node.release()
         self._has_ended.set()
 
@@ -154,31 +154,37 @@ class StoreOwner:
 
     # --------------------------------------------------------------------------------------- connections
 
-    async def _serve(self, visitor: PeerConnection) -> None:
-        match visitor.hello:
+    async def _serve(self, peer: PeerConnection) -> None:
+        match peer.hello:
             case EngineHello():
-                await self._serve_brain(visitor, visitor.hello)
+                await self._serve_engine_core(peer, peer.hello)
             case RankHello():
-                await self._hall.serve(visitor, visitor.hello)
+                await self._arena_manager.serve(peer, peer.hello)
             case AdminHello(protocol) if protocol == STORE_PROTOCOL:
-                await self._admin.serve(await stream_of(visitor))
+                await self._admin.serve(await frame_stream(peer.sock, peer.name))
             case OwnerHello():
                 exchange = self._node.exchange
                 if exchange is None:
-                    await refuse(visitor, "the node has no host tier yet")
+                    await refuse(peer, "the node has no host tier yet")
                 else:
-                    await exchange.serve(await stream_of(visitor), visitor.hello)
+                    await exchange.serve(await frame_stream(peer.sock, peer.name), peer.hello)
             case _:
-                await refuse(visitor, f"expected a hello of protocol {STORE_PROTOCOL}")
+                await refuse(peer, f"expected a hello of protocol {STORE_PROTOCOL}")
 
-    async def _serve_brain(self, visitor: PeerConnection, hello: EngineHello) -> None:
-        if not visitor.is_local or hello.protocol != STORE_PROTOCOL:
-            await refuse(visitor, f"expected a brain of this node with protocol {STORE_PROTOCOL}")
+    async def _serve_engine_core(self, peer: PeerConnection, hello: EngineHello) -> None:
+        if not peer.is_local or hello.protocol != STORE_PROTOCOL:
+            await refuse(peer, f"expected a brain of this node with protocol {STORE_PROTOCOL}")
             return
         earlier = self._sessions.get(hello.session)
         if earlier is not None:
             earlier.close()
-        session = EngineSession(hello, await stream_of(visitor), self._hall, self._node, self._tasks.spawn)
+        session = EngineSession(
+            hello,
+            await frame_stream(peer.sock, peer.name),
+            self._arena_manager,
+            self._node,
+            self._tasks.spawn,
+        )
         self._sessions[hello.session] = session
         self._node.catalog.session_opened(hello.session)
         session.send(StoreWelcome(self.identity, self._node.gb_s()))
@@ -188,11 +194,11 @@ class StoreOwner:
             if self._sessions.get(hello.session) is session:
                 del self._sessions[hello.session]
                 self._node.catalog.session_lost(hello.session)
-                if not self._hall.has_ranks(hello.session):
+                if not self._arena_manager.has_ranks(hello.session):
                     self._node.catalog.writers_gone(hello.session)
 
     def _rank_left(self, rank: MappedRank) -> None:
-        if not self._hall.has_ranks(rank.session):
+        if not self._arena_manager.has_ranks(rank.session):
             self._node.catalog.writers_gone(rank.session)
 
     # ------------------------------------------------------------------------------------------- upkeep
@@ -202,15 +208,15 @@ class StoreOwner:
             await self._clock.sleep(_TICK_S)
             self._node.catalog.free_orphans(is_running)
             self._node.make_room()
-            self._tell_rates()
+            self._send_rates()
 
-    def _tell_rates(self) -> None:
+    def _send_rates(self) -> None:
         rates = self._node.gb_s()
         changed = any(
-            abs(rate - self._told_gb_s.get(tier, 0.0)) > _RATE_CHANGE * rate for tier, rate in rates.items()
+            abs(rate - self._sent_gb_s.get(tier, 0.0)) > _RATE_CHANGE * rate for tier, rate in rates.items()
         )
         if changed:
-            self._told_gb_s = rates
+            self._sent_gb_s = rates
             for session in self._sessions.values():
                 session.send(StoreWelcome(self.identity, rates))
 
@@ -229,11 +235,11 @@ _MAX_LISTED = 10_000
 _YIELD_S, _MAX_YIELDS = 0.005, 200
 
 
-class Admin:
+class AdminService:
     """Answers administrators; any number of connections, one check of all records at a time."""
 
     def __init__(
-        self, identity: ReplicaIdentity, node: Node, clock: Clock, num_sessions: Callable[[], int]
+        self, identity: ReplicaIdentity, node: StoreNode, clock: Clock, num_sessions: Callable[[], int]
     ) -> None:
         self._identity = identity
         self._node = node
@@ -250,12 +256,12 @@ class Admin:
         """Answer one administrator until the connection ends."""
         try:
             while True:
-                answer = await self._answer(TO_OWNER_CODEC.decode(await stream.receive()))
+                answer = await self._answer(TO_OWNER_CODEC.decode(await stream.next_frame()))
                 stream.send(FROM_OWNER_CODEC.encode(answer))
         finally:
             stream.abort()
 
-    async def _answer(self, request: ToOwner) -> AdminUp:
+    async def _answer(self, request: ToOwner) -> AdminAnswer:
         match request:
             case StatRequest():
                 return self.stat()
@@ -389,7 +395,7 @@ class Admin:
 # ----------------------------------------------------------------------------------------------- process
 
 
-class OwnerSpec(Message, frozen=True):
+class StoreServerSpec(Message, frozen=True):
     """What an owner process is started with, on its standard input."""
 
     settings: StoreSettings
@@ -397,19 +403,19 @@ class OwnerSpec(Message, frozen=True):
     offer_wait_s: float = OFFER_WAIT_S
 
 
-SPEC_CODEC: Codec[OwnerSpec] = Codec(OwnerSpec)
+SPEC_CODEC: Codec[StoreServerSpec] = Codec(StoreServerSpec)
 
 
-async def run_owner(spec: OwnerSpec, stdin: BinaryIO) -> None:
+async def run_store_server(spec: StoreServerSpec, stdin: BinaryIO) -> None:
     """Serve until standard input ends, or SIGTERM; the first line printed is the owner's address."""
-    owner = StoreOwner(spec.settings, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
+    owner = StoreServer(spec.settings, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
     await owner.start()
     print(owner.address, flush=True)
     loop = asyncio.get_running_loop()
-    told_to_end = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, told_to_end.set)
-    loop.add_reader(stdin, told_to_end.set)  # nothing is said on it but its end
-    ends = [asyncio.create_task(told_to_end.wait()), asyncio.create_task(owner.wait_ended())]
+    stop_requested = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop_requested.set)
+    loop.add_reader(stdin, stop_requested.set)  # nothing is said on it but its end
+    ends = [asyncio.create_task(stop_requested.wait()), asyncio.create_task(owner.wait_ended())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     loop.remove_reader(stdin)
     owner.check_health()
@@ -422,7 +428,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     stdin = sys.stdin.buffer
     (length,) = _LENGTH.unpack(stdin.read(_LENGTH.size))
-    asyncio.run(run_owner(SPEC_CODEC.decode(stdin.read(length)), stdin))
+    asyncio.run(run_store_server(SPEC_CODEC.decode(stdin.read(length)), stdin))
 
 
 if __name__ == "__main__":
