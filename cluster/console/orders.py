@@ -69,14 +69,14 @@ class Orders:
     async def scale(self, order: ScaleOrder, token: str) -> Answer:
         """Serve's target of the pool; `token` "": none was given."""
 
-        async def pull(lever: ServeClient, operations: Operations) -> str:
-            seen = await lever.application()
+        async def pull(client: ServeClient, operations: Operations) -> str:
+            seen = await client.application()
             noun = "replica" if order.replicas == 1 else "replicas"
             pool = seen.pools.get(order.pool) if seen is not None else None
             if pool is not None and pool.target == order.replicas:  # Serve could not tell the scaler of it
                 await operations.pin(order.pool, order.replicas)
                 return f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"
-            await lever.scale(order.pool, order.replicas)
+            await client.scale(order.pool, order.replicas)
             return f"pool {order.pool} shall have {order.replicas} {noun}"
 
         return await self._obey(order.pool, token, pull)
@@ -84,8 +84,8 @@ class Orders:
     async def release(self, order: ReleaseOrder, token: str) -> Answer:
         """The dashboard knows no pins: it is asked something that it answers to this token only."""
 
-        async def unpin(lever: ServeClient, operations: Operations) -> str:
-            await lever.application()
+        async def unpin(client: ServeClient, operations: Operations) -> str:
+            await client.application()
             await operations.release(order.pool)
             return f"pool {order.pool} is released"
 
@@ -102,8 +102,8 @@ class Orders:
             url = await self._operations.dashboard_url()
             if not url:
                 return Answer(503, "this Ray cluster has no dashboard for orders: start its head with one")
-            async with ServeClient(url, self._app, token) as lever:
-                return Answer(200, await obey(lever, self._operations))
+            async with ServeClient(url, self._app, token) as client:
+                return Answer(200, await obey(client, self._operations))
         except TokenRefusedError as error:
             return Answer(403 if token else 401, str(error))
         except UnknownPoolError as error:

@@ -36,15 +36,17 @@ from cluster.serve.machine import Machine
 from cluster.serve.memory import check_container_memory
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import with_version
-from cluster.serve.rollout import gateway_version, pool_version, with_replicas
+from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
 from cluster.serve.scaler_actor import ScalerReports, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
 from cluster.stores import draw_life
+from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
+from workers.model.model_config import read_model_config
 from workers.replica.engine_core import EngineCore
 
 _WATCH_S = 30.0
@@ -139,7 +141,7 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._brain = EngineCore(
+        self._engine_core = EngineCore(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,
@@ -156,11 +158,11 @@ class ReplicaActor:
             store=own_store_name(config, life),
         )
         self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
-        await self._brain.start()
-        board = ray_registry(
+        await self._engine_core.start()
+        registry = ray_registry(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )
-        self._metrics = ReplicaMetrics(board, self._pool.engine.block_tokens)
+        self._metrics = ReplicaMetrics(registry, self._pool.engine.block_tokens)
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
         self._watching = asyncio.create_task(self._follow_roster())
         self._measuring = asyncio.create_task(self._export_metrics())
@@ -168,7 +170,7 @@ class ReplicaActor:
 
     def check_health(self) -> None:
         """Raises when the brain or its ranks cannot go on; Serve then replaces the replica."""
-        self._brain.check_health()
+        self._engine_core.check_health()
         for task in (self._renewing, self._watching, self._measuring):
             if task.done() and not self._leaving:
                 task.result()
@@ -178,23 +180,23 @@ class ReplicaActor:
         """Serve awaits this before it ends the process: leave, let streams finish or move, stop the ranks."""
         self._leaving = True
         await self._register()
-        await self._brain.drain(self._pool.drain_s)
+        await self._engine_core.drain(self._pool.drain_s)
         for task in (self._renewing, self._watching, self._measuring, self._dying, self._storing):
             task.cancel()
         await self._roster.remove(self._identity.replica_id, self._identity.epoch)
-        await self._brain.stop()
+        await self._engine_core.stop()
 
     async def _end_when_dead(self) -> None:
         """Serve sees the end of a process at once, but a failed health check only the third time."""
         try:
             while True:
                 await self._clock.sleep(_SELF_CHECK_S)
-                self._brain.check_health()
+                self._engine_core.check_health()
         except RankDiedError as error:
             print(f"{self._identity.replica_id} ends: {error}", file=sys.stderr, flush=True)
         try:
             await self._roster.remove(self._identity.replica_id, self._identity.epoch)
-            await self._brain.stop()
+            await self._engine_core.stop()
         finally:
             os._exit(1)
 
@@ -205,10 +207,10 @@ class ReplicaActor:
         while True:
             view = await self._roster.view(version, _WATCH_S)
             version = view.version
-            if (changed := role_of(self._identity, view, self._brain.role_epoch)) is not None:
-                self._brain.set_role(*changed)
+            if (changed := role_of(self._identity, view, self._engine_core.role_epoch)) is not None:
+                self._engine_core.set_role(*changed)
                 await self._register()
-            self._brain.join_peers(
+            self._engine_core.join_peers(
                 [
                     HandOverTarget(record.identity, record.address)
                     for record in view.replicas
@@ -218,7 +220,7 @@ class ReplicaActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            self._metrics.update(self._brain.reports.load(), self._brain.role)
+            self._metrics.update(self._engine_core.reports.load(), self._engine_core.role)
             await self._clock.sleep(_METRICS_S)
 
     async def _register(self) -> bool:
@@ -226,17 +228,17 @@ class ReplicaActor:
             ReplicaRecord(
                 identity=self._identity,
                 pool=self._pool.name,
-                role=self._brain.role,
-                address=self._brain.address,
+                role=self._engine_core.role,
+                address=self._engine_core.address,
                 model=self._model_name,
-                compatibility=self._brain.compatibility,
+                compatibility=self._engine_core.compatibility,
                 process_id=os.getpid(),
-                rank_process_ids=self._brain.rank_process_ids,
+                rank_process_ids=self._engine_core.rank_process_ids,
                 leaving=self._leaving,
                 tp=self._pool.tp,
-                stages=self._brain.stages,
+                stages=self._engine_core.stages,
                 home_role=self._pool.role,
-                role_epoch=self._brain.role_epoch,
+                role_epoch=self._engine_core.role_epoch,
             )
         )
 
@@ -273,8 +275,8 @@ class GatewayActor:
         )
         self._port = await self._gateway.start()
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
-        board = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
-        self._metrics = GatewayMetrics(board, config.transfer.min_gb_s)
+        registry = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
+        self._metrics = GatewayMetrics(registry, config.transfer.min_gb_s)
         self._measuring = asyncio.create_task(self._export_metrics())
         self._reporting: asyncio.Task[None] | None = None
 
@@ -329,3 +331,23 @@ class GatewayActor:
                 console=console,
             )
         )
+
+
+def check_model(config: ClusterConfig) -> None:
+    """Raise `CheckpointError` or `ConfigError` where the pools cannot serve the model's folder."""
+    model = read_model_config(config.model)
+    for pool in config.pools:
+        pool.check_model(model)
+    ModelText.load(config.model)
+
+
+def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] | None = None) -> None:
+    """Hand the application to Serve and return at once; `deployed` is recorded for later updates."""
+    remember(config.app, deployed)
+    target = serve.RunTarget(
+        build_application(config, deployed.cpus, deployed.secret, life=deployed.life, counts=counts),
+        name=config.app,
+        route_prefix=None,
+        external_scaler_enabled=True,
+    )
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

@@ -22,7 +22,7 @@ from workers.model.sizes import kv_heads, part
 # Of a rank's process beside weights and KV: torch, its kernels, and room for one step.
 RANK_BYTES = 350_000_000
 # Of a replica's brain, or of a gateway.
-BRAIN_BYTES = 150_000_000
+ENGINE_CORE_BYTES = 150_000_000
 # Of a Ray node with Serve, and of what it starts in advance.
 RAY_BYTES = 1_000_000_000
 # That any process of ours has open: libraries, logs, Ray's connections.
@@ -59,7 +59,7 @@ class PoolNeed(NamedTuple):
     @property
     def replica_bytes(self) -> int:
         """Host memory of one replica."""
-        return BRAIN_BYTES + sum(rank.host_bytes for rank in self.ranks)
+        return ENGINE_CORE_BYTES + sum(rank.host_bytes for rank in self.ranks)
 
     @property
     def stage_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Needs(NamedTuple):
     def host_bytes(self) -> int:
         """If all of it ran on one machine."""
         replicas = sum(pool.num_replicas * pool.replica_bytes for pool in self.pools)
-        return RAY_BYTES + self.store_bytes + self.num_gateways * BRAIN_BYTES + replicas
+        return RAY_BYTES + self.store_bytes + self.num_gateways * ENGINE_CORE_BYTES + replicas
 
     @property
     def num_threads(self) -> int:
@@ -179,7 +179,7 @@ def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machi
         "weights": sum(rank.weight_bytes for rank in on_cpu),
         "engine.kv_tokens": sum(rank.kv_bytes for rank in on_cpu),
         "engine.offload_tokens": sum(rank.offload_bytes for rank in ranks),
-        "processes": BRAIN_BYTES + len(ranks) * RANK_BYTES,
+        "processes": ENGINE_CORE_BYTES + len(ranks) * RANK_BYTES,
     }
     needed = sum(parts.values())
     if needed <= limit[0]:
@@ -188,9 +188,9 @@ def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machi
     lower = largest if largest in ("store.dram_gb", "engine.kv_tokens", "engine.offload_tokens") else ""
     if largest == "store.dram_gb":
         lower += f" to {max(limit[0] - needed + parts[largest], 0) / 1e9:.1f} at most"
-    told = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
     raise ConfigError(
-        f"pools.{pool_name}: a replica takes {gb(needed)} ({told}), and the memory limit of its container is "
+        f"pools.{pool_name}: a replica takes {gb(needed)} ({listed}), and the memory limit of its container is "
         f"{gb(limit[0])}: {f'lower {lower}, or ' if lower else ''}raise the limit, which is "
         f"pools.{pool_name}.resources.memory in the chart"
     )
