@@ -12,7 +12,7 @@ from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -86,7 +86,7 @@ class LinkedReplicas:
             store=store,
         )
         await core.start()
-        stream = await open_stream(core.address, "link", self._secret, "benchmark")
+        stream = await open_link(core.address, "link", self._secret, "benchmark")
         stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
         self._cores[name] = core, stream
         self._tasks.append(asyncio.create_task(self._listen(stream)))

@@ -43,7 +43,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -329,7 +329,7 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
             for role in ("both", "prefill", "decode")
         }
         (both,) = VIEW_CODEC.decode(bytes.fromhex(views["both"])).replicas
-        link = await open_stream(both.address, "link", secret, "bench")
+        link = await open_link(both.address, "link", secret, "bench")
         link.send(LINK_DOWN_CODEC.encode(GatewayHello("bench", 1)))
         await link.receive()
         one = await parts.enter_async_context(part("gateway", views=[views["both"]], **common))

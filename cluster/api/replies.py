@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Generic, TypeVar
@@ -18,6 +17,7 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaLinks
 from cluster.gateway.replica_view import ReplicaView
 from cluster.gateway.request_manager import RequestManager, RequestRecord
+from cluster.metrics.demand import demand_message
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
@@ -108,9 +108,9 @@ class Reporter:
             uptime_s=now - self._started_at,
             versions=self._versions,
             num_running_requests=self._desk.num_running,
-            num_finished_requests=counters.num_finished,
-            num_failed_requests=counters.num_failed,
-            num_cancelled_requests=counters.num_cancelled,
+            num_finished_requests=counters.num_ended("finished"),
+            num_failed_requests=counters.num_ended("failed"),
+            num_cancelled_requests=counters.num_ended("cancelled"),
             ready=self._links.has_route(),
             wall_time_s=self._clock.wall(),
             recent=self._lately.recent(),
@@ -119,7 +119,7 @@ class Reporter:
             pools=pools_of(self._config, self._links),
             moves=moves_of(self._links.roster_view),
             traffic=self._links.roster_view.traffic,
-            demand=pb.Demand(**dataclasses.asdict(self._desk.meters.demand)),
+            demand=demand_message(counters.demand),
         )
 
     def explain(self, request_id: str) -> pb.ExplainResponse:

@@ -11,7 +11,7 @@ from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.rpc.store_stream import FrameStream, open_tcp
+from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -158,7 +158,7 @@ class StoreAdmin:
 async def _exchange(stream: FrameStream, request: AdminRequest) -> AdminAnswer | str:
     stream.send(TO_OWNER_CODEC.encode(AdminHello(STORE_PROTOCOL)))
     stream.send(TO_OWNER_CODEC.encode(request))
-    answer = FROM_OWNER_CODEC.decode(await stream.receive())
+    answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
     if isinstance(answer, AdminFailed):
         return f"failed: {answer.reason}"
     if isinstance(answer, StoreRefusal):

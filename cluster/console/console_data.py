@@ -46,7 +46,7 @@ class ConsoleApi:
         self._config = config
         self._reporter = reporter
         self._desk = desk
-        self._meters = desk.meters
+        self._counters = desk.counters
         self._operations = operations
         self._clock = clock
         self._status = Fresh(self._make_status, _STATUS_AGE_S, clock)
@@ -89,13 +89,13 @@ class ConsoleApi:
         """TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is
         [unix time, median, 90th percentile], in seconds."""
         now, wall = self._clock.now(), self._clock.wall()
-        curves = self._meters.curves(now, wall)
+        curves = self._counters.curves(now, wall)
         return {
             "at": wall,
             "span_s": CURVE_S,
             "ttft": curves.ttft,
             "itl": curves.itl,
-            "minute": msgspec.structs.asdict(self._meters.window(now)),
+            "minute": msgspec.structs.asdict(self._counters.window(now)),
         }
 
     async def _dashboard_url(self) -> str:

@@ -23,7 +23,7 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from router.messages import ReplicaLoad
 from router.service import RouterService
 from workers.messages import (
@@ -195,7 +195,7 @@ class ReplicaLinks:
         view = self._views[replica_id]
         while replica_id in self._listed:
             try:
-                stream = await open_stream(view.record.address, "link", self._secret, self._hello.gateway_id)
+                stream = await open_link(view.record.address, "link", self._secret, self._hello.gateway_id)
             except TransferError as error:
                 view.note = str(error)
                 _log.info("no link to %s: %s", replica_id, error)

@@ -64,15 +64,6 @@ class RequestRecord:
     ended_at: float = 0.0
 
 
-@dataclass(slots=True)
-class Counters:
-    """Since the gateway's start."""
-
-    num_finished: int = 0
-    num_failed: int = 0
-    num_cancelled: int = 0
-
-
 class Accepted(NamedTuple):
     """A request on its way."""
 
@@ -98,7 +89,7 @@ class RequestManager:
         clock: Clock,
         max_requests: int,
         on_members: Callable[[], None],
-        meters: GatewayCounters,
+        counters: GatewayCounters,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._intake = intake
@@ -107,8 +98,8 @@ class RequestManager:
         self._clock = clock
         self._max_requests = max_requests
         self._members_changed = on_members
-        self._observers = (meters.ended, *observers)
-        self.meters = meters
+        self._observers = (counters.ended, *observers)
+        self.counters = counters
         self._walks: dict[str, RequestTask] = {}
         # Running, by the client's request id.
         self._latest: dict[str, RequestTask] = {}
@@ -116,7 +107,6 @@ class RequestManager:
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._num_arriving = 0
         self._is_leaving = False
-        self.counters = Counters()
 
     @property
     def num_running(self) -> int:
@@ -217,21 +207,21 @@ class RequestManager:
         now = self._clock.now()
         for report in frame.prefills:
             if (walk := self._walk(source, report.request_id, report.attempt)) is not None:
-                self.meters.prefilled(report, now)
+                self.counters.prefilled(report, now)
                 walk.on_prefilled(report)
         for joined in frame.hand_overs:
             if (walk := self._walk(source, joined.request_id, joined.attempt)) is not None:
                 walk.on_handed_over(source, joined)
         for delta in frame.deltas:
             if (walk := self._walk(source, delta.request_id, delta.attempt)) is not None:
-                self.meters.streamed(source.replica_id, delta, now)
+                self.counters.streamed(source.replica_id, delta, now)
                 walk.on_delta(source, delta)
         for isolated in frame.isolations:
             if (walk := self._walks.get(isolated.request_id)) is not None:
                 walk.on_isolated(source, isolated)
         for failure in frame.failures:
             if (walk := self._walks.get(failure.request_id)) is not None:
-                self.meters.attempt_failed(source.replica_id, failure.code, now)
+                self.counters.attempt_failed(source.replica_id, failure.code, now)
                 walk.on_failed(source, failure)
         for ended in frame.moves:
             if (walk := self._walks.get(ended.request_id)) is not None:
@@ -241,7 +231,7 @@ class RequestManager:
         """Every request that runs there must know."""
         view = self._links.find(source.replica_id)
         if view is not None and not view.record.leaving:
-            self.meters.lost(view.record.pool)
+            self.counters.lost(view.record.pool)
         for walk in list(self._walks.values()):
             walk.on_lost(source, reason)
 
@@ -288,7 +278,7 @@ class RequestManager:
             on_end=on_end,
         )
         self._walks[planned.plan.request_id] = self._latest[request_id] = walk
-        self.meters.arrived(planned.plan, now)
+        self.counters.arrived(planned.plan, now)
         walk.begin()
         return walk
 
@@ -298,13 +288,10 @@ class RequestManager:
             del self._latest[request_id]
         if error is None:
             state = "finished"
-            self.counters.num_finished += 1
         elif isinstance(error, AbandonedError):
             state = "cancelled"
-            self.counters.num_cancelled += 1
         else:
             state = "failed"
-            self.counters.num_failed += 1
             _log.info("request %s failed: %s", request_id, error, extra={"request_id": request_id})
         self._records.pop(request_id, None)
         now = self._clock.now()

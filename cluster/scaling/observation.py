@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig
+from cluster.metrics.demand import demand_of
 from cluster.metrics.replica_stats import stats_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView
 from cluster.scaling.roles import RoleTable
-from cluster.scaling.samples import Demand, DemandMeter, PoolView, ReplicaSample, Sample, last_changes
+from cluster.scaling.samples import DemandMeter, PoolView, ReplicaSample, Sample, last_changes
 
 _READY = "ready"
 
@@ -30,7 +31,7 @@ class Reports:
     def add(self, gateway: str, status: pb.StatusResponse, now: float) -> None:
         """`gateway` names it with its epoch."""
         self._latest[gateway] = _Report(now, status)
-        self._demand.add(gateway, _demand(status.demand))
+        self._demand.add(gateway, demand_of(status.demand))
 
     def sample(self, desired: Mapping[str, int], *, now: float, wall: float, max_age_s: float) -> Sample:
         """Of all gateways that reported in the last `max_age_s`; each replica as it was heard of last."""
@@ -91,7 +92,3 @@ def _replica(replica: pb.Replica, report_age_s: float) -> ReplicaSample:
         age_s=replica.load.age_s + report_age_s,
         **stats_of(replica.load),
     )
-
-
-def _demand(demand: pb.Demand) -> Demand:
-    return Demand(*(getattr(demand, field) for field in Demand._fields))

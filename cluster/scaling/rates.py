@@ -148,8 +148,8 @@ def measured_sizes(history: History, now: float, fade_s: float) -> Sizes:
     """Over the whole history, the recent counting more."""
     totals = np.zeros(8)
     for sample in history:
-        demand = sample.demand
-        totals += math.exp(-(now - sample.at) / fade_s) * np.array(demand[:8], dtype=np.float64)
+        asked = sample.demand.values()[:8]
+        totals += math.exp(-(now - sample.at) / fade_s) * np.array(asked, dtype=np.float64)
     arrived, sequences, prompts, computed, computed_squares, ended, output, output_squares = totals.tolist()
     return Sizes(
         prompt=moments(prompts, computed, computed_squares),

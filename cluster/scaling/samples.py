@@ -4,7 +4,7 @@
 # - `cluster.scaling.observation` makes a `Sample` of the `tandem.v1.StatusResponse` of all gateways: a
 #   `ReplicaSample` is a `Replica` with its `Load`, of the gateway that heard of it last (least `age_s`);
 #   `Sample.demand` is what a `DemandMeter` makes of the `StatusResponse.demand` of each gateway.
-# - The gateway's meters (`cluster.metrics.gateway_counters`) count `StatusResponse.demand`: all twelve fields of
+# - The gateway's counters (`cluster.metrics.gateway_counters`) count `StatusResponse.demand`: all twelve fields of
 #   `tandem.v1.Demand`, since the gateway's start.
 # - The brain's load report has `num_waiting_landings`, which the gateway copies to `Load`.
 
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from cluster.metrics.demand import Demand
 from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import PoolLimits
 from workers.messages import ReplicaStats
@@ -45,33 +46,6 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
         return self.is_known and not (
             self.num_running or self.num_waiting or self.num_landings or self.num_backlog_tokens
         )
-
-
-class Demand(NamedTuple):
-    """What was asked and how it was served; fields as in `tandem.v1.Demand`. Of one gateway since its start,
-    or, in a sample, of all gateways since the last sample."""
-
-    num_arrived: int = 0
-    num_sequences: int = 0
-    num_prompts: int = 0
-    num_computed_tokens: int = 0
-    computed_tokens_squared: float = 0.0
-    num_ended: int = 0
-    num_output_tokens: int = 0
-    output_tokens_squared: float = 0.0
-    num_first_tokens: int = 0
-    num_late_first_tokens: int = 0
-    num_gaps: int = 0
-    num_late_gaps: int = 0
-
-    def plus(self, other: Demand) -> Demand:
-        return Demand._make(mine + its for mine, its in zip(self, other, strict=True))
-
-    def since(self, before: Demand) -> Demand:
-        """The difference; where a counter went back the gateway began anew, and its values are all new."""
-        pairs = list(zip(self, before, strict=True))
-        has_restarted = any(now < then for now, then in pairs)
-        return self if has_restarted else Demand._make(now - then for now, then in pairs)
 
 
 class DemandMeter:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cluster.metrics.demand import Demand
 from cluster.scaling.rates import BOTH, DECODE, PREFILL, StepCost, kind_of
-from cluster.scaling.samples import Demand, PoolView, ReplicaSample, Sample
+from cluster.scaling.samples import PoolView, ReplicaSample, Sample
 
 TICK_S = 0.1
 
@@ -202,7 +203,8 @@ class SimulatedCluster:
         """It is at a prefill replica at once."""
         job = Job(arrival, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.jobs.append(job)
-        self._count(num_arrived=1, num_sequences=1)
+        self._counted.num_arrived += 1
+        self._counted.num_sequences += 1
         self._queue(job)
 
     def _queue(self, job: Job) -> None:
@@ -274,10 +276,8 @@ class SimulatedCluster:
         target.num_landings -= 1
         if job.first_at is None:
             job.first_at = at
-            tokens = job.arrival.prompt_tokens
-            is_late = at - job.arrival.at > self._ttft_slo_s
-            self._count(num_prompts=1, num_computed_tokens=tokens, computed_tokens_squared=float(tokens) ** 2)
-            self._count(num_first_tokens=1, num_late_first_tokens=int(is_late))
+            self._counted.prompt(job.arrival.prompt_tokens)
+            self._counted.first_token(at - job.arrival.at > self._ttft_slo_s)
             job.remaining_output -= 1
             target.held_tokens += 1
         if job.remaining_output <= 0:
@@ -303,7 +303,7 @@ class SimulatedCluster:
         num_late = num_gaps if is_late else 0.0
         self.outcomes.num_gaps += num_gaps
         self.outcomes.num_late_gaps += num_late
-        self._count(num_gaps=round(num_gaps), num_late_gaps=round(num_late))
+        self._counted.gaps(round(num_gaps), are_late=is_late)
         replica.progress += tokens
         while replica.batch and replica.batch[0][0] <= replica.progress:
             end, _, job = heapq.heappop(replica.batch)
@@ -333,8 +333,7 @@ class SimulatedCluster:
 
     def _end(self, job: Job) -> None:
         job.end_at = self.now + TICK_S
-        tokens = job.arrival.output_tokens
-        self._count(num_ended=1, num_output_tokens=tokens, output_tokens_squared=float(tokens) ** 2)
+        self._counted.ended([job.arrival.output_tokens])
 
     # ------------------------------------------------------------------------------------ what is seen
 
@@ -347,10 +346,6 @@ class SimulatedCluster:
     @property
     def is_idle(self) -> bool:
         return all(each.is_empty for each in self.replicas)
-
-    def _count(self, **counts: float) -> None:
-        added = {name: getattr(self._counted, name) + count for name, count in counts.items()}
-        self._counted = self._counted._replace(**added)
 
     def _of_kinds(self, *kinds: str) -> list[Replica]:
         return [

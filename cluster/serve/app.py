@@ -294,9 +294,9 @@ class GatewayActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            meters = self._gateway.desk.meters
+            counters = self._gateway.desk.counters
             status = await self._gateway.status()
-            for _ in self._metrics.update(meters, status, self._clock.now()):
+            for _ in self._metrics.update(counters, status, self._clock.now()):
                 await self._clock.sleep(0)
             await self._clock.sleep(_METRICS_S)
 

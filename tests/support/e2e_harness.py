@@ -22,7 +22,7 @@ from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import KvEvents, ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -108,7 +108,7 @@ class Replica:
         return HandOverTarget(self.core.identity, self.core.address)
 
     async def connect(self, secret: bytes) -> None:
-        self._stream = await open_stream(self.core.address, "link", secret, "walk")
+        self._stream = await open_link(self.core.address, "link", secret, "walk")
         self._stream.send(LINK_DOWN_CODEC.encode(GatewayHello("walk", 1)))
         hello = await self._stream.receive()
         assert hello is not None

@@ -43,7 +43,7 @@ from kvtransfer.messages import (
     TransferOrder,
 )
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 
 _HELLO_TIMEOUT_S = 10.0
@@ -223,7 +223,7 @@ class Peers:
 
     async def _run_outbound(self, peer: _KvSender) -> None:
         try:
-            stream = peer.stream = await open_stream(
+            stream = peer.stream = await open_link(
                 peer.target.address, "peer", self._secret, self._identity.replica_id
             )
             stream.send(PEER_CODEC.encode(self._hello()))

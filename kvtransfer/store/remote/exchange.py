@@ -38,7 +38,7 @@ from kvtransfer.messages import (
     WriterGone,
 )
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import FrameStream, open_tcp
+from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -342,7 +342,7 @@ class OwnerLink:
 
     async def receive(self) -> RecordsSent:
         """The next answer. `TransferError` at the end."""
-        message = FROM_OWNER_CODEC.decode(await self._stream.receive())
+        message = FROM_OWNER_CODEC.decode(await self._stream.next_frame())
         if isinstance(message, StoreRefusal):
             raise StoreError(f"refused by the owner: {message.reason}")
         if not isinstance(message, RecordsSent):
@@ -364,7 +364,7 @@ async def open_link(
             stream = await open_tcp(address, secret, requester.replica_id)
             try:
                 stream.send(TO_OWNER_CODEC.encode(OwnerHello(STORE_PROTOCOL, requester, granule_bytes)))
-                answer = FROM_OWNER_CODEC.decode(await stream.receive())
+                answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
                 _check_hello(answer, holder, granule_bytes)
             except (TransferError, asyncio.CancelledError):
                 stream.abort()
