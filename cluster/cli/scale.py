@@ -77,7 +77,8 @@ def scale(
     token: Token = "",
     as_json: AsJson = False,
 ) -> None:
-    """Set how many replicas pools have; the counts hold over deploys and restarts until somebody changes them."""
+    """Set how many replicas pools have; the counts hold over deploys and restarts until somebody changes
+    them."""
     if not orders and not release:
         raise typer.BadParameter("name a pool and its count, as in decode=3", param_hint="POOL=REPLICAS")
 
@@ -87,14 +88,16 @@ def scale(
 
 
 def dashboard_url(given: str, ray_address: str) -> str:
-    """Choose the dashboard's URL; `ray_address` counts only where it is one. `ConfigError` where `given` is none."""
+    """Choose the dashboard's URL; `ray_address` counts only where it is one. `ConfigError` where `given` is
+    none."""
     if given and not given.startswith(_SCHEMES):
         raise ConfigError(f"--dashboard: {given!r} is no URL; give http:// with the host and the port")
     return given or (ray_address if ray_address.startswith(_SCHEMES) else DEFAULT_DASHBOARD)
 
 
 def read_token(token: str, file: Path | None) -> str:
-    """Find the Ray token as Ray does: the token itself, else the named file, else Ray's own; "": there is none."""
+    """Find the Ray token as Ray does: the token itself, else the named file, else Ray's own; "": there is
+    none."""
     if token:
         return token.strip()
     try:
@@ -171,8 +174,8 @@ class ScaleWork:
             done.append(f"{change.pool}={change.after}")
 
     async def _update_roster(self, plan: ScalePlan) -> None:
-        """Pin and release pools, which Serve cannot, through a gateway's console. The console checks the token
-        with the dashboard."""
+        """Pin and release pools, which Serve cannot, through a gateway's console. The console checks the
+        token with the dashboard."""
         if plan.released and not plan.consoles:
             raise PinError(
                 f"no console of a gateway is known at {self._target.gateway}, and those unpin pools: "
@@ -217,7 +220,7 @@ class ScaleWork:
                         raise ScaleTimeoutError(f"somebody ordered another count of {overruled[0]} meanwhile")
                 if self._clock.now() >= deadline:
                     raise ScaleTimeoutError(
-                        f"not reached within {wait_s:g} s; Serve continues: `tandem status` shows the progress"
+                        f"not reached within {wait_s:g} s; Serve continues (`tandem status` shows how far)"
                     )
                 await self._clock.sleep(_POLL_S)
 
@@ -356,7 +359,8 @@ def plan_json(plan: ScalePlan) -> dict[str, Any]:
 
 
 def check_decodes(counts: Mapping[str, int], status: pb.StatusResponse, orders: Mapping[str, int]) -> None:
-    """Raise `ConfigError` where pools with these counts, changed by `orders`, have no replica that decodes."""
+    """Raise `ConfigError` where pools with these counts, changed by `orders`, have no replica that
+    decodes."""
     if not any(count == 0 for count in orders.values()):
         return
     decoding = {pool.name for pool in status.pools if pool.role != "prefill"}

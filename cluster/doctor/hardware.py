@@ -1,4 +1,5 @@
-"""The processors, GPUs, network and RDMA devices: their number, capabilities, clocks, PCI-E links, locality."""
+"""The processors, GPUs, network and RDMA devices: their number, capabilities, clocks, PCI-E links,
+locality."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def replicas(live: Live) -> Iterator[CheckResult]:
 
 
 def flapping(live: Live) -> Iterator[CheckResult]:
-    """Report replicas that were replaced. An epoch is the time, in milliseconds, at which a replica registered."""
+    """Report replicas that were replaced. An epoch is the time, in milliseconds, at which a replica
+    registered."""
     before = {(item.replica_id, item.epoch) for item in live.before.replicas}
     came = [item.replica_id for item in live.status.replicas if (item.replica_id, item.epoch) not in before]
     if came and live.status.uptime_s > _SETTLED_S:

@@ -1,4 +1,5 @@
-"""Symptoms of serving and their causes: time to first token, pace of decoding, failures, reuse of prefixes."""
+"""Symptoms of serving and their causes: time to first token, pace of decoding, failures, reuse of
+prefixes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Ray applied to plain classes: pools and gateways as Ray Serve deployments, beside actors. Serve starts,
-watches, replaces and counts them; no request ever passes through it.
+"""The Ray application: pools and gateways as Ray Serve deployments, beside named actors. Serve starts,
+watches, replaces and counts them; no request passes through it.
 
-    ReplicaActor (brain)   bundle 0 of its placement group, one deployment `Pool-<name>` a pool
-    RankActor              bundle 1 + stage of the same group, started by its brain (`rank_actors`)
-    StoreActor             one a node, named, detached, made by its first brain (`store_actors`)
-    GatewayActor           the deployment `Gateway`, ingress of the application
-    RosterActor            one, named, detached (`roster_actor`); Ray restarts these two
+    ReplicaActor    an engine core; bundle 0 of its placement group, one deployment `Pool-<name>` a pool
+    RankActor       bundle 1 + stage of the same group, started by its engine core (`rank_actors`)
+    StoreActor      one a node, named, detached, made by the node's first engine core (`store_actors`)
+    GatewayActor    the deployment `Gateway`, ingress of the application
+    RosterActor     one, named, detached (`cluster.roster.actor`); Ray restarts it and the stores
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -69,12 +69,12 @@ def build_application(
     counts: Mapping[str, int] | None = None,
     counts_key: str = "",
 ) -> serve.Application:
-    """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool;
-    `life` is that of the application where it is not a new one; `counts` go before the file's replicas;
-    orders are kept in the store's Redis under `counts_key` ("": not).
+    """Return the Serve application: the gateways, with all pools bound below them.
 
-    Deployed over a running one, Serve replaces the replicas of those deployments whose version differs, one
-    after the other (`cluster.serve.rollout`).
+    `cpus` are per rank of a pool; `life` names the application's life where it is not a new one; `counts`
+    take precedence over the file's replicas; orders are kept in the store's Redis under `counts_key` ("":
+    nowhere). When it is deployed over a running one, Serve replaces, one after the other, the replicas of the
+    deployments whose version differs (`cluster.serve.rollout`).
     """
     config_json, life = config.model_dump_json(), life or draw_life()
     mark = f"{round(SystemClock().wall() * 1000):015d}"
@@ -121,10 +121,11 @@ def build_application(
 
 
 class ReplicaActor:
-    """One replica: its brain, in the Serve replica's own process and event loop, and its registration.
+    """Represents one replica: its engine core, in the Serve replica's process and event loop, and its
+    registration.
 
-    The constructor returns when the ranks have loaded and warmed up, so Serve counts the replica as running
-    exactly when it can serve.
+    The constructor returns when the ranks have loaded and warmed up, so that Serve counts the replica as
+    running exactly when it can serve.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -163,31 +164,33 @@ class ReplicaActor:
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )
         self._metrics = ReplicaMetrics(registry, self._pool.engine.block_tokens)
-        self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
-        self._watching = asyncio.create_task(self._follow_roster())
-        self._measuring = asyncio.create_task(self._export_metrics())
+        self._tasks = [
+            asyncio.create_task(keep_registered(self._register, self._clock)),
+            asyncio.create_task(self._follow_roster()),
+            asyncio.create_task(self._export_metrics()),
+        ]
         self._dying = asyncio.create_task(self._end_when_dead())
 
     def check_health(self) -> None:
-        """Raises when the brain or its ranks cannot go on; Serve then replaces the replica."""
+        """Raise when the engine core or its ranks cannot continue; Serve then replaces the replica."""
         self._engine_core.check_health()
-        for task in (self._renewing, self._watching, self._measuring):
-            if task.done() and not self._leaving:
-                task.result()
-                raise RuntimeError(f"{self._identity.replica_id}: this life is over in the roster")
+        if not self._leaving:
+            _check_tasks(self._tasks, self._identity.replica_id, self._identity.epoch)
 
     async def __del__(self) -> None:
-        """Serve awaits this before it ends the process: leave, let streams finish or move, stop the ranks."""
+        """Leave, let streams finish or move, and stop the ranks. Serve awaits this before it ends the
+        process."""
         self._leaving = True
         await self._register()
         await self._engine_core.drain(self._pool.drain_s)
-        for task in (self._renewing, self._watching, self._measuring, self._dying, self._storing):
+        for task in (*self._tasks, self._dying, self._storing):
             task.cancel()
         await self._roster.remove(self._identity.replica_id, self._identity.epoch)
         await self._engine_core.stop()
 
     async def _end_when_dead(self) -> None:
-        """Serve sees the end of a process at once, but a failed health check only the third time."""
+        """End the process when the ranks died: Serve notices that at once, a failed health check only the
+        third time."""
         try:
             while True:
                 await self._clock.sleep(_SELF_CHECK_S)
@@ -201,8 +204,8 @@ class ReplicaActor:
             os._exit(1)
 
     async def _follow_roster(self) -> None:
-        """Play the role that the lease says; open and measure the paths to every replica that decodes before
-        a request needs them: prompts are handed over to those, and streams of decode replicas moved."""
+        """Follow the role assignment, and open and measure the paths to every replica that decodes before a
+        request needs them: prompts are handed over to these replicas, and streams migrate between them."""
         version = 0
         while True:
             view = await self._roster.view(version, _WATCH_S)
@@ -244,7 +247,7 @@ class ReplicaActor:
 
 
 class GatewayActor:
-    """One gateway: the gRPC server in the Serve replica's own event loop, and its registration."""
+    """Represents one gateway: the gRPC server in the Serve replica's event loop, and its registration."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, secret: bytes, mark: str, counts_key: str, *_pools: object
@@ -274,15 +277,18 @@ class GatewayActor:
             advertised_host=self._host,
         )
         self._port = await self._gateway.start()
-        self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
         registry = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
         self._metrics = GatewayMetrics(registry, config.transfer.min_gb_s)
-        self._measuring = asyncio.create_task(self._export_metrics())
+        self._tasks = [
+            asyncio.create_task(keep_registered(self._register, self._clock)),
+            asyncio.create_task(self._export_metrics()),
+        ]
         self._reporting: asyncio.Task[None] | None = None
 
     async def reconfigure(self, settings: dict[str, Any]) -> None:
-        """Serve calls this after the constructor, and when the `user_config` of a later deploy differs: so
-        gateways need no restart for other counts. A declared one has the counts alone."""
+        """Take over the counts of a deploy without a restart. Serve calls this after the constructor, and
+        when the `user_config` of a later deploy differs. That of a declared application has only the
+        counts."""
         self._config = with_replicas(self._config, settings[REPLICAS_KEY])
         self._gateway.configure(self._config)
         if self._reporting is not None:
@@ -301,22 +307,18 @@ class GatewayActor:
             await self._clock.sleep(_METRICS_S)
 
     async def _report(self, reports: ScalerReports) -> None:
-        """Tell the scaler what this gateway sees; make it where it is missing."""
+        """Send this gateway's status to the scaler, and start the scaler where it is missing."""
         while True:
             await reports.send(await self._gateway.status())
             await self._clock.sleep(self._config.scaling.interval_s)
 
     def check_health(self) -> None:
-        for task in (self._renewing, self._measuring):
-            if task.done():
-                task.result()
-                raise RuntimeError(f"{self._gateway_id}: this life is over in the roster")
+        """Raise when the gateway cannot continue; Serve then replaces it."""
+        _check_tasks(self._tasks, self._gateway_id, self._epoch)
 
     async def __del__(self) -> None:
-        self._renewing.cancel()
-        self._measuring.cancel()
-        if self._reporting is not None:
-            self._reporting.cancel()
+        for task in (*self._tasks, *((self._reporting,) if self._reporting else ())):
+            task.cancel()
         await self._roster.remove(self._gateway_id, self._epoch)
         await self._gateway.stop()
 
@@ -331,6 +333,14 @@ class GatewayActor:
                 console=console,
             )
         )
+
+
+def _check_tasks(tasks: Sequence[asyncio.Task[Any]], name: str, epoch: int) -> None:
+    """Raise when a background task has ended: it failed, or a later registration took this one's place."""
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise RuntimeError(f"{name}: this registration was superseded in the roster (epoch {epoch})")
 
 
 def check_model(config: ClusterConfig) -> None:
