@@ -226,10 +226,10 @@ async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
     assert "no gateway answers" in text
 
 
-async def test_it_gives_up_waiting_and_says_that_it_goes_on() -> None:
+async def test_it_gives_up_waiting_and_says_that_serve_continues() -> None:
     async with FakeDashboard(two_pools()) as dashboard:
         house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
-        with pytest.raises(ScaleTimeoutError, match="goes on"):
+        with pytest.raises(ScaleTimeoutError, match="Serve continues"):
             await house.scale("decode=2", wait_s=0.001)
         assert dashboard.orders == [("decode", 2)]
 
