@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cluster.api.json_text import as_dict, status_json
-from cluster.api.replies import Fresh, Reporter
+from cluster.api.replies import Fresh, StatusService
 from cluster.config import ClusterConfig
 from cluster.console.orders import Operations
 from cluster.errors import DashboardAwayError
@@ -36,17 +36,17 @@ class ConsoleApi:
         *,
         gateway_id: str,
         config: ClusterConfig,
-        reporter: Reporter,
-        desk: RequestManager,
+        status: StatusService,
+        requests: RequestManager,
         stores: StoreAdmin,
         operations: Operations | None,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
         self._config = config
-        self._reporter = reporter
-        self._desk = desk
-        self._meters = desk.meters
+        self._status_service = status
+        self._requests = requests
+        self._meters = requests.meters
         self._operations = operations
         self._clock = clock
         self._status = Fresh(self._make_status, _STATUS_AGE_S, clock)
@@ -78,12 +78,12 @@ class ConsoleApi:
     def requests(self) -> dict[str, Any]:
         """Running and recent requests of this gateway, the latest first."""
         now = self._clock.now()
-        records = self._desk.recent(MAX_REQUESTS)
+        records = self._requests.recent(MAX_REQUESTS)
         return {"requests": [_request(record, now) for record in records]}
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """As `tandem explain --json`; `UnknownRequestError` when it is neither running nor recent."""
-        return as_dict(self._reporter.explain(request_id))
+        return as_dict(self._status_service.explain(request_id))
 
     def curves(self) -> dict[str, Any]:
         """TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is
@@ -107,7 +107,7 @@ class ConsoleApi:
             return ""
 
     async def _make_status(self) -> str:
-        reply = await self._reporter.status()
+        reply = await self._status_service.status()
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
         # In a thread: with many replicas it takes longer than the tokens of this loop should wait.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
@@ -115,7 +115,7 @@ class ConsoleApi:
     async def _make_paths(self) -> str:
         shown: list[pb.ReplicaPaths] = []
         num_paths = num_left_out = 0
-        async for replica in self._reporter.paths(()):
+        async for replica in self._status_service.paths(()):
             if num_paths + len(replica.paths) > MAX_PATHS:
                 num_left_out += 1
                 continue

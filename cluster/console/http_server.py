@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from cluster.api.grpc_server import check_free
-from cluster.api.replies import Reporter
+from cluster.api.replies import StatusService
 from cluster.config import ClusterConfig, GatewayConfig
 from cluster.console.console_data import ConsoleApi
 from cluster.console.orders import Answer, Operations, Order, Orders, ReleaseOrder, ScaleOrder
@@ -33,8 +33,8 @@ AnOrder = TypeVar("AnOrder", bound=Order)
 def open_console(
     gateway_id: str,
     config: ClusterConfig,
-    reporter: Reporter,
-    desk: RequestManager,
+    status: StatusService,
+    requests: RequestManager,
     stores: StoreAdmin,
     operations: Operations | None,
     clock: Clock,
@@ -46,8 +46,8 @@ def open_console(
     api = ConsoleApi(
         gateway_id=gateway_id,
         config=config,
-        reporter=reporter,
-        desk=desk,
+        status=status,
+        requests=requests,
         stores=stores,
         operations=operations,
         clock=clock,

@@ -293,7 +293,7 @@ class GatewayActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            meters = self._gateway.desk.meters
+            meters = self._gateway.requests.meters
             status = await self._gateway.status()
             for _ in self._metrics.update(meters, status, self._clock.now()):
                 await self._clock.sleep(0)
