@@ -1,4 +1,4 @@
-"""Whole replicas without a gateway, for benchmarks: brains in this process, their ranks as processes, and a
+"""Whole replicas without a gateway, for benchmarks: engine cores in this process, their ranks as processes, and a
 bare Link to each. Used by `overlap` and `warm_start`.
 """
 
@@ -12,7 +12,7 @@ from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -55,7 +55,7 @@ class LinkedReplicas:
         self._model_dir = model_dir
         self._dtype = dtype
         self._secret = secret
-        self._brains: dict[str, tuple[EngineCore, FrameStream]] = {}
+        self._cores: dict[str, tuple[EngineCore, FrameStream]] = {}
         self._heard: dict[str, Heard] = {}
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,7 +70,7 @@ class LinkedReplicas:
         store: str | None = None,
     ) -> EngineCore:
         """A started replica with a Link to it."""
-        brain = EngineCore(
+        core = EngineCore(
             identity=ReplicaIdentity(name, 1),
             pool=role,
             role=role,
@@ -85,20 +85,20 @@ class LinkedReplicas:
             host="127.0.0.1",
             store=store,
         )
-        await brain.start()
-        stream = await open_stream(brain.address, "link", self._secret, "benchmark")
+        await core.start()
+        stream = await open_link(core.address, "link", self._secret, "benchmark")
         stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
-        self._brains[name] = brain, stream
+        self._cores[name] = core, stream
         self._tasks.append(asyncio.create_task(self._listen(stream)))
-        return brain
+        return core
 
     async def run(
         self, at: str, request_id: str, prompt: bytes, *, decode: str = "", max_tokens: int = 4
     ) -> Heard:
         """Submit to the replica `at`; wait for the last token, and for the hand-over to `decode`, if any."""
-        brain, stream = self._brains[at]
-        target = self._brains[decode][0] if decode else None
-        compatibility = brain.compatibility
+        core, stream = self._cores[at]
+        target = self._cores[decode][0] if decode else None
+        compatibility = core.compatibility
         submission = Submission(
             request_id=request_id,
             attempt=0,
@@ -119,11 +119,11 @@ class LinkedReplicas:
         return heard
 
     async def stop(self) -> None:
-        for _, stream in self._brains.values():
+        for _, stream in self._cores.values():
             stream.close()
         await asyncio.gather(*self._tasks)
-        for brain, _ in self._brains.values():
-            await brain.stop()
+        for core, _ in self._cores.values():
+            await core.stop()
 
     async def _listen(self, stream: FrameStream) -> None:
         while (frame := await stream.receive()) is not None:

@@ -1,10 +1,10 @@
-"""What brain, Link, gateway and hand-over add to the bare engine: `python -m benchmarks.overhead`.
+"""What engine core, Link, gateway and hand-over add to the bare engine: `python -m benchmarks.overhead`.
 
 Stages, each on top of the one before, with one process for every part as in the cluster:
 
     executor    the step plans of the run, replayed by an ModelRunner in this process
-    brain       a rank process and its brain, asked over a Link
-    gateway     a gateway before that brain, asked over gRPC
+    engine core       a rank process and its engine core, asked over a Link
+    gateway     a gateway before that engine core, asked over gRPC
     hand-over   a gateway before a prefill and a decode replica
 
 All stages take turns in every round with new prompts of the same lengths, so that other load on the machine
@@ -43,7 +43,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -155,7 +155,7 @@ class BareExecutor:
             times.add(started_at, of_slot)
 
     def _record(self, prompts: list[bytes]) -> list[StepPlan]:
-        """The plans of a run with as many plans ahead as a brain has."""
+        """The plans of a run with as many plans ahead as an engine core has."""
         fields = self._executor.ready_fields
         pool = BlockPool(fields.num_blocks, BLOCK_TOKENS)
         scheduler = Scheduler(
@@ -203,7 +203,7 @@ class OverLink:
             self._stream.send(LINK_DOWN_CODEC.encode(submission))
         while running:
             frame = await self._stream.receive()
-            assert frame is not None, "the brain is gone"
+            assert frame is not None, "the engine core is gone"
             message = LINK_UP_CODEC.decode(frame)
             now = CLOCK.now()
             if isinstance(message, StepFrame):
@@ -259,7 +259,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
 
 
 async def play_brain(order: dict[str, Any]) -> None:
-    brain = EngineCore(
+    core = EngineCore(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
         role=order["role"],
@@ -273,20 +273,20 @@ async def play_brain(order: dict[str, Any]) -> None:
         clock=CLOCK,
         host="127.0.0.1",
     )
-    await brain.start()
+    await core.start()
     record = ReplicaRecord(
-        identity=brain.identity,
+        identity=core.identity,
         pool=order["role"],
         role=order["role"],
-        address=brain.address,
+        address=core.address,
         model="bench",
-        compatibility=brain.compatibility,
+        compatibility=core.compatibility,
         process_id=0,
-        rank_process_ids=brain.rank_process_ids,
+        rank_process_ids=core.rank_process_ids,
     )
     print(VIEW_CODEC.encode(RosterView(1, (record,))).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    await brain.stop()
+    await core.stop()
 
 
 async def play_gateway(order: dict[str, Any]) -> None:
@@ -327,12 +327,12 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
     async with AsyncExitStack() as parts:
         views = {
             role: await parts.enter_async_context(
-                part("brain", name=role, role=role, dtype=setting.dtype, engine=engine, **common)
+                part("engine core", name=role, role=role, dtype=setting.dtype, engine=engine, **common)
             )
             for role in ("both", "prefill", "decode")
         }
         (both,) = VIEW_CODEC.decode(bytes.fromhex(views["both"])).replicas
-        link = await open_stream(both.address, "link", secret, "bench")
+        link = await open_link(both.address, "link", secret, "bench")
         link.send(LINK_DOWN_CODEC.encode(GatewayHello("bench", 1)))
         await link.receive()
         one = await parts.enter_async_context(part("gateway", views=[views["both"]], **common))
@@ -341,7 +341,7 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
         fronts = [OverGrpc(setting, one), OverGrpc(setting, two)]
         stages: dict[str, Stage] = {
             "executor": BareExecutor(setting),
-            "brain": OverLink(setting, link),
+            "engine core": OverLink(setting, link),
             "gateway": fronts[0],
             "hand-over": fronts[1],
         }
@@ -388,10 +388,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--part", choices=["brain", "gateway"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["engine core", "gateway"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        play = {"brain": play_brain, "gateway": play_gateway}[args.part]
+        play = {"engine core": play_brain, "gateway": play_gateway}[args.part]
         asyncio.run(play(json.loads(sys.stdin.readline())))
         return
     setting = Setting(args.model, args.dtype, args.threads, args.tokens)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtransfer.config import StoreSettings
-from kvtransfer.store.server.store_server import SPEC_CODEC, OwnerSpec
+from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
 
 
 def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
@@ -38,7 +38,7 @@ def running_owner(settings: StoreSettings) -> Iterator[str]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    frame = SPEC_CODEC.encode(OwnerSpec(settings))
+    frame = SPEC_CODEC.encode(StoreServerSpec(settings))
     process.stdin.write(struct.pack("<I", len(frame)) + frame)
     process.stdin.flush()
     try:

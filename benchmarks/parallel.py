@@ -13,7 +13,7 @@ asleep, and the bytes once over the memory's bandwidth.
 computes for a step, the plan's delivery and two all-reduces a layer, all as measured here.
 
 To wake a process is half a round trip of a byte over two pipes, between two cores. The replica's two ranks
-and its brain need cores of their own; what else runs shows most in the step.
+and its engine core need cores of their own; what else runs shows most in the step.
 """
 
 from __future__ import annotations

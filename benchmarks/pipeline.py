@@ -5,7 +5,7 @@ prompts are computed one after the other. The ranks' own reports say when each w
 (waiting for the other stage is not busy), which gives a timeline; `--timeline FILE` writes it. The figure is
 the time in which both are busy over the time in which either is, from a long prompt's first chunk to its
 last, and for decoding alone; with chunks that shrink as the prefix grows, and with equal ones. The ranks and
-the brain need cores of their own.
+the engine core need cores of their own.
 """
 
 from __future__ import annotations

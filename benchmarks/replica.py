@@ -1,5 +1,5 @@
 """A replica without Links, for benchmarks that look at its steps: real ranks as processes of this host, and
-in this process the scheduler and the step loop that a brain has.
+in this process the scheduler and the step loop that an engine core has.
 """
 
 from __future__ import annotations

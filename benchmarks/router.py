@@ -71,7 +71,7 @@ def quantiles_us(call: Callable[[], object], num_calls: int) -> tuple[float, flo
 
 
 def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> Iterator[dict[str, object]]:
-    """The walk, the floor of a compressed walk, and the whole decision; every depth is different."""
+    """Time a match, the least that a compressed tree needs, and a whole decision; every depth is different."""
     clock = SystemClock()
     num_blocks = num_tokens // BLOCK_TOKENS
     keys = tuple(key_of(number) for number in range(num_blocks))
@@ -98,7 +98,7 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
         service.on_finished("q")
 
     measures: dict[str, Callable[[], object]] = {
-        "walk": lambda: tree.match(copy),
+        "match": lambda: tree.match(copy),
         "compare_as_one_run": lambda: copy == keys,
         "decision": decide,
     }
@@ -202,8 +202,8 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
                 backlog = node.backlog_tokens(clock.now())
                 router.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
             router.on_load(load_of("decode", clock.now(), num_running=10**9))
-        ask = RouteRequest(str(number), "t", request.keys, request.num_tokens, 1)
-        node = nodes[router.route(ask).prefill]
+        decision = router.route(RouteRequest(str(number), "t", request.keys, request.num_tokens, 1))
+        node = nodes[decision.prefill]
         num_cached = node.num_cached(request.keys)
         first_token_at_s, events = node.serve(request, num_cached)
         assert router.on_events(events)

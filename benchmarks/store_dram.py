@@ -29,7 +29,7 @@ import numpy as np
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, map_shared
-from kvtransfer.blocks.runs import Place, copy_runs
+from kvtransfer.blocks.runs import ByteRegion, copy_runs
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard, TransferSettings
@@ -50,7 +50,7 @@ from kvtransfer.store.messages import (
     StoreRead,
     StoreReport,
 )
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 
 BLOCK_BYTES = (256 << 10, 1 << 20, 7 << 20)
 ORDER_BYTES = 16 << 20
@@ -62,16 +62,16 @@ CLOCK = SystemClock()
 class UnsummedPool(HostPool):
     """Tells zeros for sums."""
 
-    def store(self, block_ids: Sequence[int], place: Place, offsets: Sequence[int]) -> list[int]:
+    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
         table = self._table(self.layout.shard)
-        copy_runs(self.place, self.offsets(block_ids), place, offsets, table, sums=False, streamed=True)
+        copy_runs(self.region, self.offsets(block_ids), region, offsets, table, sums=False, streamed=True)
         return [0] * len(block_ids)
 
     def load(
-        self, block_ids: Sequence[int], piece: Shard, place: Place, offsets: Sequence[int], shard: Shard
+        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
         table = self._table(piece).reversed()
-        copy_runs(place, offsets, self.place, self.offsets(block_ids), table, sums=False, streamed=True)
+        copy_runs(region, offsets, self.region, self.offsets(block_ids), table, sums=False, streamed=True)
         return [0] * len(block_ids)
 
 
@@ -108,7 +108,7 @@ class Owner:
         assert self._process.stdout is not None
         fd = os.open(f"/proc/{self._process.pid}/fd/{int(self._process.stdout.readline())}", os.O_RDWR)
         # The arena, mapped here once more.
-        self.place = Place(memoryview(map_shared(fd, num_bytes)))
+        self.region = ByteRegion(memoryview(map_shared(fd, num_bytes)))
         os.close(fd)
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Hands:
 
     def copies(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """memcpy of every block to its record, and back."""
-        arena, pool, size = self._owner.place, self._pool.place, self._size
+        arena, pool, size = self._owner.region, self._pool.region, self._size
         pairs = [
             (pool.address + block * size, arena.address + offset + HEADER_BYTES)
             for block, offset in enumerate(self._offsets)

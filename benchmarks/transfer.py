@@ -196,7 +196,7 @@ class Writer:
         self._process.wait()
 
     def _memcpy(self) -> None:
-        source, target = self._pools[ALL_HEADS].place.bytes, self._copy.place.bytes
+        source, target = self._pools[ALL_HEADS].region.bytes, self._copy.region.bytes
         size = layout(ALL_HEADS).block_bytes
         for start in range(0, len(source), size):
             np.copyto(target[start : start + size], source[start : start + size])

@@ -69,8 +69,8 @@ class Bench:
                 max_batch_tokens=CHUNK_TOKENS,
                 num_threads=max(1, self._num_threads // parallel.num_ranks),
             )
-            brain = await replicas.add("r", "both", parallel, engine, store=settings.name)
-            tiers = brain.tiers
+            core = await replicas.add("r", "both", parallel, engine, store=settings.name)
+            tiers = core.tiers
             assert tiers is not None
             while not tiers.is_open:
                 await CLOCK.sleep(0.01)
@@ -79,10 +79,10 @@ class Bench:
                 self._last[: part // 2] if is_cold else self._last[part // 2 :][: part // 2]
             )
             heard = await replicas.run("r", "first", prompt)
-            while is_cold and not tiers.writing.is_idle:
+            while is_cold and not tiers.saver.is_idle:
                 await CLOCK.sleep(0.01)
             await replicas.stop()
-        return heard, brain
+        return heard, core
 
     def _settings(self) -> StoreSettings:
         return owner_settings(
@@ -117,12 +117,12 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     nvme = folder / "nvme"
     nvme.mkdir()
     bench = Bench(model_dir, nvme, arguments.tokens, arguments.threads)
-    cold, brain = await bench.run(Parallel(), is_cold=True)
+    cold, core = await bench.run(Parallel(), is_cold=True)
     assert cold.prefill is not None
     num_bytes = arguments.tokens * 2 * 28 * 8 * 128 * 2
-    prefill_tok_s = brain.steps.rates.prefill_tok_s
+    prefill_tok_s = core.steps.rates.prefill_tok_s
     for parallel in (Parallel(), Parallel(tp=2)):
-        warm, brain = await bench.run(parallel, is_cold=False)
+        warm, core = await bench.run(parallel, is_cold=False)
         assert warm.prefill is not None
         rate = read_gb_s(nvme)
         chunk_s = warm.prefill.times.prefilled - warm.prefill.times.scheduled

@@ -1,1 +1,1 @@
-"""Chooses a prefill and a decode replica for each request; knows blocks and costs, no engines."""
+"""Choose a prefill and a decode replica for each request, from block keys and load reports alone."""

@@ -1,4 +1,4 @@
-"""Settings of the router; composed into the cluster's file under `router:`."""
+"""Settings of the router, composed into the cluster's file under `router:`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class RouterConfig(BaseModel):
-    """How replicas are chosen. Times are seconds."""
+    """Settings of how replicas are chosen. Times are in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,18 +1,18 @@
-"""What can go wrong in routing.
+"""The errors of routing.
 
 RouterError
-└── NoReplicaError    no replica can take the request now; the text says what was missing
+└── NoReplicaError    no replica can take the request now; the message names what is missing
 """
 
 from __future__ import annotations
 
 
 class RouterError(Exception):
-    """Base of all errors of router."""
+    """Base of all errors of the router."""
 
 
 class NoReplicaError(RouterError):
-    """No usable replica: none registered for a side, or all excluded, leaving or full."""
+    """Raised when no replica is usable: none registered for a side, or all excluded, leaving or full."""
 
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)

@@ -1,6 +1,6 @@
-"""What the router knows of each replica's load: the last report, and what was routed there since.
+"""Track each replica's load: its last report, plus what was routed there since.
 
-The service tells the book of every report and every step of a request; policies read `LoadState`.
+The service passes every report and every step of a request to the `LoadTracker`. Policies read `LoadState`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from kvtransfer.messages import ReplicaIdentity
 from router.messages import ReplicaLoad
 
 # A request is taken to be in the first report that arrives this long after it was routed (or, for a
-# hand-over, after its first token): the way to the replica plus the way back, with room.
+# hand-over, after its first token): the way to the replica and back, with a margin.
 REPORT_LAG_S = 0.02
-# A request without news for this long no longer counts as load: its end was lost.
-PHANTOM_S = 300.0
+# A request without news for this long is stale and no longer counts as load: the message of its end was lost.
+STALE_REQUEST_S = 300.0
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
 class LoadState(NamedTuple):
-    """A replica's load as of now. `num_total_blocks` 0: no report yet. Rates 0: not yet measured."""
+    """A replica's load as of now. `num_total_blocks` is 0 before the first report, a rate is 0 until
+    measured."""
 
     replica_id: str
     role: str
@@ -38,16 +39,18 @@ class LoadState(NamedTuple):
     decode_step_s: float
     transfer_tok_s: float
     reported_at: float
-    # By tier of the node's store; a tier without measure is absent or 0.
+    # By tier of the node's store; a tier that was not measured is absent or 0.
     load_tok_s: Mapping[str, float] = _NO_RATES
-    # The longest context that it can serve alone, host memory included; 0: not known.
+    # The longest context that it can serve alone, host memory included; 0 if unknown.
     max_local_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request on its way: computed at `compute_id`, then handed over to `decode_id` ("": it stays). Of a
-    stream that moves to `decode_id` nothing is left to compute (`compute_id` "")."""
+    """A routed request: computed at `compute_id`, then handed over to `decode_id` ("" if it stays there).
+
+    For a stream that migrates to `decode_id`, `compute_id` is "": nothing is left to compute.
+    """
 
     request_id: str
     compute_id: str
@@ -61,8 +64,8 @@ class Placement:
 
 
 @dataclass(slots=True, eq=False)
-class _Tally:
-    """Placements and their sums, kept as they come and go."""
+class _Pending:
+    """Placements that a replica's report does not show yet, and their running sums."""
 
     placements: dict[str, Placement] = field(default_factory=dict)
     num_prefill_tokens: int = 0
@@ -83,10 +86,17 @@ class _Tally:
         self.num_new_blocks += sign * placement.num_new_blocks
         self.num_sequences += sign * placement.num_sequences
 
+    def check(self) -> None:
+        """Assert that the sums are those of the placements."""
+        items = self.placements.values()
+        assert self.num_prefill_tokens == sum(item.num_prefill_tokens for item in items)
+        assert self.num_new_blocks == sum(item.num_new_blocks for item in items)
+        assert self.num_sequences == sum(item.num_sequences for item in items)
+
 
 @dataclass(slots=True, eq=False)
-class _Page:
-    """The book's page of one replica: its report, and three tallies of what the report does not show.
+class _ReplicaLoad:
+    """One replica's report, and three sets of placements that the report does not show.
 
     computing   to be computed here             until the first report after it, or its first token
     staying     computed here and kept here     until the first report after it, or its end
@@ -96,16 +106,20 @@ class _Page:
     identity: ReplicaIdentity
     role: str
     report: ReplicaLoad | None = None
-    computing: _Tally = field(default_factory=_Tally)
-    staying: _Tally = field(default_factory=_Tally)
-    expected: _Tally = field(default_factory=_Tally)
+    computing: _Pending = field(default_factory=_Pending)
+    staying: _Pending = field(default_factory=_Pending)
+    expected: _Pending = field(default_factory=_Pending)
     state: LoadState | None = None
 
+    @property
+    def pending(self) -> tuple[_Pending, _Pending, _Pending]:
+        return self.computing, self.staying, self.expected
+
     def cover(self, until: float) -> None:
-        """Drop what a report of that time shows: routed by then, or (expected) handed over by then."""
-        for tally in (self.computing, self.staying):
-            for request_id in [key for key, item in tally.placements.items() if item.routed_at <= until]:
-                tally.drop(request_id)
+        """Drop what a report of that time shows: routed by then or, if expected, handed over by then."""
+        for pending in (self.computing, self.staying):
+            for request_id in [key for key, item in pending.placements.items() if item.routed_at <= until]:
+                pending.drop(request_id)
         joined = [
             key
             for key, item in self.expected.placements.items()
@@ -115,100 +129,99 @@ class _Page:
             self.expected.drop(request_id)
 
     def forget(self, request_id: str) -> None:
-        for tally in (self.computing, self.staying, self.expected):
-            tally.drop(request_id)
+        for pending in self.pending:
+            pending.drop(request_id)
         self.state = None
 
 
 class LoadTracker:
-    """Reports and deltas of all replicas. Every method ignores what it does not know."""
+    """The reports and pending placements of all replicas. Every method ignores what is unknown."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._pages: dict[str, _Page] = {}
+        self._replicas: dict[str, _ReplicaLoad] = {}
         self._placements: dict[str, Placement] = {}
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
-        """A replica, or its new role. A new epoch starts an empty page."""
-        page = self._pages.get(identity.replica_id)
-        if page is not None and page.identity.epoch == identity.epoch:
-            page.role, page.state = role, None
+        """Add a replica, or change its role. A new epoch starts without report and placements."""
+        replica = self._replicas.get(identity.replica_id)
+        if replica is not None and replica.identity.epoch == identity.epoch:
+            replica.role, replica.state = role, None
             return
         self.remove_replica(identity.replica_id)
-        self._pages[identity.replica_id] = _Page(identity, role)
+        self._replicas[identity.replica_id] = _ReplicaLoad(identity, role)
 
     def remove_replica(self, replica_id: str) -> None:
-        self._pages.pop(replica_id, None)
+        """Forget a replica and its load."""
+        self._replicas.pop(replica_id, None)
 
     def on_load(self, load: ReplicaLoad) -> None:
-        """Take a report, and drop the deltas that it covers. An older one, or of another life, is ignored."""
-        page = self._pages.get(load.identity.replica_id)
-        if page is None or page.identity.epoch != load.identity.epoch:
+        """Take a report, and drop the placements that it covers. Ignores older reports and other epochs."""
+        replica = self._replicas.get(load.identity.replica_id)
+        if replica is None or replica.identity.epoch != load.identity.epoch:
             return
-        if page.report is not None and load.received_at < page.report.received_at:
+        if replica.report is not None and load.received_at < replica.report.received_at:
             return
-        page.report, page.state = load, None
-        page.cover(load.received_at - REPORT_LAG_S)
+        replica.report, replica.state = load, None
+        replica.cover(load.received_at - REPORT_LAG_S)
 
     def on_routed(self, placement: Placement) -> None:
-        """Count the request at once where it goes; an earlier attempt of it no longer counts."""
+        """Count the request at once at its replicas, in place of an earlier attempt of the same request."""
         self.on_finished(placement.request_id)
-        self._sweep()
+        self._drop_stale()
         self._placements[placement.request_id] = placement
-        if (page := self._pages.get(placement.compute_id)) is not None:
-            page.computing.add(placement)
+        if (replica := self._replicas.get(placement.compute_id)) is not None:
+            replica.computing.add(placement)
             if not placement.decode_id:
-                page.staying.add(placement)
-            page.state = None
-        if (page := self._pages.get(placement.decode_id)) is not None:
-            page.expected.add(placement)
-            page.state = None
+                replica.staying.add(placement)
+            replica.state = None
+        if (replica := self._replicas.get(placement.decode_id)) is not None:
+            replica.expected.add(placement)
+            replica.state = None
 
     def on_prefilled(self, request_id: str) -> Placement | None:
-        """The first token is there: nothing is left to compute. Returns the placement, the first time."""
+        """Note the first token: nothing is left to compute. Returns the placement at the first call."""
         placement = self._placements.get(request_id)
         if placement is None or placement.prefilled_at is not None:
             return None
         placement.prefilled_at = self._clock.now()
-        if (page := self._pages.get(placement.compute_id)) is not None:
-            page.computing.drop(request_id)
-            page.state = None
+        if (replica := self._replicas.get(placement.compute_id)) is not None:
+            replica.computing.drop(request_id)
+            replica.state = None
         return placement
 
     def on_finished(self, request_id: str) -> None:
-        """The request has ended, in whichever way."""
+        """Stop counting the request, however it ended."""
         placement = self._placements.pop(request_id, None)
         if placement is not None:
             for replica_id in (placement.compute_id, placement.decode_id):
-                if (page := self._pages.get(replica_id)) is not None:
-                    page.forget(request_id)
+                if (replica := self._replicas.get(replica_id)) is not None:
+                    replica.forget(request_id)
 
     def state(self, replica_id: str) -> LoadState:
-        """The replica's load as of now; the replica must be known."""
-        page = self._pages[replica_id]
-        if page.state is None:
-            page.state = _state_of(page)
-        return page.state
+        """Return the load as of now of a known replica."""
+        replica = self._replicas[replica_id]
+        if replica.state is None:
+            replica.state = _state_of(replica)
+        return replica.state
 
     @property
     def num_placements(self) -> int:
-        """Requests routed and not finished."""
+        """Number of requests that are routed and not finished."""
         return len(self._placements)
 
     def check(self) -> None:
-        """Assert that tallies and sums agree and hold no finished request."""
-        for page in self._pages.values():
-            for tally in (page.computing, page.staying, page.expected):
-                items = tally.placements.values()
-                assert tally.num_prefill_tokens == sum(item.num_prefill_tokens for item in items)
-                assert tally.num_new_blocks == sum(item.num_new_blocks for item in items)
-                assert tally.num_sequences == sum(item.num_sequences for item in items)
+        """Assert that placements and sums agree, and that no finished request is left."""
+        for replica in self._replicas.values():
+            for pending in replica.pending:
+                pending.check()
+                items = pending.placements.values()
                 assert all(self._placements.get(item.request_id) is item for item in items)
 
-    def _sweep(self) -> None:
-        """Drop what has had no news for `PHANTOM_S`. A long answer loses nothing by it: its sequence has
-        been in its replica's own reports since it joined."""
-        oldest = self._clock.now() - PHANTOM_S
+    def _drop_stale(self) -> None:
+        """Drop requests without news for `STALE_REQUEST_S`. A long answer loses nothing by it: its sequence
+        has been in its replica's own reports since it joined."""
+        oldest = self._clock.now() - STALE_REQUEST_S
         while self._placements:
             placement = next(iter(self._placements.values()))
             if placement.routed_at > oldest:
@@ -216,26 +229,27 @@ class LoadTracker:
             self.on_finished(placement.request_id)
 
 
-def _state_of(page: _Page) -> LoadState:
-    """Report plus deltas.
+def _state_of(replica: _ReplicaLoad) -> LoadState:
+    """Add the pending placements to the report.
 
     Landings in the report and expected requests overlap (an expected request becomes a landing shortly
-    before its hand-over), and nobody says which are the same. So the larger count is taken for sequences;
-    for blocks, the share of the expected requests beyond the reported landings still needs its blocks.
+    before its hand-over), and no message identifies which are the same. The larger count is therefore taken
+    for sequences; for blocks, the share of the expected requests beyond the reported landings still needs its
+    blocks.
     """
-    report = page.report
+    report = replica.report
     if report is None:
-        report = ReplicaLoad(page.identity, float("-inf"), 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
-    expected, staying = page.expected, page.staying
+        report = ReplicaLoad(replica.identity, float("-inf"), 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+    expected, staying = replica.expected, replica.staying
     num_new_blocks = staying.num_new_blocks
     if len(expected.placements) > report.num_landings:
         not_landed = 1.0 - report.num_landings / len(expected.placements)
         num_new_blocks += round(not_landed * expected.num_new_blocks)
     num_coming = max(report.num_landings, expected.num_sequences) + staying.num_sequences
     return LoadState(
-        replica_id=page.identity.replica_id,
-        role=page.role,
-        backlog_tokens=report.num_backlog_tokens + page.computing.num_prefill_tokens,
+        replica_id=replica.identity.replica_id,
+        role=replica.role,
+        backlog_tokens=report.num_backlog_tokens + replica.computing.num_prefill_tokens,
         num_sequences=report.num_running + report.num_waiting + num_coming,
         num_free_blocks=report.num_free_blocks - num_new_blocks,
         num_total_blocks=report.num_total_blocks,

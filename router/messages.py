@@ -1,4 +1,4 @@
-"""Everything that crosses the router's wall: what it is asked, what it is told, what it answers.
+"""The router's interface types: load reports, requests, candidates and decisions.
 
 KV events arrive as `kvtransfer.messages.KvEvents` and `KvSnapshot`. All sizes are tokens or blocks.
 """
@@ -10,7 +10,7 @@ from kvtransfer.messages import ReplicaIdentity
 
 
 class ReplicaLoad(Part, frozen=True):
-    """What the router knows of a replica's load, from its last report. Rates 0: not yet measured."""
+    """A replica's last load report. A rate is 0 until it is measured."""
 
     identity: ReplicaIdentity
     received_at: float
@@ -23,15 +23,15 @@ class ReplicaLoad(Part, frozen=True):
     prefill_tok_s: float
     decode_step_s: float
     transfer_tok_s: float
-    # By tier ("dram", "nvme"): how fast blocks come from the node's store; absent while not measured.
+    # By tier ("dram", "nvme"): how fast blocks are loaded from the node's store; absent until measured.
     load_tok_s: dict[str, float] = {}
-    # The longest context that it can serve alone, output included; 0: not known.
+    # The longest context that it can serve alone, output included; 0 if unknown.
     max_local_tokens: int = 0
 
 
 class RouteRequest(Part, frozen=True):
-    """One request to place. `block_keys`: the prompt's full blocks; `excluded` were tried and failed;
-    `pinned_prefill` and `pinned_decode` ("" = free) are a debug option."""
+    """A request to place. `block_keys` are those of the prompt's full blocks, `excluded` replicas were tried
+    and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option."""
 
     request_id: str
     tenant: str
@@ -45,10 +45,10 @@ class RouteRequest(Part, frozen=True):
 
 
 class Candidate(Part, frozen=True):
-    """One replica as it looked in a decision; every term of its cost, in tokens.
+    """One replica as it looked in a decision, with every term of its cost in tokens.
 
     The prompt is matched + dram + nvme + uncached tokens: on the device, in the node's store, and to be
-    computed. A "decode" candidate counts what is not on its device as uncached: that must be sent.
+    computed. A "decode" candidate counts what is not on its device as uncached, because it must be sent.
 
     With the policy "cost", `cost` is uncached + loading + backlog + pressure ("prefill", "local") or pressure
     ("decode"); `pressure_tokens` is what others suffer, plus penalties, named in `note`. `transfer_tokens`
@@ -68,16 +68,17 @@ class Candidate(Part, frozen=True):
     note: str = ""
     dram_tokens: int = 0
     nvme_tokens: int = 0
-    # What loading both costs.
+    # The cost of loading both.
     loading_tokens: float = 0.0
 
 
 class Decision(Part, frozen=True):
-    """Where a request goes and why. `prefill` "" means: the decode replica prefills by itself.
-    `prefill_cached_tokens` need not be computed where the prompt is prefilled (on the device or in the node's
-    store), `decode_cached_tokens` are on the decode replica's device. The choice can be recomputed from
-    `candidates` alone (`router.cost.recompute`): the least cost of all pairs of two replicas and all "local"
-    candidates wins; ties go to "local", then to what comes first in `candidates`."""
+    """Where a request goes and why. `prefill` "" means that the decode replica prefills by itself.
+
+    `prefill_cached_tokens` need not be computed where the prompt is prefilled (they are on the device or in
+    the node's store), `decode_cached_tokens` are on the decode replica's device. The choice can be recomputed
+    from `candidates` alone (`router.cost.recompute`): the least cost of all pairs of two replicas and all
+    "local" candidates wins. Ties go to "local", then to the first in `candidates`."""
 
     request_id: str
     policy: str

@@ -1,6 +1,6 @@
 """The prefix tree: which replica holds which block where, fed by KV events, snapshots and predictions.
 
-The router's service owns one tree and asks it, for each request, how much of the prompt each replica holds.
+The router's service owns one tree and looks up, for each request, how much of the prompt each replica holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 
-# While a snapshot is awaited, the gap is reported again only this often: one request, not one per event.
+# While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
 
 StoreTier = Literal["dram", "nvme"]
@@ -30,8 +30,8 @@ NOT_IN_STORE = InStore(0, 0)
 
 
 class Match(NamedTuple):
-    """The leading blocks of a prompt that each replica can have without computing: `device` counts the
-    first ones, which it holds itself, `stored` those after them. Replicas with none are absent."""
+    """The leading blocks of a prompt that each replica has without computing: `device` counts the first ones,
+    on its device, `stored` those after them in its node's store. Replicas with none are absent."""
 
     device: dict[str, int]
     stored: dict[str, InStore]
@@ -39,7 +39,7 @@ class Match(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """One replica in one life: the bit it owns, what it reported and what is predicted of it."""
+    """One epoch of a replica: its bit, the blocks that it reported, and those that are predicted."""
 
     identity: ReplicaIdentity
     slot: int
@@ -65,9 +65,9 @@ class _Prediction(NamedTuple):
 class PrefixTree:
     """Block keys and, for each, a bit mask of the replicas that hold it.
 
-    A block key is chained: it names the whole prefix that ends with its block, so equal keys are equal
-    nodes and the tree needs no child pointers. A request brings its own path (`block_keys`), and the walk
-    down that path looks each key up. Two prompts A B C and A B D, on three replicas:
+    A block key is chained: it names the whole prefix that ends with its block, so equal keys are equal nodes
+    and the tree needs no child pointers. A request brings its own path (`block_keys`), and a match looks up
+    each key of that path. Two prompts A B C and A B D, on three replicas:
 
         key      mask   holders          the request A B D E is held by
         A        0b111  p0 p1 p2          p0: 3 blocks (A B D)
@@ -80,9 +80,9 @@ class PrefixTree:
 
     Nodes are single keys and not compressed runs, on purpose. Events name single keys, with parents that
     may be unknown here, so every key needs its own entry anyway (170 bytes with one holder); compressed runs
-    would also split wherever one replica's cache ends. The walk over 128 blocks and 64 replicas, all of
-    different depth, takes 21 us; comparing 128 keys as one run, the floor of a compressed walk, takes 1 us;
-    a whole decision takes 180 us (`benchmarks/router.py`, one shared core).
+    would also split wherever one replica's cache ends. A match over 128 blocks and 64 replicas, all of
+    different depth, takes 21 us; comparing 128 keys as one run, the least that a compressed tree needs, takes
+    1 us; a whole decision takes 180 us (`benchmarks/router.py`, one shared core).
 
     Memory is bounded by what replicas report, plus the predictions of the last `prediction_ttl_s`; a key
     without holders is deleted. A prediction counts as held until an event confirms it or its time is over.
@@ -99,7 +99,7 @@ class PrefixTree:
         self._predictions: deque[_Prediction] = deque()
 
     def add_replica(self, identity: ReplicaIdentity) -> None:
-        """Start with nothing known of this life of the replica; what an earlier life held is wiped."""
+        """Add this epoch of the replica with nothing known, and wipe what an earlier epoch held."""
         known = self._holders.get(identity.replica_id)
         if known is not None:
             if known.identity.epoch == identity.epoch:
@@ -114,7 +114,7 @@ class PrefixTree:
         self._holders[identity.replica_id] = _Holder(identity, slot)
 
     def remove_replica(self, replica_id: str) -> None:
-        """Wipe everything of the replica; afterwards no mask has its bit, so the bit may be reused."""
+        """Wipe everything of the replica. Afterwards no mask has its bit, so the bit may be reused."""
         holder = self._holders.pop(replica_id, None)
         if holder is None:
             return
@@ -127,9 +127,9 @@ class PrefixTree:
         self._free_slots.append(holder.slot)
 
     def apply_events(self, events: KvEvents) -> bool:
-        """Apply one batch. False: a gap or an unknown life, so the caller shall ask for a snapshot.
+        """Apply one batch. Returns False after a gap or for an unknown epoch: the caller requests a snapshot.
 
-        Until the snapshot arrives events are ignored, and False is repeated every `SNAPSHOT_WAIT_S` only.
+        Until the snapshot arrives events are ignored, and False is repeated only every `SNAPSHOT_WAIT_S`.
         A key both removed and stored in one batch counts as stored. Parents are not needed (see the class).
         """
         holder = self._holders.get(events.publisher.replica_id)
@@ -155,7 +155,8 @@ class PrefixTree:
         return False
 
     def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
-        """Replace what the replica held. False: of another life, or older than what is known; ignored."""
+        """Replace what the replica held. Returns False, and ignores it, for another epoch or an older
+        sequence."""
         holder = self._holders.get(snapshot.publisher.replica_id)
         if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
             return False
@@ -172,12 +173,12 @@ class PrefixTree:
         return True
 
     def needs_snapshot(self, replica_id: str) -> bool:
-        """True while the replica's events are ignored for want of a snapshot."""
+        """Whether the replica's events are ignored until a snapshot arrives."""
         holder = self._holders.get(replica_id)
         return holder is not None and not holder.in_step
 
     def predict(self, replica_id: str, keys: tuple[bytes, ...]) -> None:
-        """Count these blocks as held by the replica until confirmed, for `prediction_ttl_s` at most."""
+        """Count these blocks as held by the replica until confirmed, at most for `prediction_ttl_s`."""
         holder = self._holders.get(replica_id)
         if holder is None:
             return
@@ -194,7 +195,7 @@ class PrefixTree:
         self._predictions.append(_Prediction(until, holder, unconfirmed))
 
     def match(self, keys: Sequence[bytes]) -> Match:
-        """Where each replica finds how many of the leading keys."""
+        """Count for each replica how many of the leading keys it has, and where."""
         self._expire()
         replica_to_depth: dict[str, int] = {}
         if not keys:
@@ -216,21 +217,21 @@ class PrefixTree:
 
     @property
     def num_keys(self) -> int:
-        """Distinct block keys that are held anywhere."""
+        """Number of distinct block keys that any replica holds."""
         return len(set(self._key_to_mask).union(*self._tier_to_masks.values()))
 
     def num_held(self, replica_id: str) -> int:
-        """Block keys that the replica itself reported to be on its device."""
+        """Number of block keys that the replica reported to be on its device."""
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.held)
 
     def num_stored(self, replica_id: str) -> int:
-        """Block keys that the replica reported to be in its node's store."""
+        """Number of block keys that the replica reported to be in its node's store."""
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.stored)
 
     def check(self) -> None:
-        """Assert that masks, holders and slots agree, and that nothing is left of what is gone."""
+        """Assert that masks, holders and slots agree, and that no removed replica left a trace."""
         expected: dict[bytes, int] = {}
         expected_stored: dict[StoreTier, dict[bytes, int]] = {"dram": {}, "nvme": {}}
         for replica_id, holder in self._holders.items():
@@ -245,8 +246,8 @@ class PrefixTree:
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
     def _match_tiers(self, keys: Sequence[bytes]) -> Match:
-        """As `match`, with the store: a replica walks the store from where its device part ends, and what it
-        walked is counted whenever its tier changes."""
+        """Match with the store as well: a replica continues in the store where its device part ends, and the
+        blocks passed there are counted whenever their tier changes."""
         on_device = self._key_to_mask.get
         on_dram, on_nvme = self._tier_to_masks["dram"].get, self._tier_to_masks["nvme"].get
         replica_to_depth: dict[str, int] = {}
@@ -260,8 +261,8 @@ class PrefixTree:
                 leaving |= alive ^ still_alive
                 self._record(replica_to_depth, alive ^ still_alive, depth)
                 alive = still_alive
-            if walking := leaving | runs.dram | runs.nvme:
-                runs.enter(walking & on_dram(key, 0), walking & on_nvme(key, 0), depth)
+            if following := leaving | runs.dram | runs.nvme:
+                runs.enter(following & on_dram(key, 0), following & on_nvme(key, 0), depth)
                 leaving = 0
             if not alive | runs.dram | runs.nvme:
                 break
@@ -318,7 +319,7 @@ class PrefixTree:
 
 
 class _Runs:
-    """Which replicas are in which store tier at the current block, and how many blocks they had in each."""
+    """The replicas that are in each store tier at the current block, and how many blocks each had there."""
 
     def __init__(self) -> None:
         self.dram = 0
@@ -328,7 +329,7 @@ class _Runs:
         self._bit_to_start: dict[int, int] = {}
 
     def enter(self, dram: int, nvme: int, depth: int) -> None:
-        """From block `depth` on, these are there (no replica in both)."""
+        """From block `depth` on these replicas are in each tier (none is in both)."""
         changed = (dram ^ self.dram) | (nvme ^ self.nvme)
         while changed:
             bit = changed & -changed

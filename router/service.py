@@ -1,5 +1,5 @@
-"""The router's front door: what replicas report goes in, decisions come out. Owned by one gateway, test or
-simulator; used from one thread."""
+"""The router's interface: reports of replicas in, decisions out. Owned by one gateway, test or simulator, and
+used from one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.cost import (
     RouteQuery,
     choose,
     decode_candidate,
-    option_of,
+    replica_cost,
 )
 from router.errors import NoReplicaError
 from router.load import LoadTracker, Placement
@@ -26,7 +26,7 @@ from router.policies import make_policy
 from router.radix import NOT_IN_STORE, Match, PrefixTree
 
 ROLES = ("prefill", "decode", "both")
-# Decisions that `explain` remembers.
+# How many decisions `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
 
 
@@ -46,12 +46,13 @@ class RouterService:
         on_prefilled, on_finished --> LoadTracker <------ placement, prediction <---------------/
         route_move -------------> members, PrefixTree, LoadTracker --> a decode replica for a running stream
 
-    A routed request counts at once as load and, on the replica that computes it, as cached: so a burst of
-    siblings follows its first one until the queue there costs more than the prefix is worth. The replica
-    it is handed over to counts as holding it only from the first token on, when its KV is there.
+    A routed request counts at once as load and, on the replica that computes it, as cached. A burst of
+    siblings therefore follows its first request until the queue there costs more than the prefix is worth.
+    The replica that takes the hand-over counts as holding the prompt only from the first token on, when its
+    KV is there.
 
-    Members are kept least recently chosen first, and equal costs go to the first: an idle cluster takes
-    turns, and so fills the caches of all.
+    Members are kept least recently chosen first, and equal costs go to the first: in an idle cluster replicas
+    take turns, which fills the caches of all.
     """
 
     def __init__(self, config: RouterConfig, block_tokens: int, clock: Clock, seed: int) -> None:
@@ -60,12 +61,12 @@ class RouterService:
         self._clock = clock
         self._policy = make_policy(config, seed)
         self._tree = PrefixTree(clock, config.prediction_ttl_s)
-        self._book = LoadTracker(clock)
+        self._load = LoadTracker(clock)
         self._members: OrderedDict[str, _Member] = OrderedDict()
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
-        """A replica that takes requests, or its new role. A new epoch is a new life: nothing is kept."""
+        """Add a replica that takes requests, or change its role. A new epoch starts with nothing known."""
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
         known = self._members.get(identity.replica_id)
@@ -74,100 +75,106 @@ class RouterService:
         else:
             self._members[identity.replica_id] = _Member(identity, role)
         self._tree.add_replica(identity)
-        self._book.add_replica(identity, role)
+        self._load.add_replica(identity, role)
 
     def remove_replica(self, replica_id: str) -> None:
-        """The replica is gone: its blocks, its load and its bit in the tree are free at once."""
+        """Remove a replica that is gone, and free its blocks, its load and its bit in the tree at once."""
         self._members.pop(replica_id, None)
         self._tree.remove_replica(replica_id)
-        self._book.remove_replica(replica_id)
+        self._load.remove_replica(replica_id)
 
     def set_leaving(self, replica_id: str) -> None:
-        """Nothing new goes to this life of the replica any more."""
+        """Send nothing new to this epoch of the replica."""
         if (member := self._members.get(replica_id)) is not None:
             member.is_leaving = True
 
     def on_load(self, load: ReplicaLoad) -> None:
-        self._book.on_load(load)
+        """Take a replica's load report."""
+        self._load.on_load(load)
 
     def on_events(self, events: KvEvents) -> bool:
-        """False: events were missed (or never followed from the start), so ask for a snapshot."""
+        """Apply events. Returns False if some were missed or never followed: the caller requests a
+        snapshot."""
         return self._tree.apply_events(events)
 
     def on_snapshot(self, snapshot: KvSnapshot) -> None:
+        """Replace what the replica is known to hold."""
         self._tree.apply_snapshot(snapshot)
 
     def needs_snapshot(self, replica_id: str) -> bool:
-        """True from `add_replica`, or a gap, until a snapshot arrives."""
+        """Whether events of the replica are ignored: from `add_replica`, or a gap, until a snapshot
+        arrives."""
         return self._tree.needs_snapshot(replica_id)
 
     def route(self, request: RouteRequest) -> Decision:
-        """Choose, and count the request where it goes. `NoReplicaError` names the side that is missing."""
+        """Choose replicas and count the request there. Raises `NoReplicaError`, naming the side that is
+        missing."""
         prefill_ids, decode_ids = self._usable(request)
         match = self._tree.match(request.block_keys)
-        ask = self._ask(request)
-        prefills = self._options(ask, prefill_ids, match)
-        decodes = self._options(ask, decode_ids, match)
-        candidates = self._policy.candidates(ask, prefills, decodes)
+        query = self._query(request)
+        prefills = self._replica_costs(query, prefill_ids, match)
+        decodes = self._replica_costs(query, decode_ids, match)
+        candidates = self._policy.candidates(query, prefills, decodes)
         choice = choose(candidates)
         if choice is None:
             raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
         decision = _decision(request.request_id, self._config.policy, choice, candidates)
-        self._place(request, ask, decision)
+        self._place(request, query, decision)
         self._keep(decision)
         return decision
 
     def route_move(self, request: RouteRequest) -> str:
-        """Choose the decode replica that a running stream moves to, and count it there instead of where it
-        was routed; `on_prefilled` tells that it has moved, `on_finished` that it does not. Pins and policies
-        are left out of account. `NoReplicaError` when there is none."""
+        """Choose the decode replica that a running stream migrates to, and count the stream there instead of
+        where it was routed. `on_prefilled` reports that it has migrated, `on_finished` that it does not.
+        Ignores pins and policies. Raises `NoReplicaError` if there is none."""
         decode_ids = [
             replica_id
             for replica_id, member in self._members.items()
             if member.role != "prefill" and not member.is_leaving and replica_id not in request.excluded
         ]
-        ask = self._ask(request)
-        options = self._options(ask, decode_ids, self._tree.match(request.block_keys))
-        priced = [decode_candidate(ask, option, self._config.decode_pressure) for option in options]
+        query = self._query(request)
+        replicas = self._replica_costs(query, decode_ids, self._tree.match(request.block_keys))
+        priced = [decode_candidate(query, replica, self._config.decode_pressure) for replica in replicas]
         chosen = min(priced, key=lambda item: (item.cost, item.uncached_tokens), default=None)
         if chosen is None or chosen.cost >= NEVER_FITS_TOKENS:
             raise NoReplicaError(self._missing("decode", request, ""))
         self._members.move_to_end(chosen.replica_id)
-        needed_tokens = chosen.uncached_tokens + ask.num_growth_tokens
-        self._book.on_routed(
+        needed_tokens = chosen.uncached_tokens + query.num_growth_tokens
+        self._load.on_routed(
             Placement(
                 request_id=request.request_id,
                 compute_id="",
                 decode_id=chosen.replica_id,
                 block_keys=request.block_keys,
                 num_prefill_tokens=0,
-                num_new_blocks=-(-needed_tokens // ask.block_tokens),
-                num_sequences=ask.num_samples,
+                num_new_blocks=-(-needed_tokens // query.block_tokens),
+                num_sequences=query.num_samples,
                 routed_at=self._clock.now(),
             )
         )
         return chosen.replica_id
 
     def on_prefilled(self, request_id: str) -> None:
-        """The first token arrived: nothing is left to compute, and the decode side has the KV."""
-        placement = self._book.on_prefilled(request_id)
+        """Note the first token: nothing is left to compute, and the decode side has the KV."""
+        placement = self._load.on_prefilled(request_id)
         if placement is not None and placement.decode_id:
             self._tree.predict(placement.decode_id, placement.block_keys)
 
     def on_finished(self, request_id: str) -> None:
-        """The request ended in whichever way, or its attempt did; `route` does the latter by itself."""
-        self._book.on_finished(request_id)
+        """Stop counting a request, or an attempt, that ended in any way. `route` ends the earlier attempt
+        itself."""
+        self._load.on_finished(request_id)
 
     def explain(self, request_id: str) -> Decision | None:
-        """The last decision for the request, while it is among the last `NUM_DECISIONS_KEPT`."""
+        """Return the request's last decision while it is among the last `NUM_DECISIONS_KEPT`."""
         return self._decisions.get(request_id)
 
     def check(self) -> None:
-        """Assert that tree, book and members agree."""
+        """Assert the invariants of tree and load tracker."""
         self._tree.check()
-        self._book.check()
+        self._load.check()
 
-    def _ask(self, request: RouteRequest) -> RouteQuery:
+    def _query(self, request: RouteRequest) -> RouteQuery:
         return RouteQuery(
             num_tokens=max(request.num_tokens, 1),
             num_growth_tokens=request.max_new_tokens * request.num_samples,
@@ -178,8 +185,8 @@ class RouterService:
         )
 
     def _usable(self, request: RouteRequest) -> tuple[list[str], list[str]]:
-        """Ids for the prefill and for the decode side, least recently chosen first; no prefill ids where a
-        replica may only serve alone."""
+        """Return the ids for the prefill and the decode side, least recently chosen first; no prefill ids if
+        a replica may only serve alone."""
         usable = {
             replica_id: member
             for replica_id, member in self._members.items()
@@ -214,33 +221,33 @@ class RouterService:
         )
         return f"{text}; {pinned} was pinned" if pinned else text
 
-    def _options(self, ask: RouteQuery, ids: Iterable[str], match: Match) -> list[ReplicaCost]:
+    def _replica_costs(self, query: RouteQuery, ids: Iterable[str], match: Match) -> list[ReplicaCost]:
         oldest = self._clock.now() - self._config.stale_load_s
-        options = []
+        replicas = []
         for replica_id in ids:
-            state = self._book.state(replica_id)
+            state = self._load.state(replica_id)
             device = match.device.get(replica_id, 0)
             dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
-            options.append(option_of(ask, state, state.reported_at < oldest, device, dram, nvme))
-        return options
+            replicas.append(replica_cost(query, state, state.reported_at < oldest, device, dram, nvme))
+        return replicas
 
-    def _place(self, request: RouteRequest, ask: RouteQuery, decision: Decision) -> None:
+    def _place(self, request: RouteRequest, query: RouteQuery, decision: Decision) -> None:
         compute_id = decision.prefill or decision.decode
         held_tokens = decision.decode_cached_tokens
-        needed_tokens = ask.num_tokens - held_tokens + ask.num_growth_tokens
-        computed_tokens = ask.num_tokens - decision.prefill_cached_tokens
+        needed_tokens = query.num_tokens - held_tokens + query.num_growth_tokens
+        computed_tokens = query.num_tokens - decision.prefill_cached_tokens
         for replica_id in filter(None, (decision.prefill, decision.decode)):
             self._members.move_to_end(replica_id)
         self._tree.predict(compute_id, request.block_keys)
-        self._book.on_routed(
+        self._load.on_routed(
             Placement(
                 request_id=request.request_id,
                 compute_id=compute_id,
                 decode_id=decision.decode if decision.prefill else "",
                 block_keys=request.block_keys,
                 num_prefill_tokens=computed_tokens,
-                num_new_blocks=-(-needed_tokens // ask.block_tokens),
-                num_sequences=ask.num_samples,
+                num_new_blocks=-(-needed_tokens // query.block_tokens),
+                num_sequences=query.num_samples,
                 routed_at=self._clock.now(),
             )
         )

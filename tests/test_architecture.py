@@ -1,24 +1,29 @@
-"""The rules of the house that no other tool holds: names, floors, time as an argument, sizes, plain text."""
+"""Rules of the architecture: names, layers, cycles, time as an argument, sizes, plain text."""
 
 from __future__ import annotations
 
 import ast
+import collections
+import contextlib
 import functools
+import graphlib
 import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from importlinter.cli import lint_imports
 from optional_programs import PROGRAM_TO_PACKAGE
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cluster", "workers", "router", "kvtransfer")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 90
+MAX_P95_FUNCTION_LINES = 30
 MAX_README_LINES = 60
 # With the reason after it, in the docstring of a file that may be longer.
-LONG_FILE_REASON = "over 400 lines because"
+LONG_FILE_REASON = "over 600 lines because"
 CLOCK = Path("kvtransfer/common/clock.py")
 # Where an exception of any kind becomes an answer: the main loops of actors.
 EDGES = {"workers/replica/engine_core.py", "workers/rank/process.py"}
@@ -138,8 +143,9 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
 
 def test_ray_is_applied_in_few_files() -> None:
     users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
-    names = ["app", "declared", "local_ray", "observe/export", "rank_actors", "ray_private"]
-    names += ["rollout/update", "roster/actor", "scaling/actor", "serve", "stores/actors"]
+    names = ["metrics/registry", "roster/actor", "serve/app", "serve/entrypoint", "serve/launcher"]
+    names += ["serve/local_ray", "serve/rank_actors", "serve/ray_private", "serve/scaler_actor"]
+    names += ["serve/store_actors", "serve/update"]
     assert users == [f"cluster/{name}.py" for name in names]
 
 
@@ -231,3 +237,162 @@ def _names(node: ast.expr) -> Iterator[str]:
 
 def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+# Names that the field's words replaced: none comes back as the name of a module, class or function.
+RETIRED_NAME = re.compile(
+    "Executor|WriterHouse|JourneyPlan|Intake|Planned|Avoiding|Moving|StreamMoves|Outbound|Inbound|PushBook"
+    "|LandingBook|LoadBook|Passed|Ask|Option|SegmentBooks|PagesAhead|Board|TrafficRelay|Case|Verdict|Tiers"
+    "|intake|placing|moving|stream_moves|outbound|inbound|books|segment_books|asking|sending|ahead|page_taker"
+    "|lending|board|catalogue|figures|meters|recent|examination|declared"
+)
+# Words of the old vocabulary: none is part of the name of a module, class or function, in the product or in tests.
+RETIRED_WORD = re.compile(
+    "house|rooms?|desk|journey|walk|hall|door|visitor|sight|shelf|hands|wishes|lever|keeper|brain|tally|phantom"
+    "|elsewhere|lately"
+)
+# Old import paths that are kept until API v1: operators' configurations and callers name them.
+KEPT_PATHS = frozenset({"cluster/declared.py"})
+# One file name for one concept of every package, or for one concept at two layers.
+SHARED_FILE_NAMES = frozenset(
+    {
+        "__init__.py",
+        "config.py",
+        "errors.py",
+        "messages.py",
+        "migration.py",
+        "doctor.py",
+        "store_admin.py",
+        "update.py",
+    }
+    | {"client.py", "blocking_client.py", "bench.py", "scale.py"}
+)
+
+
+def definitions(path: Path) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (
+        node
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def words_of(name: str) -> set[str]:
+    """`LandingTable`, `landing_table` and `LANDING_TABLE` are the words landing and table."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def test_the_field_s_words_are_used() -> None:
+    found: dict[str, set[str]] = {}
+    for path in ALL:
+        if path.as_posix() in KEPT_PATHS:
+            continue
+        names = {path.stem, *path.parent.parts} | {node.name for node in definitions(path)}
+        found[str(path)] = {
+            name
+            for name in names
+            if RETIRED_NAME.fullmatch(name) or any(map(RETIRED_WORD.fullmatch, words_of(name)))
+        }
+    assert_none(found)
+
+
+def test_a_public_class_name_means_one_concept() -> None:
+    files = collections.defaultdict(list)
+    for path in CODE:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(path.as_posix())
+    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}
+
+
+def test_a_file_name_means_one_concept() -> None:
+    files = collections.defaultdict(list)
+    for path in CODE:
+        files[path.name].append(path.as_posix())
+    assert {
+        name: paths for name, paths in files.items() if len(paths) > 1 and name not in SHARED_FILE_NAMES
+    } == {}
+
+
+def test_layers_hold() -> None:
+    """The contracts of `pyproject.toml`: one for the packages, one for the folders of each."""
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_no_import_cycle() -> None:
+    """Between files, imports inside functions and for type checking counted too."""
+    modules = {_module(path): path for path in CODE}
+    graph = {name: (imported(path) & modules.keys()) - {name} for name, path in modules.items()}
+    for name in graph:  # `from package import module` names the package as well
+        graph[name] -= {
+            other for other in graph[name] if other in {each.rpartition(".")[0] for each in graph[name]}
+        }
+    with contextlib.suppress(graphlib.CycleError):
+        list(graphlib.TopologicalSorter(graph).static_order())
+        return
+    raise AssertionError(_cycle(graph))
+
+
+def test_docstrings_name_modules_that_exist() -> None:
+    modules = {_module(path) for path in CODE}
+    members = {f"{_module(path)}.{node.name}" for path in CODE for node in definitions(path)}
+    named = re.compile(r"`((?:cluster|workers|router|kvtransfer)(?:\.\w+)+)`")
+    found: dict[str, set[str]] = {}
+    for path in ALL:
+        text = (ROOT / path).read_text()
+        names = {name for name in named.findall(text) if name.split(".")[0] != path.stem}
+        found[str(path)] = {
+            name
+            for name in names
+            if name not in modules
+            and not any(name == it or name.startswith(it + ".") for it in members)
+            and name.rpartition(".")[0] not in modules
+        }
+        found[str(path)] |= {
+            name
+            for name in re.findall(
+                r"`((?:cluster|workers|router|kvtransfer|tests|benchmarks)/[\w/.]+)`", text
+            )
+            if not any((ROOT / f"{name.rstrip('/')}{suffix}").exists() for suffix in ("", ".py"))
+        }
+    assert_none(found)
+
+
+def test_comments_are_comments() -> None:
+    """No bare string stands behind an assignment."""
+    found = {
+        str(path): {
+            f"line {second.lineno}"
+            for node in ast.walk(tree(path))
+            if isinstance(getattr(node, "body", None), list)
+            for second in node.body[1:]  # type: ignore[attr-defined]
+            if isinstance(second, ast.Expr)
+            and isinstance(second.value, ast.Constant)
+            and isinstance(second.value.value, str)
+        }
+        for path in ALL
+    }
+    assert_none(found)
+
+
+def test_most_functions_are_short() -> None:
+    lengths = sorted(
+        node.end_lineno - node.lineno + 1
+        for path in CODE
+        for node in definitions(path)
+        if not isinstance(node, ast.ClassDef) and node.end_lineno is not None
+    )
+    assert lengths[int(len(lengths) * 0.95)] < MAX_P95_FUNCTION_LINES
+
+
+def _module(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _cycle(graph: dict[str, set[str]]) -> str:
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        return " -> ".join(error.args[1])
+    return ""

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from arena_harness import MODEL, RankProcess
 from child_processes import assert_ended, children, close_all, killed_on_error
-from e2e_harness import House, Replica
+from e2e_harness import E2eHarness, Replica
 from index_harness import RawRedis
 from optional_programs import PROGRAM_TO_PACKAGE, check_marks, find_program, missing_programs
 from serving import RunningCluster
@@ -69,7 +69,7 @@ def a_replica_that_nobody_reaches(patch: pytest.MonkeyPatch, folder: Path) -> No
         write_random_checkpoint(folder, "llama", seed=3)
         before = ranks_of_the_nursery()
         with pytest.raises(ExceptionGroup) as failed:
-            async with House(folder) as house:
+            async with E2eHarness(folder) as house:
                 await house.add_all({"a": "prefill", "b": "decode"})
         assert_ended(ranks_of_the_nursery() - before, timeout_s=10)
         raise failed.value.exceptions[0]

@@ -1,1 +1,1 @@
-"""A replica: one brain that decides and n ranks that compute. Imports torch in the ranks only."""
+"""A replica: one engine core that decides and n ranks that compute. Imports torch in the ranks only."""

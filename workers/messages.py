@@ -1,7 +1,7 @@
 """Everything that crosses the walls of a replica.
 
-Link: gateway <-> brain, one frame per engine step upward. Peer link: brain <-> brain (KV messages of
-`kvtransfer.messages` plus `HandOver`). Rank channel: brain <-> rank, one plan down and one report up a
+Link: gateway <-> engine core, one frame per engine step upward. Peer link: engine core <-> engine core (KV messages of
+`kvtransfer.messages` plus `HandOver`). Rank channel: engine core <-> rank, one plan down and one report up a
 step. Token ids travel as uint32 little-endian bytes; no tensors. It is over 400 lines because what crosses a
 wall is listed in one place.
 """
@@ -86,7 +86,7 @@ class HandOverTarget(Part, frozen=True):
 
 
 class Submission(Message, frozen=True):
-    """Gateway to brain: run this request (or hand it over to `decode` after prefill).
+    """Gateway to engine core: run this request (or hand it over to `decode` after prefill).
 
     `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway.
     `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
@@ -110,14 +110,14 @@ class Submission(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Gateway to brain: stop the request and free everything of it within one step. Always answered by
+    """Gateway to engine core: stop the request and free everything of it within one step. Always answered by
     nothing: the gateway has already told its client."""
 
     request_id: str
     attempt: int
 
 
-# ------------------------------------------------------------------------------- Link: brain to gateway
+# ------------------------------------------------------------------------------- Link: engine core to gateway
 
 
 class TokenLogprob(Part, frozen=True):
@@ -239,83 +239,96 @@ class DeviceMemory(Part, frozen=True):
     total_bytes: int
 
 
-class LoadReport(Part, frozen=True):
-    """A replica's state after a step, or once a second when idle. Rates are moving averages (0: not yet
-    known). `num_backlog_tokens` counts prompt tokens accepted and not yet computed (cached ones excluded);
-    `num_free_blocks` includes cached blocks nobody uses."""
+# Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones.
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-    identity: ReplicaIdentity
-    sequence: int
-    num_running: int
-    num_waiting: int
-    num_landings: int
-    num_backlog_tokens: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_quarantined_blocks: int
-    num_total_blocks: int
-    num_leaked_blocks: int
-    prefill_tok_s: float
-    decode_step_s: float
-    num_steps: int
-    num_checksum_failures: int
-    num_preemptions: int
-    transfer_gb_s: float
-    # By traffic class: what was written to other replicas.
-    num_moved_bytes: dict[str, int] = {}
-    # By cause (`kvtransfer.protocol.actions.Lost`): landings that were open here and ended without hand-over.
-    num_lost_landings: dict[str, int] = {}
-    paths: tuple[PathMeasure, ...] = ()
-    # By tier of the node's store: the measured rate at which blocks come from there into this replica.
-    load_tok_s: dict[str, float] = {}
-    # By tier: tokens whose KV was loaded instead of computed.
-    num_loaded_tokens: dict[str, int] = {}
-    # Blocks written through to the host tier.
-    num_stored_blocks: int = 0
-    # By cause ("queue", "refused", "failed"): finished blocks that were not written through.
-    num_unstored_blocks: dict[str, int] = {}
-    # Records read whose bytes had another sum: their blocks were computed.
-    num_store_checksum_failures: int = 0
-    # Blocks of running sequences that lie in host memory now.
-    num_offloaded_blocks: int = 0
-    # Of `num_landings`: those that wait for room.
-    num_waiting_landings: int = 0
-    # Streams that were moved from here to other replicas while they ran.
+
+class ReplicaStats(Part, frozen=True):
+    """The statistics of a replica, each declared here and nowhere else: messages, metrics
+    (`cluster.metrics.definitions`), the status and the samples of the autoscaler read these fields by name.
+
+    Counters are totals since the replica's start; rates are moving averages, 0 until they are known.
+    """
+
+    # Sequences.
+    num_running: int = 0
+    num_waiting: int = 0
+    # Prompt tokens accepted and not yet computed, cached ones excluded.
+    num_backlog_tokens: int = 0
+    num_preemptions: int = 0
+    # Streams moved to other replicas while they ran, and those that stayed because their move failed.
     num_moved_streams: int = 0
-    # Moves that did not come about: the streams went on here.
     num_failed_moves: int = 0
-    # KV slots that running sequences hold and that no token is in yet.
+
+    # KV blocks. Free ones include cached blocks that nobody uses; leaked ones are referenced by nothing known.
+    num_total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_quarantined_blocks: int = 0
+    num_leaked_blocks: int = 0
+    # Blocks of running sequences that are in host memory now.
+    num_offloaded_blocks: int = 0
+    # KV slots that running sequences hold and that contain no token yet.
     num_unfilled_tokens: int = 0
-    # By number of sequences, in buckets with the upper bounds `step_figures.BATCH_BOUNDS`.
-    num_steps_by_batch: tuple[int, ...] = ()
-    # Over all steps.
-    num_batched_sequences: int = 0
-    # Prompt tokens, and inputs of decode steps.
+
+    # Steps. Computed tokens are those of prompts and the inputs of decode steps.
+    num_steps: int = 0
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
-    # Of prompts that are done: tokens that could have been cached.
-    num_queried_tokens: int = 0
-    # Of those: the ones that were, by tier ("device", "dram", "nvme", "remote").
-    num_hit_tokens: dict[str, int] = {}
-    # The least arithmetic that the steps could be done with (`model.work`).
-    num_flops: float = 0.0
-    # The least that they had to read from device memory.
-    num_read_bytes: float = 0.0
-    # Time in which it computed.
+    # By number of sequences, in buckets with the upper bounds `BATCH_BOUNDS`.
+    num_steps_by_batch: tuple[int, ...] = ()
+    # Sequences, summed over all steps.
+    num_batched_sequences: int = 0
+    prefill_tok_s: float = 0.0
+    decode_step_s: float = 0.0
+    # Time in which a stage computed, the mean over the stages.
     busy_s: float = 0.0
+    # The least arithmetic, and the least device memory reads, that the steps needed (`workers.model.sizes`).
+    num_flops: float = 0.0
+    num_read_bytes: float = 0.0
     # Measured at start, all ranks together; 0: not measured.
     peak_flop_s: float = 0.0
     peak_byte_s: float = 0.0
-    # Share of `peak_flop_s` that recent steps achieved while they ran.
+    # Shares of the two peaks that recent steps achieved while they ran.
     mfu: float = 0.0
-    # Share of `peak_byte_s`, the same.
     mbu: float = 0.0
-    # Of each rank's device, by rank, a few seconds old; () until all have told.
+    # By rank, a few seconds old; () until all ranks have reported.
     memory: tuple[DeviceMemory, ...] = ()
-    # By transport: what was written to other replicas.
+
+    # Prefix cache. Queried tokens are those of computed prompts that could have been cached.
+    num_queried_tokens: int = 0
+    # Of those: the ones that were, by tier ("device", "dram", "nvme", "remote").
+    num_hit_tokens: dict[str, int] = {}
+
+    # Landings, the waiting ones included.
+    num_landings: int = 0
+    num_waiting_landings: int = 0
+    # By cause (`kvtransfer.protocol.actions.Lost`): landings that ended without hand-over.
+    num_lost_landings: dict[str, int] = {}
+    num_checksum_failures: int = 0
+    # KV written to other replicas: the rate of recent pushes, bytes by traffic class, bytes and time by transport.
+    transfer_gb_s: float = 0.0
+    num_moved_bytes: dict[str, int] = {}
     num_transport_bytes: dict[str, int] = {}
-    # By transport: how long that took, summed over pushes.
     transport_s: dict[str, float] = {}
+    paths: tuple[PathMeasure, ...] = ()
+
+    # The node's store. Rates and loaded tokens by tier.
+    load_tok_s: dict[str, float] = {}
+    num_loaded_tokens: dict[str, int] = {}
+    # Blocks written through to the host tier, and finished blocks that were not, by cause ("queue", "refused",
+    # "failed").
+    num_stored_blocks: int = 0
+    num_unstored_blocks: dict[str, int] = {}
+    # Records that failed their checksum when they were read: their blocks were computed.
+    num_store_checksum_failures: int = 0
+
+
+class LoadReport(ReplicaStats, frozen=True, kw_only=True):
+    """The statistics of a replica after a step, or once a second when it is idle."""
+
+    identity: ReplicaIdentity
+    sequence: int
 
 
 class StepFrame(Message, frozen=True):
@@ -344,7 +357,7 @@ class ReplicaHello(Message, frozen=True):
 
 
 class GatewayHello(Message, frozen=True):
-    """Gateway to brain, first after the proof: whose requests come over this Link."""
+    """Gateway to engine core, first after the proof: whose requests come over this Link."""
 
     gateway_id: str
     epoch: int
@@ -364,7 +377,7 @@ class RoleChanged(Message, frozen=True):
 
 
 class Move(Message, frozen=True):
-    """Gateway to brain: go on with this request at `target`: its finished KV first, then its state."""
+    """Gateway to engine core: go on with this request at `target`: its finished KV first, then its state."""
 
     request_id: str
     attempt: int
@@ -372,7 +385,7 @@ class Move(Message, frozen=True):
 
 
 class PurgeCache(Message, frozen=True):
-    """Gateway to brain: forget all KV of this tenant (None: of all); answered with the same number."""
+    """Gateway to engine core: forget all KV of this tenant (None: of all); answered with the same number."""
 
     number: int
     tenant: str | None
@@ -409,7 +422,7 @@ class HandOver(Message, frozen=True):
     transfer_seconds: float
 
 
-# ------------------------------------------------------------------------------------ brain <-> rank
+# ------------------------------------------------------------------------------------ engine core <-> rank
 
 
 class RankSpec(Message, frozen=True):
@@ -425,7 +438,7 @@ class RankSpec(Message, frozen=True):
     rank: int
     tp: int
     pp: int
-    brain_address: str
+    engine_core_address: str
     secret: bytes
     model_dir: str
     dtype: str
@@ -465,7 +478,7 @@ class StageCost(Part, frozen=True):
 
 
 class RankJoined(Message, frozen=True):
-    """Rank to brain, first of all: it is alive, and has not loaded anything yet. `store_address` is where the
+    """Rank to engine core, first of all: it is alive, and has not loaded anything yet. `store_address` is where the
     ranks of a replica of several find each other; rank 0 opens it, the others say "". `attention_ratio` is
     the measured cost of attending to one earlier token, in units of the cost of one token's products."""
 
@@ -477,7 +490,7 @@ class RankJoined(Message, frozen=True):
 
 
 class RankProgress(Message, frozen=True):
-    """Rank to brain, while it starts: it has come further. `phase` is what it does now, for people."""
+    """Rank to engine core, while it starts: it has come further. `phase` is what it does now, for people."""
 
     rank: int
     phase: str
@@ -492,7 +505,7 @@ class FormGroup(Message, frozen=True):
 
 
 class RankReady(Message, frozen=True):
-    """Rank to brain, after load and warm-up."""
+    """Rank to engine core, after load and warm-up."""
 
     rank: int
     process_id: int
@@ -513,7 +526,7 @@ class RankReady(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """Rank to brain: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits. With
+    """Rank to engine core: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits. With
     `lost_peer` its connection to another rank broke: a consequence, not the first cause."""
 
     rank: int
@@ -545,7 +558,7 @@ class SlotStart(Part, frozen=True):
 class BatchEntry(Part, frozen=True):
     """Compute `num_tokens` tokens of one sequence from position `start`.
 
-    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the brain
+    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the engine core
     may not know it yet). `block_ids` is the sequence's whole block table, enough for start + num_tokens.
     `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not
     the prompt's last, one normally, n when n samples fork from one prompt.
@@ -596,7 +609,7 @@ class FailedEntry(Part, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """Rank to brain: its part of the step is done and its KV is in the pool, except that of `failed` entries.
+    """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed` entries.
     Only the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was there, and
     when its part was done."""
 
@@ -612,7 +625,7 @@ class StepReport(Message, frozen=True):
 
 
 class StepProgress(Message, frozen=True):
-    """Rank to brain, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for longer
+    """Rank to engine core, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for longer
     than that, and a piece of it was completed since."""
 
     step: int

@@ -18,6 +18,7 @@ import grpc.aio
 from cluster.errors import CallError, FieldViolation, InvalidRequestError, bad_fields, retry_after_s
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
+from kvtransfer.common.backoff import backoff_s
 from kvtransfer.common.clock import Clock, SystemClock
 
 __all__ = [
@@ -328,7 +329,7 @@ class Client:
 
     async def pause(self, suggested_s: float | None, num_failures: int) -> None:
         """Before another try: as the gateway suggests, at least the growing pause of our own."""
-        own_s = min(_BACKOFF_S * 2.0 ** (num_failures - 1), _MAX_BACKOFF_S)
+        own_s = backoff_s(num_failures, _BACKOFF_S, _MAX_BACKOFF_S)
         await self.clock.sleep(max(own_s, min(suggested_s or 0.0, _MAX_BACKOFF_S)))
 
     async def _unary(self, method: str, request: Any, timeout_s: float | None = _UNARY_TIMEOUT_S) -> Any:

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
@@ -19,14 +20,14 @@ from cluster.gateway.request_manager import RequestManager, RequestRecord
 from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
+from cluster.metrics.replica_stats import load_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView
-from cluster.stores.store_admin import StoreAdmin
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock, let_others_run
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
-from workers.messages import LoadReport, PathMeasure, PrefillReport
+from workers.messages import PathMeasure, PrefillReport, ReplicaStats
 
 # How old a status may be. Replicas report about as often.
 STATUS_S = 0.2
@@ -320,7 +321,7 @@ class ReplicaLook(NamedTuple):
     note: str
     role: str
     role_epoch: int
-    load: LoadReport | None
+    load: ReplicaStats | None
 
     @staticmethod
     def of(view: ReplicaView) -> ReplicaLook:
@@ -396,39 +397,11 @@ def _replica(look: ReplicaLook) -> pb.Replica:
         note=look.note,
         process_id=record.process_id,
         rank_process_ids=record.rank_process_ids,
-        load=_load(look.load) if look.load else None,
+        load=load_of(look.load) if look.load else None,
         tp=record.tp,
         stage_layers=[end - start for start, end in record.stages],
         home_role=record.home_role or record.role,
         role_epoch=look.role_epoch,
-    )
-
-
-def _load(load: LoadReport) -> pb.Load:
-    """Build everything but the age."""
-    return pb.Load(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_landings=load.num_landings,
-        num_backlog_tokens=load.num_backlog_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_cached_blocks=load.num_cached_blocks,
-        num_quarantined_blocks=load.num_quarantined_blocks,
-        num_total_blocks=load.num_total_blocks,
-        num_leaked_blocks=load.num_leaked_blocks,
-        prefill_tok_s=load.prefill_tok_s,
-        decode_step_ms=1e3 * load.decode_step_s,
-        num_steps=load.num_steps,
-        num_checksum_failures=load.num_checksum_failures,
-        num_preemptions=load.num_preemptions,
-        transfer_gb_s=load.transfer_gb_s,
-        num_stored_blocks=load.num_stored_blocks,
-        num_unstored_blocks=load.num_unstored_blocks,
-        num_loaded_tokens=load.num_loaded_tokens,
-        load_tok_s=load.load_tok_s,
-        num_store_checksum_failures=load.num_store_checksum_failures,
-        num_offloaded_blocks=load.num_offloaded_blocks,
-        num_waiting_landings=load.num_waiting_landings,
     )
 
 

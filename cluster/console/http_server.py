@@ -14,12 +14,12 @@ from aiohttp import web
 
 from cluster.api.grpc_server import check_free
 from cluster.api.replies import StatusService
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, GatewayConfig
 from cluster.console.console_data import ConsoleApi
 from cluster.console.orders import Answer, Operations, Order, Orders, ReleaseOrder, ScaleOrder
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.request_manager import RequestManager
-from cluster.stores.store_admin import StoreAdmin
 from kvtransfer.common.clock import Clock
 
 PATH = "/console"
@@ -82,7 +82,7 @@ class Console:
                 web.post(f"{PATH}/api/release", self._release),
             ]
         )
-        for name in sorted(entry.name for entry in (files("cluster.web") / "static").iterdir()):
+        for name in sorted(entry.name for entry in (files("cluster.console") / "static").iterdir()):
             if name != "index.html":
                 app.router.add_get(f"{PATH}/{name}", _file(name))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
@@ -175,7 +175,7 @@ async def _to_page(request: web.Request) -> web.Response:
 
 def _file(name: str) -> Handler:
     """Answers with one file of the page, read once."""
-    entry = files("cluster.web") / "static" / name
+    entry = files("cluster.console") / "static" / name
     body, kind = entry.read_bytes(), _KINDS[f".{name.rpartition('.')[2]}"]
 
     async def answer(request: web.Request) -> web.Response:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.state import RosterClient
+from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import (
@@ -25,7 +26,7 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from router.messages import ReplicaLoad
 from router.service import RouterService
 from workers.messages import (
@@ -42,6 +43,7 @@ from workers.messages import (
     PathMeasure,
     PurgeCache,
     ReplicaHello,
+    ReplicaStats,
     RoleChanged,
     StepFrame,
     Submission,
@@ -51,6 +53,8 @@ _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
+# The statistics that the router reads.
+_ROUTED = tuple(name for name in ReplicaLoad.__struct_fields__ if name in ReplicaStats.__struct_fields__)
 # An engine core reports several times a second. One that is silent for this long is stopped or hangs.
 SILENCE_S = 8.0
 
@@ -275,19 +279,18 @@ class ReplicaConnections:
 
     async def _follow(self, replica_id: str) -> None:
         """Keep a link to the replica until the roster forgets it."""
-        backoff_s = _MIN_BACKOFF_S
+        backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
         view = self._views[replica_id]
         while replica_id in self._listed:
             try:
-                stream = await open_stream(view.record.address, "link", self._secret, self._hello.gateway_id)
+                stream = await open_link(view.record.address, "link", self._secret, self._hello.gateway_id)
             except TransferError as error:
                 view.note = str(error)
                 _log.info("no link to %s: %s", replica_id, error)
             else:
                 if await self._serve_link(view, stream):
-                    backoff_s = _MIN_BACKOFF_S
-            await self._clock.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                    backoff.reset()
+            await self._clock.sleep(backoff.failed())
         del self._views[replica_id]
 
     async def _serve_link(self, view: ReplicaView, stream: FrameStream) -> bool:
@@ -426,17 +429,9 @@ class ReplicaConnections:
             ReplicaLoad(
                 identity=load.identity,
                 received_at=view.load_at,
-                num_running=load.num_running,
-                num_waiting=load.num_waiting,
-                num_landings=load.num_landings,
-                num_backlog_tokens=load.num_backlog_tokens,
-                num_free_blocks=load.num_free_blocks,
-                num_total_blocks=load.num_total_blocks,
-                prefill_tok_s=load.prefill_tok_s,
-                decode_step_s=load.decode_step_s,
                 transfer_tok_s=load.transfer_gb_s * 1e9 / token_bytes,
-                load_tok_s=load.load_tok_s,
                 max_local_tokens=view.hello.max_context_tokens if view.hello else 0,
+                **{name: getattr(load, name) for name in _ROUTED},
             )
         )
 

@@ -20,6 +20,7 @@ from cluster.text.preprocess import PreparedRequest
 from cluster.text.tokenizer import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
@@ -120,7 +121,7 @@ class RequestTask:
         self._clock = clock
         self._on_end = on_end
         self._buffer = OutputBuffer()
-        self._timers: set[asyncio.Task[None]] = set()
+        self._timers = SupervisedTasks()
         self._due: deque[Callable[[float], None]] = deque()
         self._is_applying = False
 
@@ -198,9 +199,7 @@ class RequestTask:
         self._end(error, error)
 
     def _end(self, end: Summary | RequestError, error: RequestError | None) -> None:
-        for timer in self._timers:
-            if timer is not asyncio.current_task():
-                timer.cancel()
+        self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
 
@@ -231,9 +230,7 @@ class RequestTask:
             await self._clock.sleep(max(0.0, delay_s))
             act()
 
-        timer = asyncio.create_task(wait())
-        self._timers.add(timer)
-        timer.add_done_callback(self._timers.discard)
+        self._timers.spawn(wait(), "request-timer")
 
 
 def _weight(delta: OutputDelta) -> int:

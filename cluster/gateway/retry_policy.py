@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.errors import PoisonRequestError
+from kvtransfer.common.backoff import backoff_s
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import IsolationReport
 
@@ -17,7 +18,7 @@ _MAX_REASON_CHARS = 300
 
 def backoff(num_failures: int) -> float:
     """Return the seconds before the next attempt, after so many that failed."""
-    return min(_BACKOFF_S * 2.0**num_failures, MAX_BACKOFF_S)
+    return backoff_s(num_failures + 1, _BACKOFF_S, MAX_BACKOFF_S)
 
 
 class RetryPolicy:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.metrics import buckets
+from cluster.metrics.definitions import REQUEST_TIMES
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.histogram import Histogram, Spread
 from cluster.metrics.tenants import TenantUsageTable
@@ -94,7 +94,7 @@ class ReplicaCounters:
         self.pool = pool
         self.used_at = 0.0
         # By metric name.
-        self.histograms = {name: Histogram(bounds) for name, bounds in buckets.REQUEST_TIMES.items()}
+        self.histograms = {name: Histogram(bounds) for name, bounds in REQUEST_TIMES.items()}
         # By code of `RequestFailed`.
         self.num_attempt_failures: Counter[str] = Counter()
         # Attempts that the router placed here, by side: "prefill", "decode", or "local" for both.

@@ -1,8 +1,9 @@
-"""Where figures become metrics: declared ones only, totals as increments, each series from zero on."""
+"""Sets and counts declared metrics: totals become increments, and each series begins at zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ray.util import metrics as ray_metrics
@@ -16,21 +17,21 @@ _NOTHING = 5e-324
 
 
 class Gauge(Protocol):
-    """What Ray's gauge is to us."""
+    """The part of Ray's gauge that is used."""
 
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 class Counter(Protocol):
-    """What Ray's counter is to us; it adds `_total` to its name."""
+    """The part of Ray's counter that is used; it adds `_total` to its name."""
 
     def inc(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 class MetricsRegistry:
-    """Sets and counts metrics of the catalogue by their names there; anything else is a `KeyError`.
+    """Sets and counts the metrics in `definitions` by name; any other name is a `KeyError`.
 
-    `make_gauge` and `make_counter` take a name, a help text and the label names. Histograms are told as
+    `make_gauge` and `make_counter` take a name, a help text and the label names. Histograms are exported as
     totals by bucket (`_bucket`, `_sum`, `_count`), because Ray's own takes single values and loses their sum.
     """
 
@@ -46,7 +47,7 @@ class MetricsRegistry:
         self._common = dict(common)
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
-        self._told: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """A gauge's value."""
@@ -62,12 +63,22 @@ class MetricsRegistry:
         if counter is None:
             counter = self._make_counter(PREFIX + name.removesuffix("_total"), metric.help, metric.labels)
             self._counters[name] = counter
-        if key not in self._told:
+        if key not in self._totals:
             counter.inc(_NOTHING, tags)
-        told = self._told.setdefault(key, 0.0)
-        if total > told:
-            self._told[key] = total
-            counter.inc(total - told, tags)
+        counted = self._totals.setdefault(key, 0.0)
+        if total > counted:
+            self._totals[key] = total
+            counter.inc(total - counted, tags)
+
+    def export(self, metrics: Iterable[Metric], record: object, **labels: str) -> None:
+        """Set each gauge, and bring each counter up, to the field of `record` that it is declared with."""
+        for metric in metrics:
+            found = operator.attrgetter(metric.field)(record)
+            by_label = found.items() if isinstance(found, Mapping) else [("", found)]
+            report = self.set if metric.kind == "gauge" else self.total
+            for key, value in by_label:
+                own = {**labels, metric.labels[-1]: key} if key else labels
+                report(metric.name, value * metric.scale, **own)
 
     def histogram(self, name: str, buckets: Sequence[tuple[str, int]], total: float, **labels: str) -> None:
         """Cumulative counts by `le`, the last of which is `+Inf`, and the sum of the values."""
@@ -101,6 +112,6 @@ def _declared(name: str, kind: str) -> Metric:
 # The one place where metrics meet Ray, whose agent on each node shows them to Prometheus.
 
 
-def ray_board(**common: str) -> MetricsRegistry:
-    """A board whose metrics Ray exports as `ray_tandem_...`; `common` are label values that all have."""
+def ray_registry(**common: str) -> MetricsRegistry:
+    """A registry whose metrics Ray exports as `ray_tandem_...`; `common` are label values that all have."""
     return MetricsRegistry(ray_metrics.Gauge, ray_metrics.Counter, common)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig
+from cluster.metrics.replica_stats import stats_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView
 from cluster.scaling.roles import RoleTable
@@ -83,23 +84,12 @@ def pool_views(
 
 
 def _replica(replica: pb.Replica, report_age_s: float) -> ReplicaSample:
-    load = replica.load
     return ReplicaSample(
         replica_id=replica.replica_id,
         pool=replica.pool,
         role=replica.role,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_landings=load.num_landings,
-        num_waiting_landings=load.num_waiting_landings,
-        num_backlog_tokens=load.num_backlog_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_total_blocks=load.num_total_blocks,
-        num_offloaded_blocks=load.num_offloaded_blocks,
-        num_preemptions=load.num_preemptions,
-        prefill_tok_s=load.prefill_tok_s,
-        decode_step_s=load.decode_step_ms / 1e3,
-        age_s=load.age_s + report_age_s,
+        age_s=replica.load.age_s + report_age_s,
+        **stats_of(replica.load),
     )
 
 

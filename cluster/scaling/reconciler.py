@@ -20,11 +20,12 @@ seen at all: `tandem scale` and the console tell the roster of it themselves.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.serve_client import AppTargets, PoolTarget
+from kvtransfer.common.backoff import Backoff
 
 # For so long after a deploy was seen its resets may come.
 SETTLE_S = 5.0
@@ -82,8 +83,8 @@ Action = SetDesired | Forget | Tell | RecallLent | Observed | Pull
 class _Retry:
     """Of a lever that could not be pulled."""
 
-    not_before: float
-    delay_s: float
+    backoff: Backoff = field(default_factory=lambda: Backoff(_MIN_RETRY_S, _MAX_RETRY_S))
+    not_before: float = 0.0
 
 
 class Reconciler:
@@ -146,9 +147,8 @@ class Reconciler:
 
     def failed(self, pull: Pull, now: float) -> None:
         """Serve could not be reached, or refused: the desired count stays, and it is tried again."""
-        known = self._retries.get(pull.pool)
-        delay_s = min(2 * known.delay_s, _MAX_RETRY_S) if known else _MIN_RETRY_S
-        self._retries[pull.pool] = _Retry(now + delay_s, delay_s)
+        retry = self._retries.setdefault(pull.pool, _Retry())
+        retry.not_before = now + retry.backoff.failed()
 
     def _settle(self, mark: str, roster: RosterView, now: float) -> bool:
         """Whether the targets are past the reset of the deploy of this mark."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import PoolLimits
+from workers.messages import ReplicaStats
 
 # How long a replica takes to be ready, until one was seen to start.
 _DEFAULT_START_S = 30.0
@@ -23,27 +24,14 @@ _DEFAULT_START_S = 30.0
 _MAX_AGE_S = 10.0
 
 
-class ReplicaSample(NamedTuple):
-    """A ready replica at one moment; fields as in `tandem.v1.Load`."""
+class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
+    """The statistics of a ready replica at one moment, as far as the status has them."""
 
     replica_id: str
     pool: str
     # The one in effect; its pool has its home role.
     role: str
-    num_running: int = 0
-    num_waiting: int = 0
-    num_landings: int = 0
-    num_waiting_landings: int = 0
-    num_backlog_tokens: int = 0
-    num_free_blocks: int = 0
-    num_total_blocks: int = 0
-    num_offloaded_blocks: int = 0
-    # Since the replica's start.
-    num_preemptions: int = 0
-    # 0: not yet measured, as `decode_step_s`.
-    prefill_tok_s: float = 0.0
-    decode_step_s: float = 0.0
-    # How old these figures are.
+    # How old the statistics are.
     age_s: float = 0.0
 
     @property

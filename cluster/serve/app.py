@@ -22,10 +22,9 @@ from ray import serve
 from cluster.config import ClusterConfig
 from cluster.console.orders import Operations
 from cluster.dtypes import resolve_dtype
-from cluster.metrics.gateway_metrics import GatewayMetrics
+from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
-from cluster.metrics.registry import ray_board
-from cluster.metrics.replica_metrics import ReplicaMetrics
+from cluster.metrics.registry import ray_registry
 from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import keep_registered
@@ -40,7 +39,7 @@ from cluster.serve.ray_private import with_version
 from cluster.serve.rollout import gateway_version, pool_version, with_replicas
 from cluster.serve.scaler_actor import ScalerReports, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
-from cluster.stores.settings import draw_life
+from cluster.stores import draw_life
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import Parallel
@@ -158,7 +157,7 @@ class ReplicaActor:
         )
         self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
         await self._brain.start()
-        board = ray_board(
+        board = ray_registry(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )
         self._metrics = ReplicaMetrics(board, self._pool.engine.block_tokens)
@@ -274,7 +273,7 @@ class GatewayActor:
         )
         self._port = await self._gateway.start()
         self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
-        board = ray_board(app=config.app, gateway=self._gateway_id, model=config.model_name)
+        board = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
         self._metrics = GatewayMetrics(board, config.transfer.min_gb_s)
         self._measuring = asyncio.create_task(self._export_metrics())
         self._reporting: asyncio.Task[None] | None = None

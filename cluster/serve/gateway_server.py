@@ -5,7 +5,6 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import grpc.aio
@@ -15,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.api.grpc_server import ClientPort, bind, open_health, open_server
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.http_server import open_console
 from cluster.console.orders import Operations
@@ -30,10 +30,10 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
-from cluster.stores.store_admin import StoreAdmin
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.rpc.handshake import draw_id
 from router.service import RouterService
 
@@ -160,7 +160,7 @@ class Gateway:
         self._port: ClientPort | None = None
         self._health_server: grpc.aio.Server | None = None
         self._is_serving = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks()
 
     async def status(self) -> pb.StatusResponse:
         """Answer as the call of this name; callers must not change the message."""
@@ -270,9 +270,7 @@ class Gateway:
     def _on_members(self) -> None:
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
-            task = asyncio.create_task(self._set_health())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self._set_health(), "gateway-health")
 
     async def _set_health(self) -> None:
         assert self._health is not None

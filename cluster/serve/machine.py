@@ -44,8 +44,8 @@ def measure_product_rates(dtypes: Sequence[str]) -> dict[str, float]:
     """Operations a second of a linear layer on this machine, by dtype."""
     import torch  # here: no other check needs it
 
-    from workers.rank.device_limits import linear_flop_s
     from workers.rank.model_runner import read_dtype
+    from workers.rank.probe import linear_flop_s
 
     return {name: linear_flop_s(torch.device("cpu"), read_dtype(name), SystemClock()) for name in dtypes}
 

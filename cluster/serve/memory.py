@@ -17,7 +17,7 @@ from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
-from workers.model.split import kv_heads, part
+from workers.model.sizes import kv_heads, part
 
 # Of a rank's process beside weights and KV: torch, its kernels, and room for one step.
 RANK_BYTES = 350_000_000

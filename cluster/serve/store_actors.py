@@ -16,18 +16,18 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
+from cluster.metrics.exporters import StoreMetrics
 from cluster.metrics.logs import log_to_stderr
-from cluster.metrics.registry import ray_board
-from cluster.metrics.replica_metrics import StoreMetrics
+from cluster.metrics.registry import ray_registry
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered
 from cluster.serve.rank_actors import node_host
-from cluster.stores.settings import NODE_ID_CHARS, Node, NvmeFolder, store_name, store_settings
+from cluster.stores import NODE_ID_CHARS, Node, NvmeFolder, store_name, store_settings
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.store.server.store_server import StoreOwner
+from kvtransfer.store.server.store_server import StoreServer
 
 _START_S = 20.0
 # Added to the time that a store may flush.
@@ -62,7 +62,7 @@ class StoreActor:
             config, node, life, secret, epoch=int(self._clock.wall() * 1000), nvme_path=path
         )
         self._node_id, self._epoch = settings.node_id, settings.epoch
-        self._owner = StoreOwner(settings, self._clock, Faults(config.debug.fault_rules))
+        self._owner = StoreServer(settings, self._clock, Faults(config.debug.fault_rules))
         try:
             await self._owner.start()
         except (TransferError, OSError):
@@ -74,7 +74,7 @@ class StoreActor:
         _log.info(
             "the store of node %s listens at %s, epoch %d", self._node_id, self._owner.address, self._epoch
         )
-        self._metrics = StoreMetrics(ray_board(app=config.app, node=self._node_id))
+        self._metrics = StoreMetrics(ray_registry(app=config.app, node=self._node_id))
         self._tasks = [
             asyncio.create_task(keep_registered(self._register, self._clock)),
             asyncio.create_task(self._export_metrics()),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, TransferError
 from kvtransfer.messages import ConnectPeer, Lane, LanePath, ReplicaIdentity
@@ -229,11 +230,10 @@ class PathKey(NamedTuple):
 
 @dataclass
 class _Record:
+    backoff: Backoff
     num_failures: int = 0
     # The end of the last cool-down.
     ends_at: float = 0.0
-    # The length of the next one.
-    next_s: float = 0.0
     reason: str = ""
     last_at: float = 0.0
 
@@ -253,14 +253,12 @@ class PathHealth:
         cool-down twice as long as the one before."""
         with self._lock:
             self._forget_old(now)
-            record = self._records.setdefault(key, _Record(next_s=self._cool_down_s))
+            record = self._records.setdefault(key, _Record(Backoff(self._cool_down_s, self._max_cool_down_s)))
             record.num_failures += 1
             record.reason = reason
             record.last_at = now
             if record.num_failures >= self._error_budget:
-                length_s = min(record.next_s, self._max_cool_down_s)
-                record.ends_at = now + length_s
-                record.next_s = 2 * length_s
+                record.ends_at = now + record.backoff.failed()
 
     def succeeded(self, key: PathKey) -> None:
         """A push went through: the budget is whole again, and the next cool-down short."""

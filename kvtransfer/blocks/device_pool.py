@@ -17,7 +17,7 @@ import torch
 from kvtransfer.blocks.checksum import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, SHIFT, WORD_BYTES, finish
 from kvtransfer.blocks.layout import BlockLayout, intersect
 from kvtransfer.blocks.pool import KvPool
-from kvtransfer.blocks.runs import Place
+from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
@@ -92,10 +92,10 @@ class DevicePool(KvPool):
         """Pinned when the pool is on CUDA."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda).numpy().data
 
-    def store(self, block_ids: Sequence[int], place: Place, offsets: Sequence[int]) -> list[int]:
+    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
         self.check_blocks(block_ids)
         shard = self.layout.shard
-        pieces, memory = self._pieces(shard), _memory(place, offsets, self.layout.block_bytes)
+        pieces, memory = self._pieces(shard), _memory(region, offsets, self.layout.block_bytes)
         with self._working():
             totals: list[torch.Tensor] = []
             for start, ids in self._batches(block_ids, shard):
@@ -109,12 +109,12 @@ class DevicePool(KvPool):
             return sums
 
     def load(
-        self, block_ids: Sequence[int], piece: Shard, place: Place, offsets: Sequence[int], shard: Shard
+        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
         """The whole record goes to the device, where its very bytes are summed before its part is taken."""
         self.check_blocks(block_ids)
         size = self.piece_bytes(shard)
-        pieces, memory = self._pieces(piece), _memory(place, offsets, size)
+        pieces, memory = self._pieces(piece), _memory(region, offsets, size)
         with self._working():
             totals: list[torch.Tensor] = []
             for start, ids in self._batches(block_ids, shard):
@@ -127,22 +127,22 @@ class DevicePool(KvPool):
             self._synchronize()
             return sums
 
-    def attach(self, place: Place) -> None:
+    def attach(self, region: ByteRegion) -> None:
         """Pinned for CUDA, which takes all of its pages; where that is refused, copies are slower."""
         if self._is_cuda:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             with torch.cuda.device(self.tensor.device):
-                status = runtime.cudaHostRegister(place.address, len(place.bytes), _PORTABLE)
+                status = runtime.cudaHostRegister(region.address, len(region.bytes), _PORTABLE)
             if status != runtime.cudaError.success:
-                _log.warning("%d bytes of host memory could not be pinned: %s", len(place.bytes), status)
+                _log.warning("%d bytes of host memory could not be pinned: %s", len(region.bytes), status)
             else:
-                self._pinned.add(place.address)
+                self._pinned.add(region.address)
 
-    def detach(self, place: Place) -> None:
-        if place.address in self._pinned:
-            self._pinned.discard(place.address)
+    def detach(self, region: ByteRegion) -> None:
+        if region.address in self._pinned:
+            self._pinned.discard(region.address)
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostUnregister(place.address)))
+            torch.cuda.check_error(int(runtime.cudaHostUnregister(region.address)))
 
     def close(self) -> None:
         self.tensor = torch.empty((0, self.layout.block_bytes), dtype=torch.uint8)
@@ -220,11 +220,11 @@ class DevicePool(KvPool):
         return finish_totals(torch.cat(list(totals)), self.piece_bytes(piece)) if totals else []
 
 
-def _memory(place: Place, offsets: Sequence[int], size: int) -> torch.Tensor:
-    """The memory of `place` (uint8 [bytes]); `IndexError` when `size` bytes at an offset would leave it."""
-    if offsets and (min(offsets) < 0 or max(offsets) + size > len(place.bytes)):
-        raise IndexError(f"bytes up to {max(offsets) + size} of {len(place.bytes)}")
-    return torch.from_numpy(place.bytes)
+def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tensor:
+    """The memory of `region` (uint8 [bytes]); `IndexError` when `size` bytes at an offset would leave it."""
+    if offsets and (min(offsets) < 0 or max(offsets) + size > len(region.bytes)):
+        raise IndexError(f"bytes up to {max(offsets) + size} of {len(region.bytes)}")
+    return torch.from_numpy(region.bytes)
 
 
 def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -18,9 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvtransfer import native
 from kvtransfer.blocks.layout import BlockLayout, piece_runs, plan_runs
-from kvtransfer.blocks.runs import Place, RunTable, copy_runs, sum_runs
+from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs, load_kernel, sum_runs
 from kvtransfer.messages import Shard
 
 
@@ -50,22 +49,22 @@ class KvPool(ABC):
         """Host memory (bytes, writable) that `gather` and `scatter` reach at full speed."""
 
     @abstractmethod
-    def store(self, block_ids: Sequence[int], place: Place, offsets: Sequence[int]) -> list[int]:
-        """Copy whole blocks to these offsets of `place`, host memory outside the pool; returns the sums of
+    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
+        """Copy whole blocks to these offsets of `region`, host memory outside the pool; returns the sums of
         the very bytes that were copied."""
 
     @abstractmethod
     def load(
-        self, block_ids: Sequence[int], piece: Shard, place: Place, offsets: Sequence[int], shard: Shard
+        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
         """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard` that lie
         at the offset; returns the sums of all of `shard`, which the pool itself need not hold."""
 
-    def attach(self, place: Place) -> None:
+    def attach(self, region: ByteRegion) -> None:
         """Before the first `store` and `load` of this memory: make it fast to reach."""
         return
 
-    def detach(self, place: Place) -> None:
+    def detach(self, region: ByteRegion) -> None:
         """After the last ones, before it is unmapped."""
         return
 
@@ -92,41 +91,41 @@ class HostPool(KvPool):
         if rest:
             raise ValueError(f"{memory.num_bytes} bytes of memory for blocks of {layout.block_bytes} bytes")
         super().__init__(layout, num_blocks, "cpu")
-        native.load()  # built now rather than in the first push
+        load_kernel()  # built now rather than in the first push
         self.memory = memory
         # The pool's bytes, for `kvtransfer.blocks.runs`.
-        self.place = Place(memory.buffer)
+        self.region = ByteRegion(memory.buffer)
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
-        return sum_runs(self.place, self.offsets(block_ids), self._table(piece))
+        return sum_runs(self.region, self.offsets(block_ids), self._table(piece))
 
     def gather(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> list[int]:
         table = self._table(piece)
         packed = range(0, len(block_ids) * table.num_bytes, table.num_bytes)
-        return copy_runs(self.place, self.offsets(block_ids), Place(staging), packed, table)
+        return copy_runs(self.region, self.offsets(block_ids), ByteRegion(staging), packed, table)
 
     def scatter(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> None:
         table = self._table(piece).reversed()
         packed = range(0, len(block_ids) * table.num_bytes, table.num_bytes)
-        copy_runs(Place(staging), packed, self.place, self.offsets(block_ids), table, sums=False)
+        copy_runs(ByteRegion(staging), packed, self.region, self.offsets(block_ids), table, sums=False)
 
     def allocate_staging(self, num_bytes: int) -> memoryview:
         return np.empty(num_bytes, dtype=np.uint8).data
 
-    def store(self, block_ids: Sequence[int], place: Place, offsets: Sequence[int]) -> list[int]:
+    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
         table = self._table(self.layout.shard)
-        return copy_runs(self.place, self.offsets(block_ids), place, offsets, table, streamed=True)
+        return copy_runs(self.region, self.offsets(block_ids), region, offsets, table, streamed=True)
 
     def load(
-        self, block_ids: Sequence[int], piece: Shard, place: Place, offsets: Sequence[int], shard: Shard
+        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
         targets = self.offsets(block_ids)
         table = part_table(self.layout, piece, shard)
         if piece == shard:
-            return copy_runs(place, offsets, self.place, targets, table, streamed=True)
+            return copy_runs(region, offsets, self.region, targets, table, streamed=True)
         whole = replace(self.layout, shard=shard)
-        copy_runs(place, offsets, self.place, targets, table, sums=False, streamed=True)
-        return sum_runs(place, offsets, piece_table(whole, shard))
+        copy_runs(region, offsets, self.region, targets, table, sums=False, streamed=True)
+        return sum_runs(region, offsets, piece_table(whole, shard))
 
     def offsets(self, block_ids: Sequence[int]) -> list[int]:
         """Where the blocks start, in bytes; `IndexError` for one outside the pool."""
@@ -134,7 +133,7 @@ class HostPool(KvPool):
         return [block_id * self.layout.block_bytes for block_id in block_ids]
 
     def close(self) -> None:
-        self.place = Place(memoryview(bytearray()))
+        self.region = ByteRegion(memoryview(bytearray()))
         self.memory.close()
 
     def _table(self, piece: Shard) -> RunTable:

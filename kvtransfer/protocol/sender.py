@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtransfer.common.moving_average import moving_average
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     BlockMove,
@@ -50,6 +51,9 @@ from kvtransfer.protocol.actions import (
     ToPeer,
     ToRanks,
 )
+
+# Weight of the newest push in the moving average of rates.
+_RATE_WEIGHT = 0.2
 
 
 class _State(Enum):
@@ -313,7 +317,7 @@ class SendTable:
         push.started_at = push.started_at or order.started_at
         if order.num_bytes >= 1 << 16 and order.seconds > 0:
             counters, gb_s = self.counters, order.num_bytes / order.seconds / 1e9
-            counters.gb_s = gb_s if counters.gb_s == 0 else 0.8 * counters.gb_s + 0.2 * gb_s
+            counters.gb_s = moving_average(counters.gb_s, gb_s, _RATE_WEIGHT)
         return Pushed(push.request.request_id, push.request.attempt, order.started_at, order.seconds)
 
     def _ready(self, push: _Push) -> list[PushAction]:

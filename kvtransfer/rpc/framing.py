@@ -68,21 +68,6 @@ def prove_as_server(sock: socket.socket, secret: bytes) -> str:
     return handshake.client_name
 
 
-async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Read one frame; `PeerGoneError` when the connection ends, `WireError` when the frame is longer."""
-    try:
-        length = _checked_length(await reader.readexactly(_LENGTH.size), max_bytes)
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise PeerGoneError(f"connection closed by the other side: {error}") from error
-
-
-def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
-    """Queue one frame for sending; to a connection that has closed, nothing: its reader hears of the end."""
-    if not writer.is_closing():
-        writer.write(_LENGTH.pack(len(frame)) + frame)
-
-
 async def send_to(sock: socket.socket, frame: bytes) -> None:
     """Send one frame on a non-blocking socket; `PeerGoneError` when the connection is closed."""
     try:

@@ -13,9 +13,10 @@ import functools
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.tasks import Spawn, SupervisedTasks
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.framing import prove_as_async_server
 
@@ -41,7 +42,7 @@ class ProvenListener:
         sock: socket.socket,
         secret: bytes,
         serve: Serve,
-        spawn: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
+        spawn: Spawn,
         clock: Clock,
         label: str,
     ) -> None:
@@ -131,7 +132,7 @@ class ListeningThread:
         self._secret = secret
         self._take = take
         self._label = label
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks(self._broke)
         self._closing = asyncio.Event()
         self._error: BaseException | None = None
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -151,12 +152,11 @@ class ListeningThread:
 
     async def _serve_until_closed(self) -> None:
         listener = ProvenListener(
-            self._sock, self._secret, self._serve, self._spawn, SystemClock(), self._label
+            self._sock, self._secret, self._serve, self._tasks.spawn, SystemClock(), self._label
         )
         await self._closing.wait()
         listener.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.wait()
         if self._error is not None:
             raise self._error  # for `threading.excepthook`
 
@@ -167,17 +167,9 @@ class ListeningThread:
         taken.setblocking(True)
         self._take(taken, name)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._error = self._error or error
-            self._closing.set()
+    def _broke(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._closing.set()
 
 
 def shut_down(sock: socket.socket) -> None:

@@ -452,10 +452,10 @@ class AdminFailed(Message, frozen=True):
 
 StoreOrder = AttachStore | StorePut | StoreGet
 StoreReport = StoreAttached | StorePutDone | StoreGetDone
-BrainDown = EngineHello | PutRequest | PutCommit | FindRequest | FetchRequest | FetchRelease
-AdminDown = AdminHello | StatRequest | ListRequest | VerifyRequest | PurgeRequest
-AdminUp = StoreStat | StoreListing | VerifyResult | PurgeResult | AdminFailed
-ToOwner = BrainDown | RankHello | AdminDown | OwnerHello | SendRecords | StopSending
+EngineRequest = EngineHello | PutRequest | PutCommit | FindRequest | FetchRequest | FetchRelease
+AdminRequest = AdminHello | StatRequest | ListRequest | VerifyRequest | PurgeRequest
+AdminAnswer = StoreStat | StoreListing | VerifyResult | PurgeResult | AdminFailed
+ToOwner = EngineRequest | RankHello | AdminRequest | OwnerHello | SendRecords | StopSending
 FromOwner = (
     StoreWelcome
     | StoreRefusal
@@ -466,7 +466,7 @@ FromOwner = (
     | ArenaGrant
     | OwnerHello
     | RecordsSent
-    | AdminUp
+    | AdminAnswer
 )
 
 TO_OWNER_CODEC: Codec[ToOwner] = Codec(ToOwner)

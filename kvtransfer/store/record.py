@@ -43,7 +43,7 @@ class Writer(NamedTuple):
     session: bytes = b""
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where in which arena a header was written: one that lies elsewhere is a copy, or bytes left behind."""
 
     arena: bytes
@@ -58,7 +58,7 @@ class Header(Part, frozen=True):
     state: State
     sequence: int
     writer: Writer | None
-    place: Place | None
+    place: RecordPlace | None
 
 
 _CODEC: Codec[Header] = Codec(Header)
@@ -78,7 +78,11 @@ def image_bytes(num_payload: int) -> int:
 
 
 def encode_header(
-    info: RecordInfo, state: State, sequence: int, writer: Writer | None = None, place: Place | None = None
+    info: RecordInfo,
+    state: State,
+    sequence: int,
+    writer: Writer | None = None,
+    place: RecordPlace | None = None,
 ) -> bytes:
     """The header page, `HEADER_BYTES` long. `StoreError` when the tenant's name or the rest is too long."""
     num_tenant_bytes = len(info.tenant.encode())

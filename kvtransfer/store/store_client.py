@@ -13,14 +13,15 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PeerGoneError, TransferError, WireError
-from kvtransfer.rpc.store_stream import FrameStream, open_unix
+from kvtransfer.rpc.stream import FrameStream, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     TO_OWNER_CODEC,
-    BrainDown,
     EngineHello,
+    EngineRequest,
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
@@ -90,6 +91,8 @@ class StoreClient:
         self._clock = clock
         self._on_error = on_error
         self._stream: FrameStream | None = None
+        # The stream that `close` ends, after what was queued.
+        self._leaving: FrameStream | None = None
         self._task: asyncio.Task[None] | None = None
         self._probed_at: float | None = None
 
@@ -103,11 +106,13 @@ class StoreClient:
         task, self._task = self._task, None
         if task is None:
             return
-        stream, self._stream = self._stream, None
+        stream = self._leaving = self._stream
+        self._stream = None
         if stream is not None:
             try:
                 async with asyncio.timeout(_LEAVE_S):
-                    await stream.close()
+                    stream.close()
+                    await stream.wait_closed()
             except TimeoutError:  # it does not read
                 stream.abort()
         task.cancel()
@@ -142,7 +147,7 @@ class StoreClient:
         if not task.cancelled() and (error := task.exception()) is not None and self._on_error is not None:
             self._on_error(error)
 
-    def _send(self, message: BrainDown) -> bool:
+    def _send(self, message: EngineRequest) -> bool:
         stream = self._stream
         if stream is None:
             return False
@@ -152,7 +157,7 @@ class StoreClient:
         return True
 
     async def _keep_connected(self) -> None:
-        delay_s = _FIRST_DELAY_S
+        backoff = Backoff(_FIRST_DELAY_S, _MAX_DELAY_S)
         while True:
             await self._events.ready_to_connect()
             try:
@@ -161,9 +166,8 @@ class StoreClient:
                 _log.debug("store: %s", error)
             else:
                 if await self._use(stream):
-                    delay_s = _FIRST_DELAY_S
-            await self._clock.sleep(delay_s)
-            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+                    backoff.reset()
+            await self._clock.sleep(backoff.failed())
 
     async def _use(self, stream: FrameStream) -> bool:
         """Serve one connection until it ends; whether the owner had welcomed us."""
@@ -173,7 +177,7 @@ class StoreClient:
         try:
             stream.send(TO_OWNER_CODEC.encode(self._hello))
             while True:
-                message = FROM_OWNER_CODEC.decode(await stream.receive())
+                message = FROM_OWNER_CODEC.decode(await stream.next_frame())
                 if not was_welcome:
                     _check_welcome(message)
                     self._stream, was_welcome = stream, True
@@ -184,7 +188,8 @@ class StoreClient:
             probing.cancel()
             self._stream = None
             self._probed_at = None
-            stream.abort()
+            if stream is not self._leaving:
+                stream.abort()
         if was_welcome:
             _log.warning("the store is away: %s", reason)
             self._events.on_lost(reason)

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.blocks.pool import HostPool, map_shared, mapping_bytes, scratch_offset
-from kvtransfer.blocks.runs import Place, RunTable, copy_runs
+from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from kvtransfer.errors import PathError, TransferError, WireError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S
@@ -73,7 +73,7 @@ class ShmChannel(OneSidedChannel):
         super().__init__(rank, lane, connection, welcome.num_blocks, "memory", on_lost)
         self._source = _host_pool(rank)
         self._mapping = mapping
-        self._place = Place(memoryview(mapping))
+        self._region = ByteRegion(memoryview(mapping))
         target = replace(rank.pool.layout, shard=lane.target.shard)
         runs = plan_runs(rank.pool.layout, target, lane.piece)
         self._table = RunTable(runs)
@@ -88,7 +88,7 @@ class ShmChannel(OneSidedChannel):
     def close(self) -> None:
         """Unmap, then close the socket: its end tells the target that nothing can be written."""
         self.interrupt()
-        self._place = Place(memoryview(bytearray()))
+        self._region = ByteRegion(memoryview(bytearray()))
         self._mapping.close()
         super().close()
 
@@ -102,18 +102,18 @@ class ShmChannel(OneSidedChannel):
         self._faults.at("push.half")
         self._copy([move], RunTable(second))
         if corrupt:
-            self._place.bytes[move.dst_block * self._block_bytes + self._table.runs[0].dst_offset] ^= 1
+            self._region.bytes[move.dst_block * self._block_bytes + self._table.runs[0].dst_offset] ^= 1
         return self._source.sums([move.src_block], self._piece)[0]
 
     def _copy(self, moves: Sequence[BlockMove], table: RunTable) -> list[int]:
         targets = [move.dst_block * self._block_bytes for move in moves]
         sources = self._source.offsets([move.src_block for move in moves])
-        return copy_runs(self._source.place, sources, self._place, targets, table, streamed=True)
+        return copy_runs(self._source.region, sources, self._region, targets, table, streamed=True)
 
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
         memory = self._source.memory
         table = RunTable([Run(scratch_offset(memory.num_bytes), self._scratch, num_bytes)])
-        copy_runs(Place(memory.whole), [0], self._place, [0], table, sums=False)
+        copy_runs(ByteRegion(memory.whole), [0], self._region, [0], table, sums=False)
 
 
 def listen(target: TargetRank) -> ShmListener | None:

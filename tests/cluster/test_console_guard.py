@@ -17,7 +17,7 @@ from cluster.api.replies import Fresh
 from cluster.console.http_server import HEADERS, bearer_token, refused_host, refused_order
 from kvtransfer.common.clock import ManualClock
 
-STATIC = Path(__file__).resolve().parent.parent.parent / "cluster" / "web" / "static"
+STATIC = Path(__file__).resolve().parent.parent.parent / "cluster" / "console" / "static"
 ORDER = json.dumps({"pool": "decode", "replicas": 3}).encode()
 
 

@@ -21,15 +21,13 @@ from promql import (
 )
 
 from cluster.metrics.definitions import METRICS, SECTIONS, series_names
+from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
-from cluster.metrics.gateway_metrics import GatewayMetrics
 from cluster.metrics.registry import MetricsRegistry
-from cluster.metrics.replica_metrics import ReplicaMetrics, StoreMetrics
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
-from workers.messages import DeviceMemory, LoadReport, PathMeasure
-from workers.replica.stats import BATCH_BOUNDS
+from workers.messages import BATCH_BOUNDS, DeviceMemory, LoadReport, PathMeasure
 
 HERE = ReplicaIdentity("decode-a", 1)
 LOAD = LoadReport(
@@ -202,7 +200,7 @@ def test_a_path_and_a_role_that_are_gone_are_zero() -> None:
     metrics = replica_metrics(recorder)
     metrics.update(LOAD, "decode")
     assert recorder.value("path_bytes_per_second", transport="shm") == 3e9
-    metrics.update(LoadReport(HERE, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0), "prefill")
+    metrics.update(LoadReport(identity=HERE, sequence=2), "prefill")
     assert recorder.value("path_bytes_per_second", transport="shm") == 0.0
     assert recorder.value("replica_role", role="decode") == 0.0
     assert recorder.value("replica_role", role="prefill") == 1.0

@@ -190,7 +190,7 @@ def test_two_looks_are_too_few() -> None:
 def test_what_replicas_change_that_just_came_is_seen_first() -> None:
     def replicas(at: float) -> Sequence[ReplicaSample]:
         return (
-            *(queueing(20_000), queueing(20_000)._replace(replica_id="b"))[: 1 + (at > NOW - 4)],
+            *(queueing(20_000), queueing(20_000, replica_id="b"))[: 1 + (at > NOW - 4)],
             decoding(),
         )
 

@@ -13,7 +13,7 @@ from cluster.api.client import GenerateOptions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 # Each point, and its passage at which the process that passes it is killed.
-POINTS = {"brain.hand_over": 1, "brain.join": 1, "gateway.token": 150}
+POINTS = {"engine_core.hand_over": 1, "engine_core.join": 1, "gateway.token": 150}
 OPTIONS = GenerateOptions(max_tokens=80, temperature=0.8, seed=21, ignore_eos=True)
 
 

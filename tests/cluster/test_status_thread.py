@@ -31,13 +31,7 @@ class Stages(tuple[tuple[int, int], ...]):
 
 
 def load_of(identity: ReplicaIdentity, sequence: int, **fields: Any) -> LoadReport:
-    counts = (
-        "num_running num_waiting num_landings num_backlog_tokens num_free_blocks num_cached_blocks "
-        "num_quarantined_blocks num_total_blocks num_leaked_blocks prefill_tok_s decode_step_s num_steps "
-        "num_checksum_failures num_preemptions transfer_gb_s"
-    )
-    values: dict[str, Any] = dict.fromkeys(counts.split(), 0) | {"paths": ()} | fields
-    return LoadReport(identity=identity, sequence=sequence, **values)
+    return LoadReport(identity=identity, sequence=sequence, **fields)
 
 
 def view(name: str, stages: tuple[tuple[int, int], ...] = ((0, 2),)) -> ReplicaView:

@@ -1,4 +1,4 @@
-"""Fixtures of the walk: one random-weight model, houses of real brains and ranks."""
+"""Fixtures of the walk: one random-weight model, houses of real engine cores and ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from e2e_harness import SINGLE, House
+from e2e_harness import SINGLE, E2eHarness
 
 from workers.config import Parallel
 from workers.model.random_checkpoint import write_random_checkpoint
@@ -22,23 +22,23 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shape(request: pytest.FixtureRequest) -> Parallel:
-    """Of the replicas of `house`; one rank unless the test is parametrized by it."""
+    """Of the replicas of `harness`; one rank unless the test is parametrized by it."""
     given = getattr(request, "param", SINGLE)
     assert isinstance(given, Parallel)
     return given
 
 
 @pytest.fixture
-async def house(model_dir: Path, shape: Parallel) -> AsyncIterator[House]:
-    """An empty house for a test that breaks things."""
-    async with House(model_dir, shape) as built:
+async def harness(model_dir: Path, shape: Parallel) -> AsyncIterator[E2eHarness]:
+    """An empty harness for a test that breaks things."""
+    async with E2eHarness(model_dir, shape) as built:
         yield built
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_house(model_dir: Path) -> AsyncIterator[House]:
+async def shared_harness(model_dir: Path) -> AsyncIterator[E2eHarness]:
     """Replicas p0 (prefill), d0 (decode), b0 (both) for the tests of a module that leave them whole."""
-    async with House(model_dir) as built:
+    async with E2eHarness(model_dir) as built:
         await built.add("p0", "prefill")
         await built.add("d0", "decode")
         await built.add("b0", "both")

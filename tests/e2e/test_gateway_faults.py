@@ -86,7 +86,7 @@ async def test_a_prefill_rank_is_killed(stage: Stage, tmp_path: Path, point: str
         await front.register(stage.p0)
         await all_right(stage, calls, 100 + after)
         assert all(call.finished is not None and call.finished.timing.attempts > 1 for call in calls)
-        await stage.house.quiet(stage.p0, stage.d0)
+        await stage.harness.quiet(stage.p0, stage.d0)
         status = await front.client.status()
         assert {it.replica_id for it in status.replicas if it.state == "ready"} == {"p0", "d0"}
 
@@ -99,11 +99,11 @@ async def test_a_decode_rank_is_killed_mid_stream(stage: Stage, tmp_path: Path) 
         await until(lambda: fired(fault), "the rank is killed")
         await front.register(stage.d0)
         await all_right(stage, calls, 200)
-        await stage.house.quiet(stage.p0, stage.d0)
+        await stage.harness.quiet(stage.p0, stage.d0)
         assert calls[0].accepted is not None
         told = await front.client.explain(calls[0].accepted.request_id)
         first, *_, last = told.decisions
-        assert (first.decode, last.decode) == (victim.brain.identity.replica_id, "d0")
+        assert (first.decode, last.decode) == (victim.core.identity.replica_id, "d0")
 
 
 async def test_nothing_left_to_decode_is_unavailable(stage: Stage, tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ async def test_nothing_left_to_decode_is_unavailable(stage: Stage, tmp_path: Pat
             async for _ in late:
                 pass
         assert getattr(caught.value, "retry_after_s", None) is not None
-        await stage.house.quiet(stage.p0)
+        await stage.harness.quiet(stage.p0)
 
 
-# ------------------------------------------------------------------------------------------- brains
+# ------------------------------------------------------------------------------------------- engine cores
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -136,14 +136,14 @@ async def test_a_brain_ends_mid_stream(stage: Stage, role: str) -> None:
         calls = both_streams(front, 400)
         # The prefill side is still computing prompts when it ends, the decode side is streaming.
         await until(
-            (lambda: len(victim.brain.requests) == 2) if role == "prefill" else decoding(calls),
+            (lambda: len(victim.core.requests) == 2) if role == "prefill" else decoding(calls),
             "both requests are there",
         )
         await front.forget(victim)
-        await victim.brain.stop()
+        await victim.core.stop()
         await front.register(stage.p0 if role == "prefill" else stage.d0)
         await all_right(stage, calls, 400, attempts=2)
-        await stage.house.quiet(stage.p0, stage.d0)
+        await stage.harness.quiet(stage.p0, stage.d0)
 
 
 async def test_a_replica_leaves_mid_stream(stage: Stage) -> None:
@@ -153,13 +153,13 @@ async def test_a_replica_leaves_mid_stream(stage: Stage) -> None:
         calls = both_streams(front, 500, 120)
         await until(decoding(calls), "both streams run")
         await front.register(stage.d0)
-        await victim.brain.drain(0.0)
-        await until(lambda: len(victim.brain.requests) == 0, "nothing is left at the leaving replica")
+        await victim.core.drain(0.0)
+        await until(lambda: len(victim.core.requests) == 0, "nothing is left at the leaving replica")
         await all_right(stage, calls, 500, 120, attempts=2)
         after = await front.complete(prompt(502), max_tokens=4)
         assert after.finished is not None
         assert after.finished.decode_replica == "d0"
-        await stage.house.quiet()
+        await stage.harness.quiet()
 
 
 async def test_a_gateway_ends_mid_stream_and_the_client_goes_on_at_another(stage: Stage) -> None:
@@ -173,7 +173,7 @@ async def test_a_gateway_ends_mid_stream_and_the_client_goes_on_at_another(stage
         await first.gateway.stop()
         await all_right(stage, calls, 600, 200)
         assert [call.stream.num_resumes for call in calls] == [1, 1]
-        await stage.house.quiet()
+        await stage.harness.quiet()
 
 
 # ------------------------------------------------------------------------------------- bytes on the way
@@ -184,30 +184,30 @@ async def test_a_flipped_bit_reaches_no_client(stage: Stage, tmp_path: Path, tra
     seed = {"shm": 700, "tcp": 750}[transport]  # prompts of its own: what d0 holds is not pushed again
     fault = rule("push.corrupt", "corrupt", tmp_path, 4)
     victim = await stage.guest("prefill", fault, transfer={"transports": (transport,)})
-    before = stage.d0.brain.inbound.num_checksum_failures
+    before = stage.d0.core.inbound.num_checksum_failures
     async with stage.front(victim, stage.d0) as front:
         calls = both_streams(front, seed)
         await all_right(stage, calls, seed, attempts=1)
         assert fired(fault)
-        assert stage.d0.brain.inbound.num_checksum_failures == before + 1
-        await stage.house.quiet()
+        assert stage.d0.core.inbound.num_checksum_failures == before + 1
+        await stage.harness.quiet()
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_a_stopped_writer_is_killed_and_its_streams_move(
     stage: Stage, tmp_path: Path, transport: str
 ) -> None:
-    """SIGSTOP inside the copy loop: its step never ends, its brain notices, and the blocks come back."""
+    """SIGSTOP inside the copy loop: its step never ends, its engine core notices, and the blocks come back."""
     seed = {"shm": 800, "tcp": 850}[transport]
     fault = rule("push.half", "stop", tmp_path, 3)
     victim = await stage.guest("prefill", fault, transfer={"transports": (transport,)}, stall_s=2.0)
     async with stage.front(victim, stage.d0) as front:
         calls = both_streams(front, seed)
         await until(lambda: fired(fault), "the writer stops")
-        assert stage.d0.brain.pool.num_referenced > 0
+        assert stage.d0.core.pool.num_referenced > 0
         await front.register(stage.p0)
         await all_right(stage, calls, seed, attempts=2)
-        await stage.house.quiet(stage.p0, stage.d0)
+        await stage.harness.quiet(stage.p0, stage.d0)
 
 
 @pytest.mark.parametrize("wakes", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -219,7 +219,7 @@ async def test_blocks_under_a_stopped_writer_are_not_reused_before_it_is_gone(
     fault = rule("push.half", "stop", tmp_path, 3)
     transfer = {"transports": ("shm",), "writer_ack_s": 20.0 if wakes else 1.0}
     victim = await stage.guest("prefill", fault, transfer=transfer)
-    pool = stage.d0.brain.pool
+    pool = stage.d0.core.pool
     async with stage.front(victim, stage.d0) as front:
         stuck = front.call(prompt(950 if wakes else 900), max_tokens=NUM_TOKENS)
         await until(lambda: fired(fault), "the writer stops")
@@ -233,7 +233,7 @@ async def test_blocks_under_a_stopped_writer_are_not_reused_before_it_is_gone(
             await front.forget(victim)  # as a second gateway would see it: new work goes to p0
         calls = both_streams(front, 910)
         await all_right(stage, calls, 910)
-        await stage.house.quiet(stage.p0, stage.d0)
+        await stage.harness.quiet(stage.p0, stage.d0)
 
 
 # ---------------------------------------------------------------------------------------------- soak
@@ -310,7 +310,7 @@ async def test_soak(stage: Stage, tmp_path: Path) -> None:
             running.append(asyncio.create_task(run_ask(front, ask)))
         calls = await asyncio.gather(*running)
         assert fired(fault), "the rank must die for the test to mean anything"
-        await stage.house.quiet(*survivors)
+        await stage.harness.quiet(*survivors)
         num_finished = 0
         for ask, call in zip(asks, calls, strict=True):
             num_finished += call.finished is not None
@@ -328,12 +328,12 @@ async def check_ask(stage: Stage, ask: Ask, call: Call) -> None:
     elif call.finished is not None:
         num_tokens = [end.num_tokens for end in call.finished.samples]
         assert num_tokens == [ask.options["max_tokens"]] * ask.options["n"]
-    alone, sampling = stage.house.replicas["b0"], dict(ask.options)
+    alone, sampling = stage.harness.replicas["b0"], dict(ask.options)
     max_tokens, seed = sampling.pop("max_tokens"), sampling.pop("seed")
     for name in ("n", "priority", "tenant"):
         del sampling[name]
     for sample, tokens in call.tokens.items():
         wanted = await tokens_alone(
-            alone, stage.house, list(ask.tokens), seed, max_tokens, sample=sample, **sampling
+            alone, stage.harness, list(ask.tokens), seed, max_tokens, sample=sample, **sampling
         )
         assert tokens == wanted[: len(tokens)], f"request {ask.number}, sample {sample}"

@@ -1,4 +1,4 @@
-"""Real requests through the real gateway, brains and ranks: the model's own tokens, each to its asker."""
+"""Real requests through the real gateway, engine cores and ranks: the model's own tokens, each to its asker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest_asyncio
 import torch
 import transformers
 from e2e_front import Front, copy_tiny, prompt, tokens_alone
-from e2e_harness import House, until
+from e2e_harness import E2eHarness, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.api.client import GenerateStream, Turn
@@ -75,9 +75,9 @@ async def front(tiny_dir: Path) -> AsyncIterator[Front]:
     """p0 (prefill) and d0 (decode) behind a gateway; b0 (both) beside it, for what one engine gives alone."""
     roles = {"p0": "prefill", "d0": "decode", "b0": "both"}
     async with AsyncExitStack() as ends:
-        house = await ends.enter_async_context(House(tiny_dir))
-        p0, d0, _ = await house.add_all(roles, engine=ENGINE)
-        built = Front(house, tiny_dir)
+        harness = await ends.enter_async_context(E2eHarness(tiny_dir))
+        p0, d0, _ = await harness.add_all(roles, engine=ENGINE)
+        built = Front(harness, tiny_dir)
         await built.open()
         ends.push_async_callback(built.close)
         await built.register(p0, d0)
@@ -85,7 +85,7 @@ async def front(tiny_dir: Path) -> AsyncIterator[Front]:
 
 
 def alone(front: Front) -> Callable[..., Any]:
-    return functools.partial(tokens_alone, front.house.replicas["b0"], front.house)
+    return functools.partial(tokens_alone, front.harness.replicas["b0"], front.harness)
 
 
 # ------------------------------------------------------------------------------------------ the tokens
@@ -107,14 +107,14 @@ async def test_a_stream_is_transformers_greedy_continuation(front: Front, refere
     assert (timing.transport, timing.attempts) == ("shm", 1)
     assert timing.transfer_bytes > 0
     assert 0 < timing.ttft_ms < timing.e2e_ms
-    await front.house.quiet()
+    await front.harness.quiet()
 
 
 async def test_a_long_prompt_in_many_chunks_gives_the_same(front: Front, reference: Reference) -> None:
     tokens = prompt(1, 700)
     call = await front.complete(tokens, max_tokens=24)
     assert call.sequence == reference.greedy(tokens, 24)[0]
-    await front.house.quiet()
+    await front.harness.quiet()
 
 
 async def test_a_shared_prefix_is_cached_the_second_time(front: Front) -> None:
@@ -128,7 +128,7 @@ async def test_a_shared_prefix_is_cached_the_second_time(front: Front) -> None:
     other = await front.complete(shared + prompt(5, 20), max_tokens=4, tenant="other")
     assert other.finished is not None
     assert other.finished.usage.cached.device == 0, "tenants share nothing"
-    await front.house.quiet()
+    await front.harness.quiet()
 
 
 async def test_a_chat_goes_through_the_models_template(front: Front, reference: Reference) -> None:
@@ -146,14 +146,14 @@ async def test_three_samples_are_reproducible_and_each_is_its_own(front: Front) 
     tokens = prompt(6, 70)
     calls = [await front.complete(tokens, n=3, seed=5, max_tokens=20, **SAMPLING) for _ in range(2)]
     assert calls[0].tokens == calls[1].tokens
-    house = front.house
+    harness = front.harness
     for index in range(3):
-        single = house.submission(
+        single = harness.submission(
             f"sample{index}", tokens, seed=sample_seed(5, index), max_tokens=20, **SAMPLING
         )
-        assert calls[0].tokens[index] == (await house.run(house.replicas["b0"], single)).sequence()
+        assert calls[0].tokens[index] == (await harness.run(harness.replicas["b0"], single)).sequence()
     assert len({tuple(calls[0].tokens[index]) for index in range(3)}) == 3
-    await house.quiet()
+    await harness.quiet()
 
 
 async def test_logprobs_are_those_of_the_model(front: Front, reference: Reference) -> None:
@@ -175,7 +175,7 @@ async def test_a_stop_string_ends_text_and_work(front: Front, reference: Referen
     assert call.finished is not None
     assert call.finished.samples[0].finish_reason == "stop"
     assert call.finished.samples[0].num_tokens < 60
-    await front.house.quiet()
+    await front.harness.quiet()
 
 
 async def test_64_streams_at_once_do_not_mix(front: Front) -> None:
@@ -191,7 +191,7 @@ async def test_64_streams_at_once_do_not_mix(front: Front) -> None:
     assert [len(call.sequence) for call in calls] == [16] * 64
     for i in range(0, 64, 7):
         assert calls[i].sequence == await alone(front)(prompts[i], i, 16, **samplings[i]), f"stream {i}"
-    await front.house.quiet()
+    await front.harness.quiet()
 
 
 # ------------------------------------------------------------------------------------ what is refused
@@ -243,10 +243,10 @@ async def test_a_hostile_chat_template_is_the_chats_error_alone(
     hostile_dir = copy_tiny(tmp_path)
     (hostile_dir / "chat_template.jinja").write_text(HOSTILE[kind])
     (hostile_dir / "model.safetensors").unlink()  # a gateway never reads the weights
-    other = Front(front.house, hostile_dir)
+    other = Front(front.harness, hostile_dir)
     await other.open()
     try:
-        await other.register(front.house.replicas["p0"], front.house.replicas["d0"])
+        await other.register(front.harness.replicas["p0"], front.harness.replicas["d0"])
         call = await other.call([Turn("user", "hello")]).ended()
         assert call.error is not None
         assert call.error.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -269,7 +269,7 @@ async def test_the_deadline_ends_the_stream_and_frees_everything(front: Front) -
     assert call.error is not None
     assert call.error.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert len(call.sequence) < 1900
-    await front.house.quiet()
+    await front.harness.quiet()
 
 
 @pytest.mark.parametrize("num_heard", [-1, 0, 1, 2, 12])
@@ -285,17 +285,17 @@ async def test_a_cancel_at_any_stage_frees_everything(front: Front, num_heard: i
     assert call.error is not None
     assert call.error.code is grpc.StatusCode.CANCELLED
     await until(lambda: front.gateway.requests.num_running == 0, "the gateway forgets it")
-    await front.house.quiet()
+    await front.harness.quiet()
 
 
 # ------------------------------------------------------------------------------------- what is told
 
 
 async def test_a_decision_can_be_recomputed_from_what_explain_tells(front: Front, tiny_dir: Path) -> None:
-    costly = Front(front.house, tiny_dir, policy="cost", skip_prefill_tokens=64)
+    costly = Front(front.harness, tiny_dir, policy="cost", skip_prefill_tokens=64)
     await costly.open()
     try:
-        await costly.register(*(front.house.replicas[name] for name in ("p0", "d0", "b0")))
+        await costly.register(*(front.harness.replicas[name] for name in ("p0", "d0", "b0")))
         seen = set()
         shared = prompt(20, 320)
         for asked in (prompt(21, 600), prompt(22, 10), shared, shared, shared[:300] + prompt(23, 30)):
@@ -356,7 +356,7 @@ async def test_status_names_replicas_and_measured_paths(front: Front) -> None:
 
 
 async def test_health_follows_the_replicas(front: Front, tiny_dir: Path) -> None:
-    empty = Front(front.house, tiny_dir)
+    empty = Front(front.harness, tiny_dir)
     await empty.open()
     replies = health_pb2.HealthCheckResponse
     try:
@@ -364,7 +364,7 @@ async def test_health_follows_the_replicas(front: Front, tiny_dir: Path) -> None
             stub = health_pb2_grpc.HealthStub(channel)
             asked = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
             assert (await stub.Check(asked)).status == replies.NOT_SERVING
-            await empty.register(front.house.replicas["d0"])
+            await empty.register(front.harness.replicas["d0"])
             assert await becomes(stub, asked, replies.SERVING)
             assert len((await empty.complete(prompt(30, 20))).sequence) == 8
     finally:
@@ -382,7 +382,7 @@ async def becomes(stub: Any, asked: Any, status: int) -> bool:
 
 async def test_nothing_of_ours_lies_in_dev_shm(front: Front) -> None:
     """No file there is mapped or open in any rank or here. (An unlinked semaphore is no file.)"""
-    ranks = [pid for replica in front.house.replicas.values() for pid in replica.brain.rank_process_ids]
+    ranks = [pid for replica in front.harness.replicas.values() for pid in replica.core.rank_process_ids]
     for process_id in (os.getpid(), *ranks):
         assert named_shm_files(process_id) == set()
 

@@ -36,16 +36,16 @@ async def test_a_leaving_replica_moves_its_streams_and_is_gone_long_before_their
         calls = stage.calls(front, 100, 3, 300)
         await until(decoding(calls), "all run")
         await front.register(stage.d0)
-        await guest.brain.drain(60.0)
+        await guest.core.drain(60.0)
         assert not any(call.task.done() for call in calls), "the drain has not waited for their end"
         await stage.all_right(calls, 100, 300)
         assert attempts(calls) == [1] * 3
         assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
-        assert guest.brain.moving.num_moved == 3
+        assert guest.core.moving.num_moved == 3
         assert calls[0].accepted is not None
         told = await front.client.explain(calls[0].accepted.request_id)
         assert "moved" in [event.name for event in told.timeline]
-        await stage.house.quiet()
+        await stage.harness.quiet()
 
 
 @pytest.mark.slow
@@ -55,18 +55,18 @@ async def test_many_streams_leave_a_few_at_a_time(stage: Stage) -> None:
         calls = stage.calls(front, 200, 16, 300)
         await until(decoding(calls), "all run", 60.0)
         await front.register(stage.d0, other)
-        drain = asyncio.create_task(guest.brain.drain(60.0))
+        drain = asyncio.create_task(guest.core.drain(60.0))
         most = 0
         while not drain.done():
-            most = max(most, guest.brain.outbound.book.num_active)
+            most = max(most, guest.core.outbound.book.num_active)
             await front.clock.sleep(0.002)
         await drain
         assert 0 < most <= 8
         await stage.all_right(calls, 200, 300)
         assert attempts(calls) == [1] * 16
         places = [call.finished.decode_replica for call in calls if call.finished]
-        assert min(places.count("d0"), places.count(other.brain.identity.replica_id)) >= 5
-        await stage.house.quiet()
+        assert min(places.count("d0"), places.count(other.core.identity.replica_id)) >= 5
+        await stage.harness.quiet()
 
 
 @pytest.mark.slow
@@ -76,13 +76,13 @@ async def test_without_another_replica_streams_run_on_and_fail_over_at_the_end(s
         calls = stage.calls(front, 300, 2, 800)
         await until(decoding(calls), "both run")
         before = [len(call.sequence) for call in calls]
-        await guest.brain.drain(1.0)
+        await guest.core.drain(1.0)
         assert all(len(call.sequence) > count for call, count in zip(calls, before, strict=True))
-        await until(lambda: len(guest.brain.requests) == 0, "nothing is left there")
+        await until(lambda: len(guest.core.requests) == 0, "nothing is left there")
         await front.register(stage.d0)
         await stage.all_right(calls, 300, 800)
         assert attempts(calls) == [2, 2]
-        await stage.house.quiet()
+        await stage.harness.quiet()
 
 
 async def test_a_leaving_prefill_replica_finishes_what_it_has_begun_and_hands_back_the_rest(
@@ -91,14 +91,14 @@ async def test_a_leaving_prefill_replica_finishes_what_it_has_begun_and_hands_ba
     guest = await stage.guest("prefill", max_sequences=2, chunk_tokens=16, max_batch_tokens=16)
     async with stage.front(guest, stage.d0) as front:
         calls = stage.calls(front, 400, 8, 24)
-        await until(lambda: guest.brain.scheduler.num_waiting >= 4, "most of them wait")
+        await until(lambda: guest.core.scheduler.num_waiting >= 4, "most of them wait")
         await front.register(stage.p0)
-        await guest.brain.drain(30.0)
+        await guest.core.drain(30.0)
         await stage.all_right(calls, 400, 24)
         assert set(attempts(calls)) == {1, 2}
         computed = {call.finished.prefill_replica for call in calls if call.finished}
-        assert computed == {"p0", guest.brain.identity.replica_id}
-        await stage.house.quiet()
+        assert computed == {"p0", guest.core.identity.replica_id}
+        await stage.harness.quiet()
 
 
 @pytest.mark.slow
@@ -108,16 +108,16 @@ async def test_several_samples_stay_until_the_end_of_the_drain(stage: Stage) -> 
         call = front.call(prompt(500), seed=500, max_tokens=400, n=3, temperature=1.0)
         await until(lambda: call.num_tokens > 30, "it runs")
         await front.register(stage.d0)
-        await guest.brain.drain(0.5)
+        await guest.core.drain(0.5)
         await call.done()
         assert attempts([call]) == [2]
         for sample in range(3):
-            alone = stage.house.replicas["b0"]
+            alone = stage.harness.replicas["b0"]
             wanted = await tokens_alone(
-                alone, stage.house, prompt(500), 500, 400, sample=sample, temperature=1.0
+                alone, stage.harness, prompt(500), 500, 400, sample=sample, temperature=1.0
             )
             assert call.tokens[sample] == wanted
-        await stage.house.quiet()
+        await stage.harness.quiet()
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ async def test_a_decode_replica_becomes_a_prefill_replica_and_back(stage: Stage)
         calls = stage.calls(front, 600, 3, 400)
         await until(decoding(calls), "all run")
         await front.register(stage.d0)
-        guest.brain.set_role("prefill", 7)
-        guest.brain.set_role("decode", 6)
+        guest.core.set_role("prefill", 7)
+        guest.core.set_role("decode", 6)
         await stage.all_right(calls, 600, 400)
         assert attempts(calls) == [1] * 3
         assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
@@ -137,15 +137,15 @@ async def test_a_decode_replica_becomes_a_prefill_replica_and_back(stage: Stage)
         later = stage.calls(front, 610, 6, 8)
         await stage.all_right(later, 610, 8)
         ends = [call.finished for call in later if call.finished is not None]
-        assert guest.brain.identity.replica_id in {end.prefill_replica for end in ends}
+        assert guest.core.identity.replica_id in {end.prefill_replica for end in ends}
         assert {end.decode_replica for end in ends} == {"d0"}
-        guest.brain.set_role("decode", 8)
-        name = guest.brain.identity.replica_id
+        guest.core.set_role("decode", 8)
+        name = guest.core.identity.replica_id
         await until(lambda: front.gateway.connections.views()[1].role == "decode", "it is known")
         again = stage.calls(front, 620, 6, 8)
         await stage.all_right(again, 620, 8)
         assert name in {call.finished.decode_replica for call in again if call.finished}
-        await stage.house.quiet()
+        await stage.harness.quiet()
 
 
 @pytest.mark.slow
@@ -159,11 +159,11 @@ async def test_a_leaving_replica_that_dies_in_the_middle_of_a_move(
         calls = stage.calls(front, 700 + 10 * after, 2, 300)
         await until(decoding(calls), "both run")
         await front.register(stage.d0)
-        drain = asyncio.create_task(guest.brain.drain(60.0))
+        drain = asyncio.create_task(guest.core.drain(60.0))
         await until(lambda: Path(fault.marker).exists(), "its rank is killed")
         await stage.all_right(calls, 700 + 10 * after, 300)
         await drain
-        await stage.house.quiet(stage.p0, stage.d0)
+        await stage.harness.quiet(stage.p0, stage.d0)
 
 
 @pytest.mark.slow
@@ -174,11 +174,11 @@ async def test_a_stream_is_cancelled_while_it_moves(stage: Stage, tmp_path: Path
         (call,) = stage.calls(front, 800, 1, 300)
         await until(decoding([call]), "it runs")
         await front.register(stage.d0)
-        drain = asyncio.create_task(guest.brain.drain(60.0))
+        drain = asyncio.create_task(guest.core.drain(60.0))
         await until(lambda: Path(fault.marker).exists(), "the writer stops")
         call.stream.cancel()
         await call.ended()
-        await until(lambda: stage.d0.brain.pool.num_quarantined > 0, "the landing waits for its writer")
-        stage.house.wake_all()
+        await until(lambda: stage.d0.core.pool.num_quarantined > 0, "the landing waits for its writer")
+        stage.harness.wake_all()
         await drain
-        await stage.house.quiet()
+        await stage.harness.quiet()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from e2e_harness import BLOCK_TOKENS, House, until
+from e2e_harness import BLOCK_TOKENS, E2eHarness, until
 from e2e_migration import NUM_TOKENS, move, moved_and_right, prompt, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -20,44 +20,44 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 async def test_a_moved_stream_has_the_tokens_of_one_that_stays(
-    shared_house: House, sampling: dict[str, Any]
+    shared_harness: E2eHarness, sampling: dict[str, Any]
 ) -> None:
-    house, at, number = shared_house, shared_house.replicas, SAMPLINGS.index(sampling)
-    submission = house.submission(f"move{number}", prompt(number), max_tokens=NUM_TOKENS, **sampling)
-    heard = await started(house, at["d0"], submission)
-    num_before = at["d0"].brain.moving.num_moved
+    harness, at, number = shared_harness, shared_harness.replicas, SAMPLINGS.index(sampling)
+    submission = harness.submission(f"move{number}", prompt(number), max_tokens=NUM_TOKENS, **sampling)
+    heard = await started(harness, at["d0"], submission)
+    num_before = at["d0"].core.moving.num_moved
     move(submission, at["d0"], at["b0"])
-    await moved_and_right(house, heard, submission)
-    assert at["d0"].brain.moving.num_moved == num_before + 1
+    await moved_and_right(harness, heard, submission)
+    assert at["d0"].core.moving.num_moved == num_before + 1
     assert heard.hand_over is not None
     first = heard.hand_over.first_index
     assert 5 <= first < NUM_TOKENS
     assert heard.hand_over.num_moved_bytes > 0
-    await house.quiet()
+    await harness.quiet()
 
 
-async def test_a_stream_that_was_handed_over_moves_on_and_back(shared_house: House) -> None:
+async def test_a_stream_that_was_handed_over_moves_on_and_back(shared_harness: E2eHarness) -> None:
     """From a prefill replica to a decode replica, on to another, back, and to the prefill replica."""
-    house, at = shared_house, shared_house.replicas
-    submission = house.submission("tour", prompt(10), decode=at["d0"], max_tokens=1400, temperature=1.0)
-    heard = await started(house, at["p0"], submission)
+    harness, at = shared_harness, shared_harness.replicas
+    submission = harness.submission("tour", prompt(10), decode=at["d0"], max_tokens=1400, temperature=1.0)
+    heard = await started(harness, at["p0"], submission)
     for number, (source, target) in enumerate([("d0", "b0"), ("b0", "d0"), ("d0", "p0")], 1):
         move(submission, at[source], at[target])
         await until(lambda number=number: len(heard.moves) == number, f"move {number}")  # type: ignore[misc]
-    await moved_and_right(house, heard, submission, num_moves=3)
-    await house.quiet()
+    await moved_and_right(harness, heard, submission, num_moves=3)
+    await harness.quiet()
 
 
-async def test_what_the_target_holds_is_not_sent(shared_house: House) -> None:
-    house, at = shared_house, shared_house.replicas
-    await house.run(at["b0"], house.submission("before", prompt(20)))
-    submission = house.submission("held", prompt(20), max_tokens=NUM_TOKENS)
-    heard = await started(house, at["d0"], submission)
+async def test_what_the_target_holds_is_not_sent(shared_harness: E2eHarness) -> None:
+    harness, at = shared_harness, shared_harness.replicas
+    await harness.run(at["b0"], harness.submission("before", prompt(20)))
+    submission = harness.submission("held", prompt(20), max_tokens=NUM_TOKENS)
+    heard = await started(harness, at["d0"], submission)
     move(submission, at["d0"], at["b0"])
-    await moved_and_right(house, heard, submission)
+    await moved_and_right(harness, heard, submission)
     assert heard.hand_over is not None
     assert heard.hand_over.num_held_tokens >= 96
-    token_bytes = at["d0"].brain.compatibility.token_bytes
+    token_bytes = at["d0"].core.compatibility.token_bytes
     num_moved_tokens = heard.hand_over.num_moved_bytes // token_bytes
     assert num_moved_tokens <= 4 + heard.hand_over.first_index + BLOCK_TOKENS
-    await house.quiet()
+    await harness.quiet()

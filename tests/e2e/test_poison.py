@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
-from e2e_harness import House, Replica, until
+from e2e_harness import E2eHarness, Replica, until
 
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
@@ -30,12 +30,12 @@ async def cluster(
 ) -> AsyncIterator[tuple[Front, list[Replica]]]:
     """Replicas of these roles. A rank of one whose role is `deadly` dies of the poison, or hangs."""
     model_dir = copy_tiny(folder)
-    house = House(model_dir)
-    front = Front(house, model_dir)
+    harness = E2eHarness(model_dir)
+    front = Front(harness, model_dir)
     try:
         replicas = await asyncio.gather(
             *(
-                house.add(
+                harness.add(
                     f"r{number}",
                     role,
                     engine={**ENGINE, "stall_s": 2.0 if action == "stop" else 20.0},
@@ -51,14 +51,14 @@ async def cluster(
         await front.register(*replicas)
         yield front, list(replicas)
     finally:
-        house.wake_all()
+        harness.wake_all()
         await front.close()
-        await house.close()
+        await harness.close()
 
 
 def is_dead(replica: Replica) -> bool:
     try:
-        replica.brain.check_health()
+        replica.core.check_health()
     except RankDiedError:
         return True
     return False
@@ -90,20 +90,20 @@ async def test_a_poison_request_takes_two_replicas_down_and_its_neighbours_finis
         dead = [replica for replica in replicas if is_dead(replica)]
         assert len(dead) == len([path for path in tmp_path.iterdir() if path.is_file()]) == 2
         for replica in dead:
-            assert f"{replica.brain.identity.replica_id}: " in poison.error.message
-        survivor = next(it for it in replicas if it not in dead and it.brain.role != "prefill")
+            assert f"{replica.core.identity.replica_id}: " in poison.error.message
+        survivor = next(it for it in replicas if it not in dead and it.core.role != "prefill")
         for number, call in enumerate(calls):
             assert call.finished is not None
             assert call.finished.timing.attempts <= 3, "one for each replica that it may have lost, and one"
             assert call.sequence == await tokens_alone(
                 survivor,
-                front.house,
+                front.harness,
                 prompt(number),
                 number,
                 NUM_TOKENS,
                 **SAMPLINGS[number % 2],
             )
-        await front.house.quiet(*(replica for replica in replicas if replica not in dead))
+        await front.harness.quiet(*(replica for replica in replicas if replica not in dead))
         await until(lambda: front.gateway.requests.num_running == 0, "nothing is left at the gateway")
 
 

@@ -1,4 +1,4 @@
-"""Errors of the brain itself: the request that it was at is told apart from those that merely run there."""
+"""Errors of the engine core itself: the request that it was at is told apart from those that merely run there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from e2e_harness import Heard, House, Replica, until
+from e2e_harness import E2eHarness, Heard, Replica, until
 from msgspec.structs import replace
 
 from workers.errors import RankDiedError
@@ -31,77 +31,79 @@ class Poisoned:
         return result if self._late else self._real(*args)
 
 
-async def start(house: House) -> tuple[Replica, Heard]:
+async def start(harness: E2eHarness) -> tuple[Replica, Heard]:
     """A replica with a stream that runs."""
-    replica = await house.add("r")
-    replica.send(house.submission("good", [5, 6, 7], max_tokens=400))
-    heard = house.heard.setdefault(("good", 0), Heard())
+    replica = await harness.add("r")
+    replica.send(harness.submission("good", [5, 6, 7], max_tokens=400))
+    heard = harness.heard.setdefault(("good", 0), Heard())
     await until(lambda: len(heard.tokens.get(0, {})) > 3, "it decodes")
     return replica, heard
 
 
 async def test_a_request_that_cannot_be_checked_ends_alone(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: E2eHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica, good = await start(house)
-    Poisoned(replica.brain.scheduler, "check_room", monkeypatch)
-    bad = await house.run(replica, house.submission("bad", [5, 6, 7]))
+    replica, good = await start(harness)
+    Poisoned(replica.core.scheduler, "check_room", monkeypatch)
+    bad = await harness.run(replica, harness.submission("bad", [5, 6, 7]))
     assert bad.failure is not None
     assert (bad.failure.code, bad.failure.suspect) == ("internal", True)
     assert "poison" in bad.failure.reason
-    replica.brain.check_health()
+    replica.core.check_health()
     await until(lambda: 0 in good.finish, "the other one finishes")
-    await house.quiet()
+    await harness.quiet()
 
 
 @pytest.mark.parametrize("where", ["taken", "planned"])
 async def test_a_request_on_which_the_brain_breaks_is_the_only_suspect(
-    house: House, monkeypatch: pytest.MonkeyPatch, where: str
+    harness: E2eHarness, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    replica, good = await start(house)
-    scheduler = replica.brain.scheduler
+    replica, good = await start(harness)
+    scheduler = replica.core.scheduler
     if where == "taken":
         Poisoned(scheduler, "submit", monkeypatch, late=True)
     else:
         Poisoned(scheduler._planner, "_take_blocks", monkeypatch)
-    bad = await house.run(replica, house.submission("bad", [5, 6, 7]))
+    bad = await harness.run(replica, harness.submission("bad", [5, 6, 7]))
     await until(lambda: good.failure is not None, "the other one fails too")
     assert bad.failure is not None
     assert good.failure is not None
     assert (bad.failure.code, bad.failure.suspect) == ("internal", True)
     assert (good.failure.code, good.failure.suspect) == ("internal", False)
     with pytest.raises(RankDiedError, match="poison"):
-        replica.brain.check_health()
+        replica.core.check_health()
 
 
-async def test_what_a_killed_rank_was_at_is_suspect_and_what_waits_is_not(house: House) -> None:
-    replica = await house.add("r", engine={"max_sequences": 1})
-    replica.send(house.submission("runs", [5, 6, 7], max_tokens=1500))
-    waiting = house.submission("waits", [5, 6, 8])
+async def test_what_a_killed_rank_was_at_is_suspect_and_what_waits_is_not(harness: E2eHarness) -> None:
+    replica = await harness.add("r", engine={"max_sequences": 1})
+    replica.send(harness.submission("runs", [5, 6, 7], max_tokens=1500))
+    waiting = harness.submission("waits", [5, 6, 8])
     replica.send(waiting)
-    runs = house.heard.setdefault(("runs", 0), Heard())
+    runs = harness.heard.setdefault(("runs", 0), Heard())
     await until(lambda: len(runs.tokens.get(0, {})) > 3, "one decodes")
-    for handle in replica.brain._group._handles:
+    for handle in replica.core._group._handles:
         handle.kill()
-    waits, _ = await asyncio.gather(house.ended(waiting), until(lambda: runs.failure is not None, "it fails"))
+    waits, _ = await asyncio.gather(
+        harness.ended(waiting), until(lambda: runs.failure is not None, "it fails")
+    )
     assert runs.failure is not None
     assert waits.failure is not None
     assert (runs.failure.code, waits.failure.code) == ("internal", "internal")
     assert (runs.failure.suspect, waits.failure.suspect) == (True, False)
 
 
-async def test_a_suspect_is_isolated_at_both_replicas_and_cleared_by_the_second(house: House) -> None:
-    prefill, decode = await house.add("p", "prefill"), await house.add("d", "decode")
+async def test_a_suspect_is_isolated_at_both_replicas_and_cleared_by_the_second(harness: E2eHarness) -> None:
+    prefill, decode = await harness.add("p", "prefill"), await harness.add("d", "decode")
     prompt = [5, 6, 7] * 20
     sampling: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0}
-    others = [house.submission(f"o{seed}", [9, seed], decode=decode, max_tokens=60) for seed in range(4)]
+    others = [harness.submission(f"o{seed}", [9, seed], decode=decode, max_tokens=60) for seed in range(4)]
     for other in others:
         prefill.send(other)
-    submission = house.submission("s", prompt, decode=decode, **sampling)
-    heard = await house.run(prefill, replace(submission, suspect=True))
+    submission = harness.submission("s", prompt, decode=decode, **sampling)
+    heard = await harness.run(prefill, replace(submission, suspect=True))
     assert [it.is_cleared for it in heard.isolations] == [False, False, True]
-    wanted = await house.run(prefill, house.submission("w", prompt, **sampling))
+    wanted = await harness.run(prefill, harness.submission("w", prompt, **sampling))
     assert heard.sequence() == wanted.sequence()
     for other in others:
-        assert (await house.ended(other)).failure is None
-    await house.quiet()
+        assert (await harness.ended(other)).failure is None
+    await harness.quiet()

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
-from e2e_harness import House, Replica, until
+from e2e_harness import E2eHarness, Replica, until
 from store_harness import StoreHouse
 
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.store.messages import StatRequest, StorePutDone, StoreStat
-from workers.store_connector.block_saver import WriteThrough
+from workers.store_connector.block_saver import BlockSaver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,10 +36,10 @@ class Purged:
 
     front: Front
     store: StoreHouse
-    house: House
+    harness: E2eHarness
 
     def replica(self, name: str) -> Replica:
-        return self.house.replicas[name]
+        return self.harness.replicas[name]
 
     async def purge(self, **chosen: Any) -> pb.StorePurgeResponse:
         asked = pb.StorePurgeRequest(filter=pb.StoreFilter(**chosen), all=not chosen)
@@ -48,45 +48,45 @@ class Purged:
     async def settled(self) -> None:
         """What is finished is stored, nothing is under way."""
         for name in ("p0", "d0"):
-            tiers = self.replica(name).brain.tiers
+            tiers = self.replica(name).core.tiers
             assert tiers is not None
             await until(lambda: tiers.is_idle, f"{name} has written what it had")  # noqa: B023
-        await self.house.quiet()
+        await self.harness.quiet()
 
     async def bytes_of(self, tenant: str) -> int:
         stat = await self.store.ask(StatRequest(), StoreStat)
         return stat.bytes_by_tenant.get(tenant, 0)
 
     def num_cached(self) -> int:
-        return sum(self.replica(name).brain.pool.num_cached for name in ("p0", "d0"))
+        return sum(self.replica(name).core.pool.num_cached for name in ("p0", "d0"))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
-    house = House(model_dir)
-    store = StoreHouse(tmp_path / "store", secret=house.secret, dram_bytes=64 << 20)
+    harness = E2eHarness(model_dir)
+    store = StoreHouse(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
     async with AsyncExitStack() as ends:
         await ends.enter_async_context(store)
-        await ends.enter_async_context(house)
+        await ends.enter_async_context(harness)
         await store.start()
         name = store.settings.name
         async with asyncio.TaskGroup() as starts:
             starting = starts.create_task(
-                house.add_all({"p0": "prefill", "d0": "decode"}, engine=ENGINE, store=name)
+                harness.add_all({"p0": "prefill", "d0": "decode"}, engine=ENGINE, store=name)
             )
-            starts.create_task(house.add("b0", "both", engine=ENGINE))
+            starts.create_task(harness.add("b0", "both", engine=ENGINE))
         replicas = starting.result()
-        front = Front(house, model_dir)
+        front = Front(harness, model_dir)
         await front.open()
         ends.push_async_callback(front.close)
         await front.register(*replicas)
         await front.roster.register_store(StoreRecord("n", 1, store.address, store.pid, "here"))
         for replica in replicas:
-            tiers = replica.brain.tiers
+            tiers = replica.core.tiers
             assert tiers is not None
             await until(lambda: tiers.is_open, "the store is open")  # noqa: B023
-        yield Purged(front, store, house)
+        yield Purged(front, store, harness)
 
 
 def cached(call: Call) -> tuple[int, int]:
@@ -138,7 +138,7 @@ async def test_a_stream_under_way_goes_on_and_leaves_nothing(world: Purged) -> N
     assert on_decode.num_requests == 1
     assert on_decode.num_held >= (NUM_PROMPT_TOKENS + 32) // 16
     await call.done()
-    assert call.sequence == await tokens_alone(world.replica("b0"), world.house, asked, 5, 200)
+    assert call.sequence == await tokens_alone(world.replica("b0"), world.harness, asked, 5, 200)
     await world.settled()
     assert await world.bytes_of("a") == 0
     again = await world.front.complete(asked + call.sequence, tenant="a")
@@ -153,8 +153,8 @@ async def test_a_stream_under_way_goes_on_and_leaves_nothing(world: Purged) -> N
 async def test_what_is_on_its_way_to_the_store_never_comes_there(
     world: Purged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writers = [tiers.writing for name in ("p0", "d0") if (tiers := world.replica(name).brain.tiers)]
-    held: list[tuple[WriteThrough, int, StorePutDone]] = []
+    writers = [tiers.saver for name in ("p0", "d0") if (tiers := world.replica(name).core.tiers)]
+    held: list[tuple[BlockSaver, int, StorePutDone]] = []
     with monkeypatch.context() as patch:
         for writer in writers:
             patch.setattr(writer, "copied", lambda rank, done, to=writer: held.append((to, rank, done)))
@@ -175,13 +175,13 @@ async def test_what_is_on_its_way_to_the_store_never_comes_there(
 async def test_a_prompt_that_is_computed_meanwhile_leaves_nothing_where_it_lands(world: Purged) -> None:
     asked = prompt(4, 1500)
     call = world.front.call(asked, tenant="a", max_tokens=8, seed=6)
-    pool = world.replica("p0").brain.pool
+    pool = world.replica("p0").core.pool
     await until(lambda: pool.num_referenced > 20, "its prompt is computed")
     reply = await world.purge(tenant="a")
     assert call.num_tokens == 0, "the purge came in the middle"
     assert sum(it.num_requests for it in reply.replicas) >= 1
     await call.done()
-    assert call.sequence == await tokens_alone(world.replica("b0"), world.house, asked, 6, 8)
+    assert call.sequence == await tokens_alone(world.replica("b0"), world.harness, asked, 6, 8)
     await world.settled()
     assert world.num_cached() == 0
     assert await world.bytes_of("a") == 0
@@ -189,7 +189,7 @@ async def test_a_prompt_that_is_computed_meanwhile_leaves_nothing_where_it_lands
 
 async def test_a_replica_that_does_not_answer_is_named(world: Purged) -> None:
     await world.front.forget(world.replica("p0"))
-    await world.replica("p0").brain.stop()
+    await world.replica("p0").core.stop()
     await until(
         lambda: (
             not any(view.stream for view in world.front.gateway.connections.views() if view.role == "prefill")
@@ -211,7 +211,7 @@ async def test_replicas_of_other_models_are_left_alone(world: Purged) -> None:
     reply = await world.purge(model="00ff")
     assert not reply.replicas
     assert world.num_cached() == num_cached > 0
-    fingerprint = world.replica("d0").brain.compatibility.model_fingerprint.hex()
+    fingerprint = world.replica("d0").core.compatibility.model_fingerprint.hex()
     reply = await world.purge(model=fingerprint[:12])
     assert len(reply.replicas) == 2
     assert world.num_cached() == 0

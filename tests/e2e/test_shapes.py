@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e_harness import House
+from e2e_harness import E2eHarness
 
 from workers.config import Parallel
 from workers.model.model_config import Family
@@ -39,20 +39,20 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return [draw.randrange(3, 250) for _ in range(num_tokens)]
 
 
-async def build(model_dir: Path, family: Family, shapes: list[str]) -> House:
+async def build(model_dir: Path, family: Family, shapes: list[str]) -> E2eHarness:
     """One replica of each shape; 4 ranks of 4x1 share 2 key-value heads, and 3 layers do not halve."""
     write_random_checkpoint(model_dir, family, seed=5, num_hidden_layers=3)
-    house = House(model_dir)
+    harness = E2eHarness(model_dir)
     async with AsyncExitStack() as ends:
-        await ends.enter_async_context(house)
+        await ends.enter_async_context(harness)
         for shape in shapes:
-            await house.add(shape, parallel=SHAPES[shape])
+            await harness.add(shape, parallel=SHAPES[shape])
         ends.pop_all()
-    return house
+    return harness
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+async def harness(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[E2eHarness]:
     built = await build(tmp_path_factory.mktemp("shapes"), "llama", ["1x1", "2x1", "1x2"])
     yield built
     built.wake_all()
@@ -60,15 +60,15 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
 
 
 async def check_pair(
-    house: House, source: str, target: str, sampling: dict[str, Any], num_tokens: int
+    harness: E2eHarness, source: str, target: str, sampling: dict[str, Any], num_tokens: int
 ) -> None:
     name = f"{source}-{target}-{len(sampling)}"
-    tokens = prompt(len(house.heard), 100)
-    alone = house.submission(f"{name}-alone", tokens, max_tokens=num_tokens, **sampling)
-    expected = await house.run(house.replicas["1x1"], alone)
-    decode = house.replicas[target] if target != source else None
-    split = house.submission(f"{name}-split", tokens, decode=decode, max_tokens=num_tokens, **sampling)
-    heard = await house.run(house.replicas[source], split)
+    tokens = prompt(len(harness.heard), 100)
+    alone = harness.submission(f"{name}-alone", tokens, max_tokens=num_tokens, **sampling)
+    expected = await harness.run(harness.replicas["1x1"], alone)
+    decode = harness.replicas[target] if target != source else None
+    split = harness.submission(f"{name}-split", tokens, decode=decode, max_tokens=num_tokens, **sampling)
+    heard = await harness.run(harness.replicas[source], split)
     assert heard.failure is None
     assert heard.sequence() == expected.sequence()
     assert len(heard.sequence()) == num_tokens
@@ -76,27 +76,27 @@ async def check_pair(
         assert heard.hand_over is not None
         assert heard.hand_over.num_bad_pieces == 0
         assert heard.hand_over.num_moved_bytes > 0
-    await house.quiet()
+    await harness.quiet()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("source", "target"), FAST_PAIRS)
 async def test_a_hand_over_between_shapes(
-    house: House, source: str, target: str, sampling: dict[str, Any]
+    harness: E2eHarness, source: str, target: str, sampling: dict[str, Any]
 ) -> None:
-    await check_pair(house, source, target, sampling, 24)
+    await check_pair(harness, source, target, sampling, 24)
 
 
 @pytest.mark.slow  # 13 ranks
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 async def test_every_shape_alone_and_every_pair(tmp_path: Path, family: Family) -> None:
-    house = await build(tmp_path / "model", family, list(SHAPES))
+    harness = await build(tmp_path / "model", family, list(SHAPES))
     try:
         for source in SHAPES:
             for sampling in SAMPLINGS:
-                await check_pair(house, source, source, sampling, 64)
+                await check_pair(harness, source, source, sampling, 64)
         for source, target in itertools.permutations(SHAPES, 2):
-            await check_pair(house, source, target, {}, 24)
+            await check_pair(harness, source, target, {}, 24)
     finally:
-        house.wake_all()
-        await house.close()
+        harness.wake_all()
+        await harness.close()

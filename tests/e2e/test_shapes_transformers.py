@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from e2e_harness import House
+from e2e_harness import E2eHarness
 
 from workers.config import Parallel
 from workers.model.random_checkpoint import write_random_checkpoint
@@ -59,15 +59,15 @@ async def test_two_by_two_ranks_give_the_tokens_of_transformers(tmp_path: Path, 
     write_random_checkpoint(tmp_path, seed=11, **(UNEVEN | CHECKPOINTS[name]))
     draw = random.Random(name)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(count)] for count in LENGTHS]
-    house = House(tmp_path)
+    harness = E2eHarness(tmp_path)
     try:
-        replica = await house.add("2x2", parallel=Parallel(tp=2, pp=2, devices=("cpu", "cpu")))
+        replica = await harness.add("2x2", parallel=Parallel(tp=2, pp=2, devices=("cpu", "cpu")))
         asked = [
-            house.submission(str(number), prompt, max_tokens=NUM_TOKENS)
+            harness.submission(str(number), prompt, max_tokens=NUM_TOKENS)
             for number, prompt in enumerate(prompts)
         ]
-        heard = await asyncio.gather(*(house.run(replica, submission) for submission in asked))
-        await house.quiet()
+        heard = await asyncio.gather(*(harness.run(replica, submission) for submission in asked))
+        await harness.quiet()
     finally:
-        await house.close()
+        await harness.close()
     assert [each.sequence() for each in heard] == [continued(tmp_path, prompt) for prompt in prompts]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e_harness import SHAPES, SINGLE, Heard, House, Replica, until
+from e2e_harness import SHAPES, SINGLE, E2eHarness, Heard, Replica, until
 from patience import WAIT_S
 from store_harness import StoreHouse
 
@@ -56,7 +56,7 @@ def prompts(seed: int) -> list[list[int]]:
 class Node:
     """Two replicas at one store that holds less than what they compute: in DRAM, and in both tiers."""
 
-    house: House
+    harness: E2eHarness
     store: StoreHouse
     replicas: list[Replica]
     # Prompts and the tokens that must follow.
@@ -71,7 +71,7 @@ class Node:
 
     async def is_open(self) -> None:
         for replica in self.replicas:
-            tiers = replica.brain.tiers
+            tiers = replica.core.tiers
             assert tiers is not None
             await until(lambda: tiers.is_open, "the store is open", WAIT_S)  # noqa: B023
 
@@ -81,13 +81,14 @@ class Node:
         number = next(self.numbers)
         tokens, wanted = self.draw.choice(self.rounds)
         submissions = [
-            self.house.submission(f"{number}-{index}", each, **SAMPLING) for index, each in enumerate(tokens)
+            self.harness.submission(f"{number}-{index}", each, **SAMPLING)
+            for index, each in enumerate(tokens)
         ]
         for index, submission in enumerate(submissions):
             replica = self.replicas[(index + number) % len(self.replicas)]
-            replica.brain.steps.rates.prefill_tok_s = 0.0
+            replica.core.steps.rates.prefill_tok_s = 0.0
             replica.send(submission)
-        heard = [await self.house.ended(submission) for submission in submissions]
+        heard = [await self.harness.ended(submission) for submission in submissions]
         assert [each.failure for each in heard] == [None] * NUM_REQUESTS
         assert [each.sequence() for each in heard] == wanted
         return loaded(heard)
@@ -125,7 +126,7 @@ class Node:
             lambda stat: stat.num_written_bytes > before.tiers[1].num_written_bytes and not stat.note,
             "NVMe is written",
         )
-        await self.house.quiet()
+        await self.harness.quiet()
         await self.store.check_nothing_leaked()
         assert (await self.stat()).num_sessions == len(self.replicas)
 
@@ -145,35 +146,36 @@ async def node(
 ) -> AsyncIterator[Node]:
     """One for all tests: each leaves it whole, which shows that it heals."""
     folder = tmp_path_factory.mktemp("node")
-    house = House(model_dir, request.param)
+    harness = E2eHarness(model_dir, request.param)
     store = StoreHouse(
         folder,
-        secret=house.secret,
+        secret=harness.secret,
         dram_bytes=2 << 20,
         nvme_path=str(folder / "nvme"),
         nvme_bytes=NUM_SEGMENTS * SEGMENT_BYTES,
         segment_bytes=SEGMENT_BYTES,
     )
     try:
-        alone = await house.add("alone", parallel=SINGLE)
+        alone = await harness.add("alone", parallel=SINGLE)
         rounds = []
         for seed in range(NUM_ROUNDS):
             tokens = prompts(seed)
             submissions = [
-                house.submission(f"alone-{seed}-{number}", each, **SAMPLING)
+                harness.submission(f"alone-{seed}-{number}", each, **SAMPLING)
                 for number, each in enumerate(tokens)
             ]
             for submission in submissions:
                 alone.send(submission)
-            wanted = [(await house.ended(submission)).sequence() for submission in submissions]
+            wanted = [(await harness.ended(submission)).sequence() for submission in submissions]
             rounds.append((tokens, wanted))
         await store.start()
         replicas = [
-            await house.add(name, store=store.settings.name, engine={"kv_tokens": 768}) for name in ("a", "b")
+            await harness.add(name, store=store.settings.name, engine={"kv_tokens": 768})
+            for name in ("a", "b")
         ]
-        yield Node(house, store, replicas, rounds)
+        yield Node(harness, store, replicas, rounds)
     finally:
-        await house.close()
+        await harness.close()
         await store.close()
 
 

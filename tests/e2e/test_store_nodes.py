@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e_harness import BLOCK_TOKENS, Heard, House, Replica, until
+from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, until
 from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
@@ -35,7 +35,7 @@ NUM_BLOCKS = (NUM_TOKENS - 1) // BLOCK_TOKENS
 class Town:
     """Replica `a` at the first node's store, `b` at the second's, `alone` without one."""
 
-    house: House
+    harness: E2eHarness
     redis: RawRedis
     first: StoreHouse
     second: StoreHouse
@@ -44,11 +44,11 @@ class Town:
 
     async def open(self, name: str, store: StoreHouse) -> None:
         """A replica whose store is open."""
-        self.replicas[name] = await self.house.add(name, store=store.settings.name)
+        self.replicas[name] = await self.harness.add(name, store=store.settings.name)
         await self.is_open(name)
 
     async def is_open(self, name: str) -> None:
-        tiers = self.replicas[name].brain.tiers
+        tiers = self.replicas[name].core.tiers
         assert tiers is not None
         await until(lambda: tiers.is_open, f"the store of {name} is open", WAIT_S)
 
@@ -56,9 +56,9 @@ class Town:
         """A request that may not fail. Loading is always worth it here: how long computing takes instead is
         not known."""
         replica = self.replicas[at]
-        replica.brain.steps.rates.prefill_tok_s = 0.0
-        heard = await self.house.run(
-            replica, self.house.submission(f"{at}-{next(self.numbers)}", tokens, **SAMPLING)
+        replica.core.steps.rates.prefill_tok_s = 0.0
+        heard = await self.harness.run(
+            replica, self.harness.submission(f"{at}-{next(self.numbers)}", tokens, **SAMPLING)
         )
         assert heard.failure is None
         return heard
@@ -68,7 +68,7 @@ class Town:
 
     async def kept_at_first(self, num_prompts: int = 1) -> list[list[int]]:
         """New prompts whose blocks the first node has; they are told to the index if that can be reached."""
-        tiers = self.replicas["a"].brain.tiers
+        tiers = self.replicas["a"].core.tiers
         assert tiers is not None
         prompts: list[list[int]] = []
         clock = SystemClock()
@@ -76,10 +76,10 @@ class Town:
         while len(prompts) < num_prompts:
             assert clock.now() < deadline, "the first node stores nothing"
             await self.is_open("a")
-            tokens, before = fresh_prompt(next(self.numbers)), tiers.writing.num_stored
+            tokens, before = fresh_prompt(next(self.numbers)), tiers.saver.num_stored
             await self.run("a", tokens)
-            await until(lambda: tiers.writing.is_idle, "it is written, or the store is away")
-            if tiers.writing.num_stored >= before + NUM_BLOCKS:
+            await until(lambda: tiers.saver.is_idle, "it is written, or the store is away")
+            if tiers.saver.num_stored >= before + NUM_BLOCKS:
                 prompts.append(tokens)
         return prompts
 
@@ -110,7 +110,7 @@ class Town:
     async def is_whole(self) -> None:
         """All is well, and nothing was left behind."""
         await self.shares()
-        await self.house.quiet()
+        await self.harness.quiet()
         for store in (self.first, self.second):
             await store.check_nothing_leaked()
             assert (await store.stat("dram")).num_checksum_failures == 0
@@ -135,12 +135,12 @@ async def stat(store: StoreHouse) -> StoreStat:
 async def town(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Town]:
     """One for all tests: each leaves it whole, which shows that it heals."""
     folder = tmp_path_factory.mktemp("town")
-    house, redis = House(model_dir), RawRedis(folder)
+    harness, redis = E2eHarness(model_dir), RawRedis(folder)
     first, second = (
         StoreHouse(
             folder,
             node_id=f"node-{number}",
-            secret=house.secret,
+            secret=harness.secret,
             redis_url=redis.url,
             dram_bytes=32 << 20,
             lookup_budget_s=0.1,
@@ -148,16 +148,16 @@ async def town(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
         )
         for number in (1, 2)
     )
-    built = Town(house, redis, first, second)
+    built = Town(harness, redis, first, second)
     try:
         for store in (first, second):
             await store.start()
-        built.replicas["alone"] = await house.add("alone")
+        built.replicas["alone"] = await harness.add("alone")
         await built.open("a", first)
         await built.open("b", second)
         yield built
     finally:
-        await house.close()
+        await harness.close()
         for store in (first, second):
             await store.close()
         redis.close()
@@ -168,7 +168,7 @@ async def test_what_one_node_computed_another_fetches(town: Town) -> None:
     await town.index_until(town.second, lambda index: index.state == "up", "Redis is reached")
     (tokens,) = await town.kept_at_first()
     await town.index_until(town.first, lambda index: index.num_announced >= NUM_BLOCKS, "it is told")
-    tiers = town.replicas["b"].brain.tiers
+    tiers = town.replicas["b"].core.tiers
     assert tiers is not None
     assert len(tiers.view) == 0, "b heard of what a's node has"
     heard = await town.run("b", tokens)

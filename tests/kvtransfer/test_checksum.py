@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtransfer.blocks.checksum import Checksummer, checksum
 from kvtransfer.blocks.device_pool import checksum_torch
 from kvtransfer.blocks.layout import Run
-from kvtransfer.blocks.runs import Place, RunTable, sum_runs
+from kvtransfer.blocks.runs import ByteRegion, RunTable, sum_runs
 
 MODULUS = 1 << 64
 WORDS = st.lists(st.integers(0, MODULUS - 1) | st.integers(0, 3), min_size=2, max_size=40)
@@ -47,7 +47,7 @@ def test_all_implementations_agree_on_any_bytes_in_any_parts(data: bytes, cuts: 
     assert checksum(data) == expected
     assert checksum_torch(as_tensor(data)) == expected
     runs = RunTable([Run(start, 0, end - start) for start, end in itertools.pairwise(edges)])
-    assert sum_runs(Place(memoryview(data)), [0], runs) == [expected]
+    assert sum_runs(ByteRegion(memoryview(data)), [0], runs) == [expected]
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 17, (1 << 17) + 5, (1 << 20) + 8, (3 << 20) - 3])

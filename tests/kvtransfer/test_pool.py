@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optional_programs import needs_compiler, uses_compiler
 
-from kvtransfer import native
+from kvtransfer.blocks import runs
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.layout import BlockLayout, Run
 from kvtransfer.blocks.pool import HostPool, KvMemory
-from kvtransfer.blocks.runs import Place, RunTable, copy_runs, sum_runs
+from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs, sum_runs
 from kvtransfer.messages import Shard
 
 # What this machine has, AVX2, plain SSE2 (flags of another architecture do not compile), and no compiler.
@@ -37,17 +37,17 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """`kvtransfer.blocks.runs` works with the code for one of the processors."""
     built = None
     if request.param != "numpy":
-        built = native.load(request.param)
+        built = runs.load_kernel(request.param)
         if built is None or (request.param == "-march=haswell" and not _has_avx2()):
             pytest.skip(f"not for this processor: {request.param}")
-    monkeypatch.setattr(native, "load", lambda: built)
+    monkeypatch.setattr(runs, "load_kernel", lambda: built)
 
 
 @pytest.fixture
 def forget_kernel() -> Iterator[None]:
-    native.load.cache_clear()
+    runs.load_kernel.cache_clear()
     yield
-    native.load.cache_clear()
+    runs.load_kernel.cache_clear()
 
 
 @st.composite
@@ -86,20 +86,20 @@ def test_runs_are_copied_and_summed_byte_for_byte(
         for run, part in zip(runs, parts, strict=True):
             expected[dst + run.dst_offset : dst + run.dst_offset + run.num_bytes] = part
         pieces.append(b"".join(parts))
-    table, place = RunTable(runs), Place(memoryview(source)[skew:])
+    table, region = RunTable(runs), ByteRegion(memoryview(source)[skew:])
     starts, ends = [src for src, _ in blocks], [dst for _, dst in blocks]
-    sums = copy_runs(place, starts, Place(memoryview(target)), ends, table, streamed=streamed)
+    sums = copy_runs(region, starts, ByteRegion(memoryview(target)), ends, table, streamed=streamed)
     assert target == expected
     assert sums == [checksum(piece) for piece in pieces]
-    assert sum_runs(place, starts, table) == sums
+    assert sum_runs(region, starts, table) == sums
     again = bytearray(before)
-    assert copy_runs(place, starts, Place(memoryview(again)), ends, table, sums=False) == []
+    assert copy_runs(region, starts, ByteRegion(memoryview(again)), ends, table, sums=False) == []
     assert again == expected
 
 
 @pytest.mark.usefixtures("kernel")
 def test_nothing_outside_the_memory_is_touched() -> None:
-    small, large = Place(memoryview(bytearray(64))), Place(memoryview(bytearray(1024)))
+    small, large = ByteRegion(memoryview(bytearray(64))), ByteRegion(memoryview(bytearray(1024)))
     table = RunTable([Run(0, 0, 8), Run(32, 40, 16)])
     for src, starts, dst, ends in (
         (large, [0, 1000], large, [0, 64]),
@@ -114,7 +114,7 @@ def test_nothing_outside_the_memory_is_touched() -> None:
     with pytest.raises(ValueError, match="1 blocks to 2"):
         copy_runs(large, [0], large, [0, 64], table)
     with pytest.raises(ValueError, match="read-only"):
-        copy_runs(large, [0], Place(memoryview(bytes(64))), [0], table)
+        copy_runs(large, [0], ByteRegion(memoryview(bytes(64))), [0], table)
 
 
 Range = tuple[int, int]
@@ -215,18 +215,18 @@ def test_memory_that_is_not_whole_blocks_is_refused() -> None:
 def test_a_compiler_that_fails_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    assert native.load() is not None
-    native.load.cache_clear()
-    monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
-    assert native.load() is None
+    assert runs.load_kernel() is not None
+    runs.load_kernel.cache_clear()
+    monkeypatch.setattr(runs, "_FLAGS", ("--no-such-flag",))
+    assert runs.load_kernel() is None
     assert "numpy is used" in caplog.text
     monkeypatch.undo()
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"tandem-kernels-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
-    native.load.cache_clear()
-    assert native.load() is None
+    runs.load_kernel.cache_clear()
+    assert runs.load_kernel() is None
     assert "only this user" in caplog.text
 
 

@@ -20,7 +20,14 @@ from kvtransfer.store.policy.nvme_admission import (
     SEEN_FACTOR,
     Admission,
 )
-from kvtransfer.store.policy.trace_simulation import POLICIES, PlainLru, Policy, SegmentLog, Sizes, simulate
+from kvtransfer.store.policy.trace_simulation import (
+    POLICIES,
+    PlainLru,
+    Policy,
+    SegmentLog,
+    TierSizes,
+    simulate,
+)
 
 SHARD = Shard(0, 2, 0, 4)
 POLICY_NAMES: tuple[PolicyName, ...] = ("adaptive", "all", "seen_twice")
@@ -32,7 +39,7 @@ def record(number: int, parent: int | None = None, num_bytes: int = 100) -> Reco
     return RecordInfo(RecordId(b"space", key, SHARD), parent_key, key, "t", b"m", num_bytes, 0)
 
 
-class Node:
+class StoreNode:
     """A policy and the NVMe tier that does as it says; records are numbered and may be of chains."""
 
     def __init__(self, policy: PolicyName = "adaptive") -> None:
@@ -81,7 +88,7 @@ class Node:
 
 
 def test_all_is_all_that_is_not_there() -> None:
-    node = Node("all")
+    node = StoreNode("all")
     assert node.put(record(1), record(2)) == [True, True]
     assert not node.admission.hit(record(1), True)
     node.admission.dropped(record(1).id)
@@ -89,7 +96,7 @@ def test_all_is_all_that_is_not_there() -> None:
 
 
 def test_seen_twice() -> None:
-    node = Node("seen_twice")
+    node = StoreNode("seen_twice")
     assert node.put(record(1), record(2)) == [False, False]
     assert node.put(record(2)) == [True], "computed again, as it was in no tier any more"
     assert node.admission.hit(record(1), False), "found in the host tier"
@@ -101,26 +108,26 @@ def test_seen_twice() -> None:
 
 
 def test_everything_is_written_while_there_is_room() -> None:
-    node = Node()
+    node = StoreNode()
     node.teach(2 * MIN_TRIALS, is_read=False)
     assert all(node.admission.put(info, False) for info in node.chain(50))
 
 
 def test_what_is_never_read_is_sampled_only() -> None:
-    node = Node()
+    node = StoreNode()
     assert node.share() == 1.0, "nothing is known yet"
     node.teach(MIN_TRIALS, is_read=False)
     assert node.share() == pytest.approx(1 / SAMPLED)
 
 
 def test_what_is_found_in_the_host_tier_need_not_have_been_written() -> None:
-    node = Node()
+    node = StoreNode()
     node.teach(MIN_TRIALS, is_read=False, via_dram=True)
     assert node.share() == pytest.approx(1 / SAMPLED)
 
 
 def test_it_changes_its_mind_by_its_samples() -> None:
-    node = Node()
+    node = StoreNode()
     node.teach(500, is_read=False)
     num_chains = 0
     while node.share(SAMPLED) < 1.0:
@@ -133,7 +140,7 @@ def test_it_changes_its_mind_by_its_samples() -> None:
 
 
 def test_purged_and_damaged_records_teach_nothing() -> None:
-    node = Node()
+    node = StoreNode()
     for info in node.chain(3 * MIN_TRIALS):
         node.admission.put(info, True)
         node.admission.written(info)
@@ -143,7 +150,7 @@ def test_purged_and_damaged_records_teach_nothing() -> None:
 
 
 def test_chains_are_sampled_whole() -> None:
-    node = Node()
+    node = StoreNode()
     for _ in range(MIN_TRIALS):  # so that every depth is known to be worth nothing
         for info in node.chain(40):
             node.admission.put(info, False)
@@ -155,7 +162,7 @@ def test_chains_are_sampled_whole() -> None:
 
 
 def test_what_is_seen_again_is_written_though_first_sights_are_not() -> None:
-    node = Node()
+    node = StoreNode()
     node.teach(500, is_read=False)
     seen = [info for info in node.chain(1) + node.chain(1) + node.chain(1) if node.put(info) == [False]]
     assert len(seen) >= 2
@@ -165,7 +172,7 @@ def test_what_is_seen_again_is_written_though_first_sights_are_not() -> None:
 
 def test_old_conversations_are_told_from_new_ones() -> None:
     """The first two turns are read again, the third ones never: only these are left out."""
-    node = Node()
+    node = StoreNode()
     for _ in range(2 * MIN_TRIALS):
         (first,) = node.chain(1)
         (second,) = node.chain(1, after=first)
@@ -306,7 +313,7 @@ def _number(path: Sequence[int]) -> int:
 def test_no_replay_beats_the_ideal(
     trace: list[list[int]], policy: Policy, sizes: tuple[int, int, int]
 ) -> None:
-    outcome = simulate(trace, Sizes(*sizes), policy)
+    outcome = simulate(trace, TierSizes(*sizes), policy)
     assert outcome.num_blocks == sum(map(len, trace))
     assert 0.0 <= outcome.hit_rate <= outcome.ideal_hit_rate
     if sizes[2] == 0:
@@ -336,7 +343,7 @@ def test_any_tier_with_room_for_all_is_ideal(trace: list[list[int]], room: int) 
     sizes[room] = 2000
     policies: tuple[Policy, ...] = ("lru", "all", "adaptive") if room == 2 else POLICIES
     for policy in policies:
-        outcome = simulate(trace, Sizes(*sizes), policy)
+        outcome = simulate(trace, TierSizes(*sizes), policy)
         assert outcome.hit_rate == outcome.ideal_hit_rate
 
 
@@ -362,7 +369,7 @@ def test_adaptive_is_on_the_frontier() -> None:
     is room for what is reused, and far more where there is not."""
     trace = list(conversations(1500))
     for num_nvme, share_of_all in ((600, 2.0), (4000, 1.0)):
-        sizes = Sizes(60, 300, num_nvme)
+        sizes = TierSizes(60, 300, num_nvme)
         every, twice, adaptive = (
             simulate(trace, sizes, policy) for policy in ("all", "seen_twice", "adaptive")
         )

@@ -19,7 +19,7 @@ from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import SEALS, Arena, Extents
 from kvtransfer.store.messages import RecordId, RecordInfo
-from kvtransfer.store.record import HEADER_BYTES, Place, Writer, encode_header
+from kvtransfer.store.record import HEADER_BYTES, RecordPlace, Writer, encode_header
 
 GRANULE_BYTES = 16 << 10
 NUM_BYTES = 2 << 20
@@ -240,7 +240,7 @@ def test_headers_that_are_not_where_they_were_written_are_not_taken_for_records(
     foreign = arena.allocate(5000)
     assert foreign is not None
     arena.view[foreign : foreign + HEADER_BYTES] = encode_header(
-        info(2), "committed", 2, None, Place(b"other arena here", foreign)
+        info(2), "committed", 2, None, RecordPlace(b"other arena here", foreign)
     )
     nowhere = arena.allocate(5000)
     assert nowhere is not None
@@ -252,7 +252,7 @@ def test_a_header_inside_a_records_payload_is_skipped_with_it(arena: Arena) -> N
     offset = put(arena, 1, 5 * GRANULE_BYTES)
     inside = offset + 2 * GRANULE_BYTES
     arena.view[inside : inside + HEADER_BYTES] = encode_header(
-        info(2), "committed", 2, None, Place(arena.id, inside)
+        info(2), "committed", 2, None, RecordPlace(arena.id, inside)
     )
     assert [found for found, _ in adopted(arena).scan()] == [offset]
 
@@ -292,7 +292,7 @@ def test_any_bytes_outside_the_superblock_can_be_adopted(data: st.DataObject) ->
         arena.view[at : at + 64] = data.draw(st.binary(min_size=64, max_size=64))
     again = adopted(arena)
     for offset, header in again.scan():
-        assert header.place == Place(arena.id, offset)
+        assert header.place == RecordPlace(arena.id, offset)
     again.close()
     arena.close()
 

@@ -13,10 +13,9 @@ import pytest
 from store_harness import StoreHouse, eventually
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.prefault import Prefault
+from kvtransfer.store.dram.arena import Arena, Prefault
 from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
-from kvtransfer.store.server.arena_manager import LONELY_WAIT_S, SPARE_WAIT_S, ArenaManager
+from kvtransfer.store.server.arena_manager import SPARE_WAIT_S, UNUSED_WAIT_S, ArenaManager
 from kvtransfer.store.server.store_listener import PeerConnection, send_descriptor
 
 
@@ -31,7 +30,7 @@ class Entrance:
         self.hall = ArenaManager(
             self.settings, self.clock, 1.0, self._on_arena, lambda rank: None, self.spawn
         )
-        self.lonely = self.spawn(self.hall.make_when_lonely(), "lonely")
+        self.lonely = self.spawn(self.hall.make_without_ranks(), "lonely")
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         self.tasks.append(asyncio.create_task(work, name=name))
@@ -86,7 +85,7 @@ async def test_a_spare_is_used_when_nobody_has_come(tmp_path: Path) -> None:
     assert arenas() <= before
     await entrance.pass_time(SPARE_WAIT_S / 2)
     assert (len(arenas() - before), entrance.told) == (1, []), "made, and nobody is told of it"
-    await entrance.pass_time(LONELY_WAIT_S - SPARE_WAIT_S)
+    await entrance.pass_time(UNUSED_WAIT_S - SPARE_WAIT_S)
     assert (len(arenas() - before), entrance.told) == (1, [entrance.hall.arena])
     await entrance.close()
     assert arenas() <= before
@@ -100,13 +99,13 @@ async def test_a_rank_without_an_arena_gets_a_new_one_or_the_spare(tmp_path: Pat
         await entrance.pass_time(1.0)
         await eventually(lambda: len(entrance.told) == 1, "there is one")
         assert len(arenas() - before) == 1
-        await entrance.pass_time(LONELY_WAIT_S)
+        await entrance.pass_time(UNUSED_WAIT_S)
     assert entrance.told == [entrance.hall.arena]
     await entrance.close()
     assert arenas() <= before
 
 
-@pytest.mark.parametrize("at", [0.0, SPARE_WAIT_S, LONELY_WAIT_S - 0.1])
+@pytest.mark.parametrize("at", [0.0, SPARE_WAIT_S, UNUSED_WAIT_S - 0.1])
 async def test_an_arena_of_before_goes_before_the_spare(tmp_path: Path, at: float) -> None:
     entrance, before = Entrance(tmp_path), arenas()
     settings = entrance.settings
@@ -116,7 +115,7 @@ async def test_an_arena_of_before_goes_before_the_spare(tmp_path: Path, at: floa
         await eventually(lambda: len(entrance.told) == 1, "it is taken over")
         assert entrance.told[0].id == old.id
         assert len(arenas() - before) == 1, "the spare is gone"
-        await entrance.pass_time(LONELY_WAIT_S)
+        await entrance.pass_time(UNUSED_WAIT_S)
     assert len(entrance.told) == 1
     await entrance.close()
     old.close()
@@ -128,7 +127,7 @@ async def test_after_the_wait_the_new_arena_stays(tmp_path: Path) -> None:
     settings = entrance.settings
     old = Arena.create(settings.dram_bytes, settings.granule_bytes, huge_pages=False)
     await entrance.pass_time(SPARE_WAIT_S)
-    await entrance.pass_time(LONELY_WAIT_S - SPARE_WAIT_S)
+    await entrance.pass_time(UNUSED_WAIT_S - SPARE_WAIT_S)
     (ours,) = entrance.told
     with entrance.rank(old):
         await entrance.pass_time(0.0)

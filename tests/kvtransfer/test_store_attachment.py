@@ -24,6 +24,7 @@ from patience import WAIT_S
 from service_harness import Hooks
 
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.store import worker
 from kvtransfer.store.messages import (
     AttachStore,
     StoreAttached,
@@ -32,7 +33,6 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
 )
-from kvtransfer.store.worker import attachment
 
 SIZE = layout(MODEL).block_bytes
 
@@ -79,7 +79,7 @@ def test_the_pages_of_a_record_are_mapped_once(
     def populate(_: object, offset: int, num_bytes: int) -> None:
         mapped.append(offset)
 
-    monkeypatch.setattr(attachment, "populate_read", populate)
+    monkeypatch.setattr(worker, "populate_read", populate)
     with HandsRank() as rank:
         rank.attach(owner)
         totals = put(rank, arena, 1, [(0, 0), (1, 2)]).sums

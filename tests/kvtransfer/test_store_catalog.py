@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.record_table import is_meant
+from kvtransfer.store.dram.catalog import is_meant
 from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import MAX_TENANT_BYTES, Writer, image_bytes

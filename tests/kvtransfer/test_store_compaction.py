@@ -137,13 +137,13 @@ def test_a_crash_before_the_victim_is_gone_leaves_one_of_each(
     copies: list[Path] = []
     with nvme_harness(tmp_path / "a", 3) as house:
         infos = fill(house)
-        commit = house.tier._books.commit
+        commit = house.tier._table.commit
 
         def crash_and_commit(victim: Segment, moved: Sequence[Moved]) -> Compacted:
             copies.append(crashed(tmp_path / "a", tmp_path / "b"))
             return commit(victim, moved)
 
-        monkeypatch.setattr(house.tier._books, "commit", crash_and_commit)
+        monkeypatch.setattr(house.tier._table, "commit", crash_and_commit)
         house.compact(infos[4])
     with nvme_harness(copies[0], 3) as again:
         assert set(again.held) == {info.id for info in infos}
@@ -162,7 +162,7 @@ def test_a_victim_is_used_again_unless_somebody_reads_it(tmp_path: Path) -> None
         assert inode in {path.stat().st_ino for path in house.segments()}
         infos = fill(house, 100)
         assert all(house.has(info) for info in infos)
-        victim = house.tier._books.segments({min(house.tier._books._segments)})[0]
+        victim = house.tier._table.segments({min(house.tier._table._segments)})[0]
         house.tier._files.pin(victim)
         inode = victim.path.stat().st_ino
         house.compact()

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from exchange_harness import GRANULE_BYTES, Node, NodeProcess, eventually, record_id, settings
+from exchange_harness import GRANULE_BYTES, NodeProcess, StoreNode, eventually, record_id, settings
 from patience import WAIT_S
 from service_harness import Hooks
 
@@ -31,11 +31,11 @@ def transport(request: pytest.FixtureRequest) -> str:
     return name
 
 
-async def fetch(asker: Node, holder: Node, wanted: list[Wanted]) -> dict[RecordId, int]:
+async def fetch(asker: StoreNode, holder: StoreNode, wanted: list[Wanted]) -> dict[RecordId, int]:
     return await asker.exchange.fetch(holder.identity, holder.address, wanted)
 
 
-def assert_nothing_leaks(asker: Node, holder: Node) -> None:
+def assert_nothing_leaks(asker: StoreNode, holder: StoreNode) -> None:
     assert holder.num_leases == 0
     assert asker.exchange.stat().num_quarantined == 0
     asker.arena.check()
@@ -43,8 +43,8 @@ def assert_nothing_leaks(asker: Node, holder: Node) -> None:
 
 async def test_records_arrive_whole(transport: str) -> None:
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport])) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport])) as b,
     ):
         for number, num_bytes in enumerate(SIZES):
             b.put(number, num_bytes)
@@ -62,13 +62,13 @@ async def test_records_arrive_whole(transport: str) -> None:
 
 async def test_both_ask_each_other_over_and_over(transport: str) -> None:
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport])) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport])) as b,
     ):
         for number in range(8):
             (a if number % 2 else b).put(number, 50_000)
 
-        async def ask(asker: Node, holder: Node, number: int) -> None:
+        async def ask(asker: StoreNode, holder: StoreNode, number: int) -> None:
             wanted = asker.want(number, 50_000)
             sums = await fetch(asker, holder, [wanted])
             asker.check(wanted, sums[wanted.record])
@@ -81,8 +81,8 @@ async def test_both_ask_each_other_over_and_over(transport: str) -> None:
 
 async def test_a_request_of_many_chunks(transport: str) -> None:
     async with (
-        Node(settings("a", transports=[transport], dram_bytes=32 << 20)) as a,
-        Node(settings("b", transports=[transport], dram_bytes=32 << 20)) as b,
+        StoreNode(settings("a", transports=[transport], dram_bytes=32 << 20)) as a,
+        StoreNode(settings("b", transports=[transport], dram_bytes=32 << 20)) as b,
     ):
         for number in range(40):
             b.put(number, 700_000)
@@ -103,8 +103,8 @@ async def test_a_request_of_many_chunks(transport: str) -> None:
 
 async def test_what_is_not_held_or_of_another_size_is_a_miss(transport: str) -> None:
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport])) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport])) as b,
     ):
         b.put(1, 50_000)
         b.put(2, 50_000)
@@ -122,8 +122,8 @@ async def test_what_is_not_held_or_of_another_size_is_a_miss(transport: str) -> 
 
 async def test_a_record_evicted_meanwhile_is_a_miss(transport: str) -> None:
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport])) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport])) as b,
     ):
         b.put(1, 50_000)
         b.put(2, 50_000)
@@ -144,8 +144,8 @@ async def test_a_record_evicted_meanwhile_is_a_miss(transport: str) -> None:
 async def test_a_lease_lasts_until_the_push_has_ended(transport: str) -> None:
     hooks = Hooks()
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport]), faults=hooks) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport]), faults=hooks) as b,
     ):
         b.put(1, 50_000)
         leases: list[int] = []
@@ -180,8 +180,8 @@ class Held:
 async def test_a_cancelled_fetch_keeps_its_slots_until_the_writer_has_stopped(transport: str) -> None:
     hooks = Hooks()
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport]), faults=hooks) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport]), faults=hooks) as b,
     ):
         b.put(1, 50_000)
         b.put(2, 50_000)
@@ -220,8 +220,8 @@ async def one_round() -> None:
 async def test_a_lost_link_stops_the_holder(transport: str) -> None:
     hooks = Hooks()
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport]), faults=hooks) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport]), faults=hooks) as b,
     ):
         b.put(1, 50_000)
         held = Held(hooks, "push.half")
@@ -239,8 +239,8 @@ async def test_a_lost_link_stops_the_holder(transport: str) -> None:
 
 async def test_a_stop_that_comes_while_records_are_lent(transport: str) -> None:
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport])) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport])) as b,
     ):
         b.put(1, 50_000)
         asked, go = asyncio.Event(), asyncio.Event()
@@ -265,7 +265,7 @@ async def test_a_stop_that_comes_while_records_are_lent(transport: str) -> None:
 async def test_a_holder_that_is_killed_mid_push_is_a_miss(transport: str, tmp_path: Path) -> None:
     rules = [FaultRule("push.half", "kill", str(tmp_path / "marker"), after=3)]
     with NodeProcess(settings("b", transports=[transport]), [(1, 100_000)], rules) as b:
-        async with Node(settings("a", transports=[transport])) as a:
+        async with StoreNode(settings("a", transports=[transport])) as a:
             wanted = a.want(1, 100_000)
             assert await a.exchange.fetch(b.identity, b.address, [wanted]) == {}
             await eventually(lambda: a.freed == [wanted.offset], "the slot is free")
@@ -284,7 +284,7 @@ async def test_a_holder_that_stalls_holds_its_slots_only(
     rules = [FaultRule("push.half", "stop", str(marker), after=2)]
     clock = ManualClock()
     with NodeProcess(settings("b", transports=[transport]), [(1, 100_000)], rules) as b:
-        async with Node(settings("a", transports=[transport]), clock=clock) as a:
+        async with StoreNode(settings("a", transports=[transport]), clock=clock) as a:
             wanted = a.want(1, 100_000)
             fetching = asyncio.create_task(a.exchange.fetch(b.identity, b.address, [wanted]))
             await eventually(marker.exists, "the holder has stopped")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from exchange_harness import GRANULE_BYTES, Node, eventually, record_id, settings
+from exchange_harness import GRANULE_BYTES, StoreNode, eventually, record_id, settings
 from patience import WAIT_S
 
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import FrameStream, open_tcp
+from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -35,18 +35,18 @@ def transport(request: pytest.FixtureRequest) -> str:
     return name
 
 
-async def fetch(asker: Node, holder: Node, wanted: list[Wanted]) -> dict[RecordId, int]:
+async def fetch(asker: StoreNode, holder: StoreNode, wanted: list[Wanted]) -> dict[RecordId, int]:
     return await asker.exchange.fetch(holder.identity, holder.address, wanted)
 
 
-def assert_nothing_leaks(asker: Node, holder: Node) -> None:
+def assert_nothing_leaks(asker: StoreNode, holder: StoreNode) -> None:
     assert holder.num_leases == 0
     assert asker.exchange.stat().num_quarantined == 0
     asker.arena.check()
 
 
 async def test_another_granule_is_refused_by_both_sides() -> None:
-    async with Node(settings("a", granule_bytes=2 * GRANULE_BYTES)) as a, Node(settings("b")) as b:
+    async with StoreNode(settings("a", granule_bytes=2 * GRANULE_BYTES)) as a, StoreNode(settings("b")) as b:
         b.put(1, 50_000)
         wanted = a.want(1, 50_000)
         assert await fetch(a, b, [wanted]) == {}
@@ -59,7 +59,7 @@ async def test_another_granule_is_refused_by_both_sides() -> None:
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "a..b:1", "\0:5", "x" * 300 + ":5"])
 async def test_an_address_that_is_none_is_a_miss(address: str) -> None:
     """The index may say anything."""
-    async with Node(settings("a")) as a:
+    async with StoreNode(settings("a")) as a:
         wanted = a.want(1, 50_000)
         async with asyncio.timeout(WAIT_S):
             assert await a.exchange.fetch(ReplicaIdentity("b", 1), address, [wanted]) == {}
@@ -69,7 +69,7 @@ async def test_an_address_that_is_none_is_a_miss(address: str) -> None:
 @pytest.mark.parametrize("who", ["another secret", "another life", "nobody"])
 async def test_owners_that_cannot_be_asked_are_a_miss_and_cool_down(who: str) -> None:
     secret = bytes(32) if who == "another secret" else settings("b").secret
-    async with Node(settings("a")) as a, Node(settings("b", secret=secret)) as b:
+    async with StoreNode(settings("a")) as a, StoreNode(settings("b", secret=secret)) as b:
         b.put(1, 50_000)
         holder = ReplicaIdentity("b", 2) if who == "another life" else b.identity
         address = "127.0.0.1:1" if who == "nobody" else b.address
@@ -89,8 +89,8 @@ async def test_owners_that_cannot_be_asked_are_a_miss_and_cool_down(who: str) ->
 
 async def test_a_path_below_the_floor_is_not_used(transport: str) -> None:
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport], remote_min_gb_s=1e6)) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport], remote_min_gb_s=1e6)) as b,
     ):
         b.put(1, 50_000)
         wanted = a.want(1, 50_000)
@@ -115,38 +115,40 @@ RECORDS = (record_id(1),)
     ],
 )
 async def test_nonsense_ends_that_connection_only(message: ToOwner) -> None:
-    async with Node(settings("a")) as a, Node(settings("b")) as b:
+    async with StoreNode(settings("a")) as a, StoreNode(settings("b")) as b:
         b.put(1, 50_000)
         stream = await introduced(b)
         stream.send(TO_OWNER_CODEC.encode(message))
         with pytest.raises(PeerGoneError):
-            await stream.receive()
-        await stream.close()
+            await stream.next_frame()
+        stream.close()
+        await stream.wait_closed()
         wanted = a.want(1, 50_000)
         assert set(await fetch(a, b, [wanted])) == {record_id(1)}
         assert_nothing_leaks(a, b)
 
 
-async def introduced(holder: Node) -> FrameStream:
+async def introduced(holder: StoreNode) -> FrameStream:
     """A connection of an owner that is not one of ours."""
     stream = await open_tcp(holder.address, holder.settings.secret, "stranger")
     hello = OwnerHello(STORE_PROTOCOL, ReplicaIdentity("stranger", 1), GRANULE_BYTES)
     stream.send(TO_OWNER_CODEC.encode(hello))
-    FROM_OWNER_CODEC.decode(await stream.receive())
+    FROM_OWNER_CODEC.decode(await stream.next_frame())
     return stream
 
 
 async def test_an_asker_that_cannot_be_reached_is_answered() -> None:
-    async with Node(settings("b")) as b:
+    async with StoreNode(settings("b")) as b:
         b.put(1, 50_000)
         stream = await introduced(b)
         order = SendRecords(draw_id(), NOWHERE, RECORDS, ((1, 2, 3, 4),))
         stream.send(TO_OWNER_CODEC.encode(order))
-        answer = FROM_OWNER_CODEC.decode(await stream.receive())
+        answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
         assert isinstance(answer, RecordsSent)
         assert (answer.landing_id, answer.sent) == (order.landing_id, ())
         assert "no path" in answer.reason
-        await stream.close()
+        stream.close()
+        await stream.wait_closed()
         assert b.num_lent == b.num_leases
 
 
@@ -155,8 +157,8 @@ async def test_granules_outside_the_askers_arena_are_not_written(
 ) -> None:
     # The asker's own books are wrong, or it lies: the push fails, nothing is written anywhere.
     async with (
-        Node(settings("a", transports=[transport])) as a,
-        Node(settings("b", transports=[transport])) as b,
+        StoreNode(settings("a", transports=[transport])) as a,
+        StoreNode(settings("b", transports=[transport])) as b,
     ):
         b.put(1, 50_000)
         beyond = Wanted(record_id(1), a.arena.num_bytes, 50_000)

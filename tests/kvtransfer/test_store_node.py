@@ -16,7 +16,7 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
@@ -29,7 +29,7 @@ from kvtransfer.store.messages import (
 )
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.arena_manager import ArenaManager
-from kvtransfer.store.server.node import Node
+from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
 
 SPACE, KEY, SHARD, SESSION = b"thespace", bytes(16), Shard(0, 2, 0, 2), b"s" * 16
@@ -39,49 +39,49 @@ def spawn(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
     return asyncio.create_task(work, name=name)
 
 
-def allocate(node: Node) -> int:
+def allocate(node: StoreNode) -> int:
     new = NewRecord(KEY, b"", SHARD, 1000)
     return node.catalog.allocate(SESSION, "t", KEY, SPACE, bytes(16), new, Writer(1, 1))
 
 
-def put(node: Node) -> int:
+def put(node: StoreNode) -> int:
     offset = allocate(node)
     assert node.catalog.commit(SESSION, offset, 1) is not None
     return offset
 
 
-async def connected(tmp_path: Path) -> tuple[Node, EngineSession, FrameStream, socket.socket]:
+async def connected(tmp_path: Path) -> tuple[StoreNode, EngineSession, FrameStream, socket.socket]:
     """A node, a brain's session with it, and the two ends of their connection."""
     settings, clock = StoreHouse(tmp_path).settings, ManualClock()
-    node = Node(settings, clock, Faults(), spawn)
+    node = StoreNode(settings, clock, Faults(), spawn)
     hall = ArenaManager(settings, clock, 0, node.attach, lambda rank: None, spawn)
     ours, brains = socket.socketpair()
-    stream = FrameStream(*await asyncio.open_connection(sock=ours))
+    stream = await frame_stream(ours, "test")
     hello = EngineHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))
     return node, EngineSession(hello, stream, hall, node, spawn), stream, brains
 
 
 async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:
     """While one is out the record is found bad, dropped, put again elsewhere, and lent again."""
-    node = Node(StoreHouse(tmp_path).settings, ManualClock(), Faults(), spawn)
+    node = StoreNode(StoreHouse(tmp_path).settings, ManualClock(), Faults(), spawn)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)
     record = RecordId(SPACE, KEY, SHARD)
     places = [put(node)]
-    first = await node.lend(record)
+    first = await node.lease_record(record)
     node.bad(places[0])
     places.append(put(node))
-    second = await node.lend(record)
+    second = await node.lease_record(record)
     assert first is not None
     assert second is not None
     assert [first.offset, second.offset] == places
-    node.give_back(first)
+    node.release_record(first)
     node.catalog.check()
-    assert set(node.catalog._shelf.slots) == {places[1]}, (
+    assert set(node.catalog._allocator.slots) == {places[1]}, (
         "what is not lent any more is free, the other is not"
     )
-    assert node.catalog._shelf.slots[places[1]].num_leases == 1
-    node.give_back(second)
+    assert node.catalog._allocator.slots[places[1]].num_leases == 1
+    node.release_record(second)
     assert node.catalog.stat().num_leases == 0
     await node.release()
 
@@ -94,7 +94,7 @@ async def test_what_a_closed_connection_had_still_to_say_is_void(tmp_path: Path)
     offset = allocate(node)
     frame = TO_OWNER_CODEC.encode(PutCommit(((offset, 1),)))
     brains.sendall(struct.pack("<I", len(frame)) + frame)
-    await eventually(lambda: bool(stream._reader._buffer), "it has come")  # type: ignore[attr-defined]
+    await eventually(lambda: bool(stream._frames), "it has come")
     earlier.close()
     with pytest.raises(PeerGoneError):
         await earlier.serve()
@@ -120,7 +120,7 @@ async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -
 
 async def test_what_came_before_nvme_was_open_is_written_before_the_end(tmp_path: Path) -> None:
     disk = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 8 << 20, "segment_bytes": 1 << 20}
-    node = Node(StoreHouse(tmp_path, **disk).settings, ManualClock(), Faults(), spawn)
+    node = StoreNode(StoreHouse(tmp_path, **disk).settings, ManualClock(), Faults(), spawn)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)
     put(node)

@@ -19,7 +19,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import open_tcp, open_unix
+from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HELD,
@@ -34,7 +34,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreStat,
 )
-from kvtransfer.store.server.store_server import StoreOwner
+from kvtransfer.store.server.store_server import StoreServer
 
 
 @pytest.fixture
@@ -292,8 +292,9 @@ async def test_brains_and_ranks_come_over_the_nodes_own_socket_only(running: Sto
     replica = await Replica(running).start()
     stream = await open_tcp(running.address, SECRET, "brain")
     stream.send(TO_OWNER_CODEC.encode(replica.client._hello))
-    assert isinstance(FROM_OWNER_CODEC.decode(await stream.receive()), StoreRefusal)
-    await stream.close()
+    assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
+    stream.close()
+    await stream.wait_closed()
     assert (await running.ask(StatRequest(), StoreStat, is_remote=True)).num_sessions == 1
     await replica.close()
 
@@ -301,8 +302,9 @@ async def test_brains_and_ranks_come_over_the_nodes_own_socket_only(running: Sto
 async def test_a_first_message_that_is_none_is_refused(running: StoreHouse) -> None:
     stream = await open_unix(running.settings.name, SECRET, "?")
     stream.send(TO_OWNER_CODEC.encode(FindRequest(1, b"", ())))
-    assert isinstance(FROM_OWNER_CODEC.decode(await stream.receive()), StoreRefusal)
-    await stream.close()
+    assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
+    stream.close()
+    await stream.wait_closed()
 
 
 async def test_a_brain_of_another_protocol_is_refused(running: StoreHouse) -> None:
@@ -310,11 +312,12 @@ async def test_a_brain_of_another_protocol_is_refused(running: StoreHouse) -> No
     stream = await open_unix(running.settings.name, SECRET, "brain")
     hello = replace(replica.client._hello, protocol=STORE_PROTOCOL + 1, session=draw_id())
     stream.send(TO_OWNER_CODEC.encode(hello))
-    refusal = FROM_OWNER_CODEC.decode(await stream.receive())
+    refusal = FROM_OWNER_CODEC.decode(await stream.next_frame())
     assert isinstance(refusal, StoreRefusal)
     with pytest.raises(PeerGoneError):
-        await stream.receive()
-    await stream.close()
+        await stream.next_frame()
+    stream.close()
+    await stream.wait_closed()
     await replica.close()
 
 
@@ -348,7 +351,7 @@ async def test_a_stopped_owner_is_noticed(running: StoreHouse) -> None:
 
 
 async def test_an_error_of_ours_ends_the_store(house: StoreHouse) -> None:
-    owner = StoreOwner(house.settings, SystemClock(), Faults())
+    owner = StoreServer(house.settings, SystemClock(), Faults())
     await owner.start()
     owner.check_health()
 

@@ -16,7 +16,7 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
-from kvtransfer.blocks.runs import Place
+from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
 
 NUM_BLOCKS = 5
@@ -42,7 +42,7 @@ POOLS: dict[str, Callable[[BlockLayout, np.ndarray], KvPool]] = {
 def blocks_of(pool: KvPool) -> np.ndarray:
     """The pool's bytes, [blocks, block_bytes]."""
     if isinstance(pool, HostPool):
-        return pool.place.bytes.reshape(pool.num_blocks, -1)
+        return pool.region.bytes.reshape(pool.num_blocks, -1)
     assert isinstance(pool, DevicePool)
     return pool.tensor.numpy()
 
@@ -92,7 +92,7 @@ def test_blocks_are_stored_whole(
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(device_pool_module, "_BATCH_BYTES", 2 * layout.block_bytes)
-        sums = pool.store(ids, Place(memory.data), offsets)
+        sums = pool.store(ids, ByteRegion(memory.data), offsets)
     expected = np.full_like(memory, 7)
     for block, offset in zip(ids, offsets, strict=True):
         expected[offset : offset + layout.block_bytes] = data[block]
@@ -118,7 +118,7 @@ def test_a_piece_is_loaded_from_a_record_of_any_shape(
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(device_pool_module, "_BATCH_BYTES", 2 * size)
-        sums = pool.load(ids, piece, Place(memory.data), offsets, shard)
+        sums = pool.load(ids, piece, ByteRegion(memory.data), offsets, shard)
     expected = data.copy()
     part(expected, layout.shard, piece)[ids] = part(records, shard, piece)[: len(ids)]
     assert (blocks_of(pool) == expected).all()
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(kind: str) -> None:
     data = bytes_of(layout, own, NUM_BLOCKS, 1)
     pool = POOLS[kind](layout, data)
     memory = np.zeros(2 * layout.block_bytes, dtype=np.uint8)
-    place = Place(memory.data)
+    region = ByteRegion(memory.data)
     for ids, offsets in (
         ([NUM_BLOCKS], [0]),
         ([-1], [0]),
@@ -140,12 +140,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(kind: str) -> None:
         ([0, 1], [0, -1]),
     ):
         with pytest.raises(IndexError):
-            pool.store(ids, place, offsets)
+            pool.store(ids, region, offsets)
         with pytest.raises(IndexError):
-            pool.load(ids, own, place, offsets, own)
+            pool.load(ids, own, region, offsets, own)
     with pytest.raises(ValueError, match="not part of"):
-        pool.load([0], Shard(0, 3, 0, 2), place, [0], Shard(0, 3, 0, 2))
+        pool.load([0], Shard(0, 3, 0, 2), region, [0], Shard(0, 3, 0, 2))
     with pytest.raises(ValueError, match="not part of"):
-        pool.load([0], own, place, [0], Shard(0, 1, 0, 2))
+        pool.load([0], own, region, [0], Shard(0, 1, 0, 2))
     assert not memory.any()
     assert (blocks_of(pool) == data).all()

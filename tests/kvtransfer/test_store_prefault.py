@@ -15,8 +15,7 @@ from store_harness import StoreHouse, eventually
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.dram import prefault_process
-from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.prefault import Prefault
+from kvtransfer.store.dram.arena import Arena, Prefault
 
 MIB = 1 << 20
 
@@ -55,22 +54,22 @@ def taken_mib(fd: int) -> float:
 
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_quarter_of_the_arena_is_taken_ahead_of_the_records(arena: Arena, at_once: bool) -> None:
-    keeper = Reconciler(arena)
+    watchdog = Reconciler(arena)
     arena.allocate(5000)
-    assert await keeper.top_up(at_once=at_once) == 1
+    assert await watchdog.top_up(at_once=at_once) == 1
     assert 16 <= taken_mib(arena.fd) <= 18
     for _ in range(10):
         arena.allocate(900_000)
-    assert await keeper.top_up(at_once=at_once) == 0, "so little is not worth a process"
+    assert await watchdog.top_up(at_once=at_once) == 0, "so little is not worth a process"
     for _ in range(20):
         arena.allocate(900_000)
-    assert await keeper.top_up(at_once=at_once) == 1
+    assert await watchdog.top_up(at_once=at_once) == 1
     assert 46 <= taken_mib(arena.fd) <= 48
     for _ in range(30):
         arena.allocate(900_000)
-    assert await keeper.top_up(at_once=at_once) == 1
+    assert await watchdog.top_up(at_once=at_once) == 1
     assert 64 <= taken_mib(arena.fd) <= 65, "not behind the arena"
-    assert await keeper.top_up(at_once=at_once) == 0
+    assert await watchdog.top_up(at_once=at_once) == 0
 
 
 async def test_what_records_hold_stays_and_an_adopted_arena_goes_on_behind_them(arena: Arena) -> None:
@@ -129,10 +128,10 @@ async def test_where_it_cannot_be_taken_ahead_a_line_says_so_once(
     else:
         os.close(arena.fd)
         arena.fd = os.open(os.devnull, os.O_RDWR)
-    keeper = Reconciler(arena)
+    watchdog = Reconciler(arena)
     with caplog.at_level(logging.WARNING):
-        assert await keeper.top_up() == 1
-        assert await keeper.top_up() == 0
+        assert await watchdog.top_up() == 1
+        assert await watchdog.top_up() == 0
     (record,) = caplog.records
     assert "taken as it is written" in record.message
     assert ("No such device" if what == "descriptor" else "No such file") in record.message
@@ -145,12 +144,12 @@ def children() -> list[str]:
 
 async def test_no_process_is_left_when_the_owner_stops_meanwhile() -> None:
     arena = Arena.create(1 << 30, MIB, huge_pages=False)
-    keeper = Reconciler(arena)
+    watchdog = Reconciler(arena)
     before = set(children())
-    keeper.ahead.top_up()
+    watchdog.ahead.top_up()
     await eventually(lambda: bool(set(children()) - before), "it runs")
-    keeper.tasks[0].cancel()
-    await asyncio.gather(*keeper.tasks, return_exceptions=True)
+    watchdog.tasks[0].cancel()
+    await asyncio.gather(*watchdog.tasks, return_exceptions=True)
     assert set(children()) <= before
     arena.close()
 

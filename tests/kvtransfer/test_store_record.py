@@ -20,7 +20,7 @@ from kvtransfer.store.record import (
     HEADER_BYTES,
     MAX_TENANT_BYTES,
     Header,
-    Place,
+    RecordPlace,
     State,
     Writer,
     decode_header,
@@ -34,7 +34,7 @@ SHARD = Shard(0, 28, 0, 8)
 INFO = RecordInfo(
     RecordId(b"s" * 8, b"k" * 16, SHARD), b"p" * 16, b"c" * 16, "tenant", b"m" * 32, 1 << 20, (1 << 64) - 1
 )
-PAGE = encode_header(INFO, "allocated", 7, Writer(12, 34, b"session"), Place(b"a" * 16, 1 << 40))
+PAGE = encode_header(INFO, "allocated", 7, Writer(12, 34, b"session"), RecordPlace(b"a" * 16, 1 << 40))
 COMPATIBILITY = CompatibilityRecord(3, b"f" * 32, "bfloat16", "bfloat16", 16, 28, 8, 128)
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -49,7 +49,7 @@ infos = st.builds(
     st.integers(0, (1 << 64) - 1),
 )
 writers = st.none() | st.builds(Writer, counts, counts, st.binary(max_size=32))
-places = st.none() | st.builds(Place, st.binary(max_size=16), counts)
+places = st.none() | st.builds(RecordPlace, st.binary(max_size=16), counts)
 states = st.sampled_from(("allocated", "committed"))
 
 
@@ -63,7 +63,7 @@ def read(page: bytes) -> Header | None:
 
 @given(infos, states, counts, writers, places)
 def test_a_header_is_read_as_it_was_written(
-    info: RecordInfo, state: State, sequence: int, writer: Writer | None, place: Place | None
+    info: RecordInfo, state: State, sequence: int, writer: Writer | None, place: RecordPlace | None
 ) -> None:
     page = encode_header(info, state, sequence, writer, place)
     assert len(page) == HEADER_BYTES
@@ -122,7 +122,7 @@ def test_the_format_stays_as_it_is() -> None:
     """Disks hold what earlier versions wrote: a change of this page needs another `VERSION`."""
     record_id = RecordId(b"spaceid8", b"0123456789abcdef", SHARD)
     info = RecordInfo(record_id, b"", b"chain", "acme", b"model", 8192, 99)
-    page = encode_header(info, "committed", 5, None, Place(b"arena", 65536))
+    page = encode_header(info, "committed", 5, None, RecordPlace(b"arena", 65536))
     assert page == bytes.fromhex(
         "74616e64656d9d5251ddd168e41c90170100000056000000959793c4087370616365696438c410303132333435363738396162"
         "63646566" + "94001c0008c400c405636861696ea461636d65c4056d6f64656ccd200063a9636f6d6d697474656405c092"

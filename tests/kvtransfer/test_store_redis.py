@@ -51,13 +51,13 @@ IN_URL = "p%40ss%3Aw%2Frd-37"
 
 
 def server_processes(server: RedisServer) -> list[psutil.Process]:
-    """The keeper and the server itself."""
-    (keeper,) = (
+    """The watchdog and the server itself."""
+    (watchdog,) = (
         process
         for process in psutil.Process().children()
         if any("redis_watchdog" in word for word in process.cmdline())
     )
-    return [keeper, *keeper.children()]
+    return [watchdog, *watchdog.children()]
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -117,7 +117,7 @@ async def test_close_ends_it_and_it_starts_again_at_its_port(binary: str) -> Non
         assert again.url == server.url
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["keeper", "server"])
+@pytest.mark.parametrize("victim", [0, 1], ids=["watchdog", "server"])
 async def test_neither_outlives_the_other(victim: int) -> None:
     with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock())) as server:
         processes = server_processes(server)

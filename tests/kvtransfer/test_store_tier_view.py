@@ -7,10 +7,10 @@ from hypothesis import given
 
 from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.record_table import Held
+from kvtransfer.store.dram.catalog import Held
 from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents
 from kvtransfer.store.nvme.segments import NvmeRef
-from kvtransfer.store.server.catalog_view import TierView, tier_of
+from kvtransfer.store.server.catalog_view import TierChanges, tier_of
 
 WHOLE, LEFT, RIGHT = Shard(0, 2, 0, 4), Shard(0, 2, 0, 2), Shard(0, 2, 2, 4)
 KEYS = [bytes([number]) * 16 for number in range(6)]
@@ -74,7 +74,7 @@ def test_brains_know_what_there_is(
     changes: list[tuple[bytes, Shard, str]], shards: tuple[Shard, ...], pace: int
 ) -> None:
     books: dict[bytes, dict[Shard, Held]] = {}
-    view = TierView(shards, lambda key: books.get(key, {}), [])
+    view = TierChanges(shards, lambda key: books.get(key, {}), [])
     early = EngineCore()
     early.take(view.snapshot())
     for number, (key, shard, tiers) in enumerate(changes):
@@ -90,13 +90,13 @@ def test_brains_know_what_there_is(
     late = EngineCore()
     late.take(view.snapshot())
     fresh = EngineCore()
-    fresh.take(TierView(shards, lambda key: books.get(key, {}), books).snapshot())
+    fresh.take(TierChanges(shards, lambda key: books.get(key, {}), books).snapshot())
     assert early.tiers == late.tiers == fresh.tiers == expected(books, shards)
     assert view.take() == [], "nothing is told twice"
 
 
 def test_a_snapshot_of_nothing_is_one_message() -> None:
-    assert TierView((WHOLE,), lambda key: {}, []).snapshot() == [TierEvents((), ())]
+    assert TierChanges((WHOLE,), lambda key: {}, []).snapshot() == [TierEvents((), ())]
 
 
 def test_the_slowest_part_decides() -> None:

@@ -10,7 +10,7 @@ from router.cost import (
     DEFAULT_LOAD_RATIO,
     DEFAULT_TRANSFER_RATIO,
     NEVER_FITS_TOKENS,
-    NO_ROOM_TOKENS,
+    NO_SPACE_TOKENS,
     STALE_TOKENS,
     WORK_PART,
     ReplicaCost,
@@ -20,16 +20,16 @@ from router.cost import (
     disturbance_tokens,
     load_ratio,
     local_candidate,
-    option_of,
     prefill_candidate,
     recompute,
-    room_penalty_tokens,
+    replica_cost,
+    space_penalty_tokens,
     transfer_ratio,
 )
 from router.load import LoadState
 from router.messages import Candidate, Decision
 
-ASK = RouteQuery(1000, 200, 1, 64, 64, True)
+QUERY = RouteQuery(1000, 200, 1, 64, 64, True)
 
 
 def state(
@@ -57,23 +57,23 @@ def state(
     )
 
 
-def option(of: LoadState, matched_tokens: int, is_stale: bool = False) -> ReplicaCost:
-    """Of a replica whose device holds that many tokens, and whose store nothing."""
-    return ReplicaCost(of, is_stale, matched_tokens, ASK.num_tokens - matched_tokens)
+def held(of: LoadState, matched_tokens: int, is_stale: bool = False) -> ReplicaCost:
+    """The cost of a replica whose device holds that many tokens, and whose store holds none."""
+    return ReplicaCost(of, is_stale, matched_tokens, QUERY.num_tokens - matched_tokens)
 
 
 def test_prefill_terms() -> None:
-    candidate = prefill_candidate(ASK, option(state("prefill", backlog=300), 640))
+    candidate = prefill_candidate(QUERY, held(state("prefill", backlog=300), 640))
     assert (candidate.matched_tokens, candidate.uncached_tokens) == (640, 360)
     assert candidate.pressure_tokens == WORK_PART * 360
     assert candidate.cost == 360 + 300 + WORK_PART * 360
     assert candidate.transfer_tokens == 1000 * 10_000 / 50_000
-    stale = prefill_candidate(ASK, option(state("prefill", backlog=300), 640, True))
+    stale = prefill_candidate(QUERY, held(state("prefill", backlog=300), 640, True))
     assert (stale.cost, stale.note) == (candidate.cost + STALE_TOKENS, "stale load")
 
 
 def test_a_both_replica_prefills_at_the_expense_of_its_streams() -> None:
-    candidate = prefill_candidate(ASK, option(state("both", sequences=3), 0))
+    candidate = prefill_candidate(QUERY, held(state("both", sequences=3), 0))
     assert candidate.pressure_tokens == WORK_PART * 1000 + 3 * 1000
     assert candidate.cost == candidate.pressure_tokens + 1000
 
@@ -104,26 +104,26 @@ def test_unmeasured_rates_have_defaults() -> None:
     ("free", "matched", "penalty"),
     [
         (19, 0, 0.0),  # 1200 tokens are 18.75 blocks
-        (18, 0, NO_ROOM_TOKENS + 64),
-        (-2, 0, NO_ROOM_TOKENS + 21 * 64),
+        (18, 0, NO_SPACE_TOKENS + 64),
+        (-2, 0, NO_SPACE_TOKENS + 21 * 64),
         (9, 640, 0.0),
-        (8, 640, NO_ROOM_TOKENS + 64),
+        (8, 640, NO_SPACE_TOKENS + 64),
     ],
 )
-def test_room(free: int, matched: int, penalty: float) -> None:
-    assert room_penalty_tokens(ASK, option(state(free=free), matched)) == penalty
+def test_space_penalty(free: int, matched: int, penalty: float) -> None:
+    assert space_penalty_tokens(QUERY, held(state(free=free), matched)) == penalty
 
 
 def test_what_never_fits_is_the_very_last_choice() -> None:
-    huge = ASK._replace(num_tokens=6400)
+    huge = QUERY._replace(num_tokens=6400)
     candidate = decode_candidate(huge, ReplicaCost(state(), False, 0, 6400), 64.0)
     assert candidate.cost > NEVER_FITS_TOKENS
-    assert candidate.note == "never fits, no room now"
+    assert candidate.note == "never fits, no space now"
 
 
 def test_one_that_cannot_serve_it_alone_is_the_last_choice() -> None:
     short, enough = (
-        local_candidate(ASK, option(state()._replace(max_local_tokens=num), 0), 64.0) for num in (1000, 1001)
+        local_candidate(QUERY, held(state()._replace(max_local_tokens=num), 0), 64.0) for num in (1000, 1001)
     )
     assert short.cost == enough.cost + NEVER_FITS_TOKENS
     assert "never fits" in short.note
@@ -132,12 +132,12 @@ def test_one_that_cannot_serve_it_alone_is_the_last_choice() -> None:
 
 @pytest.mark.parametrize("too_small", ["prefill", "decode"])
 def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(too_small: str) -> None:
-    huge = ASK._replace(num_tokens=6400)
+    huge = QUERY._replace(num_tokens=6400)
     sizes = {"prefill": 200, "decode": 200, too_small: 100}
     prefill = state("prefill")._replace(replica_id="p", num_total_blocks=sizes["prefill"])
     busy = state(sequences=50)._replace(num_total_blocks=sizes["decode"], num_free_blocks=sizes["decode"])
     candidates = [
-        prefill_candidate(huge, option_of(huge, prefill, False, 0, 0, 0)),
+        prefill_candidate(huge, replica_cost(huge, prefill, False, 0, 0, 0)),
         decode_candidate(huge, ReplicaCost(busy, False, 0, 6400), 64.0),
         local_candidate(huge, ReplicaCost(busy, False, 0, 6400), 64.0),
     ]
@@ -152,7 +152,7 @@ def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(
 
 
 def test_local_terms_add_up() -> None:
-    candidate = local_candidate(ASK, option(state(backlog=10, sequences=2), 900), 64.0)
+    candidate = local_candidate(QUERY, held(state(backlog=10, sequences=2), 900), 64.0)
     disturbance = 3 * 100 * 0.5
     assert candidate.pressure_tokens == pytest.approx(2 * 64 + WORK_PART * 100 + disturbance)
     assert candidate.cost == pytest.approx(100 + 10 + candidate.pressure_tokens)
@@ -165,7 +165,7 @@ def test_local_terms_add_up() -> None:
 def test_the_prompt_is_shared_out_by_tier() -> None:
     rates = {"dram": 200_000.0, "nvme": 40_000.0}
     replica = state("prefill", backlog=300, load_tok_s=rates)
-    candidate = prefill_candidate(ASK, option_of(ASK, replica, False, 2, 4, 6))
+    candidate = prefill_candidate(QUERY, replica_cost(QUERY, replica, False, 2, 4, 6))
     assert (candidate.matched_tokens, candidate.dram_tokens, candidate.nvme_tokens) == (128, 256, 384)
     assert candidate.uncached_tokens == 1000 - 128 - 256 - 384
     assert candidate.loading_tokens == pytest.approx(256 / 20 + 384 / 4)
@@ -175,22 +175,22 @@ def test_the_prompt_is_shared_out_by_tier() -> None:
 
 def test_a_local_candidate_loads_too() -> None:
     replica = state(sequences=2, load_tok_s={"dram": 100_000.0})
-    candidate = local_candidate(ASK, option_of(ASK, replica, False, 0, 14, 0), 64.0)
+    candidate = local_candidate(QUERY, replica_cost(QUERY, replica, False, 0, 14, 0), 64.0)
     assert (candidate.dram_tokens, candidate.uncached_tokens) == (896, 104)
     assert candidate.cost == pytest.approx(104 + 89.6 + 2 * 64 + WORK_PART * 104 + 3 * 104 * 0.52)
 
 
 def test_at_the_decode_side_of_a_pair_only_the_device_counts() -> None:
-    with_store = option_of(ASK, state(), False, 5, 5, 5)
-    without = option_of(ASK, state(), False, 5, 0, 0)
-    candidate = decode_candidate(ASK, with_store, 64.0)
-    assert candidate == decode_candidate(ASK, without, 64.0)
+    with_store = replica_cost(QUERY, state(), False, 5, 5, 5)
+    without = replica_cost(QUERY, state(), False, 5, 0, 0)
+    candidate = decode_candidate(QUERY, with_store, 64.0)
+    assert candidate == decode_candidate(QUERY, without, 64.0)
     assert (candidate.matched_tokens, candidate.uncached_tokens) == (320, 680)
 
 
-def test_blocks_in_the_store_need_room_on_the_device() -> None:
-    full = option_of(ASK, state(free=18), False, 0, 15, 0)
-    assert room_penalty_tokens(ASK, full) == NO_ROOM_TOKENS + 64
+def test_blocks_in_the_store_need_space_on_the_device() -> None:
+    full = replica_cost(QUERY, state(free=18), False, 0, 15, 0)
+    assert space_penalty_tokens(QUERY, full) == NO_SPACE_TOKENS + 64
 
 
 @pytest.mark.parametrize("tier", ["dram", "nvme"])
@@ -207,18 +207,18 @@ def test_load_ratio(tier: str) -> None:
 
 def test_what_loads_slower_than_it_computes_is_computed() -> None:
     slow = state(load_tok_s={"dram": 100_000.0, "nvme": 9_000.0})
-    made = option_of(ASK, slow, False, 1, 2, 3)
+    made = replica_cost(QUERY, slow, False, 1, 2, 3)
     assert made == ReplicaCost(slow, False, 64, 808, 128, 0, made.loading_tokens)
     assert made.loading_tokens == pytest.approx(12.8)
 
 
 @given(device=st.integers(0, 20), dram=st.integers(0, 20), nvme=st.integers(0, 20))
 def test_the_parts_make_the_prompt_and_one_token_is_computed(device: int, dram: int, nvme: int) -> None:
-    made = option_of(ASK, state(), False, device, dram, nvme)
+    made = replica_cost(QUERY, state(), False, device, dram, nvme)
     parts = made.matched_tokens, made.dram_tokens, made.nvme_tokens, made.uncached_tokens
-    assert sum(parts) == ASK.num_tokens
+    assert sum(parts) == QUERY.num_tokens
     assert min(parts) >= 0
-    assert made.uncached_tokens == max(1, ASK.num_tokens - 64 * (device + dram + nvme))
+    assert made.uncached_tokens == max(1, QUERY.num_tokens - 64 * (device + dram + nvme))
     assert made.loading_tokens == pytest.approx(0.1 * made.dram_tokens + 0.5 * made.nvme_tokens)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
-from router.load import PHANTOM_S, REPORT_LAG_S, LoadTracker, Placement
+from router.load import REPORT_LAG_S, STALE_REQUEST_S, LoadTracker, Placement
 from router.messages import ReplicaLoad
 
 
@@ -17,14 +17,14 @@ class Bench:
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
-        self.book = LoadTracker(self.clock)
-        self.book.add_replica(ReplicaIdentity("p", 1), "prefill")
-        self.book.add_replica(ReplicaIdentity("d", 1), "decode")
+        self.tracker = LoadTracker(self.clock)
+        self.tracker.add_replica(ReplicaIdentity("p", 1), "prefill")
+        self.tracker.add_replica(ReplicaIdentity("d", 1), "decode")
 
     def report(
         self, replica_id: str, backlog: int = 0, running: int = 0, landings: int = 0, epoch: int = 1
     ) -> None:
-        self.book.on_load(
+        self.tracker.on_load(
             ReplicaLoad(
                 identity=ReplicaIdentity(replica_id, epoch),
                 received_at=self.clock.now(),
@@ -41,7 +41,7 @@ class Bench:
         )
 
     def route(self, request_id: str, compute_id: str, decode_id: str) -> None:
-        self.book.on_routed(
+        self.tracker.on_routed(
             Placement(request_id, compute_id, decode_id, (), 500, 10, 1, routed_at=self.clock.now())
         )
 
@@ -54,98 +54,98 @@ def bench() -> Bench:
 def test_tokens_count_until_the_first_token(bench: Bench) -> None:
     bench.report("p", backlog=100)
     bench.route("a", "p", "d")
-    assert bench.book.state("p").backlog_tokens == 600
-    bench.book.on_prefilled("a")
-    assert bench.book.state("p").backlog_tokens == 100
-    bench.book.check()
+    assert bench.tracker.state("p").backlog_tokens == 600
+    bench.tracker.on_prefilled("a")
+    assert bench.tracker.state("p").backlog_tokens == 100
+    bench.tracker.check()
 
 
 def test_tokens_count_until_a_report_shows_them(bench: Bench) -> None:
     bench.route("a", "p", "d")
     bench.clock.advance(REPORT_LAG_S / 2)
     bench.report("p", backlog=0)
-    assert bench.book.state("p").backlog_tokens == 500, "this report left before the request arrived"
+    assert bench.tracker.state("p").backlog_tokens == 500, "this report left before the request arrived"
     bench.clock.advance(REPORT_LAG_S)
     bench.report("p", backlog=400)
-    assert bench.book.state("p").backlog_tokens == 400
-    bench.book.on_prefilled("a")
-    assert bench.book.state("p").backlog_tokens == 400
-    bench.book.check()
+    assert bench.tracker.state("p").backlog_tokens == 400
+    bench.tracker.on_prefilled("a")
+    assert bench.tracker.state("p").backlog_tokens == 400
+    bench.tracker.check()
 
 
 def test_a_sequence_counts_at_the_decode_side_until_reported_there(bench: Bench) -> None:
     bench.report("d", running=3)
     bench.route("a", "p", "d")
-    assert bench.book.state("d").num_sequences == 4
-    assert bench.book.state("d").num_free_blocks == 90
+    assert bench.tracker.state("d").num_sequences == 4
+    assert bench.tracker.state("d").num_free_blocks == 90
     bench.clock.advance(1.0)
     bench.report("d", running=3, landings=1)
-    assert bench.book.state("d").num_sequences == 4, "the landing is the expected request"
-    assert bench.book.state("d").num_free_blocks == 100, "whose blocks the report has already taken off"
-    bench.book.on_prefilled("a")
+    assert bench.tracker.state("d").num_sequences == 4, "the landing is the expected request"
+    assert bench.tracker.state("d").num_free_blocks == 100, "whose blocks the report has already taken off"
+    bench.tracker.on_prefilled("a")
     bench.clock.advance(1.0)
     bench.report("d", running=4)
-    assert bench.book.state("d").num_sequences == 4
-    bench.book.on_finished("a")
-    assert bench.book.state("d").num_sequences == 4
+    assert bench.tracker.state("d").num_sequences == 4
+    bench.tracker.on_finished("a")
+    assert bench.tracker.state("d").num_sequences == 4
     bench.report("d", running=3)
-    assert bench.book.state("d").num_sequences == 3
-    assert bench.book.num_placements == 0
+    assert bench.tracker.state("d").num_sequences == 3
+    assert bench.tracker.num_placements == 0
 
 
 def test_a_request_served_alone_counts_once(bench: Bench) -> None:
     bench.report("d")
     bench.route("a", "d", "")
-    state = bench.book.state("d")
+    state = bench.tracker.state("d")
     assert (state.backlog_tokens, state.num_sequences, state.num_free_blocks) == (500, 1, 90)
-    bench.book.on_prefilled("a")
-    state = bench.book.state("d")
+    bench.tracker.on_prefilled("a")
+    state = bench.tracker.state("d")
     assert (state.backlog_tokens, state.num_sequences, state.num_free_blocks) == (0, 1, 90)
     bench.clock.advance(1.0)
     bench.report("d", running=1)
-    assert bench.book.state("d").num_sequences == 1
-    bench.book.check()
+    assert bench.tracker.state("d").num_sequences == 1
+    bench.tracker.check()
 
 
 def test_the_end_of_a_request_takes_everything_back(bench: Bench) -> None:
     bench.report("p")
     bench.report("d")
-    before = bench.book.state("p"), bench.book.state("d")
+    before = bench.tracker.state("p"), bench.tracker.state("d")
     for number in range(20):
         bench.route(str(number), "p" if number % 2 else "d", "d" if number % 2 else "")
     bench.route("7", "d", "")
     for number in range(20):
-        bench.book.on_prefilled(str(number))
-        bench.book.on_finished(str(number))
-        bench.book.on_finished(str(number))
-    assert (bench.book.state("p"), bench.book.state("d")) == before
-    bench.book.check()
+        bench.tracker.on_prefilled(str(number))
+        bench.tracker.on_finished(str(number))
+        bench.tracker.on_finished(str(number))
+    assert (bench.tracker.state("p"), bench.tracker.state("d")) == before
+    bench.tracker.check()
 
 
-def test_reports_of_another_life_or_time_are_ignored(bench: Bench) -> None:
+def test_reports_of_another_epoch_or_time_are_ignored(bench: Bench) -> None:
     bench.clock.advance(10.0)
     bench.report("p", backlog=5)
     bench.report("p", backlog=6, epoch=2)
     bench.report("unknown", backlog=7)
     bench.clock.advance(-1.0)
     bench.report("p", backlog=8)
-    assert bench.book.state("p").backlog_tokens == 5
+    assert bench.tracker.state("p").backlog_tokens == 5
 
 
-def test_a_new_life_starts_empty(bench: Bench) -> None:
+def test_a_new_epoch_starts_empty(bench: Bench) -> None:
     bench.report("p", backlog=50)
     bench.route("a", "p", "d")
-    bench.book.add_replica(ReplicaIdentity("p", 2), "prefill")
-    assert bench.book.state("p").backlog_tokens == 0
-    bench.book.on_prefilled("a")
-    bench.book.on_finished("a")
-    bench.book.check()
+    bench.tracker.add_replica(ReplicaIdentity("p", 2), "prefill")
+    assert bench.tracker.state("p").backlog_tokens == 0
+    bench.tracker.on_prefilled("a")
+    bench.tracker.on_finished("a")
+    bench.tracker.check()
 
 
-def test_phantom_load_is_swept(bench: Bench) -> None:
+def test_stale_requests_no_longer_count(bench: Bench) -> None:
     bench.route("lost", "p", "d")
-    bench.clock.advance(PHANTOM_S + 1.0)
+    bench.clock.advance(STALE_REQUEST_S + 1.0)
     bench.route("next", "p", "d")
-    assert bench.book.num_placements == 1
-    assert bench.book.state("p").backlog_tokens == 500
-    bench.book.check()
+    assert bench.tracker.num_placements == 1
+    assert bench.tracker.state("p").backlog_tokens == 500
+    bench.tracker.check()

@@ -33,8 +33,8 @@ ALL_PATHS = [tuple(map(int, f"{number:b}"[1:])) for number in range(16, 32)]
 
 
 @dataclass
-class Life:
-    """The naive model of one life of a replica: plain sets, scanned in full."""
+class ReplicaModel:
+    """The naive model of one epoch of a replica: plain sets, scanned in full."""
 
     epoch: int
     sequence: int = -1
@@ -50,20 +50,20 @@ class TreeAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.tree = PrefixTree(self.clock, TTL_S)
-        self.lives: dict[str, Life] = {}
+        self.models: dict[str, ReplicaModel] = {}
 
     @rule(replica=st.sampled_from(REPLICAS), epoch=st.integers(1, 3), with_snapshot=st.booleans())
     def join(self, replica: str, epoch: int, with_snapshot: bool) -> None:
         self.tree.add_replica(ReplicaIdentity(replica, epoch))
-        if replica not in self.lives or self.lives[replica].epoch != epoch:
-            self.lives[replica] = Life(epoch)
+        if replica not in self.models or self.models[replica].epoch != epoch:
+            self.models[replica] = ReplicaModel(epoch)
         if with_snapshot:
             self.snapshot(replica, 0, 1, [((0, 1), "device"), ((0, 1, 0), "nvme")])
 
     @rule(replica=st.sampled_from(REPLICAS))
     def leave(self, replica: str) -> None:
         self.tree.remove_replica(replica)
-        self.lives.pop(replica, None)
+        self.models.pop(replica, None)
 
     @rule(
         replica=st.sampled_from(REPLICAS),
@@ -80,9 +80,9 @@ class TreeAgainstModel(RuleBasedStateMachine):
         stored: list[tuple[tuple[int, ...], Tier]],
         removed: list[tuple[tuple[int, ...], Literal["device", "store"]]],
     ) -> None:
-        life = self.lives.get(replica)
-        sequence = (life.sequence if life else 0) + step
-        epoch = (life.epoch if life else 1) + wrong_epoch
+        model = self.models.get(replica)
+        sequence = (model.sequence if model else 0) + step
+        epoch = (model.epoch if model else 1) + wrong_epoch
         known = self.tree.apply_events(
             KvEvents(
                 ReplicaIdentity(replica, epoch),
@@ -91,24 +91,24 @@ class TreeAgainstModel(RuleBasedStateMachine):
                 tuple(BlocksRemoved((key_of(path),), where) for path, where in removed),
             )
         )
-        if life is None or wrong_epoch:
+        if model is None or wrong_epoch:
             assert not known
-        elif life.in_step and step <= 0:
+        elif model.in_step and step <= 0:
             assert known
-        elif life.in_step and step == 1:
+        elif model.in_step and step == 1:
             assert known
-            life.sequence = sequence
-            life.held -= {key_of(path) for path, where in removed if where == "device"}
+            model.sequence = sequence
+            model.held -= {key_of(path) for path, where in removed if where == "device"}
             for path, where in removed:
                 if where == "store":
-                    life.stored.pop(key_of(path), None)
-            self._take(life, stored)
+                    model.stored.pop(key_of(path), None)
+            self._take(model, stored)
         else:
-            life.in_step = False
-            asked = life.asked_at is not None and self.clock.now() - life.asked_at < SNAPSHOT_WAIT_S
+            model.in_step = False
+            asked = model.asked_at is not None and self.clock.now() - model.asked_at < SNAPSHOT_WAIT_S
             assert known == asked
             if not asked:
-                life.asked_at = self.clock.now()
+                model.asked_at = self.clock.now()
 
     @rule(
         replica=st.sampled_from(REPLICAS),
@@ -124,25 +124,25 @@ class TreeAgainstModel(RuleBasedStateMachine):
     def snapshot(
         self, replica: str, wrong_epoch: int, step: int, stored: list[tuple[tuple[int, ...], Tier]]
     ) -> None:
-        life = self.lives.get(replica)
-        sequence = (life.sequence if life else 0) + step
-        identity = ReplicaIdentity(replica, (life.epoch if life else 1) + wrong_epoch)
-        told = tuple(BlocksStored(b"", keys_of(path), tier) for path, tier in stored)
-        taken = self.tree.apply_snapshot(KvSnapshot(identity, sequence, told))
-        stale = life is not None and life.in_step and step < 0
-        assert taken == (life is not None and not wrong_epoch and not stale)
-        if life is not None and taken:
-            life.sequence, life.in_step, life.asked_at = sequence, True, None
-            life.held, life.stored = set(), {}
-            self._take(life, stored)
+        model = self.models.get(replica)
+        sequence = (model.sequence if model else 0) + step
+        identity = ReplicaIdentity(replica, (model.epoch if model else 1) + wrong_epoch)
+        reported = tuple(BlocksStored(b"", keys_of(path), tier) for path, tier in stored)
+        taken = self.tree.apply_snapshot(KvSnapshot(identity, sequence, reported))
+        stale = model is not None and model.in_step and step < 0
+        assert taken == (model is not None and not wrong_epoch and not stale)
+        if model is not None and taken:
+            model.sequence, model.in_step, model.asked_at = sequence, True, None
+            model.held, model.stored = set(), {}
+            self._take(model, stored)
 
     @rule(replica=st.sampled_from(REPLICAS), path=paths)
     def predict(self, replica: str, path: tuple[int, ...]) -> None:
         self.tree.predict(replica, keys_of(path))
-        if replica in self.lives:
-            life = self.lives[replica]
+        if replica in self.models:
+            model = self.models[replica]
             until = self.clock.now() + TTL_S
-            life.predicted_until.update({key: until for key in keys_of(path) if key not in life.held})
+            model.predicted_until.update({key: until for key in keys_of(path) if key not in model.held})
 
     @rule(delta_s=st.sampled_from([0.5, 2.5, 5.0]))
     def wait(self, delta_s: float) -> None:
@@ -153,16 +153,16 @@ class TreeAgainstModel(RuleBasedStateMachine):
         for path in ALL_PATHS:
             on_device: dict[str, int] = {}
             in_store: dict[str, InStore] = {}
-            for replica, life in self.lives.items():
+            for replica, model in self.models.items():
                 keys = list(keys_of(path))
-                while keys and self._counts(life, keys[0]):
+                while keys and self._counts(model, keys[0]):
                     keys.pop(0)
                     on_device[replica] = on_device.get(replica, 0) + 1
-                walked = []
-                while keys and keys[0] in life.stored:
-                    walked.append(life.stored[keys.pop(0)])
-                if walked:
-                    in_store[replica] = InStore(walked.count("dram"), walked.count("nvme"))
+                followed = []
+                while keys and keys[0] in model.stored:
+                    followed.append(model.stored[keys.pop(0)])
+                if followed:
+                    in_store[replica] = InStore(followed.count("dram"), followed.count("nvme"))
             assert self.tree.match(keys_of(path)) == (on_device, in_store)
 
     @invariant()
@@ -171,28 +171,28 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.tree.check()
         alive = {
             key
-            for life in self.lives.values()
-            for key in (*life.held, *life.predicted_until, *life.stored)
-            if self._counts(life, key) or key in life.stored
+            for model in self.models.values()
+            for key in (*model.held, *model.predicted_until, *model.stored)
+            if self._counts(model, key) or key in model.stored
         }
         assert self.tree.num_keys == len(alive)
         for replica in REPLICAS:
-            life = self.lives.get(replica)
-            assert self.tree.num_held(replica) == (len(life.held) if life else 0)
-            assert self.tree.num_stored(replica) == (len(life.stored) if life else 0)
-            assert self.tree.needs_snapshot(replica) == (life is not None and not life.in_step)
+            model = self.models.get(replica)
+            assert self.tree.num_held(replica) == (len(model.held) if model else 0)
+            assert self.tree.num_stored(replica) == (len(model.stored) if model else 0)
+            assert self.tree.needs_snapshot(replica) == (model is not None and not model.in_step)
 
-    def _take(self, life: Life, told: list[tuple[tuple[int, ...], Tier]]) -> None:
-        for path, tier in told:
+    def _take(self, model: ReplicaModel, reported: list[tuple[tuple[int, ...], Tier]]) -> None:
+        for path, tier in reported:
             for key in keys_of(path):
                 if tier == "device":
-                    life.held.add(key)
-                    life.predicted_until.pop(key, None)
+                    model.held.add(key)
+                    model.predicted_until.pop(key, None)
                 else:
-                    life.stored[key] = tier
+                    model.stored[key] = tier
 
-    def _counts(self, life: Life, key: bytes) -> bool:
-        return key in life.held or life.predicted_until.get(key, 0.0) > self.clock.now()
+    def _counts(self, model: ReplicaModel, key: bytes) -> bool:
+        return key in model.held or model.predicted_until.get(key, 0.0) > self.clock.now()
 
 
 TreeAgainstModel.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
@@ -301,7 +301,7 @@ def test_a_repeated_prediction_lasts_from_the_last_one() -> None:
     assert tree.num_keys == 0
 
 
-def test_a_prefix_goes_on_in_the_store() -> None:
+def test_a_prefix_continues_in_the_store() -> None:
     tree, _ = synced_tree("p0", "p1", "p2")
     assert tree.apply_events(stored("p0", 1, b"A"))
     assert tree.apply_events(stored("p0", 2, b"A", b"B", b"C", tier="dram"))
@@ -313,7 +313,7 @@ def test_a_prefix_goes_on_in_the_store() -> None:
     assert match.stored == {"p0": InStore(2, 1), "p1": InStore(0, 2)}, "p2 lacks A"
 
 
-def test_the_store_is_told_in_its_cheapest_tier_only() -> None:
+def test_the_store_counts_in_its_cheapest_tier_only() -> None:
     tree, _ = synced_tree("p0")
     assert tree.apply_events(stored("p0", 1, b"A", b"B", tier="nvme"))
     assert tree.apply_events(stored("p0", 2, b"B", tier="dram"))

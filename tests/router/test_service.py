@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_harness import BLOCK_TOKENS, House, Tier, keys_of
+from router_harness import BLOCK_TOKENS, RouterHarness, Tier, keys_of
 
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
@@ -26,7 +26,7 @@ POLICIES = ("cost", "round_robin", "random", "least_loaded", "longest_prefix")
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, data: st.DataObject) -> None:
-    house = House(config=RouterConfig.model_validate({"policy": policy}))
+    harness = RouterHarness(config=RouterConfig.model_validate({"policy": policy}))
     names = ["p0", "p1", "p2", "d0", "d1", "b0"]
     leaving: set[str] = set()
     alive: set[str] = set()
@@ -34,23 +34,23 @@ def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, dat
         name = data.draw(st.sampled_from(names))
         action = data.draw(st.sampled_from(["join", "leave", "go", "load", "store", "wait", *["route"] * 6]))
         if action == "join" and name not in alive:
-            house.join(name)
+            harness.join(name)
             alive.add(name)
         elif action == "leave" and name in alive:
-            house.router.set_leaving(name)
+            harness.router.set_leaving(name)
             leaving.add(name)
         elif action == "go":
-            house.router.remove_replica(name)
+            harness.router.remove_replica(name)
             alive.discard(name)
             leaving.discard(name)
         elif action == "load":
             backlog, running, free = (data.draw(st.integers(0, most)) for most in (5000, 9, 99))
-            house.load(name, backlog, running, free)
+            harness.load(name, backlog, running, free)
         elif action == "store" and name in alive:
             tier = data.draw(st.sampled_from(TIERS))
-            house.store(name, keys_of("shared", data.draw(st.integers(1, 20))), tier)
+            harness.store(name, keys_of("shared", data.draw(st.integers(1, 20))), tier)
         elif action == "wait":
-            house.clock.advance(data.draw(st.sampled_from([0.01, 1.0, 6.0])))
+            harness.clock.advance(data.draw(st.sampled_from([0.01, 1.0, 6.0])))
         elif action == "route":
             excluded = data.draw(st.sampled_from([(), (name,), ("p0", "d0")]))
             usable = alive - leaving - set(excluded)
@@ -58,139 +58,145 @@ def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, dat
             num_tokens = num_blocks * BLOCK_TOKENS + data.draw(st.integers(1, 15))
             if not usable & {"d0", "d1", "b0"}:
                 with pytest.raises(NoReplicaError, match="no usable decode replica"):
-                    house.route(keys_of("shared", num_blocks), num_tokens, excluded)
+                    harness.route(keys_of("shared", num_blocks), num_tokens, excluded)
                 continue
-            decision = house.route(keys_of("shared", num_blocks), num_tokens, excluded)
+            decision = harness.route(keys_of("shared", num_blocks), num_tokens, excluded)
             assert decision.decode in usable - {"p0", "p1", "p2"}
             assert decision.prefill in {"", *usable} - {"d0", "d1", decision.decode}
-            finished = f"q{data.draw(st.integers(1, house.num_requests))}"
-            house.router.on_prefilled(finished)
+            finished = f"q{data.draw(st.integers(1, harness.num_requests))}"
+            harness.router.on_prefilled(finished)
             if data.draw(st.booleans()):
-                house.router.on_finished(finished)
-        house.router.check()
+                harness.router.on_finished(finished)
+        harness.router.check()
 
 
 def test_stale_load_is_the_last_choice() -> None:
-    house = House("p0", "p1", "d0", "d1")
-    house.clock.advance(6.0)
-    house.load("p1", backlog=100_000)
-    house.load("d1", running=500)
-    assert {(house.route().prefill, house.route().decode) for _ in range(5)} == {("p1", "d1")}
-    stale = next(item for item in house.route().candidates if item.replica_id == "p0")
+    harness = RouterHarness("p0", "p1", "d0", "d1")
+    harness.clock.advance(6.0)
+    harness.load("p1", backlog=100_000)
+    harness.load("d1", running=500)
+    assert {(harness.route().prefill, harness.route().decode) for _ in range(5)} == {("p1", "d1")}
+    stale = next(item for item in harness.route().candidates if item.replica_id == "p0")
     assert stale.note == "stale load"
-    assert house.route(excluded=("p1", "d1")).decode == "d0", "but it is a choice when there is no other"
+    assert harness.route(excluded=("p1", "d1")).decode == "d0", "but it is a choice when there is no other"
 
 
 def test_when_all_load_is_stale_the_rest_decides() -> None:
-    house = House("p0", "p1", "d0", "d1")
-    house.clock.advance(6.0)
-    assert house.route(num_tokens=1000).prefill != "", "silence of all is no reason to skip the prefill pool"
-    house.load("p0")
-    decision = house.route(num_tokens=1000)
+    harness = RouterHarness("p0", "p1", "d0", "d1")
+    harness.clock.advance(6.0)
+    assert harness.route(num_tokens=1000).prefill != "", (
+        "silence of all is no reason to skip the prefill pool"
+    )
+    harness.load("p0")
+    decision = harness.route(num_tokens=1000)
     assert (decision.prefill, decision.decode) in {("p0", "d0"), ("p0", "d1")}
-    house.load("d1")
-    house.clock.advance(0.1)
-    house.router.set_leaving("p0")
-    assert (house.route().prefill, house.route().decode) == ("", "d1"), "alone where the load is known"
+    harness.load("d1")
+    harness.clock.advance(0.1)
+    harness.router.set_leaving("p0")
+    assert (harness.route().prefill, harness.route().decode) == ("", "d1"), "alone where the load is known"
 
 
 def test_a_replica_that_never_reported_is_the_last_choice() -> None:
-    house = House("p0", "d0")
-    house.router.add_replica(ReplicaIdentity("p1", 1), "prefill")
-    assert all(house.route().prefill == "p0" for _ in range(5))
+    harness = RouterHarness("p0", "d0")
+    harness.router.add_replica(ReplicaIdentity("p1", 1), "prefill")
+    assert all(harness.route().prefill == "p0" for _ in range(5))
 
 
 def test_missing_sides_are_named() -> None:
     with pytest.raises(NoReplicaError, match="no usable decode replica: 0 known"):
-        House("p0").route()
-    house = House("p0", "d0", "d1")
-    house.router.set_leaving("d0")
+        RouterHarness("p0").route()
+    harness = RouterHarness("p0", "d0", "d1")
+    harness.router.set_leaving("d0")
     with pytest.raises(NoReplicaError, match="decode replica: 2 known, 1 leaving, 1 excluded"):
-        house.route(excluded=("d1",))
+        harness.route(excluded=("d1",))
     with pytest.raises(NoReplicaError, match="prefill replica: 1 known, 0 leaving, 1 excluded; p0"):
-        house.route(excluded=("p0",), pinned_prefill="p0", pinned_decode="d1")
+        harness.route(excluded=("p0",), pinned_prefill="p0", pinned_decode="d1")
 
 
 def test_pins_are_obeyed_at_any_cost() -> None:
-    house = House("p0", "p1", "d0", "d1", "b0")
-    house.load("p1", backlog=10**6)
-    house.load("d1", running=300)
-    decision = house.route(num_tokens=10, pinned_prefill="p1", pinned_decode="d1")
+    harness = RouterHarness("p0", "p1", "d0", "d1", "b0")
+    harness.load("p1", backlog=10**6)
+    harness.load("d1", running=300)
+    decision = harness.route(num_tokens=10, pinned_prefill="p1", pinned_decode="d1")
     assert (decision.prefill, decision.decode) == ("p1", "d1")
-    assert house.route(pinned_decode="d1").decode == "d1"
-    alone = house.route(pinned_prefill="b0", pinned_decode="b0")
+    assert harness.route(pinned_decode="d1").decode == "d1"
+    alone = harness.route(pinned_prefill="b0", pinned_decode="b0")
     assert (alone.prefill, alone.decode) == ("", "b0")
     with pytest.raises(NoReplicaError, match="no second replica"):
-        House("b0").route(pinned_prefill="b0")
+        RouterHarness("b0").route(pinned_prefill="b0")
 
 
-def test_a_new_life_is_not_leaving_and_holds_nothing() -> None:
-    house = House("p0", "d0")
-    house.store("p0", keys_of("x", 10))
-    house.router.set_leaving("p0")
-    assert house.route(keys_of("x", 10)).prefill == ""
-    house.join("p0", epoch=2)
-    decision = house.route(keys_of("x", 10))
+def test_a_new_epoch_is_not_leaving_and_holds_nothing() -> None:
+    harness = RouterHarness("p0", "d0")
+    harness.store("p0", keys_of("x", 10))
+    harness.router.set_leaving("p0")
+    assert harness.route(keys_of("x", 10)).prefill == ""
+    harness.join("p0", epoch=2)
+    decision = harness.route(keys_of("x", 10))
     assert (decision.prefill, decision.prefill_cached_tokens) == ("p0", 0)
 
 
 def test_a_role_can_change() -> None:
-    house = House("b0", "b1")
-    house.router.add_replica(ReplicaIdentity("b0", 1), "prefill")
-    assert all(house.route().decode == "b1" for _ in range(4))
+    harness = RouterHarness("b0", "b1")
+    harness.router.add_replica(ReplicaIdentity("b0", 1), "prefill")
+    assert all(harness.route().decode == "b1" for _ in range(4))
     with pytest.raises(ValueError, match="role must be one of"):
-        house.router.add_replica(ReplicaIdentity("b0", 1), "encode")
+        harness.router.add_replica(ReplicaIdentity("b0", 1), "encode")
 
 
 # ------------------------------------------------------------------------------ where the prefix is
 
 
 def test_requests_follow_their_prefix() -> None:
-    house = House("p0", "p1", "p2", "d0", "d1")
-    house.store("p2", keys_of("x", 50))
-    house.store("d1", keys_of("x", 30))
-    decision = house.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 3)
+    harness = RouterHarness("p0", "p1", "p2", "d0", "d1")
+    harness.store("p2", keys_of("x", 50))
+    harness.store("d1", keys_of("x", 30))
+    decision = harness.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 3)
     assert (decision.prefill, decision.decode) == ("p2", "d1")
     assert decision.prefill_cached_tokens == 50 * BLOCK_TOKENS
     assert decision.decode_cached_tokens == 30 * BLOCK_TOKENS
 
 
 def test_a_prefix_is_not_worth_any_queue() -> None:
-    house = House("p0", "p1", "d0")
-    house.store("p0", keys_of("x", 50))
-    house.load("p0", backlog=2 * 50 * BLOCK_TOKENS)
-    assert house.route(keys_of("x", 60), num_tokens=960).prefill == "p1"
+    harness = RouterHarness("p0", "p1", "d0")
+    harness.store("p0", keys_of("x", 50))
+    harness.load("p0", backlog=2 * 50 * BLOCK_TOKENS)
+    assert harness.route(keys_of("x", 60), num_tokens=960).prefill == "p1"
 
 
 def test_one_token_is_always_computed() -> None:
-    house = House("p0", "d0")
-    house.store("d0", keys_of("x", 4))
-    decision = house.route(keys_of("x", 4), num_tokens=4 * BLOCK_TOKENS)
+    harness = RouterHarness("p0", "d0")
+    harness.store("d0", keys_of("x", 4))
+    decision = harness.route(keys_of("x", 4), num_tokens=4 * BLOCK_TOKENS)
     assert decision.decode_cached_tokens == 4 * BLOCK_TOKENS - 1
 
 
 def test_siblings_go_together_then_spread() -> None:
     """A burst of one prefix and short suffixes, before any event or report: the first ones share a replica,
     and the next replica is opened when the queue costs more than the prefix."""
-    house = House("p0", "p1", "p2", "p3", "d0")
+    harness = RouterHarness("p0", "p1", "p2", "p3", "d0")
     prefix = keys_of("shared", 100)
-    chosen = [house.route((*prefix, b"own %d" % number), 101 * BLOCK_TOKENS).prefill for number in range(300)]
+    chosen = [
+        harness.route((*prefix, b"own %d" % number), 101 * BLOCK_TOKENS).prefill for number in range(300)
+    ]
     together = int(WORK_PART * 101)
     assert len(set(chosen[:together])) == 1, "as many suffixes of a block as the work of the prefix is worth"
     counts = Counter(chosen)
     assert len(counts) == 4
     assert max(counts.values()) - min(counts.values()) <= 2 * together
     for number in range(1, 301):
-        house.router.on_finished(f"q{number}")
-    house.clock.advance(60.0)
+        harness.router.on_finished(f"q{number}")
+    harness.clock.advance(60.0)
     for replica in ("p0", "p1", "p2", "p3", "d0"):
-        house.load(replica)
-    assert len({house.route((b"%d" % number,), 1000).prefill for number in range(4)}) == 4, "no load is left"
+        harness.load(replica)
+    assert len({harness.route((b"%d" % number,), 1000).prefill for number in range(4)}) == 4, (
+        "no load is left"
+    )
 
 
 def test_strangers_spread_evenly() -> None:
-    house = House("p0", "p1", "p2", "p3", "d0", "d1")
-    decisions = [house.route(keys_of(f"{number:06}", 60)) for number in range(80)]
+    harness = RouterHarness("p0", "p1", "p2", "p3", "d0", "d1")
+    decisions = [harness.route(keys_of(f"{number:06}", 60)) for number in range(80)]
     assert set(Counter(item.prefill for item in decisions).values()) == {20}
     assert set(Counter(item.decode for item in decisions).values()) == {40}
 
@@ -202,86 +208,89 @@ def test_strangers_spread_evenly() -> None:
 
 
 def test_a_long_prompt_uses_the_prefill_pool_even_when_all_is_idle() -> None:
-    decision = House("p0", "d0").route(num_tokens=1000)
+    decision = RouterHarness("p0", "d0").route(num_tokens=1000)
     assert (decision.prefill, decision.decode) == ("p0", "d0")
 
 
 def test_a_short_remainder_stays_at_the_decode_side() -> None:
-    house = House("p0", "d0", "d1", config=RouterConfig(skip_prefill_tokens=64))
-    house.load("d0", running=50)
-    house.load("d1", running=50)
-    house.store("d1", keys_of("x", 60))
-    assert house.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 64).prefill == ""
-    assert house.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 65).prefill == "p0"
-    assert house.route((), num_tokens=64).prefill == "", "a short prompt too"
+    harness = RouterHarness("p0", "d0", "d1", config=RouterConfig(skip_prefill_tokens=64))
+    harness.load("d0", running=50)
+    harness.load("d1", running=50)
+    harness.store("d1", keys_of("x", 60))
+    assert harness.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 64).prefill == ""
+    assert harness.route(keys_of("x", 60), num_tokens=60 * BLOCK_TOKENS + 65).prefill == "p0"
+    assert harness.route((), num_tokens=64).prefill == "", "a short prompt too"
 
 
 def test_a_remainder_stays_when_the_prefill_queue_costs_more() -> None:
-    house = House("p0", "d0", config=RouterConfig(skip_prefill_tokens=0))
-    house.load("d0", running=4)
+    harness = RouterHarness("p0", "d0", config=RouterConfig(skip_prefill_tokens=0))
+    harness.load("d0", running=4)
     for backlog, prefill in ((0, "p0"), (4000, "p0"), (6000, "")):
-        house.load("p0", backlog=backlog)
-        assert house.route(num_tokens=1000).prefill == prefill
-        house.router.on_finished(f"q{house.num_requests}")
+        harness.load("p0", backlog=backlog)
+        assert harness.route(num_tokens=1000).prefill == prefill
+        harness.router.on_finished(f"q{harness.num_requests}")
 
 
 def test_a_hand_over_is_not_taken_for_held_before_its_first_token() -> None:
     """Else the second of two siblings would be sent to compute everything at the decode side."""
-    house = House("p0", "d0")
+    harness = RouterHarness("p0", "d0")
     keys = keys_of("x", 60)
-    assert house.route(keys, num_tokens=965).prefill == "p0"
-    assert house.route(keys, num_tokens=965).prefill == "p0"
-    house.router.on_prefilled("q1")
-    assert house.route(keys, num_tokens=965).prefill == ""
-    house.clock.advance(5.0)
-    house.load("p0")
-    house.load("d0")
-    assert house.route(keys, num_tokens=965).prefill == "p0", "no event ever confirmed it"
+    assert harness.route(keys, num_tokens=965).prefill == "p0"
+    assert harness.route(keys, num_tokens=965).prefill == "p0"
+    harness.router.on_prefilled("q1")
+    assert harness.route(keys, num_tokens=965).prefill == ""
+    harness.clock.advance(5.0)
+    harness.load("p0")
+    harness.load("d0")
+    assert harness.route(keys, num_tokens=965).prefill == "p0", "no event ever confirmed it"
 
 
 def test_without_prefill_replicas_decode_replicas_serve_alone() -> None:
-    house = House("d0", "d1")
-    assert {house.route().prefill for _ in range(4)} == {""}
+    harness = RouterHarness("d0", "d1")
+    assert {harness.route().prefill for _ in range(4)} == {""}
 
 
 def test_both_replicas_serve_alone_and_take_turns() -> None:
-    house = House("b0", "b1")
-    decisions = [house.route() for _ in range(6)]
+    harness = RouterHarness("b0", "b1")
+    decisions = [harness.route() for _ in range(6)]
     assert {item.prefill for item in decisions} == {""}
     assert Counter(item.decode for item in decisions) == {"b0": 3, "b1": 3}
 
 
-def test_room_comes_before_everything_on_the_decode_side() -> None:
-    house = House("p0", "d0", "d1")
-    house.load("d0", running=0, free=10)
-    house.load("d1", running=200)
-    decision = house.route(num_tokens=1000)
+def test_free_space_comes_before_everything_on_the_decode_side() -> None:
+    harness = RouterHarness("p0", "d0", "d1")
+    harness.load("d0", running=0, free=10)
+    harness.load("d1", running=200)
+    decision = harness.route(num_tokens=1000)
     assert decision.decode == "d1"
     full = next(item for item in decision.candidates if (item.replica_id, item.side) == ("d0", "decode"))
-    assert full.note == "no room now"
+    assert full.note == "no space now"
 
 
 # ---------------------------------------------------------------------------------------- the record
 
 
 def test_the_last_decisions_are_kept() -> None:
-    house = House("p0", "d0")
+    harness = RouterHarness("p0", "d0")
     for _ in range(NUM_DECISIONS_KEPT + 3):
-        house.route()
-    assert house.router.explain("q3") is None
-    assert house.router.explain("q4") is not None
+        harness.route()
+    assert harness.router.explain("q3") is None
+    assert harness.router.explain("q4") is not None
 
 
 def test_the_same_seed_makes_the_same_random_decisions() -> None:
     config = RouterConfig(policy="random")
-    houses = [House("p0", "p1", "p2", "d0", "d1", config=config) for _ in range(2)]
-    runs = [[(item.prefill, item.decode) for item in (house.route() for _ in range(50))] for house in houses]
+    harnesses = [RouterHarness("p0", "p1", "p2", "d0", "d1", config=config) for _ in range(2)]
+    runs = [
+        [(item.prefill, item.decode) for item in (harness.route() for _ in range(50))]
+        for harness in harnesses
+    ]
     assert runs[0] == runs[1]
     assert len(set(runs[0])) == 6
 
 
 def test_round_robin_takes_turns_on_each_side() -> None:
-    house = House("p0", "p1", "p2", "d0", "d1", config=RouterConfig(policy="round_robin"))
-    decisions = [house.route() for _ in range(6)]
+    harness = RouterHarness("p0", "p1", "p2", "d0", "d1", config=RouterConfig(policy="round_robin"))
+    decisions = [harness.route() for _ in range(6)]
     assert [item.prefill for item in decisions] == ["p0", "p1", "p2"] * 2
     assert [item.decode for item in decisions] == ["d0", "d1"] * 3

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import pytest
-from router_harness import BLOCK_TOKENS, House, keys_of
+from router_harness import BLOCK_TOKENS, RouterHarness, keys_of
 
 
 def test_a_prefix_in_the_store_attracts_less_than_on_the_device_and_more_than_none() -> None:
     keys = keys_of("x", 50)
-    house = House("p0", "p1", "p2", "d0")
-    house.store("p0", keys, "nvme")
-    house.store("p1", keys, "dram")
-    costs = {item.replica_id: item for item in house.route(keys).candidates if item.side == "prefill"}
+    harness = RouterHarness("p0", "p1", "p2", "d0")
+    harness.store("p0", keys, "nvme")
+    harness.store("p1", keys, "dram")
+    costs = {item.replica_id: item for item in harness.route(keys).candidates if item.side == "prefill"}
     assert costs["p1"].loading_tokens == pytest.approx(80.0), "not measured: a tenth"
     assert costs["p0"].loading_tokens == pytest.approx(400.0), "not measured: a half"
     assert costs["p1"].cost < costs["p0"].cost < costs["p2"].cost
-    house = House("p0", "p1", "p2", "d0")
-    house.store("p0", keys, "nvme")
-    assert house.route(keys).prefill == "p0"
-    house = House("p0", "p1", "d0")
-    house.store("p0", keys, "dram")
-    house.store("p1", keys)
-    assert house.route(keys).prefill == "p1"
+    harness = RouterHarness("p0", "p1", "p2", "d0")
+    harness.store("p0", keys, "nvme")
+    assert harness.route(keys).prefill == "p0"
+    harness = RouterHarness("p0", "p1", "d0")
+    harness.store("p0", keys, "dram")
+    harness.store("p1", keys)
+    assert harness.route(keys).prefill == "p1"
 
 
 def test_a_prefix_in_the_store_is_priced_at_its_measured_rate() -> None:
     keys = keys_of("x", 50)
     for load_tok_s, prefill in ((9_000.0, "p1"), (1e6, "p0")):
-        house = House("p0", "p1", "d0")
-        house.store("p0", keys, "nvme")
-        house.load("p0", backlog=200, load_tok_s={"nvme": load_tok_s})
-        decision = house.route(keys)
+        harness = RouterHarness("p0", "p1", "d0")
+        harness.store("p0", keys, "nvme")
+        harness.load("p0", backlog=200, load_tok_s={"nvme": load_tok_s})
+        decision = harness.route(keys)
         assert decision.prefill == prefill
         assert decision.prefill_cached_tokens == (800 if prefill == "p0" else 0)
 
@@ -38,20 +38,20 @@ def test_a_prefix_in_the_store_is_priced_at_its_measured_rate() -> None:
 def test_a_decode_replica_beside_a_stored_prefix_serves_alone() -> None:
     """With all but a block in DRAM at a fast rate, nothing is left for the prefill pool to do."""
     keys = keys_of("x", 60)
-    house = House("p0", "d0", "d1")
-    house.load("d0", running=50)
-    house.load("d1", running=50, load_tok_s={"dram": 1e6})
-    house.store("d1", keys, "dram")
-    decision = house.route(keys, num_tokens=60 * BLOCK_TOKENS + 10)
+    harness = RouterHarness("p0", "d0", "d1")
+    harness.load("d0", running=50)
+    harness.load("d1", running=50, load_tok_s={"dram": 1e6})
+    harness.store("d1", keys, "dram")
+    decision = harness.route(keys, num_tokens=60 * BLOCK_TOKENS + 10)
     assert (decision.prefill, decision.decode) == ("", "d1")
     assert (decision.prefill_cached_tokens, decision.decode_cached_tokens) == (960, 0)
-    assert house.route(keys_of("y", 60), num_tokens=970).prefill == "p0"
+    assert harness.route(keys_of("y", 60), num_tokens=970).prefill == "p0"
 
 
-def test_what_is_loaded_is_no_backlog_and_needs_room() -> None:
+def test_what_is_loaded_is_no_backlog_and_needs_space() -> None:
     keys = keys_of("x", 50)
-    house = House("p0", "d0")
-    house.store("p0", keys, "dram")
-    house.route(keys)
-    later = [item for item in house.route((), num_tokens=1000).candidates if item.side == "prefill"]
+    harness = RouterHarness("p0", "d0")
+    harness.store("p0", keys, "dram")
+    harness.route(keys)
+    later = [item for item in harness.route((), num_tokens=1000).candidates if item.side == "prefill"]
     assert [item.backlog_tokens for item in later] == [200.0]

@@ -46,7 +46,7 @@ from kvtransfer.store.messages import (
     StoreRefusal,
     StoreReport,
 )
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")

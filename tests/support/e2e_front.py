@@ -1,4 +1,4 @@
-"""A real gateway in front of a `e2e_harness.House`: a roster, replicas that live in it as `cluster.serve.app` lets
+"""A real gateway in front of a `e2e_harness.Harness`: a roster, replicas that live in it as `cluster.serve.app` lets
 them, and clients whose streams are recorded.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e_harness import BLOCK_TOKENS, House, Replica, until
+from e2e_harness import BLOCK_TOKENS, E2eHarness, Replica, until
 
 from cluster.api.client import Client, GenerateOptions, GenerateStream, Prompt
 from cluster.config import ClusterConfig, parse_config
@@ -100,12 +100,12 @@ class Call:
 
 
 class Front:
-    """One gateway with its own roster over some replicas of a house; several can share the replicas."""
+    """One gateway with its own roster over some replicas of a harness; several can share the replicas."""
 
-    def __init__(self, house: House, model_dir: Path, **router: Any) -> None:
+    def __init__(self, harness: E2eHarness, model_dir: Path, **router: Any) -> None:
         """`router`: its settings. By default the policy is plain, and every prompt is handed over."""
         number = next(_FRONT_NUMBERS)
-        self.house = house
+        self.harness = harness
         self.clock = SystemClock()
         self.roster = LocalRoster(self.clock)
         settings = {"policy": "round_robin", "skip_prefill_tokens": 0, **router}
@@ -114,7 +114,7 @@ class Front:
             epoch=1,
             config=front_config(model_dir, settings),
             roster=self.roster,
-            secret=house.secret,
+            secret=harness.secret,
             clock=self.clock,
             seeds=_drawing(number),
         )
@@ -140,19 +140,19 @@ class Front:
             self._registered.append(replica)
             self._lives.append(asyncio.create_task(self._live(replica)))
         targets = [
-            HandOverTarget(it.brain.identity, it.brain.address)
+            HandOverTarget(it.core.identity, it.core.address)
             for it in self._registered
-            if it.brain.role != "prefill"
+            if it.core.role != "prefill"
         ]
         for replica in self._registered:
-            if replica.brain.role != "decode":
-                replica.brain.join_peers(targets)
-        names = {replica.brain.identity.replica_id for replica in replicas}
+            if replica.core.role != "decode":
+                replica.core.join_peers(targets)
+        names = {replica.core.identity.replica_id for replica in replicas}
         await until(lambda: names <= self._connected(), f"{sorted(names)} are connected and joined")
 
     async def forget(self, replica: Replica) -> None:
         """Tell the roster that the replica is gone."""
-        identity = replica.brain.identity
+        identity = replica.core.identity
         await self.roster.remove(identity.replica_id, identity.epoch)
 
     def call(
@@ -177,7 +177,7 @@ class Front:
         await self.gateway.stop()
 
     def _connected(self) -> set[str]:
-        num_targets = sum(it.brain.role != "prefill" for it in self._registered)
+        num_targets = sum(it.core.role != "prefill" for it in self._registered)
         return {
             view.record.identity.replica_id
             for view in self.gateway.connections.views()
@@ -185,19 +185,19 @@ class Front:
         }
 
     async def _live(self, replica: Replica) -> None:
-        """As `cluster.serve.app.ReplicaActor`: a brain that cannot go on leaves the roster and ends."""
+        """As `cluster.serve.app.ReplicaActor`: an engine core that cannot go on leaves the roster and ends."""
         try:
             while True:
                 await self.clock.sleep(HEALTH_PERIOD_S)
-                replica.brain.check_health()
+                replica.core.check_health()
         except RankDiedError:
             await self.forget(replica)
-            await replica.brain.stop()
+            await replica.core.stop()
 
 
 async def tokens_alone(
     replica: Replica,
-    house: House,
+    harness: E2eHarness,
     asked: list[int],
     seed: int,
     num_tokens: int,
@@ -205,14 +205,14 @@ async def tokens_alone(
     **sampling: Any,
 ) -> list[int]:
     """What one engine gives for a sample of the request with this seed, when nothing else runs."""
-    submission = house.submission(
+    submission = harness.submission(
         f"alone{next(_ALONE_NUMBERS)}",
         asked,
         seed=sample_seed(seed, sample),
         max_tokens=num_tokens,
         **sampling,
     )
-    heard = await house.run(replica, submission)
+    heard = await harness.run(replica, submission)
     assert heard.failure is None, heard.failure
     return heard.sequence()
 
@@ -241,14 +241,14 @@ def _drawing(seed: int) -> Callable[[], int]:
 
 
 def _record(replica: Replica) -> ReplicaRecord:
-    brain = replica.brain
+    core = replica.core
     return ReplicaRecord(
-        identity=brain.identity,
-        pool=brain.pool_name,
-        role=brain.role,
-        address=brain.address,
+        identity=core.identity,
+        pool=core.pool_name,
+        role=core.role,
+        address=core.address,
         model="tiny",
-        compatibility=brain.compatibility,
-        process_id=brain.rank_process_ids[0],
-        rank_process_ids=brain.rank_process_ids,
+        compatibility=core.compatibility,
+        process_id=core.rank_process_ids[0],
+        rank_process_ids=core.rank_process_ids,
     )

@@ -1,4 +1,4 @@
-"""A house in one process: real brains on loopback, real rank processes, a bare Link in place of a gateway."""
+"""A harness in one process: real engine cores on loopback, real rank processes, a bare Link in place of a gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import KvEvents, ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -93,10 +93,10 @@ class Heard:
 
 
 class Replica:
-    """A brain, with the bare Link of a gateway to it."""
+    """An engine core, with the bare Link of a gateway to it."""
 
-    def __init__(self, brain: EngineCore, heard: dict[tuple[str, int], Heard]) -> None:
-        self.brain = brain
+    def __init__(self, core: EngineCore, heard: dict[tuple[str, int], Heard]) -> None:
+        self.core = core
         self.load: LoadReport | None = None
         self.events: list[KvEvents] = []
         self._heard = heard
@@ -105,10 +105,10 @@ class Replica:
 
     @property
     def target(self) -> HandOverTarget:
-        return HandOverTarget(self.brain.identity, self.brain.address)
+        return HandOverTarget(self.core.identity, self.core.address)
 
     async def connect(self, secret: bytes) -> None:
-        self._stream = await open_stream(self.brain.address, "link", secret, "walk")
+        self._stream = await open_link(self.core.address, "link", secret, "walk")
         self._stream.send(LINK_DOWN_CODEC.encode(GatewayHello("walk", 1)))
         hello = await self._stream.receive()
         assert hello is not None
@@ -156,7 +156,7 @@ class Replica:
             self._heard.setdefault((ended.request_id, ended.attempt), Heard()).moves.append(ended)
 
 
-class House:
+class E2eHarness:
     """Replicas by name; `submit` and `run` speak to them as a gateway would."""
 
     def __init__(self, model_dir: Path, parallel: Parallel = SINGLE) -> None:
@@ -180,7 +180,7 @@ class House:
         epoch: int = 1,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
-        brain = EngineCore(
+        core = EngineCore(
             identity=ReplicaIdentity(name, epoch),
             pool=role,
             role=role,
@@ -197,10 +197,10 @@ class House:
             faults=faults,
         )
         async with contextlib.AsyncExitStack() as failed:
-            failed.push_async_callback(brain.stop)
-            await brain.start()
+            failed.push_async_callback(core.stop)
+            await core.start()
             failed.pop_all()
-        replica = self.replicas[name] = Replica(brain, self.heard)
+        replica = self.replicas[name] = Replica(core, self.heard)
         await replica.connect(self.secret)
         return replica
 
@@ -223,7 +223,7 @@ class House:
         deadline_s: float | None = None,
         **sampling: Any,
     ) -> Submission:
-        fingerprint = next(iter(self.replicas.values())).brain.compatibility.model_fingerprint
+        fingerprint = next(iter(self.replicas.values())).core.compatibility.model_fingerprint
         return Submission(
             request_id=request_id,
             attempt=attempt,
@@ -253,19 +253,19 @@ class House:
     async def quiet(self, *replicas: Replica) -> None:
         """Wait until nothing is referenced, quarantined or landing anywhere, then check the books."""
         for replica in replicas or self.replicas.values():
-            brain = replica.brain
+            core = replica.core
 
-            def is_quiet(brain: EngineCore = brain) -> bool:
-                pool = brain.pool
-                books = brain.inbound.book.num_open + brain.inbound.book.num_waiting
-                busy = books + brain.outbound.book.num_active + len(brain.requests)
-                if brain.tiers is not None:
-                    busy += not brain.tiers.is_idle
+            def is_quiet(core: EngineCore = core) -> bool:
+                pool = core.pool
+                books = core.inbound.book.num_open + core.inbound.book.num_waiting
+                busy = books + core.outbound.book.num_active + len(core.requests)
+                if core.tiers is not None:
+                    busy += not core.tiers.is_idle
                 return pool.num_referenced == 0 and pool.num_quarantined == 0 and busy == 0
 
-            await until(is_quiet, f"every reference of {brain.identity.replica_id} is 0")
-            brain.pool.check()
-            brain.scheduler.check()
+            await until(is_quiet, f"every reference of {core.identity.replica_id} is 0")
+            core.pool.check()
+            core.scheduler.check()
 
     async def __aenter__(self) -> Self:
         return self
@@ -278,12 +278,12 @@ class House:
         """End all replicas, also after one whose end fails."""
         async with contextlib.AsyncExitStack() as ends:
             for replica in reversed(self.replicas.values()):
-                ends.push_async_callback(replica.brain.stop)
+                ends.push_async_callback(replica.core.stop)
                 ends.push_async_callback(replica.close)
 
     def wake_all(self) -> None:
         """Continue every rank that a test stopped, so that it can end."""
         for replica in self.replicas.values():
-            for process_id in replica.brain.rank_process_ids:
+            for process_id in replica.core.rank_process_ids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGCONT)

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from e2e_harness import Heard, House, Replica, until
+from e2e_harness import E2eHarness, Heard, Replica, until
 
 from kvtransfer.common.faults import FaultRule
 from workers.messages import Move, Submission
@@ -19,19 +19,19 @@ def prompt(seed: int, num_tokens: int = 100) -> list[int]:
     return [draw.randrange(3, 190) for _ in range(num_tokens)]
 
 
-async def started(house: House, at: Replica, submission: Submission, num_tokens: int = 5) -> Heard:
+async def started(harness: E2eHarness, at: Replica, submission: Submission, num_tokens: int = 5) -> Heard:
     """The request runs there and has told so many tokens."""
     at.send(submission)
-    heard = house.heard.setdefault((submission.request_id, submission.attempt), Heard())
+    heard = harness.heard.setdefault((submission.request_id, submission.attempt), Heard())
     await until(lambda: len(heard.tokens.get(0, {})) >= num_tokens, f"{num_tokens} tokens")
     return heard
 
 
 async def joined(source: Replica, target: Replica) -> None:
     """The path is measured: a short stream would end before that on a busy machine."""
-    source.brain.join_peers([target.target])
-    name = target.brain.identity
-    await until(lambda: source.brain.peers.connection(name) is not None, f"a path to {name.replica_id}")
+    source.core.join_peers([target.target])
+    name = target.core.identity
+    await until(lambda: source.core.peers.connection(name) is not None, f"a path to {name.replica_id}")
 
 
 def move(submission: Submission, source: Replica, target: Replica) -> None:
@@ -46,20 +46,22 @@ def fired(fault: FaultRule) -> bool:
     return Path(fault.marker).exists() and Path(fault.marker).read_text() != ""
 
 
-async def moved_and_right(house: House, heard: Heard, submission: Submission, num_moves: int = 1) -> None:
+async def moved_and_right(
+    harness: E2eHarness, heard: Heard, submission: Submission, num_moves: int = 1
+) -> None:
     """It ended well after so many moves, with what one engine gives."""
-    await house.ended(submission)
+    await harness.ended(submission)
     assert heard.failure is None, heard.failure
     assert [ended.error for ended in heard.moves] == [""] * num_moves
     assert heard.hand_over is not None
     sampling = {name: getattr(submission.sampling, name) for name in submission.sampling.__struct_fields__}
-    alone = house.submission(
+    alone = harness.submission(
         f"{submission.request_id}-alone",
         [int(it) for it in memoryview(submission.prompt).cast("I")],
         seed=submission.samples[0].seed,
         **sampling,
     )
-    wanted = await house.run(house.replicas["b0"], alone)
+    wanted = await harness.run(harness.replicas["b0"], alone)
     assert heard.sequence() == wanted.sequence()
     assert heard.logprobs.keys() == wanted.logprobs.keys()
     for index, logprob in wanted.logprobs.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
-from e2e_harness import SINGLE, House, Replica
+from e2e_harness import SINGLE, E2eHarness, Replica
 
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
@@ -21,8 +21,8 @@ SAMPLINGS: tuple[dict[str, Any], ...] = ({}, SEEDED)
 class Stage:
     """Replicas that stay (p0 prefill, d0 decode, b0 alone), and guests."""
 
-    def __init__(self, house: House, model_dir: Path, engine: dict[str, Any]) -> None:
-        self.house = house
+    def __init__(self, harness: E2eHarness, model_dir: Path, engine: dict[str, Any]) -> None:
+        self.harness = harness
         self.model_dir = model_dir
         self._engine = engine
         self._num_guests = 0
@@ -34,20 +34,20 @@ class Stage:
     ) -> AsyncIterator[Self]:
         """A stage whose replicas have these settings of the engine, and this shape; b0 has one rank."""
         model_dir = copy_tiny(folder)
-        async with House(model_dir, parallel) as house:
+        async with E2eHarness(model_dir, parallel) as harness:
             async with asyncio.TaskGroup() as starts:
-                starts.create_task(house.add("p0", "prefill", engine=engine))
-                starts.create_task(house.add("d0", "decode", engine=engine))
-                starts.create_task(house.add("b0", "both", engine=engine, parallel=SINGLE))
-            yield cls(house, model_dir, engine)
+                starts.create_task(harness.add("p0", "prefill", engine=engine))
+                starts.create_task(harness.add("d0", "decode", engine=engine))
+                starts.create_task(harness.add("b0", "both", engine=engine, parallel=SINGLE))
+            yield cls(harness, model_dir, engine)
 
     @property
     def p0(self) -> Replica:
-        return self.house.replicas["p0"]
+        return self.harness.replicas["p0"]
 
     @property
     def d0(self) -> Replica:
-        return self.house.replicas["d0"]
+        return self.harness.replicas["d0"]
 
     async def guest(
         self, role: str, *faults: FaultRule, transfer: dict[str, Any] | None = None, **engine: Any
@@ -55,27 +55,29 @@ class Stage:
         """A new replica, with changed settings."""
         self._num_guests += 1
         name, settings = f"guest{self._num_guests}", {**self._engine, **engine}
-        return await self.house.add(name, role, engine=settings, transfer=transfer or {}, faults=faults)
+        return await self.harness.add(name, role, engine=settings, transfer=transfer or {}, faults=faults)
 
     @asynccontextmanager
     async def front(self, *replicas: Replica) -> AsyncIterator[Front]:
         """A gateway over these replicas; guests end with it."""
-        front = Front(self.house, self.model_dir)
+        front = Front(self.harness, self.model_dir)
         await front.open()
         try:
             await front.register(*replicas)
             yield front
         finally:
-            self.house.wake_all()
+            self.harness.wake_all()
             await front.close()
-            for name in [name for name in self.house.replicas if name.startswith("guest")]:
-                replica = self.house.replicas.pop(name)
+            for name in [name for name in self.harness.replicas if name.startswith("guest")]:
+                replica = self.harness.replicas.pop(name)
                 await replica.close()
-                await replica.brain.stop()
+                await replica.core.stop()
 
     async def wanted(self, tokens: list[int], seed: int, num_tokens: int, **sampling: Any) -> list[int]:
         """What follows on the prompt `tokens`, from one engine without any hand-over."""
-        return await tokens_alone(self.house.replicas["b0"], self.house, tokens, seed, num_tokens, **sampling)
+        return await tokens_alone(
+            self.harness.replicas["b0"], self.harness, tokens, seed, num_tokens, **sampling
+        )
 
     def calls(self, front: Front, seed: int, count: int, num_tokens: int, **options: Any) -> list[Call]:
         """So many streams, greedy and seeded ones by turns."""

@@ -25,11 +25,11 @@ from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.listener import ProvenListener
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import frame_stream
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
-from kvtransfer.store.remote.exchange import Exchange, Lent, Wanted, arena_pool
+from kvtransfer.store.remote.exchange import Exchange, LeasedRecord, Wanted, arena_pool
 
 SECRET = bytes(range(32))
 SHARD = Shard(0, 2, 0, 2)
@@ -78,7 +78,7 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"not within {WAIT_S} s: {what}")
 
 
-class Node:
+class StoreNode:
     """One node: `put` records, let others `fetch` them."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Node:
         self.settings = settings
         self.identity = ReplicaIdentity(settings.node_id, settings.epoch)
         self.arena = Arena.create(settings.dram_bytes, settings.granule_bytes, False)
-        self.records: dict[RecordId, Lent] = {}
+        self.records: dict[RecordId, LeasedRecord] = {}
         self.leases: Counter[RecordId] = Counter()
         self.num_lent = 0
         self.freed: list[int] = []
@@ -129,10 +129,10 @@ class Node:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.errors.append(error)
 
-    async def _serve(self, sock: socket.socket, _: str) -> None:
-        stream = FrameStream(*await asyncio.open_connection(sock=socket.socket(fileno=sock.detach())))
+    async def _serve(self, sock: socket.socket, name: str) -> None:
+        stream = await frame_stream(sock, name)
         try:
-            hello = TO_OWNER_CODEC.decode(await stream.receive())
+            hello = TO_OWNER_CODEC.decode(await stream.next_frame())
             assert isinstance(hello, OwnerHello)
             await self.exchange.serve(stream, hello)
         finally:
@@ -140,7 +140,7 @@ class Node:
 
     # ------------------------------------------------------------------------------- the owner's part
 
-    async def lend(self, record: RecordId) -> Lent | None:
+    async def lease_record(self, record: RecordId) -> LeasedRecord | None:
         if self.on_lend is not None:
             await self.on_lend(record)
         lent = self.records.get(record)
@@ -149,7 +149,7 @@ class Node:
             self.num_lent += 1
         return lent
 
-    def give_back(self, lent: Lent) -> None:
+    def release_record(self, lent: LeasedRecord) -> None:
         record = next(each for each, other in self.records.items() if other is lent)
         self.leases[record] -= 1
         assert self.leases[record] >= 0
@@ -170,7 +170,7 @@ class Node:
 
     # -------------------------------------------------------------------------------------- the test's
 
-    def put(self, number: int, num_bytes: int) -> Lent:
+    def put(self, number: int, num_bytes: int) -> LeasedRecord:
         """A committed record."""
         offset = self.arena.allocate(num_bytes)
         assert offset is not None
@@ -181,7 +181,7 @@ class Node:
         self._sequence += 1
         self.arena.write_header(offset, info, "committed", self._sequence)
         self.arena.payload(offset, num_bytes)[:] = data
-        lent = self.records[info.id] = Lent(offset, num_bytes, info.checksum)
+        lent = self.records[info.id] = LeasedRecord(offset, num_bytes, info.checksum)
         return lent
 
     def want(self, number: int, num_bytes: int) -> Wanted:
@@ -257,7 +257,7 @@ class NodeProcess:
 
 
 async def _run(start: StartNode) -> None:
-    async with Node(start.settings, faults=Faults(start.faults)) as node:
+    async with StoreNode(start.settings, faults=Faults(start.faults)) as node:
         for number, num_bytes in start.records:
             node.put(number, num_bytes)
         sys.stdout.write(f"{node.address}\n")

@@ -1,4 +1,4 @@
-"""Rank processes as a brain holds them, and ranks that a test plays while they start."""
+"""Rank processes as an engine core holds them, and ranks that a test plays while they start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_specs(
             rank=rank,
             tp=tp,
             pp=pp,
-            brain_address="",
+            engine_core_address="",
             secret=SECRET,
             model_dir=str(model_dir),
             dtype="float32",
@@ -122,12 +122,12 @@ class EngineCore:
 
 @asynccontextmanager
 async def holding(launcher: RankLauncher = FORKS, clock: Clock | None = None) -> AsyncIterator[EngineCore]:
-    brain = EngineCore(launcher, clock or SystemClock())
+    core = EngineCore(launcher, clock or SystemClock())
     try:
-        yield brain
+        yield core
     finally:
-        await brain.group.stop()
-        await brain.launcher.endings()
+        await core.group.stop()
+        await core.launcher.endings()
 
 
 def refuse_planning(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:

@@ -46,7 +46,7 @@ class RawRedis:
         fixed = {"bind": "127.0.0.1", "port": self.port, "save": '""', "dir": folder, "loglevel": "warning"}
         named = {name.replace("_", "-"): value for name, value in settings.items()}
         self._settings = {**fixed, **named}
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
@@ -57,11 +57,11 @@ class RawRedis:
         """Run (again), at the same port."""
         config = "".join(f"{name} {value}\n" for name, value in self._settings.items())
         command = [sys.executable, redis_watchdog.__file__, find_binary()]
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        assert self._keeper.stdin is not None
-        with killed_on_error(self._keeper):
-            self._keeper.stdin.write(config.encode() + b"\n")
-            self._keeper.stdin.flush()
+        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert self._watchdog.stdin is not None
+        with killed_on_error(self._watchdog):
+            self._watchdog.stdin.write(config.encode() + b"\n")
+            self._watchdog.stdin.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -71,8 +71,8 @@ class RawRedis:
 
     def is_up(self) -> bool:
         """Wait until the server answers. Returns False if it ends instead."""
-        assert self._keeper is not None
-        while self._keeper.poll() is None:
+        assert self._watchdog is not None
+        while self._watchdog.poll() is None:
             with suppress(redis.ConnectionError), redis.Redis(port=self.port, retry=_SHORTLY) as client:
                 return bool(client.ping())
         return False
@@ -83,8 +83,8 @@ class RawRedis:
         return redis.Redis(port=self.port, retry=retry, retry_on_error=[redis.ConnectionError], **options)
 
     def signal(self, number: signal.Signals) -> None:
-        assert self._keeper is not None
-        for child in psutil.Process(self._keeper.pid).children():
+        assert self._watchdog is not None
+        for child in psutil.Process(self._watchdog.pid).children():
             child.send_signal(number)
 
     def kill(self) -> None:
@@ -93,9 +93,9 @@ class RawRedis:
         self.close()
 
     def close(self) -> None:
-        if self._keeper is not None and self._keeper.stdin is not None:
-            self._keeper.stdin.close()
-            self._keeper.wait()
+        if self._watchdog is not None and self._watchdog.stdin is not None:
+            self._watchdog.stdin.close()
+            self._watchdog.wait()
 
 
 class HeldAnswers:

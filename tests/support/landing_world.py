@@ -183,7 +183,7 @@ class World:
         return True
 
     def hear_writer(self, rank: int) -> bool:
-        """The prefill brain takes a report of one of its ranks."""
+        """The prefill engine core takes a report of one of its ranks."""
         reports = self.writers[rank].reports
         if not reports:
             return False
@@ -198,7 +198,7 @@ class World:
         return True
 
     def hear_target(self, rank: int) -> bool:
-        """The decode brain takes a report of one of its ranks."""
+        """The decode engine core takes a report of one of its ranks."""
         reports = self.targets[rank].reports
         if not reports:
             return False
@@ -239,7 +239,7 @@ class World:
             self.do_landing(self.landing.writer_lost(PREFILL))
 
     def prefill_dies(self) -> None:
-        """The brain and all of its ranks."""
+        """The engine core and all of its ranks."""
         self.prefill_lives = False
         for writer in self.writers:
             writer.die()
@@ -264,13 +264,13 @@ class World:
         return steps
 
     def writers_work(self) -> None:
-        """The prefill ranks do all they can, and their brain hears of it."""
+        """The prefill ranks do all they can, and their engine core hears of it."""
         for writer in self.writers:
             while writer.handle() or writer.write() or self.hear_writer(writer.rank):
                 pass
 
     def targets_work(self) -> None:
-        """The decode ranks do all they can, and their brain hears of it."""
+        """The decode ranks do all they can, and their engine core hears of it."""
         for target in self.targets:
             while target.run() or self.hear_target(target.rank):
                 pass

@@ -16,7 +16,7 @@ class LinkEnd(asyncio.Transport):
         super().__init__()
         self._written = bytearray()
         self._is_closing = False
-        self.stream = FrameStream(name)
+        self.stream = FrameStream(name, has_heartbeat=True)
         self.stream.connection_made(self)
 
     def feed(self, frame: bytes | None) -> None:

@@ -107,7 +107,7 @@ async def _serve() -> None:
     starting = asyncio.create_task(group.start([_spec()], "127.0.0.1", lambda joined: ((0, 1),)))
     while not launcher.puppets:
         await SystemClock().sleep(0.01)
-    addresses["ranks"] = launcher.puppets[0].spec.brain_address
+    addresses["ranks"] = launcher.puppets[0].spec.engine_core_address
 
     store = HashStore()
     board = Switchboard(store, 0, 1, "here", SECRET)
@@ -144,7 +144,7 @@ def _spec() -> RankSpec:
         rank=0,
         tp=1,
         pp=1,
-        brain_address="",
+        engine_core_address="",
         secret=SECRET,
         model_dir="",
         dtype="float32",

@@ -98,7 +98,7 @@ class LocalEngine:
         self.plans: list[StepPlan] = []
 
     def run(self, submissions: Sequence[Submission]) -> dict[tuple[str, int], bytes]:
-        """The outputs of all samples; plans run ahead as they do under a brain. Requests that fail are in
+        """The outputs of all samples; plans run ahead as they do under an engine core. Requests that fail are in
         `failures`."""
         for submission in submissions:
             self.scheduler.submit(submission, 0.0)

@@ -62,7 +62,7 @@ class Side:
         self, identity: ReplicaIdentity, peer: ReplicaIdentity, num_blocks: int, num_offload_blocks: int
     ) -> None:
         self.identity = identity
-        self.rooms = Components(
+        self.replica = Components(
             num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks
         )
         self.other: Side
@@ -74,72 +74,72 @@ class Side:
 
     def plan(self) -> bool:
         """Send a plan, if one is possible and not too many are out."""
-        rooms = self.rooms
-        rooms.inbound.grant()
-        rooms.outbound.wanted(rooms.scheduler.landings_wanted(rooms.clock.now()))
-        plan = rooms.scheduler.plan(rooms.clock.now()) if len(self.plans) < DEPTH else None
+        replica = self.replica
+        replica.inbound.grant()
+        replica.outbound.wanted(replica.scheduler.landings_wanted(replica.clock.now()))
+        plan = replica.scheduler.plan(replica.clock.now()) if len(self.plans) < DEPTH else None
         if plan is not None:
             self.plans.append(plan)
-        rooms.moving.pump()
-        for failure in rooms.scheduler.take_failures():
-            rooms.requests.dropped(failure)
+        replica.moving.pump()
+        for failure in replica.scheduler.take_failures():
+            replica.requests.dropped(failure)
         return plan is not None
 
     def settle(self) -> bool:
         """The rank runs the oldest plan and reports it."""
         if not self.plans:
             return False
-        rooms = self.rooms
-        report = rooms.rank.run(self.plans.popleft())
-        rooms.requests.settle(rooms.scheduler.settle(report, rooms.clock.now()))
-        rooms.moving.pump()
+        replica = self.replica
+        report = replica.rank.run(self.plans.popleft())
+        replica.requests.settle(replica.scheduler.settle(report, replica.clock.now()))
+        replica.moving.pump()
         return True
 
     def send(self, as_writer: bool) -> bool:
         """The other side hears the oldest message from here."""
-        peers = self.rooms.peers
+        peers = self.replica.peers
         waiting = peers.to_reader if as_writer else peers.to_writer
         if not waiting:
             return False
         message = waiting.pop(0)
         if as_writer:
-            self.other.rooms.inbound.message(self.identity, message)
+            self.other.replica.inbound.message(self.identity, message)
         else:
-            self.other.rooms.outbound.message(self.identity, message)
-        self.other.rooms.moving.pump()
+            self.other.replica.outbound.message(self.identity, message)
+        self.other.replica.moving.pump()
         return True
 
     def transfer(self) -> bool:
         """The rank carries out the oldest order of the transfer, and reports it."""
-        rooms = self.rooms
-        if not rooms.orders and not rooms.orders_to:
+        replica = self.replica
+        if not replica.orders and not replica.orders_to:
             return False
-        order = rooms.orders.pop(0) if rooms.orders else rooms.orders_to.pop(0)[1]
+        order = replica.orders.pop(0) if replica.orders else replica.orders_to.pop(0)[1]
         self._carry_out(order)
-        rooms.moving.pump()
+        replica.moving.pump()
         return True
 
     def _carry_out(self, order: TransferOrder) -> None:
-        rooms = self.rooms
+        replica = self.replica
         match order:
             case PushOrder() if self.num_broken_pushes:
                 self.num_broken_pushes -= 1
-                rooms.outbound.report(0, PushFailed(order.push_id, order.landing_id, "broken on purpose"))
+                replica.outbound.report(0, PushFailed(order.push_id, order.landing_id, "broken on purpose"))
             case PushOrder():
                 for move in order.moves:
                     self._write(move.src_block, move.dst_block)
                 pieces = tuple(PieceSum(move.block_index, 0, WHOLE, 5) for move in order.moves)
-                rooms.outbound.report(
+                replica.outbound.report(
                     0, PushDone(order.push_id, order.landing_id, pieces, 8 * len(pieces), 0.1, 1.0, "shm")
                 )
             case StopPush(landing_id):
-                rooms.outbound.report(0, PushStopped(landing_id))
+                replica.outbound.report(0, PushStopped(landing_id))
             case VerifyOrder():
                 bad = tuple(it.block_index for it in order.pieces if it.block_id in self._flipped)
                 self._flipped.difference_update(it.block_id for it in order.pieces)
-                rooms.inbound.report(0, Verified(order.landing_id, bad))
+                replica.inbound.report(0, Verified(order.landing_id, bad))
             case CloseLanding(landing_id):
-                rooms.inbound.report(0, LandingClosed(landing_id, ()))
+                replica.inbound.report(0, LandingClosed(landing_id, ()))
             case OpenLanding():
                 pass
             case _:
@@ -148,33 +148,33 @@ class Side:
     def _write(self, src_block: int, dst_block: int) -> None:
         target = self.other
         for offset in range(BLOCK_TOKENS):
-            token = self.rooms.rank.kv.get((src_block, offset), 0)
-            target.rooms.rank.kv[dst_block, offset] = token + (1 if target.num_flips else 0)
+            token = self.replica.rank.kv.get((src_block, offset), 0)
+            target.replica.rank.kv[dst_block, offset] = token + (1 if target.num_flips else 0)
         if target.num_flips:
             target.num_flips -= 1
             target._flipped.add(dst_block)
 
     def lose_link(self) -> None:
         """The link on which this side writes to the other ends; a new one opens at once."""
-        self.rooms.peers.to_reader.clear()
-        self.other.rooms.peers.to_writer.clear()
-        self.other.rooms.inbound.writer_lost(self.identity)
-        self.rooms.outbound.peer_failed(self.other.identity, "reset")
-        self.rooms.peers.to_reader.clear()
-        self.other.rooms.peers.to_writer.clear()
-        self.other.rooms.inbound.writer_joined(self.identity, ((0, WHOLE),))
-        self.rooms.moving.pump()
+        self.replica.peers.to_reader.clear()
+        self.other.replica.peers.to_writer.clear()
+        self.other.replica.inbound.writer_lost(self.identity)
+        self.replica.outbound.peer_failed(self.other.identity, "reset")
+        self.replica.peers.to_reader.clear()
+        self.other.replica.peers.to_writer.clear()
+        self.other.replica.inbound.writer_joined(self.identity, ((0, WHOLE),))
+        self.replica.moving.pump()
 
     def is_quiet(self) -> bool:
-        rooms = self.rooms
-        waiting = rooms.peers.to_reader or rooms.peers.to_writer or rooms.orders or rooms.orders_to
+        replica = self.replica
+        waiting = replica.peers.to_reader or replica.peers.to_writer or replica.orders or replica.orders_to
         return not (waiting or self.plans)
 
     def check(self) -> None:
-        rooms = self.rooms
-        rooms.pool.check()
-        rooms.scheduler.check(rooms.inbound.book.num_references)
-        rooms.inbound.book.check()
+        replica = self.replica
+        replica.pool.check()
+        replica.scheduler.check(replica.inbound.book.num_references)
+        replica.inbound.book.check()
 
 
 class MovingPair:
@@ -190,10 +190,10 @@ class MovingPair:
 
     def submit(self, prompt: list[int], max_tokens: int, at: Side, num_samples: int = 1) -> Stream:
         name = f"r{len(self.streams)}"
-        submission = at.rooms.submission(name, prompt, outputs=((),) * num_samples, max_tokens=max_tokens)
+        submission = at.replica.submission(name, prompt, outputs=((),) * num_samples, max_tokens=max_tokens)
         wanted = alone(prompt, 0, max_tokens, submission.sampling)
         stream = self.streams[name, 1] = Stream(submission, at, wanted)
-        at.rooms.requests.submit(GATEWAY, submission)
+        at.replica.requests.submit(GATEWAY, submission)
         return stream
 
     def move(self, stream: Stream) -> None:
@@ -201,24 +201,24 @@ class MovingPair:
         side, target = stream.at, stream.at.other
         stream.target = target
         order = Move(*stream.key, HandOverTarget(target.identity, "address"))
-        side.rooms.moving.ask(GATEWAY, order)
-        side.rooms.moving.pump()
+        side.replica.moving.ask(GATEWAY, order)
+        side.replica.moving.pump()
 
     def cancel(self, stream: Stream) -> None:
         stream.is_cancelled = True
         for side in self.sides:
-            side.rooms.requests.cancel(stream.key)
+            side.replica.requests.cancel(stream.key)
 
     def listen(self) -> None:
         """The gateway reads its Links."""
         for side in self.sides:
-            rooms = side.rooms
-            rooms.gateways.flush()
-            rooms._listen()
-            for report in rooms.joined:
+            replica = side.replica
+            replica.gateways.flush()
+            replica._listen()
+            for report in replica.joined:
                 stream = self.streams[report.request_id, report.attempt]
                 stream.at, stream.target = side, None
-            for delta in rooms.deltas:
+            for delta in replica.deltas:
                 stream = self.streams[delta.request_id, delta.attempt]
                 if delta.sample:
                     continue
@@ -226,21 +226,21 @@ class MovingPair:
                     assert delta.first_index + offset not in stream.tokens, "a token was told twice"
                     stream.tokens[delta.first_index + offset] = token
                 stream.finish = delta.finish or stream.finish
-            for failure in rooms.failures:
+            for failure in replica.failures:
                 stream = self.streams[failure.request_id, failure.attempt]
                 assert not stream.finish
                 stream.failure = failure
                 if not stream.is_cancelled:  # as a journey does: it stops the attempt wherever it may be
                     for member in self.sides:
-                        member.rooms.requests.cancel(stream.key)
-            for ended in rooms.moves:
+                        member.replica.requests.cancel(stream.key)
+            for ended in replica.moves:
                 stream = self.streams[ended.request_id, ended.attempt]
                 if ended.error and stream.at is side:
                     stream.target = None
-            rooms.joined.clear()
-            rooms.deltas.clear()
-            rooms.failures.clear()
-            rooms.moves.clear()
+            replica.joined.clear()
+            replica.deltas.clear()
+            replica.failures.clear()
+            replica.moves.clear()
 
     def run(self, num_rounds: int = 400) -> None:
         """Let everything happen, in turn, until nothing is left to."""
@@ -259,11 +259,11 @@ class MovingPair:
         """Nothing is left anywhere, and every stream has its tokens, once, and its one end."""
         for side in self.sides:
             side.check()
-            rooms = side.rooms
-            assert rooms.pool.num_references == rooms.pool.num_quarantined == 0
-            left = (len(rooms.requests), len(rooms.moving), rooms.outbound.book.num_active)
+            replica = side.replica
+            assert replica.pool.num_references == replica.pool.num_quarantined == 0
+            left = (len(replica.requests), len(replica.moving), replica.outbound.book.num_active)
             assert left == (0, 0, 0), f"{side.identity.replica_id}: {left}"
-            assert rooms.inbound.book.num_open == rooms.inbound.book.num_waiting == 0
+            assert replica.inbound.book.num_open == replica.inbound.book.num_waiting == 0
         for stream in self.streams.values():
             assert stream.is_over, f"{stream.key} hangs"
             got = [stream.tokens[index] for index in sorted(stream.tokens)]

@@ -23,7 +23,7 @@ from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.decoder import load_decoder
 from workers.model.model_config import read_model_config
 from workers.model.parallel import parallelize
-from workers.model.split import kv_heads
+from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.process import find_store, open_store

@@ -1,4 +1,4 @@
-"""Ranks of a replica that a test plays: no processes, only their connections to the brain."""
+"""Ranks of a replica that a test plays: no processes, only their connections to the engine core."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Puppet:
         self.say(RankJoined(self.spec.rank, 1, "", StageCost(), 0.0))
 
     async def connect(self) -> None:
-        host, _, port = self.spec.brain_address.rpartition(":")
+        host, _, port = self.spec.engine_core_address.rpartition(":")
         self.sock = sock = socket.create_connection((host, int(port)))
         await asyncio.to_thread(prove_as_client, sock, SECRET, "puppet")
 

@@ -1,4 +1,4 @@
-"""The rooms of a brain that hand-overs go through, with a model of the rank and without any wire."""
+"""The rooms of an engine core that hand-overs go through, with a model of the rank and without any wire."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Components:
         )
 
     def pump(self) -> None:
-        """What the brain does after every event, and what the rank answers."""
+        """What the engine core does after every event, and what the rank answers."""
         self.inbound.grant()
         self.outbound.wanted(self.scheduler.landings_wanted(self.clock.now()))
         plan = self.scheduler.plan(self.clock.now())
@@ -208,7 +208,7 @@ class Components:
                 self.joined.extend(message.hand_overs)
 
     def _no_load(self) -> LoadReport:
-        return LoadReport(HERE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)
+        return LoadReport(identity=HERE, sequence=0)
 
     def _kill(self, reason: str) -> None:
         raise AssertionError(reason)

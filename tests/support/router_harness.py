@@ -1,4 +1,4 @@
-"""A router with replicas that a test moves as it likes."""
+"""A router whose replicas report what a test wants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keys_of(prompt: str, num_blocks: int) -> tuple[bytes, ...]:
     return tuple(f"{prompt}:{index}".encode() for index in range(num_blocks))
 
 
-class House:
+class RouterHarness:
     """A router with replicas named by role: p0, p1 (prefill), d0 (decode), b0 (both)."""
 
     def __init__(self, *replicas: str, config: RouterConfig | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
@@ -38,27 +39,27 @@ def pool(role: str, desired: int = 1, **fields: Any) -> PoolView:
 def prefilling(number: int = 0, **load: Any) -> ReplicaSample:
     """A prefill replica at rest, whose rate is known."""
     replica = ReplicaSample(
-        f"prefill-{number}",
-        "prefill",
-        "prefill",
+        replica_id=f"prefill-{number}",
+        pool="prefill",
+        role="prefill",
         num_free_blocks=TOTAL_BLOCKS,
         num_total_blocks=TOTAL_BLOCKS,
         prefill_tok_s=PREFILL_TOK_S,
     )
-    return replica._replace(**load)
+    return msgspec.structs.replace(replica, **load)
 
 
 def decoding(number: int = 0, **load: Any) -> ReplicaSample:
     """A decode replica at rest, whose step time is known."""
     replica = ReplicaSample(
-        f"decode-{number}",
-        "decode",
-        "decode",
+        replica_id=f"decode-{number}",
+        pool="decode",
+        role="decode",
         num_free_blocks=TOTAL_BLOCKS,
         num_total_blocks=TOTAL_BLOCKS,
         decode_step_s=STEP_S,
     )
-    return replica._replace(**load)
+    return msgspec.structs.replace(replica, **load)
 
 
 def demand(arrived: int, prompt_tokens: int = 2000, output_tokens: int = 200) -> Demand:

@@ -19,19 +19,19 @@ from patience import WAIT_S
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import StoreSettings
-from kvtransfer.rpc.store_stream import open_tcp, open_unix
+from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
-    AdminDown,
     AdminHello,
+    AdminRequest,
     StatRequest,
     StoreStat,
     Tier,
     TierStat,
 )
-from kvtransfer.store.server.store_server import SPEC_CODEC, OwnerSpec
+from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
 
 R = TypeVar("R")
 
@@ -86,7 +86,7 @@ class StoreHouse:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        spec = SPEC_CODEC.encode(OwnerSpec(self.settings, faults, offer_wait_s))
+        spec = SPEC_CODEC.encode(StoreServerSpec(self.settings, faults, offer_wait_s))
         self.address = ""
         try:
             self._process.stdin.write(_LENGTH.pack(len(spec)) + spec)
@@ -138,7 +138,7 @@ class StoreHouse:
                 self._process.kill()
             await self._process.wait()
 
-    async def ask(self, request: AdminDown, kind: type[R], *, is_remote: bool = False) -> R:
+    async def ask(self, request: AdminRequest, kind: type[R], *, is_remote: bool = False) -> R:
         """One question of an administrator."""
         if is_remote:
             stream = await open_tcp(self.address, self.settings.secret, "admin")
@@ -148,9 +148,10 @@ class StoreHouse:
             async with asyncio.timeout(WAIT_S):
                 stream.send(TO_OWNER_CODEC.encode(AdminHello(STORE_PROTOCOL)))
                 stream.send(TO_OWNER_CODEC.encode(request))
-                answer = FROM_OWNER_CODEC.decode(await stream.receive())
+                answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
         finally:
-            await stream.close()
+            stream.close()
+            await stream.wait_closed()
         assert isinstance(answer, kind), answer
         return answer
 

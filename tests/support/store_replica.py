@@ -48,7 +48,7 @@ from kvtransfer.store.messages import (
     TierEvents,
 )
 from kvtransfer.store.store_client import StoreClient
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")
@@ -121,11 +121,11 @@ class _Rank:
 
 
 class Replica:
-    """A brain with ranks. Its `get` and `put` return what came of them; bytes are compared at once."""
+    """An engine core with ranks. Its `get` and `put` return what came of them; bytes are compared at once."""
 
     def __init__(
         self,
-        house: StoreHouse,
+        harness: StoreHouse,
         *shards: Shard,
         compatibility: CompatibilityRecord = COMPATIBILITY,
         secret: bytes = SECRET,
@@ -138,7 +138,7 @@ class Replica:
         self.losses: list[str] = []
         # As told by `TierEvents`.
         self.tiers: dict[bytes, str] = {}
-        self._house = house
+        self._harness = harness
         self._loop = asyncio.get_running_loop()
         self._up = asyncio.Event()
         self._answers: dict[tuple[type, int], asyncio.Queue[object]] = {}
@@ -160,23 +160,23 @@ class Replica:
         self.client = self._new_client()
 
     def _new_client(self) -> StoreClient:
-        name, clock = self._house.settings.name, SystemClock()
+        name, clock = self._harness.settings.name, SystemClock()
         return StoreClient(name, self._secret, self._hello, self, clock, on_error=self.errors.append)
 
     async def start(self) -> Replica:
-        """Returns when the owner has welcomed the brain and every rank has the arena mapped."""
+        """Returns when the owner has welcomed the engine core and every rank has the arena mapped."""
         await self.client.start()
         await self.up()
         return self
 
     async def leave(self) -> None:
-        """The brain's connection ends; the ranks keep the arena mapped."""
+        """The engine core's connection ends; the ranks keep the arena mapped."""
         await self.client.close()
         self._up.clear()
         self.tiers.clear()
 
     async def come_back(self) -> None:
-        """After `leave`: the same brain and ranks connect again."""
+        """After `leave`: the same engine core and ranks connect again."""
         self.client = self._new_client()
         await self.start()
 
@@ -307,7 +307,7 @@ class Replica:
         if not self._up.is_set() and not self._attaching:
             self._attaching = set(range(len(self.ranks)))
             for rank in self.ranks:
-                rank.hands.handle(AttachStore(self._house.settings.name, self.session))
+                rank.hands.handle(AttachStore(self._harness.settings.name, self.session))
 
     def on_lost(self, reason: str) -> None:
         self.losses.append(reason)

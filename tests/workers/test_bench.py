@@ -14,8 +14,8 @@ from workers.errors import CapacityError
 from workers.model.model_config import read_model_config
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.rank import engine_bench
-from workers.rank.device_limits import DeviceLimits
 from workers.rank.engine_bench import Limits, run_engine_bench
+from workers.rank.probe import DeviceLimits
 
 
 @pytest.fixture(scope="module")

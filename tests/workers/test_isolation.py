@@ -36,7 +36,7 @@ def adopt(side: StagedEngine, submission: Submission) -> None:
 
 
 def run(side: StagedEngine, depth: int) -> list[set[str]]:
-    """Run until idle as the brain does, `depth` plans out at most; who was in each plan."""
+    """Run until idle as the engine core does, `depth` plans out at most; who was in each plan."""
     plans: list[set[str]] = []
     while True:
         while len(side.plans) < depth and side.plan(0.0):
@@ -127,15 +127,15 @@ def test_of_outbound_suspects_one_asks_for_its_landing_and_the_decode_side_clear
     side = engine()
     for name in "st":
         side.scheduler.submit(suspect(name, ord(name) - 90, decode="d"), 0.0)
-    assert [wish.request_id for wish in side.scheduler.landings_wanted(0.0)] == ["s"]
+    assert [need.request_id for need in side.scheduler.landings_wanted(0.0)] == ["s"]
     assert side.scheduler.landings_wanted(0.0) == []
     side.scheduler.grant_landing("s", 1)
     (prompt,) = step(side).prompts
     assert prompt.submission.suspect
     assert side.scheduler.landings_wanted(0.0) == [], "it is still being handed over"
     assert side.scheduler.in_flight(()) == {("s", 1)}
-    side.scheduler.finish_outbound("s", 1)
-    assert [wish.request_id for wish in side.scheduler.landings_wanted(0.0)] == ["t"]
+    side.scheduler.finish_hand_over("s", 1)
+    assert [need.request_id for need in side.scheduler.landings_wanted(0.0)] == ["t"]
     assert [it.is_cleared for it in side.scheduler.isolation.take_reports()] == [False]
     side.scheduler.cancel("t", 1)
 

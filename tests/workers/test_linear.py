@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from workers.model import linear as linear_module
+from workers.model import layers as linear_module
 from workers.model.layers import Linear
 from workers.model.weights import LinearWeights
 

@@ -37,7 +37,7 @@ async def test_a_stream_moves_with_the_blocks_that_it_has() -> None:
     pair.run()
     assert stream.at is pair.b
     assert stream.finish == "length"
-    assert (pair.a.rooms.moving.num_moved, pair.a.rooms.moving.num_failed) == (1, 0)
+    assert (pair.a.replica.moving.num_moved, pair.a.replica.moving.num_failed) == (1, 0)
     pair.check_over()
 
 
@@ -67,21 +67,21 @@ async def test_what_the_target_holds_is_not_sent() -> None:
     pair.run()
     assert stream.at is pair.b
     num_blocks = (len(PROMPT) + len(stream.tokens)) // 4
-    assert 0 < pair.a.rooms.outbound.book.counters.num_bytes.total() // 8 < num_blocks
+    assert 0 < pair.a.replica.outbound.book.counters.num_bytes.total() // 8 < num_blocks
     pair.check_over()
 
 
 async def test_a_refused_landing_leaves_it_where_it_is() -> None:
     pair = MovingPair()
     stream = decoding(pair)
-    pair.b.rooms.inbound.leave("it leaves too")
+    pair.b.replica.inbound.leave("it leaves too")
     pair.move(stream)
     assert pair.a.send(True)
-    assert isinstance(pair.b.rooms.peers.to_writer[0], LandingRefusal)
+    assert isinstance(pair.b.replica.peers.to_writer[0], LandingRefusal)
     pair.run()
     assert stream.at is pair.a
     assert stream.finish
-    assert pair.a.rooms.moving.num_failed == 1
+    assert pair.a.replica.moving.num_failed == 1
     pair.check_over()
 
 
@@ -92,7 +92,7 @@ async def test_a_bad_piece_is_computed_again_at_the_target() -> None:
     pair.move(stream)
     pair.run()
     assert stream.at is pair.b
-    assert pair.b.rooms.inbound.num_checksum_failures == 1
+    assert pair.b.replica.inbound.num_checksum_failures == 1
     pair.check_over()
 
 
@@ -120,7 +120,7 @@ async def test_there_and_back() -> None:
     pair.move(stream)
     pair.run()
     assert stream.at is pair.a
-    assert pair.b.rooms.moving.num_moved == 1
+    assert pair.b.replica.moving.num_moved == 1
     pair.check_over()
 
 
@@ -132,7 +132,7 @@ async def test_only_so_many_move_at_a_time() -> None:
         pair.listen()
     for stream in streams:
         pair.move(stream)
-    asked = [it for it in pair.a.rooms.peers.to_reader if isinstance(it, LandingRequest)]
+    asked = [it for it in pair.a.replica.peers.to_reader if isinstance(it, LandingRequest)]
     assert [it.request_id for it in asked] == ["r0", "r1"]
     pair.run()
     assert all(stream.at is pair.b for stream in streams)
@@ -148,7 +148,7 @@ async def test_one_that_ends_before_it_has_moved_gives_its_landing_back() -> Non
         pair.listen()
     pair.run()
     assert stream.at is pair.a
-    assert pair.a.rooms.moving.num_moved == 0
+    assert pair.a.replica.moving.num_moved == 0
     pair.check_over()
 
 
@@ -159,26 +159,26 @@ async def test_samples_of_one_request_stay_together() -> None:
         step(pair.a)
         pair.listen()
     pair.move(stream)
-    assert pair.a.rooms.peers.to_reader == []
+    assert pair.a.replica.peers.to_reader == []
     pair.run()
     assert stream.at is pair.a
 
 
 async def test_a_target_without_room_in_time_is_asked_a_few_times_and_left() -> None:
     pair = MovingPair((16, 40))
-    blocker = pair.b.rooms.pool.allocate(39)
+    blocker = pair.b.replica.pool.allocate(39)
     stream = decoding(pair, max_tokens=33)
     pair.move(stream)
     num_asked = 0
-    while not (pair.a.rooms.moving.num_failed or stream.is_over):
+    while not (pair.a.replica.moving.num_failed or stream.is_over):
         step(pair.a)
-        while pair.a.rooms.peers.to_reader:
-            num_asked += isinstance(pair.a.rooms.peers.to_reader[0], LandingRequest)
+        while pair.a.replica.peers.to_reader:
+            num_asked += isinstance(pair.a.replica.peers.to_reader[0], LandingRequest)
             pair.a.send(True)
         pair.listen()
     assert num_asked == MAX_TRIES
     assert not stream.is_over
-    pair.b.rooms.pool.release(blocker)
+    pair.b.replica.pool.release(blocker)
     pair.run()
     assert stream.at is pair.a
     pair.check_over()
@@ -189,7 +189,7 @@ async def test_a_stream_with_blocks_in_host_memory_waits_until_they_are_back() -
     pair = MovingPair((8, 16), num_offload_blocks=8)
     other = pair.submit([1, 2, 3], 17, pair.a)
     stream = pair.submit(PROMPT, 30, pair.a)
-    while not pair.a.rooms.scheduler.num_offloaded_blocks:
+    while not pair.a.replica.scheduler.num_offloaded_blocks:
         step(pair.a)
         pair.listen()
     assert not other.is_over
@@ -206,22 +206,22 @@ async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> No
     if not num_offload_blocks:
         pair.submit([1, 2, 3, 4], 24, pair.a)
     stream = pair.submit(PROMPT, 30 if num_offload_blocks else 24, pair.a)
-    rooms = pair.a.rooms
-    rooms.decode_step_s = AHEAD_S / 10  # a landing has room for ten tokens
-    while rooms.pool.num_free > 1:
+    replica = pair.a.replica
+    replica.decode_step_s = AHEAD_S / 10  # a landing has room for ten tokens
+    while replica.pool.num_free > 1:
         step(pair.a)
         pair.listen()
     pair.move(stream)
     pair.a.send(True)
     pair.b.send(False)
-    num_waiting = len(rooms.orders)
+    num_waiting = len(replica.orders)
     assert num_waiting > 0, "its blocks wait to be pushed"
     for _ in range(30):
-        if rooms.scheduler.moves.is_on_its_way(stream.key):
+        if replica.scheduler.migration.is_on_its_way(stream.key):
             step(pair.a)
             pair.listen()
-    assert rooms.scheduler.num_preemptions or rooms.scheduler.num_offloaded_blocks
-    assert any(isinstance(order, StopPush) for order in rooms.orders[num_waiting:])
+    assert replica.scheduler.num_preemptions or replica.scheduler.num_offloaded_blocks
+    assert any(isinstance(order, StopPush) for order in replica.orders[num_waiting:])
     for _ in range(6):
         step(pair.a)
         pair.listen()
@@ -235,11 +235,11 @@ async def test_a_link_lost_with_the_state_on_it_ends_the_attempt_at_both_ends() 
     pair = MovingPair()
     stream = decoding(pair)
     pair.move(stream)
-    while not any(isinstance(it, HandOver) for it in pair.a.rooms.peers.to_reader):
+    while not any(isinstance(it, HandOver) for it in pair.a.replica.peers.to_reader):
         for side in pair.sides:
             step(side)
         pair.a.transfer()
-        if not any(isinstance(it, HandOver) for it in pair.a.rooms.peers.to_reader):
+        if not any(isinstance(it, HandOver) for it in pair.a.replica.peers.to_reader):
             pair.a.send(True)
         pair.b.send(False)
         pair.b.transfer()
@@ -267,7 +267,7 @@ async def test_a_leaving_replica_hands_back_what_has_not_begun() -> None:
     pair = MovingPair()
     first = decoding(pair)
     second = pair.submit([1, 2, 3], 8, pair.a)
-    pair.a.rooms.requests.leave("it leaves")
+    pair.a.replica.requests.leave("it leaves")
     late = pair.submit([3, 2, 1], 8, pair.a)
     pair.listen()
     for stream in (second, late):
@@ -282,9 +282,9 @@ async def test_a_leaving_replica_hands_back_what_has_not_begun() -> None:
 async def test_at_the_end_of_the_drain_the_rest_is_handed_back() -> None:
     pair = MovingPair()
     stream = decoding(pair)
-    pair.a.rooms.requests.leave("it leaves")
+    pair.a.replica.requests.leave("it leaves")
     pair.move(stream)
-    pair.a.rooms.requests.hand_back_all()
+    pair.a.replica.requests.hand_back_all()
     pair.run()
     assert stream.failure is not None
     assert stream.failure.code == "leaving"
@@ -341,9 +341,9 @@ async def play(data: st.DataObject, num_blocks: tuple[int, int], num_offload_blo
                 side.num_flips += data.draw(st.integers(0, 1))
                 side.num_broken_pushes += data.draw(st.integers(0, 1))
             case 6:
-                side.rooms.clock.advance(1.0)
-                side.rooms.inbound.tick()
-                side.rooms.outbound.tick()
+                side.replica.clock.advance(1.0)
+                side.replica.inbound.tick()
+                side.replica.outbound.tick()
             case 7 | 8 | 9:
                 side.plan()
             case 10 | 11 | 12:

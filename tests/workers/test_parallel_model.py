@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from workers.model.model_config import read_model_config
-from workers.model.split import kv_heads
+from workers.model.sizes import kv_heads
 
 MakeCheckpoint = Callable[..., Path]
 NUM_STEPS = 12

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.errors import CheckpointError
-from workers.model.split import kv_heads, part, query_heads, refuse_empty_parts
+from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
 
 
 @given(st.integers(1, 1000), st.integers(1, 40))

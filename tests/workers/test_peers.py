@@ -83,7 +83,7 @@ class Sides:
         self.lost.append(writer)
 
 
-class House:
+class E2eHarness:
     """The Peer links of one replica."""
 
     def __init__(self, own: tuple[RankEndpoints, ...] = WHOLE) -> None:
@@ -118,54 +118,56 @@ def fed(*messages: PeerLinkMessage) -> tuple[FrameStream, LinkEnd]:
 
 @asynccontextmanager
 async def served(
-    house: House, handler: Callable[[FrameStream], Awaitable[None]]
+    harness: E2eHarness, handler: Callable[[FrameStream], Awaitable[None]]
 ) -> AsyncIterator[HandOverTarget]:
-    """A peer of the house that answers its links by `handler`."""
+    """A peer of the harness that answers its links by `handler`."""
     server = LinkServer(SECRET, handler, handler)
     port = await server.start("127.0.0.1")
     try:
         yield HandOverTarget(PEER, f"127.0.0.1:{port}")
     finally:
-        await house.peers.close()
+        await harness.peers.close()
         await server.stop()
 
 
 async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
-    house = House()
+    harness = E2eHarness()
     hello = PeerHello(PEER, RECORD, WHOLE)
     old, _ = fed(hello)
-    first = asyncio.create_task(house.peers.serve(old))
-    await until(lambda: PEER in house.peers._inbound, "the first link")
+    first = asyncio.create_task(harness.peers.serve(old))
+    await until(lambda: PEER in harness.peers._inbound, "the first link")
     new, feed = fed(hello, WriterStopped(b"1"))
-    second = asyncio.create_task(house.peers.serve(new))
-    await until(lambda: bool(house.sides.heard), "the second link is heard")
-    assert house.sides.lost == [PEER], "the landings of the first link would stay open until their lease ends"
+    second = asyncio.create_task(harness.peers.serve(new))
+    await until(lambda: bool(harness.sides.heard), "the second link is heard")
+    assert harness.sides.lost == [PEER], (
+        "the landings of the first link would stay open until their lease ends"
+    )
     assert old.closed
     await first
-    assert house.sides.lost == [PEER], "the end of the first link is not that of the second"
+    assert harness.sides.lost == [PEER], "the end of the first link is not that of the second"
     feed.feed(None)
     await second
-    assert house.sides.lost == [PEER, PEER]
+    assert harness.sides.lost == [PEER, PEER]
 
 
 async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> None:
     """Its landings are lost: a request of it would open one that its writer has forgotten."""
-    house = House()
+    harness = E2eHarness()
     hello = PeerHello(PEER, RECORD, WHOLE)
     old, late = fed(hello)
-    first = asyncio.create_task(house.peers.serve(old))
-    await until(lambda: PEER in house.peers._inbound, "the first link")
-    lose = house.sides.writer_lost
+    first = asyncio.create_task(harness.peers.serve(old))
+    await until(lambda: PEER in harness.peers._inbound, "the first link")
+    lose = harness.sides.writer_lost
 
     def lose_with_a_frame_on_its_way(writer: ReplicaIdentity) -> None:
         late.feed(PEER_CODEC.encode(WriterStopped(b"1")))
         lose(writer)
 
-    house.sides.writer_lost = lose_with_a_frame_on_its_way  # type: ignore[method-assign]
+    harness.sides.writer_lost = lose_with_a_frame_on_its_way  # type: ignore[method-assign]
     new, feed = fed(hello)
-    second = asyncio.create_task(house.peers.serve(new))
+    second = asyncio.create_task(harness.peers.serve(new))
     await first
-    assert house.sides.heard == []
+    assert harness.sides.heard == []
     feed.feed(None)
     await second
 
@@ -178,12 +180,12 @@ async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> 
     ],
 )
 async def test_a_peer_that_accepts_what_does_not_fit_is_not_written_to(hello: PeerHello, word: str) -> None:
-    house = House()
-    async with served(house, answering(hello)) as target:
-        house.peers.ensure(target)
-        await until(lambda: bool(house.sides.failed), "it is refused")
-        assert word in house.sides.failed[0]
-        assert connects(house.orders_to[0]) == []
+    harness = E2eHarness()
+    async with served(harness, answering(hello)) as target:
+        harness.peers.ensure(target)
+        await until(lambda: bool(harness.sides.failed), "it is refused")
+        assert word in harness.sides.failed[0]
+        assert connects(harness.orders_to[0]) == []
 
 
 async def test_an_error_of_ours_is_told_and_does_not_leave_a_dead_link_behind() -> None:
@@ -193,12 +195,12 @@ async def test_an_error_of_ours_is_told_and_does_not_leave_a_dead_link_behind() 
         stream.send(PEER_CODEC.encode(LandingGrant(b"1", 0, ())))
         await stream.receive()
 
-    house = House()
-    house.sides.is_broken = True
-    async with served(house, grant) as target:
-        house.peers.ensure(target)
-        await until(lambda: bool(house.errors), "the error is told")
-        assert "a mistake of ours" in str(house.errors[0])
+    harness = E2eHarness()
+    harness.sides.is_broken = True
+    async with served(harness, grant) as target:
+        harness.peers.ensure(target)
+        await until(lambda: bool(harness.errors), "the error is told")
+        assert "a mistake of ours" in str(harness.errors[0])
 
 
 async def test_a_peer_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,12 +210,12 @@ async def test_a_peer_that_does_not_answer_is_given_up(monkeypatch: pytest.Monke
         while await stream.receive() is not None:
             pass
 
-    house = House()
-    async with served(house, silent) as target:
-        house.peers.ensure(target)
-        await until(lambda: bool(house.sides.failed), "it is given up")
-        assert "no answer" in house.sides.failed[0]
-        assert house.peers.connection(PEER) is None
+    harness = E2eHarness()
+    async with served(harness, silent) as target:
+        harness.peers.ensure(target)
+        await until(lambda: bool(harness.sides.failed), "it is given up")
+        assert "no answer" in harness.sides.failed[0]
+        assert harness.peers.connection(PEER) is None
 
 
 def answering(reply: PeerLinkMessage) -> Callable[[FrameStream], Awaitable[None]]:
@@ -238,46 +240,48 @@ async def test_each_rank_connects_its_lanes_and_the_path_is_ready_when_all_have(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "tandem.peers")
-    house = House(STAGES)
-    async with served(house, answering(PeerHello(PEER, RECORD, COLUMNS))) as target:
-        house.peers.ensure(target)
-        await until(lambda: all(house.orders_to.values()), "both ranks are told to connect")
-        for rank, orders in house.orders_to.items():
+    harness = E2eHarness(STAGES)
+    async with served(harness, answering(PeerHello(PEER, RECORD, COLUMNS))) as target:
+        harness.peers.ensure(target)
+        await until(lambda: all(harness.orders_to.values()), "both ranks are told to connect")
+        for rank, orders in harness.orders_to.items():
             (connect,) = connects(orders)
             assert (connect.writer, connect.peer, connect.refuse_slow) == (HERE, PEER, False)
             lanes = [(lane.target, lane.piece) for lane in connect.lanes]
             assert lanes == [(COLUMNS[head], QUARTERS[rank, head]) for head in (0, 1)]
-        connection = connects(house.orders_to[0])[0].connection_id
-        assert connects(house.orders_to[1])[0].connection_id == connection
+        connection = connects(harness.orders_to[0])[0].connection_id
+        assert connects(harness.orders_to[1])[0].connection_id == connection
 
-        house.peers.path_report(1, PeerConnected(connection, (path(0), path(1))))
-        assert (house.peers.connection(PEER), house.sides.num_ready) == (None, 0)
+        harness.peers.path_report(1, PeerConnected(connection, (path(0), path(1))))
+        assert (harness.peers.connection(PEER), harness.sides.num_ready) == (None, 0)
         slow = path(1, "tcp", "shm: no memory")
-        house.peers.path_report(0, PeerConnected(connection, (path(0), slow)))
-        assert (house.peers.connection(PEER), house.sides.num_ready) == (connection, 1)
-        assert house.peers.paths()[1] == PathMeasure(PEER, 0, 1, "tcp", 5.0, 20.0, "memory", "shm: no memory")
-        assert [(it.rank, it.peer_rank) for it in house.peers.paths()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        harness.peers.path_report(0, PeerConnected(connection, (path(0), slow)))
+        assert (harness.peers.connection(PEER), harness.sides.num_ready) == (connection, 1)
+        assert harness.peers.paths()[1] == PathMeasure(
+            PEER, 0, 1, "tcp", 5.0, 20.0, "memory", "shm: no memory"
+        )
+        assert [(it.rank, it.peer_rank) for it in harness.peers.paths()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
         assert warning.endswith("rank 1 over tcp on memory: 5.00 GB/s, 20 us; not as wanted: shm: no memory")
         assert len([record for record in caplog.records if record.levelname == "INFO"]) == 3
 
         caplog.clear()
-        house.peers.path_report(1, PeerConnected(connection, (path(0), path(1, "tcp", "shm: 3 failures"))))
+        harness.peers.path_report(1, PeerConnected(connection, (path(0), path(1, "tcp", "shm: 3 failures"))))
         (warning,) = (record.getMessage() for record in caplog.records)
         assert "here rank 1 has failed over and writes to peer rank 1 over tcp" in warning
-        assert [it.transport for it in house.peers.paths()] == ["shm", "tcp", "shm", "tcp"]
-        assert house.sides.num_ready == 1
+        assert [it.transport for it in harness.peers.paths()] == ["shm", "tcp", "shm", "tcp"]
+        assert harness.sides.num_ready == 1
 
 
 async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> None:
-    house = House(COLUMNS)
+    harness = E2eHarness(COLUMNS)
     stream, feed = fed(PeerHello(PEER, RECORD, STAGES))
     feed.feed(None)
-    await house.peers.serve(stream)
-    assert sorted(house.sides.pieces, key=str) == sorted(
+    await harness.peers.serve(stream)
+    assert sorted(harness.sides.pieces, key=str) == sorted(
         ((head, piece) for (_, head), piece in QUARTERS.items()), key=str
     )
-    assert house.sides.lost == [PEER]
+    assert harness.sides.lost == [PEER]
 
 
 @pytest.mark.parametrize(
@@ -295,15 +299,15 @@ async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> Non
 async def test_a_writer_that_cannot_send_all_is_refused_with_the_reason(
     own: tuple[RankEndpoints, ...], word: str
 ) -> None:
-    house = House()
+    harness = E2eHarness()
     stream, feed = fed(PeerHello(PEER, RECORD, own))
     feed.feed(None)
-    await house.peers.serve(stream)
+    await harness.peers.serve(stream)
     (frame,) = feed.sent()
     refusal = PEER_CODEC.decode(frame)
     assert isinstance(refusal, PeerRefusal)
     assert word in refusal.reason
-    assert (house.sides.pieces, house.sides.lost) == ((), [])
+    assert (harness.sides.pieces, harness.sides.lost) == ((), [])
 
 
 @pytest.mark.parametrize(
@@ -314,24 +318,24 @@ async def test_a_peer_that_stops_is_no_cause_for_a_warning(
     caplog: pytest.LogCaptureFixture, farewell: list[PeerLinkMessage], reason: str, level: str
 ) -> None:
     caplog.set_level(logging.INFO, "tandem.peers")
-    house = House()
+    harness = E2eHarness()
 
     async def serve(stream: FrameStream) -> None:
         await stream.receive()
         for message in (PeerHello(PEER, RECORD, WHOLE), *farewell):
             stream.send(PEER_CODEC.encode(message))
 
-    async with served(house, serve) as target:
-        house.peers.ensure(target)
-        await until(lambda: bool(house.sides.failed), "the link's end is seen")
-    assert house.sides.failed == [reason]
+    async with served(harness, serve) as target:
+        harness.peers.ensure(target)
+        await until(lambda: bool(harness.sides.failed), "the link's end is seen")
+    assert harness.sides.failed == [reason]
     (record,) = (record for record in caplog.records if "lost its way" in record.getMessage())
     assert (record.getMessage(), record.levelname) == (f"here lost its way to peer: {reason}", level)
 
 
 async def test_two_replicas_part_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tandem.peers")
-    here, there = House(), House()
+    here, there = E2eHarness(), E2eHarness()
     async with served(here, there.peers.serve) as target:
         here.peers.ensure(HandOverTarget(HERE, target.address))
         await until(lambda: bool(here.orders_to[0]), "the link is open")
@@ -342,43 +346,43 @@ async def test_two_replicas_part_without_a_warning(caplog: pytest.LogCaptureFixt
 
 
 async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a_while() -> None:
-    house = House()
-    async with served(house, answering(PeerHello(PEER, RECORD, WHOLE))) as target:
+    harness = E2eHarness()
+    async with served(harness, answering(PeerHello(PEER, RECORD, WHOLE))) as target:
 
         async def fail(number: int) -> bytes:
             """Connect once more, and let the rank find no path; returns the connection's id."""
-            house.peers.ensure(target)
-            await until(lambda: len(connects(house.orders_to[0])) == number, "it is tried")
-            connection = connects(house.orders_to[0])[-1].connection_id
-            house.peers.path_report(0, PeerConnectFailed(connection, "all are slow"))
-            assert ClosePeer(connection) in house.orders
+            harness.peers.ensure(target)
+            await until(lambda: len(connects(harness.orders_to[0])) == number, "it is tried")
+            connection = connects(harness.orders_to[0])[-1].connection_id
+            harness.peers.path_report(0, PeerConnectFailed(connection, "all are slow"))
+            assert ClosePeer(connection) in harness.orders
             return connection
 
         for number, delay_s in enumerate((1.0, 2.0, 3.0, 3.0), 1):
             await fail(number)
-            assert [(it.peer, it.transport, it.instead_of) for it in house.peers.paths()] == [
+            assert [(it.peer, it.transport, it.instead_of) for it in harness.peers.paths()] == [
                 (PEER, "", "rank 0: all are slow")
             ]
-            house.clock.advance(delay_s - 0.5)
-            house.peers.ensure(target)
-            assert house.sides.failed == [
+            harness.clock.advance(delay_s - 0.5)
+            harness.peers.ensure(target)
+            assert harness.sides.failed == [
                 "rank 0: all are slow",
                 "rank 0: all are slow (tried again in 0.5 s)",
             ]
-            assert len(connects(house.orders_to[0])) == number
-            house.sides.failed.clear()
-            house.clock.advance(0.5)
-        house.peers.ensure(target)
-        await until(lambda: len(connects(house.orders_to[0])) == 5, "it is tried")
-        connection = connects(house.orders_to[0])[-1].connection_id
-        house.peers.path_report(0, PeerConnected(connection, (path(0),)))
-        assert [it.transport for it in house.peers.paths()] == [path(0).transport]
-        house.clock.advance(3.5)
-        house.peers.path_report(0, PeerLost(connection, "it broke"))
-        house.clock.advance(0.75)
-        house.peers.ensure(target)
-        assert house.sides.failed == ["rank 0: it broke", "rank 0: it broke (tried again in 0.2 s)"]
-        house.peers.forget_others([PEER])
-        assert [it.instead_of for it in house.peers.paths()] == ["rank 0: it broke"]
-        house.peers.forget_others([])
-        assert house.peers.paths() == (), "a replica that is gone for good is no missing path"
+            assert len(connects(harness.orders_to[0])) == number
+            harness.sides.failed.clear()
+            harness.clock.advance(0.5)
+        harness.peers.ensure(target)
+        await until(lambda: len(connects(harness.orders_to[0])) == 5, "it is tried")
+        connection = connects(harness.orders_to[0])[-1].connection_id
+        harness.peers.path_report(0, PeerConnected(connection, (path(0),)))
+        assert [it.transport for it in harness.peers.paths()] == [path(0).transport]
+        harness.clock.advance(3.5)
+        harness.peers.path_report(0, PeerLost(connection, "it broke"))
+        harness.clock.advance(0.75)
+        harness.peers.ensure(target)
+        assert harness.sides.failed == ["rank 0: it broke", "rank 0: it broke (tried again in 0.2 s)"]
+        harness.peers.forget_others([PEER])
+        assert [it.instead_of for it in harness.peers.paths()] == ["rank 0: it broke"]
+        harness.peers.forget_others([])
+        assert harness.peers.paths() == (), "a replica that is gone for good is no missing path"

@@ -176,7 +176,7 @@ def test_the_bytes_that_are_counted_are_enough(
     side = scheduler(num_tokens, num_samples=num_samples)
     samples = tuple(SampleState(index, seed) for index in range(num_samples))
     side.submit(replace(submission(bytes(4 * num_tokens), sampling), samples=samples), 0.0)
-    made = step.Batch(1, 256)
+    made = step.StepBatch(1, 256)
     side._planner.fill(made, 0.0)
     plan = made.plan(())
     assert len(RANK_DOWN_CODEC.encode(plan)) <= step.PLAN_BYTES - made.budget_bytes

@@ -1,4 +1,4 @@
-"""A rank process against a test that plays its brain over the real connection."""
+"""A rank process against a test that plays its engine core over the real connection."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ START_TIMEOUT_S = START_S
 
 END_OF_A_TRANSFER_THREAD = """
 import threading
-from workers.engine import rank
+from workers.rank import process as rank
 
 class Channel:
     def send(self, message):
@@ -155,7 +155,7 @@ def start_alone(spec: RankSpec) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def brain() -> Iterator[EngineCore]:
+def core() -> Iterator[EngineCore]:
     with closing(EngineCore()) as made:
         yield made
 
@@ -168,7 +168,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_spec(
-    brain: EngineCore,
+    core: EngineCore,
     model_dir: Path,
     *,
     rank: int = 0,
@@ -183,7 +183,7 @@ def make_spec(
         rank=rank,
         tp=tp,
         pp=pp,
-        brain_address=f"127.0.0.1:{brain.port}",
+        engine_core_address=f"127.0.0.1:{core.port}",
         secret=SECRET,
         model_dir=str(model_dir),
         dtype=dtype,
@@ -211,12 +211,12 @@ def decode(step: int, position: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "alone"])
-def test_a_rank_serves_and_shuts_down(brain: EngineCore, model_dir: Path, is_forked: bool) -> None:
+def test_a_rank_serves_and_shuts_down(core: EngineCore, model_dir: Path, is_forked: bool) -> None:
     """Plans may be sent ahead; reports come in order; transfer orders are answered between them."""
-    brain.is_forked = is_forked
-    ready = brain.ready(make_spec(brain, model_dir))
-    assert brain.process is not None
-    assert (ready.rank, ready.process_id, ready.num_blocks) == (0, brain.process.pid, 32)
+    core.is_forked = is_forked
+    ready = core.ready(make_spec(core, model_dir))
+    assert core.process is not None
+    assert (ready.rank, ready.process_id, ready.num_blocks) == (0, core.process.pid, 32)
     assert (ready.vocab_size, ready.max_context_tokens, ready.eos_token_ids) == (256, 512, (1,))
     assert ready.host_id == ready.endpoints.host_id
     assert [endpoint.transport for endpoint in ready.endpoints.endpoints] == ["tcp"]
@@ -224,77 +224,77 @@ def test_a_rank_serves_and_shuts_down(brain: EngineCore, model_dir: Path, is_for
     assert ready.warm_up_s > 0
     plans = [prefill(1), *(decode(step, 18 + step) for step in range(2, 6)), StepPlan(6, (0,), (), (), ())]
     for plan in plans:
-        brain.send(plan)
-    reports = [brain.receive() for _ in plans]
+        core.send(plan)
+    reports = [core.receive() for _ in plans]
     for plan, report in zip(plans, reports, strict=True):
         assert isinstance(report, StepReport)
         assert report.step == plan.step
         assert len(report.tokens) == len(plan.entries)
         assert report.started_at <= report.finished_at
     landing_id = b"l" * 16
-    brain.send(OpenLanding(landing_id, ReplicaIdentity("writer", 1), (3, 4)))
-    brain.send(CloseLanding(landing_id))
-    assert brain.receive() == LandingClosed(landing_id, connections=())
-    brain.send(Shutdown("the test is over"))
-    assert brain.process.wait(START_TIMEOUT_S) == 0
+    core.send(OpenLanding(landing_id, ReplicaIdentity("writer", 1), (3, 4)))
+    core.send(CloseLanding(landing_id))
+    assert core.receive() == LandingClosed(landing_id, connections=())
+    core.send(Shutdown("the test is over"))
+    assert core.process.wait(START_TIMEOUT_S) == 0
 
 
-def test_the_rank_ends_with_its_brain(brain: EngineCore, model_dir: Path) -> None:
-    brain.ready(make_spec(brain, model_dir))
-    assert brain.sock is not None
-    assert brain.process is not None
-    brain.sock.close()
-    assert brain.process.wait(1.0 + SLACK_S) == 0  # promised within 1 s
+def test_the_rank_ends_with_its_brain(core: EngineCore, model_dir: Path) -> None:
+    core.ready(make_spec(core, model_dir))
+    assert core.sock is not None
+    assert core.process is not None
+    core.sock.close()
+    assert core.process.wait(1.0 + SLACK_S) == 0  # promised within 1 s
 
 
 def test_the_rank_ends_with_its_brain_before_the_others_have_joined(
-    brain: EngineCore, model_dir: Path
+    core: EngineCore, model_dir: Path
 ) -> None:
-    process = brain.start_process(make_spec(brain, model_dir, rank=1, tp=2))
-    brain.accept()
-    assert isinstance(brain.receive(), RankJoined)
-    assert brain.sock is not None
-    brain.sock.close()
+    process = core.start_process(make_spec(core, model_dir, rank=1, tp=2))
+    core.accept()
+    assert isinstance(core.receive(), RankJoined)
+    assert core.sock is not None
+    core.sock.close()
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(brain: EngineCore, model_dir: Path) -> None:
-    process = brain.start_process(make_spec(brain, model_dir, rank=1, tp=2))
-    brain.accept()
-    assert isinstance(brain.receive(), RankJoined)
-    brain.send(Shutdown("the test is over"))
-    assert brain.sock is not None
-    brain.sock.close()
+def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(core: EngineCore, model_dir: Path) -> None:
+    process = core.start_process(make_spec(core, model_dir, rank=1, tp=2))
+    core.accept()
+    assert isinstance(core.receive(), RankJoined)
+    core.send(Shutdown("the test is over"))
+    assert core.sock is not None
+    core.sock.close()
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_the_rank_ends_with_its_brain_while_loading(brain: EngineCore, model_dir: Path) -> None:
-    process = brain.start_process(make_spec(brain, model_dir))
-    brain.accept()
-    brain.form()
-    assert brain.sock is not None
-    brain.sock.close()
+def test_the_rank_ends_with_its_brain_while_loading(core: EngineCore, model_dir: Path) -> None:
+    process = core.start_process(make_spec(core, model_dir))
+    core.accept()
+    core.form()
+    assert core.sock is not None
+    core.sock.close()
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_a_failed_step_is_reported(brain: EngineCore, model_dir: Path) -> None:
-    brain.ready(make_spec(brain, model_dir))
-    brain.send(StepPlan(1, (77,), (), (), ()))
-    message = brain.receive()
+def test_a_failed_step_is_reported(core: EngineCore, model_dir: Path) -> None:
+    core.ready(make_spec(core, model_dir))
+    core.send(StepPlan(1, (77,), (), (), ()))
+    message = core.receive()
     assert message == RankFailed(0, "AssertionError: slot 77 is freed but was never started")
-    assert brain.process is not None
-    assert brain.process.wait(START_TIMEOUT_S) == 1
+    assert core.process is not None
+    assert core.process.wait(START_TIMEOUT_S) == 1
 
 
 def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
-    brain: EngineCore, model_dir: Path, tmp_path: Path
+    core: EngineCore, model_dir: Path, tmp_path: Path
 ) -> None:
     rule = FaultRule("rank.layers.decode.0.0", "raise", str(tmp_path / "marker"))
-    brain.ready(make_spec(brain, model_dir, faults=(rule,)))
+    core.ready(make_spec(core, model_dir, faults=(rule,)))
     plans = [prefill(1), decode(2, 20), decode(3, 21), StepPlan(4, (0,), (), (), ()), prefill(5)]
     for plan in plans:
-        brain.send(plan)
-    reports = [brain.receive() for _ in plans]
+        core.send(plan)
+    reports = [core.receive() for _ in plans]
     assert all(isinstance(report, StepReport) for report in reports)
     failed = [report.failed for report in reports if isinstance(report, StepReport)]
     reason = "MemoryError: a fault was injected at rank.layers.decode.0.0"
@@ -302,81 +302,81 @@ def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
     assert [len(report.tokens) for report in reports if isinstance(report, StepReport)] == [1, 0, 0, 0, 1]
 
 
-def test_a_bad_frame_is_reported(brain: EngineCore, model_dir: Path) -> None:
-    brain.ready(make_spec(brain, model_dir))
-    assert brain.sock is not None
-    send_frame(brain.sock, b"\xc1 no message")
-    message = brain.receive()
+def test_a_bad_frame_is_reported(core: EngineCore, model_dir: Path) -> None:
+    core.ready(make_spec(core, model_dir))
+    assert core.sock is not None
+    send_frame(core.sock, b"\xc1 no message")
+    message = core.receive()
     assert isinstance(message, RankFailed)
     assert "frame refused" in message.reason
 
 
 BAD_SPECS: dict[str, tuple[Callable[[EngineCore, Path], RankSpec], str]] = {
-    "no such folder": (lambda brain, path: make_spec(brain, path / "nowhere"), "config.json: no such file"),
+    "no such folder": (lambda core, path: make_spec(core, path / "nowhere"), "config.json: no such file"),
     "too many heads": (
-        lambda brain, path: make_spec(brain, path, rank=4, tp=5),
+        lambda core, path: make_spec(core, path, rank=4, tp=5),
         "tp 5 is more than num_attention_heads 4",
     ),
     "too many stages": (
-        lambda brain, path: make_spec(brain, path, pp=3),
+        lambda core, path: make_spec(core, path, pp=3),
         "pp 3 is more than num_hidden_layers 2",
     ),
-    "no such device": (lambda brain, path: make_spec(brain, path, device="cuda:9"), "device 'cuda:9'"),
-    "unknown dtype": (lambda brain, path: make_spec(brain, path, dtype="int3"), "dtype 'int3' is not one of"),
+    "no such device": (lambda core, path: make_spec(core, path, device="cuda:9"), "device 'cuda:9'"),
+    "unknown dtype": (lambda core, path: make_spec(core, path, dtype="int3"), "dtype 'int3' is not one of"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_SPECS)
-def test_what_cannot_be_served_is_reported(brain: EngineCore, model_dir: Path, name: str) -> None:
+def test_what_cannot_be_served_is_reported(core: EngineCore, model_dir: Path, name: str) -> None:
     make, text = BAD_SPECS[name]
-    assert text in brain.failure(make(brain, model_dir))
+    assert text in core.failure(make(core, model_dir))
 
 
 @pytest.mark.parametrize(
     ("point", "num_reports"), [("rank.step", 1), ("rank.step.prefill", 1), ("rank.step.decode", 2)]
 )
 def test_fault_points(
-    brain: EngineCore, model_dir: Path, tmp_path: Path, point: str, num_reports: int
+    core: EngineCore, model_dir: Path, tmp_path: Path, point: str, num_reports: int
 ) -> None:
     """Empty plans pass no point; a prefill and a decode plan pass their own."""
     marker = tmp_path / "marker"
-    brain.ready(make_spec(brain, model_dir, faults=(FaultRule(point, "kill", str(marker)),)))
+    core.ready(make_spec(core, model_dir, faults=(FaultRule(point, "kill", str(marker)),)))
     for plan in (StepPlan(0, (), (), (), ()), prefill(1), decode(2, 20)):
-        brain.send(plan)
-    reports = [brain.receive() for _ in range(num_reports)]
+        core.send(plan)
+    reports = [core.receive() for _ in range(num_reports)]
     assert [report.step for report in reports if isinstance(report, StepReport)] == list(range(num_reports))
-    assert brain.process is not None
-    assert brain.process.wait(START_TIMEOUT_S) == -signal.SIGKILL
-    assert marker.read_text() == str(brain.process.pid)
+    assert core.process is not None
+    assert core.process.wait(START_TIMEOUT_S) == -signal.SIGKILL
+    assert marker.read_text() == str(core.process.pid)
 
 
-def test_a_long_step_progresses_and_a_stopped_rank_does_not(brain: EngineCore, tmp_path: Path) -> None:
+def test_a_long_step_progresses_and_a_stopped_rank_does_not(core: EngineCore, tmp_path: Path) -> None:
     """The step is one chunk of 3,584 tokens, some 1e11 operations."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
     sizes["num_attention_heads"] = 8
     write_random_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=4096, **sizes)
-    brain.ready(replace(make_spec(brain, tmp_path), num_kv_tokens=4096, max_batch_tokens=3584))
-    assert brain.process is not None
-    assert brain.sock is not None
+    core.ready(replace(make_spec(core, tmp_path), num_kv_tokens=4096, max_batch_tokens=3584))
+    assert core.process is not None
+    assert core.sock is not None
     prompt = np.tile(np.arange(256, dtype="<u4"), 14).tobytes()
     start = SlotStart(SamplingParams(), (SlotSample(0, seed=0, last_token=255),))
-    brain.send(StepPlan(1, (), (start,), (), (BatchEntry(0, 0, 3584, prompt, tuple(range(224)), (0,)),)))
-    assert brain.receive() == StepProgress(1)
-    os.kill(brain.process.pid, signal.SIGSTOP)
-    while select.select([brain.sock], [], [], 1.0)[0]:
-        assert brain.receive() == StepProgress(1), "it was on its way"
-    os.kill(brain.process.pid, signal.SIGCONT)
-    while isinstance(message := brain.receive(), StepProgress):
+    core.send(StepPlan(1, (), (start,), (), (BatchEntry(0, 0, 3584, prompt, tuple(range(224)), (0,)),)))
+    assert core.receive() == StepProgress(1)
+    os.kill(core.process.pid, signal.SIGSTOP)
+    while select.select([core.sock], [], [], 1.0)[0]:
+        assert core.receive() == StepProgress(1), "it was on its way"
+    os.kill(core.process.pid, signal.SIGCONT)
+    while isinstance(message := core.receive(), StepProgress):
         assert message == StepProgress(1)
     assert isinstance(message, StepReport)
     assert message.step == 1
 
 
-def test_a_rank_does_not_serve_a_stranger(brain: EngineCore, model_dir: Path) -> None:
-    brain.is_forked = False
-    process = brain.start_process(make_spec(brain, model_dir))
+def test_a_rank_does_not_serve_a_stranger(core: EngineCore, model_dir: Path) -> None:
+    core.is_forked = False
+    process = core.start_process(make_spec(core, model_dir))
     with pytest.raises(PeerGoneError):
-        brain.accept(secret=b"x" * 32)
+        core.accept(secret=b"x" * 32)
     assert process.wait(START_TIMEOUT_S) == 1
     assert isinstance(process, subprocess.Popen)
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""Rank processes as the brain holds them: started together, driven together, and how one's death shows."""
+"""Rank processes as the engine core holds them: started together, driven together, and how one's death shows."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ async def test_ranks_in_processes_give_the_tokens_of_one_executor(
     )
     plans, pp = walk(), len(layers)
     expected = [[(token.slot, token.token) for token in whole.run(plan).tokens] for plan in plans]
-    async with holding(launcher) as brain:
+    async with holding(launcher) as core:
         stages = given_layers(NUM_LAYERS, layers)
-        ready = await brain.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", lambda _: stages)
+        ready = await core.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", lambda _: stages)
         assert [it.rank for it in ready] == list(range(tp * pp))
         shards = [it.endpoints.shard for it in ready]
         assert [(it.layer_start, it.layer_end) for it in shards] == [
@@ -71,14 +71,14 @@ async def test_ranks_in_processes_give_the_tokens_of_one_executor(
         assert [(it.head_start, it.head_end) for it in shards[:tp]] == ([(0, 2)], [(0, 1), (1, 2)])[tp - 1]
         assert {it.num_blocks for it in ready} == {40}
         assert len({it.compatibility for it in ready}) == 1
-        await brain.run(plans, tp * pp, num_in_flight)
-        for rank, reports in brain.reports.items():
+        await core.run(plans, tp * pp, num_in_flight)
+        for rank, reports in core.reports.items():
             found = [[(token.slot, token.token) for token in report.tokens] for report in reports]
             assert found == (expected if rank == (pp - 1) * tp else [[]] * len(plans))
             assert all(report.started_at <= report.finished_at for report in reports)
-        await brain.group.stop()
-        assert brain.deaths == []
-        assert all(ending.endswith("ended with status 0") for ending in await brain.launcher.endings())
+        await core.group.stop()
+        assert core.deaths == []
+        assert all(ending.endswith("ended with status 0") for ending in await core.launcher.endings())
 
 
 async def test_joined_ranks_tell_what_their_device_costs(model_dir: Path) -> None:
@@ -88,8 +88,8 @@ async def test_joined_ranks_tell_what_their_device_costs(model_dir: Path) -> Non
         told.extend(joined)
         return by_cost(2)(joined)
 
-    async with holding() as brain:
-        ready = await brain.group.start(make_specs(model_dir, 1, 2, probe_rows=32), "127.0.0.1", plan)
+    async with holding() as core:
+        ready = await core.group.start(make_specs(model_dir, 1, 2, probe_rows=32), "127.0.0.1", plan)
         assert [it.rank for it in told] == [0, 1]
         assert [it.process_id for it in told] == [it.process_id for it in ready]
         assert bool(told[0].store_address)
@@ -109,30 +109,30 @@ async def test_joined_ranks_tell_what_their_device_costs(model_dir: Path) -> Non
 async def test_wrong_shapes_are_refused_with_their_names(
     model_dir: Path, tp: int, pp: int, text: str
 ) -> None:
-    async with holding() as brain:
+    async with holding() as core:
         with pytest.raises(RankDiedError, match=text):
-            await brain.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", by_cost(pp))
-        assert brain.deaths == []
+            await core.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", by_cost(pp))
+        assert core.deaths == []
 
 
 async def test_a_refused_split_ends_the_ranks(model_dir: Path) -> None:
     def plan(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]:
         return given_layers(NUM_LAYERS, (1, 1))
 
-    async with holding() as brain:
+    async with holding() as core:
         with pytest.raises(WorkerError, match=r"layers \[1, 1\] are 2 together"):
-            await brain.group.start(make_specs(model_dir, 1, 2), "127.0.0.1", plan)
-        assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
+            await core.group.start(make_specs(model_dir, 1, 2), "127.0.0.1", plan)
+        assert all(str(-signal.SIGKILL) in ending for ending in await core.launcher.endings())
 
 
 async def test_ranks_of_unlike_models_are_refused(model_dir: Path, make_checkpoint: MakeCheckpoint) -> None:
     """As happens where each host has a copy of the model."""
     specs = make_specs(model_dir, 2, 1)
     other = make_checkpoint("llama", seed=4, num_hidden_layers=NUM_LAYERS)
-    async with holding() as brain:
+    async with holding() as core:
         unlike = [specs[0], replace(specs[1], model_dir=str(other))]
         with pytest.raises(RankDiedError, match="rank 1 is not of rank 0's model: model_fingerprint: "):
-            await brain.group.start(unlike, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
+            await core.group.start(unlike, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
 
 
 async def test_a_rank_that_dies_while_the_others_wait_for_it_ends_the_start(model_dir: Path) -> None:
@@ -140,10 +140,10 @@ async def test_a_rank_that_dies_while_the_others_wait_for_it_ends_the_start(mode
         os.kill(joined[1].process_id, signal.SIGKILL)
         return ((0, NUM_LAYERS),)
 
-    async with holding() as brain:
+    async with holding() as core:
         with pytest.raises(RankDiedError, match=rf"rank 1, process \d+, ended with status {-signal.SIGKILL}"):
-            await brain.group.start(make_specs(model_dir, 2, 1), "127.0.0.1", plan)
-        assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
+            await core.group.start(make_specs(model_dir, 2, 1), "127.0.0.1", plan)
+        assert all(str(-signal.SIGKILL) in ending for ending in await core.launcher.endings())
 
 
 async def test_the_rank_that_died_in_a_step_is_named(
@@ -152,18 +152,18 @@ async def test_the_rank_that_died_in_a_step_is_named(
     """The other three meet broken connections at the same time, and say so, in a line each."""
     marker = tmp_path / "marker"
     faults = (FaultRule("rank.step.decode", "kill", str(marker)),)
-    async with holding(ProcessLauncher()) as brain:  # the standard error of forks is elsewhere
+    async with holding(ProcessLauncher()) as core:  # the standard error of forks is elsewhere
         stages = given_layers(NUM_LAYERS, (1, 2))
-        ready = await brain.group.start(
+        ready = await core.group.start(
             make_specs(model_dir, 2, 2, faults=faults), "127.0.0.1", lambda _: stages
         )
         for plan in walk()[:3]:
-            brain.group.send(plan)
-        await brain.until(lambda: bool(brain.deaths))
+            core.group.send(plan)
+        await core.until(lambda: bool(core.deaths))
         (killed,) = [it.rank for it in ready if it.process_id == int(marker.read_text())]
-        assert len(brain.deaths) == 1
-        assert brain.deaths[0].startswith(f"rank {killed}, process ")
-        assert brain.deaths[0].endswith(f"ended with status {-signal.SIGKILL}")
+        assert len(core.deaths) == 1
+        assert core.deaths[0].startswith(f"rank {killed}, process ")
+        assert core.deaths[0].endswith(f"ended with status {-signal.SIGKILL}")
         told = ""
         async with asyncio.timeout(PATIENCE_S):
             while " lost another rank: " not in told:
@@ -175,22 +175,22 @@ async def test_the_rank_that_died_in_a_step_is_named(
 async def test_a_rank_stopped_in_a_step_can_be_killed_with_those_that_wait(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """Nobody reports the step, which is what the brain notices; then it kills them all."""
+    """Nobody reports the step, which is what the engine core notices; then it kills them all."""
     marker = tmp_path / "marker"
     faults = (FaultRule("rank.step.decode", "stop", str(marker)),)
-    async with holding() as brain:
+    async with holding() as core:
         specs = make_specs(model_dir, 2, 1, faults=faults)
-        ready = await brain.group.start(specs, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
+        ready = await core.group.start(specs, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
         for plan in walk()[:3]:
-            brain.group.send(plan)
-        await brain.until(lambda: all(len(brain.reports[rank]) == 1 for rank in (0, 1)))
+            core.group.send(plan)
+        await core.until(lambda: all(len(core.reports[rank]) == 1 for rank in (0, 1)))
         async with asyncio.timeout(PATIENCE_S):
             while not marker.exists() or not marker.read_text():
                 await SystemClock().sleep(0.01)
         assert int(marker.read_text()) in [it.process_id for it in ready]
-        brain.group.kill()
-        assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
-        assert all(len(brain.reports[rank]) == 1 for rank in (0, 1))
+        core.group.kill()
+        assert all(str(-signal.SIGKILL) in ending for ending in await core.launcher.endings())
+        assert all(len(core.reports[rank]) == 1 for rank in (0, 1))
 
 
 # ---------------------------------------------------------------------- whose fault it was, without processes

@@ -63,18 +63,18 @@ async def test_a_rank_that_hangs_while_it_starts_is_named_with_its_phase(
     marker, clock = tmp_path / "marker", ManualClock()
     specs = make_specs(model_dir, 2, 1)
     faults = (FaultRule(f"rank.start.{phase}", "stop", str(marker)),)
-    async with holding(clock=clock) as brain:
+    async with holding(clock=clock) as core:
         hung = [specs[0], replace(specs[1], faults=faults)]
-        started = asyncio.create_task(brain.group.start(hung, "127.0.0.1", lambda _: ((0, NUM_LAYERS),)))
+        started = asyncio.create_task(core.group.start(hung, "127.0.0.1", lambda _: ((0, NUM_LAYERS),)))
         async with asyncio.timeout(PATIENCE_S):
-            while not (marker.exists() and brain.group.phases[0].startswith(other_phase)):
+            while not (marker.exists() and core.group.phases[0].startswith(other_phase)):
                 await SystemClock().sleep(0.01)
         await until_given_up(started, clock)
         with pytest.raises(RankDiedError, match=rf"no progress for {START_STALL_S:g} s") as caught:
             await started
         assert f"rank 1 ({phase}" in str(caught.value)
         assert "engine.start_stall_s" in str(caught.value)
-        assert all(str(-signal.SIGKILL) in ending for ending in await brain.launcher.endings())
+        assert all(str(-signal.SIGKILL) in ending for ending in await core.launcher.endings())
 
 
 async def test_a_rank_that_comes_further_has_its_time_anew_and_one_that_never_connects_is_named() -> None:
@@ -102,7 +102,7 @@ async def test_a_rank_that_comes_further_has_its_time_anew_and_one_that_never_co
 
 async def test_strangers_at_the_rank_channel_do_not_keep_the_ranks_out() -> None:
     async with starting_puppets() as (puppets, started):
-        host, _, port = puppets[2].spec.brain_address.rpartition(":")
+        host, _, port = puppets[2].spec.engine_core_address.rpartition(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_UNPROVEN + 10)]
         await puppets[2].join()
         with pytest.raises(AssertionError, match="not all ranks have joined"):

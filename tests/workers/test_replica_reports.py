@@ -6,7 +6,7 @@ import pytest
 from replica_harness import GATEWAY, HERE, PEER, Components
 
 from kvtransfer.messages import LandingRequest, PushDone
-from workers.replica.replica_reports import Reports
+from workers.replica.replica_reports import ReplicaReports
 from workers.replica.step_loop import StepLoop
 
 
@@ -16,7 +16,7 @@ class Told(Components):
     def __init__(self) -> None:
         super().__init__()
         self.steps = StepLoop(self.scheduler, lambda plan: None, self.clock)
-        self.reports = Reports(
+        self.reports = ReplicaReports(
             identity=HERE,
             pool=self.pool,
             scheduler=self.scheduler,

@@ -15,8 +15,7 @@ from torch import Tensor
 from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart
 from workers.model import native
 from workers.rank import noise
-from workers.rank.candidates import is_apart, largest
-from workers.rank.sampler import Sampler
+from workers.rank.sampler import Sampler, is_apart, largest
 
 CPU = torch.device("cpu")
 EOS = (7, 11)

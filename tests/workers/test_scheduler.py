@@ -236,8 +236,8 @@ def test_an_outbound_prompt_waits_for_its_landing_then_stops_after_its_first_tok
     submission = ask(n=2, decode="d", max_tokens=3)
     side.scheduler.submit(submission, 1.0)
     side.scheduler.submit(ask("local", [9], max_tokens=1), 1.0)
-    (wish,) = side.scheduler.landings_wanted(0.0)
-    assert (wish.request_id, wish.num_tokens) == ("a", 6)
+    (need,) = side.scheduler.landings_wanted(0.0)
+    assert (need.request_id, need.num_tokens) == ("a", 6)
     assert side.scheduler.landings_wanted(0.0) == []
     assert [delta.request_id for delta in step(side).tokens] == ["local"], "it is overtaken, not waited for"
     assert not side.plan(1.0)
@@ -248,14 +248,14 @@ def test_an_outbound_prompt_waits_for_its_landing_then_stops_after_its_first_tok
     assert [(chunk.num_computed_tokens, len(chunk.block_ids)) for chunk in last.chunks] == [(6, 2)]
     assert [unpack(delta.tokens) for delta in last.tokens] == [right(submission, i)[:1] for i in range(2)]
     (done,) = last.prompts
-    assert (done.outbound, done.all_finished, done.num_computed_tokens) == (True, False, 6)
+    assert (done.decodes_remotely, done.all_finished, done.num_computed_tokens) == (True, False, 6)
     assert (done.times.arrived, done.times.scheduled, done.times.prefilled) == (1.0, 2.0, 3.0)
     assert [unpack(sample.output) for sample in done.samples] == [right(submission, i)[:1] for i in range(2)]
     assert not side.plan(3.0)
     assert all(side.pool.is_referenced(block) for block in done.block_ids)
     assert side.scheduler.expire(1e9) == []
-    assert side.scheduler.finish_outbound("a", 1)
-    assert not side.scheduler.finish_outbound("a", 1)
+    assert side.scheduler.finish_hand_over("a", 1)
+    assert not side.scheduler.finish_hand_over("a", 1)
     assert side.scheduler.is_idle
     assert side.pool.num_referenced == 0
 
@@ -274,11 +274,11 @@ def test_landings_are_asked_one_step_ahead_and_a_full_target_holds_back_its_own_
     side = engine(max_batch_tokens=8)
     for name, target in (("a", "d"), ("b", "d"), ("c", "e")):
         side.scheduler.submit(ask(name, [ord(name)] * 9, decode=target), 0.0)
-    assert [wish.request_id for wish in side.scheduler.landings_wanted(0.0)] == ["a", "c"]
+    assert [need.request_id for need in side.scheduler.landings_wanted(0.0)] == ["a", "c"]
     side.scheduler.grant_landing("a", 1)
     assert side.scheduler.landings_wanted(0.0) == []
     step(side)
-    assert [wish.request_id for wish in side.scheduler.landings_wanted(0.0)] == ["b"]
+    assert [need.request_id for need in side.scheduler.landings_wanted(0.0)] == ["b"]
 
 
 def test_one_that_waits_long_for_its_landing_is_passed_by_those_behind_it() -> None:
@@ -287,12 +287,12 @@ def test_one_that_waits_long_for_its_landing_is_passed_by_those_behind_it() -> N
     for name in "abcd":
         side.scheduler.submit(ask(name, [ord(name)] * 9, decode="d"), 0.0)
     asked = [
-        [wish.request_id for wish in side.scheduler.landings_wanted(now)] for now in (5.0, 5.5, 6.0, 9.0)
+        [need.request_id for need in side.scheduler.landings_wanted(now)] for now in (5.0, 5.5, 6.0, 9.0)
     ]
     assert asked == [["a"], [], ["b"], []]
     side.scheduler.grant_landing("b", 1)
     step(side)
-    assert [wish.request_id for wish in side.scheduler.landings_wanted(9.0)] == ["c"]
+    assert [need.request_id for need in side.scheduler.landings_wanted(9.0)] == ["c"]
 
 
 @pytest.mark.parametrize("num_valid", [6, 4, 0])

@@ -49,7 +49,7 @@ class Life:
 class HandOver:
     """An outbound request between the two engines: its landing at the decode side."""
 
-    wish: LandingNeed
+    need: LandingNeed
     granted: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_held_tokens: int = 0
@@ -230,11 +230,11 @@ class Pair(RuleBasedStateMachine):
             life.num_prompts_done += 1
             assert life.num_prompts_done == 1
             assert done.all_finished == all(life.finishes)
-            assert done.outbound == (life.submission.decode is not None)
+            assert done.decodes_remotely == (life.submission.decode is not None)
             assert len(done.block_ids) * BLOCK_TOKENS >= done.num_computed_tokens
-            if done.outbound and done.all_finished:
+            if done.decodes_remotely and done.all_finished:
                 self.abort_landing(done.request_id)
-            elif done.outbound:
+            elif done.decodes_remotely:
                 self.landings[done.request_id].done = done
 
     def take_delta(self, delta: TokenDelta) -> None:
@@ -266,9 +266,9 @@ class Pair(RuleBasedStateMachine):
 
     @rule(grant=st.booleans())
     def ask_for_landings(self, grant: bool) -> None:
-        for wish in self.prefill.scheduler.landings_wanted(0.0):
-            assert wish.request_id not in self.landings
-            self.landings[wish.request_id] = HandOver(wish)
+        for need in self.prefill.scheduler.landings_wanted(0.0):
+            assert need.request_id not in self.landings
+            self.landings[need.request_id] = HandOver(need)
         if grant:
             self.grant_landings()
 
@@ -277,10 +277,10 @@ class Pair(RuleBasedStateMachine):
         for name, landing in self.landings.items():
             if landing.granted:
                 continue
-            held = pool.match(landing.wish.submission.block_keys)
+            held = pool.match(landing.need.submission.block_keys)
             pool.acquire(held)
             try:
-                rest = pool.allocate(-(-landing.wish.num_tokens // BLOCK_TOKENS) - len(held))
+                rest = pool.allocate(-(-landing.need.num_tokens // BLOCK_TOKENS) - len(held))
             except OutOfBlocksError:
                 pool.release(held)
                 continue
@@ -308,7 +308,7 @@ class Pair(RuleBasedStateMachine):
             ends = self.decode.scheduler.adopt(submission, landing.block_ids, num_valid, self.now)
             for delta in ends:
                 self.take_delta(delta)
-            assert self.prefill.scheduler.finish_outbound(name, 1)
+            assert self.prefill.scheduler.finish_hand_over(name, 1)
 
     def move(self, landing: HandOver, src_blocks: tuple[int, ...], position: int) -> None:
         if position >= landing.num_held_tokens:

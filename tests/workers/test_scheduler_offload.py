@@ -170,7 +170,7 @@ def test_an_outbound_prompt_stays_on_the_device() -> None:
         side.settle(0.0)
         side.check()
     assert side.scheduler.num_running == 0
-    assert side.scheduler.finish_outbound("out", 1)
+    assert side.scheduler.finish_hand_over("out", 1)
 
 
 def test_an_outbound_prompt_waits_for_what_runs_and_has_its_room_promised() -> None:
@@ -189,7 +189,7 @@ def test_an_outbound_prompt_waits_for_what_runs_and_has_its_room_promised() -> N
     assert side.scheduler.num_preemptions == 0
     while side.plan(0.0):
         side.settle(0.0)
-    assert side.scheduler.finish_outbound("out", 1)
+    assert side.scheduler.finish_hand_over("out", 1)
 
 
 def test_a_prompt_waits_until_the_rest_of_those_before_it_has_room_too() -> None:
@@ -299,8 +299,8 @@ def test_a_moved_block_leaves_the_index_and_what_follows_still_goes_to_the_store
     side = engine(num_blocks=4, offload=8, chunk_tokens=8, has_store=True)
     submission = ask(prompt=list(range(1, 29)), max_tokens=1)
     side.scheduler.submit(submission, 0.0)
-    (wish,) = side.scheduler.loads_wanted()
-    side.scheduler.end_load(wish, {})
+    (need,) = side.scheduler.loads_wanted()
+    side.scheduler.end_load(need, {})
     finished = []
     outputs: list[int] = []
     while not outputs:
@@ -322,17 +322,17 @@ def test_a_load_is_asked_once_and_waited_for_and_only_so_many_at_a_time() -> Non
     side = engine(has_store=True, max_loading=2, chunk_tokens=16)
     for name in "abc":
         side.scheduler.submit(ask(name, [ord(name)] * 9, max_tokens=1), 0.0)
-    wishes = side.scheduler.loads_wanted()
-    assert [(wish.request_id, len(wish.keys), wish.num_held) for wish in wishes] == [("a", 2, 0), ("b", 2, 0)]
+    needs = side.scheduler.loads_wanted()
+    assert [(need.request_id, len(need.keys), need.num_held) for need in needs] == [("a", 2, 0), ("b", 2, 0)]
     assert side.scheduler.loads_wanted() == []
     assert not side.plan(0.0), "all wait for the store"
-    side.scheduler.end_load(wishes[1], {"dram": 4})
-    assert [wish.request_id for wish in side.scheduler.loads_wanted()] == ["c"]
+    side.scheduler.end_load(needs[1], {"dram": 4})
+    assert [need.request_id for need in side.scheduler.loads_wanted()] == ["c"]
     outcome = step(side)
     assert [delta.request_id for delta in outcome.tokens] == ["b"]
     assert outcome.prompts[0].num_loaded_tokens == {"dram": 4}
     side.scheduler.cancel("c", 1)
-    side.scheduler.end_load(wishes[0], {})
+    side.scheduler.end_load(needs[0], {})
     assert list(finish(side)) == [("a", 0)]
 
 
@@ -359,9 +359,9 @@ def test_what_the_device_holds_needs_no_load() -> None:
     prompt = list(range(1, 13))
     keys = block_keys(ask(prompt=prompt).prompt, BLOCK_TOKENS, b"model", "")
     side.scheduler.submit(ask("a", prompt, max_tokens=1), 0.0)
-    (wish,) = side.scheduler.loads_wanted()
-    assert wish.keys == tuple(keys[:2]), "the block of the last token is computed"
-    side.scheduler.end_load(wish, {})
+    (need,) = side.scheduler.loads_wanted()
+    assert need.keys == tuple(keys[:2]), "the block of the last token is computed"
+    side.scheduler.end_load(need, {})
     finish(side)
     assert [block.key for block in side.scheduler.take_finished()] == list(keys)
     assert side.scheduler.take_finished() == []

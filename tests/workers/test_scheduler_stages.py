@@ -51,7 +51,7 @@ def test_consecutive_plans_decode_different_sequences(num_stages: int, num_seque
 def test_an_uneven_number_is_spread_over_all_plans(num_stages: int, num_sequences: int) -> None:
     side = decoding(engine(num_stages=num_stages, max_sequences=8), num_sequences, max_tokens=12)
     sizes = [len(plan(side).entries) for _ in range(num_stages)]
-    for _ in range(2 * num_stages):  # as the brain does: a plan for a report
+    for _ in range(2 * num_stages):  # as the engine core does: a plan for a report
         side.settle(0.0)
         sizes.append(len(plan(side).entries))
     assert {sum(sizes[at : at + num_stages]) for at in range(len(sizes) - num_stages + 1)} == {num_sequences}

@@ -93,7 +93,7 @@ def test_what_is_left_out_of_the_configuration_is_logged_by_name(
     file = tmp_path / "config.json"
     keys = {"dual_chunk_attention_config": {"chunk_size": 262144}}
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-    with caplog.at_level(logging.WARNING, "tandem.brain"):
+    with caplog.at_level(logging.WARNING, "tandem.engine_core"):
         whole.plan_stages(joined(StageCost()))
     (record,) = caplog.records
     assert "r: dual_chunk_attention_config of config.json is ignored" in record.getMessage()

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.common.clock import ManualClock, SystemClock
-from workers.messages import BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
+from workers.messages import BATCH_BOUNDS, BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.work import ATTENTION_PIECE_FLOPS, ModelWork
-from workers.rank import device_limits
-from workers.rank.device_limits import MeasureSizes, device_memory, measure_limits
-from workers.replica.stats import BATCH_BOUNDS, Capability, StepStats
+from workers.model.sizes import ATTENTION_PIECE_FLOPS, ModelWork
+from workers.rank import probe
+from workers.rank.probe import MeasureSizes, device_memory, measure_limits
+from workers.replica.stats import Capability, StepStats
 from workers.scheduler.step import PromptDone, StepOutcome
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -117,7 +117,7 @@ def test_hits_are_told_by_where_the_kv_was() -> None:
                 num_computed_tokens=100,
                 num_cached_tokens=num_cached,
                 times=StageTimes(),
-                outbound=False,
+                decodes_remotely=False,
                 all_finished=False,
                 samples=(),
                 block_ids=(),
@@ -134,15 +134,15 @@ def test_hits_are_told_by_where_the_kv_was() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_in_float32_are_a_route_to_those_of_any_dtype(dtype: torch.dtype) -> None:
     """Where a CPU emulates bf16, the limit of that dtype alone was a fraction of what the engine reaches."""
-    found = device_limits.routes(torch.device("cpu"), dtype)
-    assert {device_limits.Route(torch.float32, False), device_limits.Route(dtype, False)} <= set(found)
-    assert device_limits.routes(torch.device("cuda"), dtype) == [device_limits.Route(dtype, False)]
+    found = probe.routes(torch.device("cpu"), dtype)
+    assert {probe.Route(torch.float32, False), probe.Route(dtype, False)} <= set(found)
+    assert probe.routes(torch.device("cuda"), dtype) == [probe.Route(dtype, False)]
 
 
 def test_limits_are_of_the_fastest_route_and_of_its_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second route is tried on a small matrix, takes nine times as long, and is not measured further."""
-    both = [device_limits.Route(torch.float32, False), device_limits.Route(torch.bfloat16, False)]
-    monkeypatch.setattr(device_limits, "routes", lambda *_: both)
+    both = [probe.Route(torch.float32, False), probe.Route(torch.bfloat16, False)]
+    monkeypatch.setattr(probe, "routes", lambda *_: both)
 
     class Jumping(ManualClock):
         """Each look at it is later than the last by the next of these."""

@@ -10,16 +10,16 @@ from kvtransfer.store.messages import HELD, REFUSED, PutCommit, PutGrant, PutReq
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.step import FinishedBlock
 from workers.store_connector.block_loader import TierCosts
-from workers.store_connector.block_saver import WriteThrough
+from workers.store_connector.block_saver import BlockSaver
 from workers.store_connector.tier_view import TierView
 
 
-class WritingHouse:
+class SavingHarness:
     def __init__(self, num_blocks: int = 256) -> None:
         self.wires = Wires()
         self.pool = BlockPool(num_blocks, 16)
         shards = {0: (HALVES[0], 512), 1: (HALVES[1], 512), 2: (HALVES[0], 512)}
-        self.writing = WriteThrough(self.pool, shards, 8, self.wires.send, self.wires.send, self.wires.order)
+        self.saver = BlockSaver(self.pool, shards, 8, self.wires.send, self.wires.send, self.wires.order)
 
     def finish(self, *keys: bytes, chain: bytes = KEYS[0], tenant: str = "t") -> list[int]:
         block_ids = self.pool.allocate(len(keys))
@@ -30,127 +30,127 @@ class WritingHouse:
             blocks.append(FinishedBlock(key, parent, chain, tenant))
             parent = key
         self.pool.release(block_ids)
-        self.writing.finished(blocks)
+        self.saver.finished(blocks)
         return block_ids
 
     def request(self) -> PutRequest:
-        self.writing.pump()
+        self.saver.pump()
         request = self.wires.take(PutRequest)
         assert isinstance(request, PutRequest)
         return request
 
 
 def test_a_finished_block_is_committed_with_the_sums_of_its_ranks() -> None:
-    house = WritingHouse()
-    block_ids = house.finish(*KEYS[:2])
-    request = house.request()
+    harness = SavingHarness()
+    block_ids = harness.finish(*KEYS[:2])
+    request = harness.request()
     assert [(record.key, record.shard) for record in request.records] == [
         (key, shard) for key in KEYS[:2] for shard in HALVES
     ]  # the copy of a KV head that rank 2 holds is not written again
-    assert house.writing.num_references == 2
-    house.writing.granted(PutGrant(request.number, b"a", (0, 4096, HELD, 8192)))
-    orders = dict(house.wires.orders)
+    assert harness.saver.num_references == 2
+    harness.saver.granted(PutGrant(request.number, b"a", (0, 4096, HELD, 8192)))
+    orders = dict(harness.wires.orders)
     assert [(copy.block_id, copy.offset) for copy in orders[0].copies] == [(block_ids[0], 0)]  # type: ignore[union-attr]
     assert [(copy.block_id, copy.offset) for copy in orders[1].copies] == [  # type: ignore[union-attr]
         (block_ids[0], 4096),
         (block_ids[1], 8192),
     ]
-    house.writing.copied(1, StorePutDone(request.number, (11, 12), 1024, 0.1))
-    assert house.wires.sent == []
-    house.writing.copied(0, StorePutDone(request.number, (10,), 512, 0.1))
-    assert house.wires.take(PutCommit) == PutCommit(((0, 10), (4096, 11), (8192, 12)))
-    assert house.writing.num_stored == 2
-    assert house.writing.is_idle
-    assert house.pool.num_references == 0
+    harness.saver.copied(1, StorePutDone(request.number, (11, 12), 1024, 0.1))
+    assert harness.wires.sent == []
+    harness.saver.copied(0, StorePutDone(request.number, (10,), 512, 0.1))
+    assert harness.wires.take(PutCommit) == PutCommit(((0, 10), (4096, 11), (8192, 12)))
+    assert harness.saver.num_stored == 2
+    assert harness.saver.is_idle
+    assert harness.pool.num_references == 0
 
 
 def test_what_a_rank_could_not_write_is_abandoned() -> None:
-    house = WritingHouse()
-    house.finish(KEYS[0])
-    request = house.request()
-    house.writing.granted(PutGrant(request.number, b"a", (0, 4096)))
-    house.writing.copied(0, StorePutDone(request.number, (), 0, 0.0, "no arena"))
-    house.writing.copied(1, StorePutDone(request.number, (11,), 512, 0.1))
-    assert house.wires.take(PutCommit) == PutCommit(((4096, 11),), (0,))
-    assert house.writing.num_unstored == {"failed": 1}
+    harness = SavingHarness()
+    harness.finish(KEYS[0])
+    request = harness.request()
+    harness.saver.granted(PutGrant(request.number, b"a", (0, 4096)))
+    harness.saver.copied(0, StorePutDone(request.number, (), 0, 0.0, "no arena"))
+    harness.saver.copied(1, StorePutDone(request.number, (11,), 512, 0.1))
+    assert harness.wires.take(PutCommit) == PutCommit(((4096, 11),), (0,))
+    assert harness.saver.num_unstored == {"failed": 1}
 
 
 @pytest.mark.parametrize("offset", [HELD, REFUSED])
 def test_without_room_or_need_nothing_is_ordered(offset: int) -> None:
-    house = WritingHouse()
-    house.finish(KEYS[0])
-    request = house.request()
-    house.writing.granted(PutGrant(request.number, b"a", (offset, offset)))
-    assert house.wires.orders == []
-    assert house.writing.is_idle
-    assert house.writing.num_unstored == ({"refused": 1} if offset == REFUSED else {})
-    assert house.pool.num_references == 0
+    harness = SavingHarness()
+    harness.finish(KEYS[0])
+    request = harness.request()
+    harness.saver.granted(PutGrant(request.number, b"a", (offset, offset)))
+    assert harness.wires.orders == []
+    assert harness.saver.is_idle
+    assert harness.saver.num_unstored == ({"refused": 1} if offset == REFUSED else {})
+    assert harness.pool.num_references == 0
 
 
 def test_a_full_queue_drops_and_an_evicted_block_is_passed_over() -> None:
-    house = WritingHouse(num_blocks=64)
-    house.finish(*(bytes([index]) * 16 for index in range(1, 11)))
-    assert house.writing.num_unstored == {"queue": 2}
-    house.pool.release(house.pool.allocate(64))
-    house.writing.pump()
-    assert house.wires.sent == []
-    assert house.writing.num_unstored == {"queue": 2, "evicted": 8}
+    harness = SavingHarness(num_blocks=64)
+    harness.finish(*(bytes([index]) * 16 for index in range(1, 11)))
+    assert harness.saver.num_unstored == {"queue": 2}
+    harness.pool.release(harness.pool.allocate(64))
+    harness.saver.pump()
+    assert harness.wires.sent == []
+    assert harness.saver.num_unstored == {"queue": 2, "evicted": 8}
 
 
 def test_a_block_behind_one_that_was_moved_out_is_stored_all_the_same() -> None:
-    house = WritingHouse()
-    (block_id,) = house.pool.allocate(1)
-    assert not house.pool.register(block_id, KEYS[0], KEYS[1], "t")
-    assert house.pool.remember(block_id, KEYS[1])
-    house.writing.finished([FinishedBlock(KEYS[1], KEYS[0], KEYS[0], "t")])
-    assert [record.key for record in house.request().records] == [KEYS[1]] * 2
-    assert house.pool.is_shared(block_id), "it could be moved out while ranks copy it"
+    harness = SavingHarness()
+    (block_id,) = harness.pool.allocate(1)
+    assert not harness.pool.register(block_id, KEYS[0], KEYS[1], "t")
+    assert harness.pool.remember(block_id, KEYS[1])
+    harness.saver.finished([FinishedBlock(KEYS[1], KEYS[0], KEYS[0], "t")])
+    assert [record.key for record in harness.request().records] == [KEYS[1]] * 2
+    assert harness.pool.is_shared(block_id), "it could be moved out while ranks copy it"
 
 
 def test_what_a_purged_tenant_has_not_stored_yet_is_never_stored() -> None:
-    house = WritingHouse()
-    house.finish(KEYS[0])
-    house.finish(KEYS[1], chain=KEYS[1])
-    house.finish(KEYS[2], chain=KEYS[2], tenant="u")
-    copied, asked = house.request(), house.request()
-    house.finish(KEYS[3], chain=KEYS[3])
-    house.writing.granted(PutGrant(copied.number, b"a", (0, 4096)))
-    house.writing.drop("t")
-    assert house.writing.num_unstored == {"purged": 1}
+    harness = SavingHarness()
+    harness.finish(KEYS[0])
+    harness.finish(KEYS[1], chain=KEYS[1])
+    harness.finish(KEYS[2], chain=KEYS[2], tenant="u")
+    copied, asked = harness.request(), harness.request()
+    harness.finish(KEYS[3], chain=KEYS[3])
+    harness.saver.granted(PutGrant(copied.number, b"a", (0, 4096)))
+    harness.saver.drop("t")
+    assert harness.saver.num_unstored == {"purged": 1}
     for rank in (0, 1):
-        house.writing.copied(rank, StorePutDone(copied.number, (1,), 512, 0.1))
-    assert house.wires.take(PutCommit) == PutCommit((), (0, 4096)), "it was being copied"
-    house.writing.granted(PutGrant(asked.number, b"a", (8192, HELD)))
-    assert house.wires.take(PutCommit) == PutCommit((), (8192,)), "room was asked for; the other was there"
-    assert house.wires.orders[2:] == []
-    assert house.request().tenant == "u"
-    house.writing.pump()
-    assert not any(isinstance(message, PutRequest) for message in house.wires.sent)
+        harness.saver.copied(rank, StorePutDone(copied.number, (1,), 512, 0.1))
+    assert harness.wires.take(PutCommit) == PutCommit((), (0, 4096)), "it was being copied"
+    harness.saver.granted(PutGrant(asked.number, b"a", (8192, HELD)))
+    assert harness.wires.take(PutCommit) == PutCommit((), (8192,)), "room was asked for; the other was there"
+    assert harness.wires.orders[2:] == []
+    assert harness.request().tenant == "u"
+    harness.saver.pump()
+    assert not any(isinstance(message, PutRequest) for message in harness.wires.sent)
 
 
 def test_a_request_holds_blocks_of_one_chain_and_tenant() -> None:
-    house = WritingHouse()
-    house.finish(KEYS[0])
-    house.finish(KEYS[1], chain=KEYS[1])
-    house.finish(KEYS[2], chain=KEYS[1], tenant="u")
-    house.writing.pump()
-    requests = [message for message in house.wires.sent if isinstance(message, PutRequest)]
+    harness = SavingHarness()
+    harness.finish(KEYS[0])
+    harness.finish(KEYS[1], chain=KEYS[1])
+    harness.finish(KEYS[2], chain=KEYS[1], tenant="u")
+    harness.saver.pump()
+    requests = [message for message in harness.wires.sent if isinstance(message, PutRequest)]
     assert [(request.chain, request.tenant) for request in requests] == [(KEYS[0], "t"), (KEYS[1], "t")]
 
 
 def test_when_the_owner_is_lost_only_copies_under_way_hold_blocks() -> None:
-    house = WritingHouse()
-    house.finish(KEYS[0])
-    house.finish(KEYS[1], chain=KEYS[1])
-    first, _ = house.request(), house.request()
-    house.writing.granted(PutGrant(first.number, b"a", (0, 4096)))
-    house.writing.lost()
-    assert house.writing.num_references == 1
-    assert house.writing.has_orders
-    house.wires.is_up = False
+    harness = SavingHarness()
+    harness.finish(KEYS[0])
+    harness.finish(KEYS[1], chain=KEYS[1])
+    first, _ = harness.request(), harness.request()
+    harness.saver.granted(PutGrant(first.number, b"a", (0, 4096)))
+    harness.saver.lost()
+    assert harness.saver.num_references == 1
+    assert harness.saver.has_orders
+    harness.wires.is_up = False
     for rank in (0, 1):
-        house.writing.copied(rank, StorePutDone(first.number, (1,), 512, 0.1))
-    assert house.writing.num_references == house.pool.num_references == 0
+        harness.saver.copied(rank, StorePutDone(first.number, (1,), 512, 0.1))
+    assert harness.saver.num_references == harness.pool.num_references == 0
 
 
 # ------------------------------------------------------------------------------------------ costs and view

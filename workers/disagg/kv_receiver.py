@@ -1,7 +1,7 @@
 """The decode side of hand-overs: sequences that were computed elsewhere, up to now, and that continue here.
 
 Joins the sans-I/O `kvtransfer.protocol.receiver.LandingTable` to the scheduler, the Peer links and the ranks. Nothing
-here blocks; everything runs on the brain's loop.
+here blocks; everything runs on the engine core's loop.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class KvReceiver:
         self._do(self.book.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))
 
     def _join(self, landed: Landed) -> None:
-        self._faults.at("brain.join")
+        self._faults.at("engine_core.join")
         hand_over = self._hand_overs.pop(landed.landing_id)
         now = self._clock.now()
         self.num_checksum_failures += landed.num_bad_pieces

@@ -2,7 +2,7 @@
 that move while they decode go the same way; what happens to these is told to `workers.disagg.migration`.
 
 Joins the sans-I/O `kvtransfer.protocol.sender.SendTable` to the scheduler, the Peer links and the ranks. Nothing here
-blocks; everything runs on the brain's loop.
+blocks; everything runs on the engine core's loop.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Outgoing:
     gateway: GatewayKey
     arrived_at: float
     # A landing that is to be asked for as soon as there is a path.
-    wish: LandingNeed | None = None
+    need: LandingNeed | None = None
     all_finished: bool = False
     samples: tuple[SampleState, ...] = ()
     trace: list[tuple[str, float]] = field(default_factory=list)
@@ -108,13 +108,13 @@ class KvSender:
         )
         self.peers.ensure(submission.decode)
 
-    def wanted(self, wishes: Iterable[LandingNeed]) -> None:
+    def wanted(self, needs: Iterable[LandingNeed]) -> None:
         """These prompts are near the head of the queue: ask for their landings, when the path is ready."""
-        for wish in wishes:
-            outgoing = self._outgoing.get((wish.request_id, wish.attempt))
-            if outgoing is not None:  # an earlier wish may have found that there is no way to their peer
-                outgoing.wish = wish
-                self._ask(outgoing, wish)
+        for need in needs:
+            outgoing = self._outgoing.get((need.request_id, need.attempt))
+            if outgoing is not None:  # an earlier need may have found that there is no way to their peer
+                outgoing.need = need
+                self._ask(outgoing, need)
 
     def chunk_done(self, chunk: ChunkDone) -> None:
         """A chunk is in the pool: push it while the next one is computed."""
@@ -185,8 +185,8 @@ class KvSender:
         """The path to `peer` is measured: ask for what waited for it."""
         for outgoing in list(self._outgoing.values()):
             target = outgoing.submission.decode
-            if outgoing.wish is not None and target is not None and target.identity == peer:
-                self._ask(outgoing, outgoing.wish)
+            if outgoing.need is not None and target is not None and target.identity == peer:
+                self._ask(outgoing, outgoing.need)
 
     def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
         """No way to `peer`: its requests must be routed again."""
@@ -231,7 +231,7 @@ class KvSender:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _ask(self, outgoing: _Outgoing, wish: LandingNeed) -> None:
+    def _ask(self, outgoing: _Outgoing, need: LandingNeed) -> None:
         submission = outgoing.submission
         target = submission.decode
         assert target is not None
@@ -239,7 +239,7 @@ class KvSender:
         if connection_id is None:
             self.peers.ensure(target)
             return
-        outgoing.wish = None
+        outgoing.need = None
         request = LandingRequest(
             landing_id=draw_id(),
             request_id=submission.request_id,
@@ -247,7 +247,7 @@ class KvSender:
             tenant=submission.tenant,
             priority=submission.priority,
             block_keys=submission.block_keys,
-            num_tokens=wish.num_tokens,
+            num_tokens=need.num_tokens,
             num_samples=len(submission.samples),
             deadline_s=self._remaining_s(outgoing),
         )
@@ -280,7 +280,7 @@ class KvSender:
                     self._kill_ranks(action.reason)
 
     def _hand_over(self, ready: HandOverReady) -> None:
-        self._faults.at("brain.hand_over")
+        self._faults.at("engine_core.hand_over")
         if (ready.request_id, ready.attempt) in self.moving:
             self.peers.send_outbound(ready.peer, self.moving.hand_over(ready))
             return
@@ -326,5 +326,5 @@ class KvSender:
 
     def _end(self, key: RequestKey) -> None:
         if self._outgoing.pop(key, None) is not None:
-            self._scheduler.finish_outbound(*key)
+            self._scheduler.finish_hand_over(*key)
             self._on_ended(key)

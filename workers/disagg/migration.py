@@ -10,7 +10,7 @@
 
 The sequence decodes until what is finished has been written; then it is held with its next token: it stands
 still only while its last blocks and its state are on their way. Which token that is follows from the speed of
-the transfer: a landing is asked for with more room than that takes. Called by the brain, on its loop.
+the transfer: a landing is asked for with more room than that takes. Called by the engine core, on its loop.
 """
 
 from __future__ import annotations
@@ -123,16 +123,16 @@ class MigrationManager:
         self._wake()
 
     def pump(self) -> None:
-        """After every turn of the brain: begin what may begin, take back what the scheduler has changed."""
+        """After every turn of the engine core: begin what may begin, take back what the scheduler has changed."""
         num_free = self._most - sum(move.state is not _State.QUEUED for move in self._moves.values())
         for key, move in list(self._moves.items()):
             if move.state is _State.QUEUED and num_free > 0 and key in self._moves:
                 num_free -= self._begin(key, move)
             elif move.state is _State.ASKED:
-                position = self._scheduler.moves.position(key)
+                position = self._scheduler.migration.position(key)
                 if position is None or position.num_tokens > move.capacity:
                     self._try_again(key, move, "no room in time")
-            elif move.state is _State.COPYING and not self._scheduler.moves.is_on_its_way(key):
+            elif move.state is _State.COPYING and not self._scheduler.migration.is_on_its_way(key):
                 self._try_again(key, move, "its blocks were needed")
 
     def progress(self, chunk: ChunkDone) -> None:
@@ -153,11 +153,11 @@ class MigrationManager:
         move = self._moves[key]
         if move.state is not _State.ASKED:
             return
-        if not self._scheduler.moves.hold_at(key, move.capacity):
+        if not self._scheduler.migration.hold_at(key, move.capacity):
             self._try_again(key, move, "no room in time")
             return
         move.state = _State.COPYING
-        position = self._scheduler.moves.position(key)
+        position = self._scheduler.migration.position(key)
         assert position is not None
         self._outbound.computed(key, position.num_settled, position.block_ids)
         self.pushed(key)
@@ -167,9 +167,9 @@ class MigrationManager:
         move = self._moves[key]
         if move.state is not _State.COPYING or move.is_stopping or not self._outbound.has_caught_up(key):
             return
-        position = self._scheduler.moves.position(key)
+        position = self._scheduler.migration.position(key)
         if position is not None and position.num_tokens < move.capacity:
-            move.is_stopping = self._scheduler.moves.hold_at(key, position.num_tokens)
+            move.is_stopping = self._scheduler.migration.hold_at(key, position.num_tokens)
             self._outbound.end_at(key, position.num_tokens)
 
     def hand_over(self, ready: HandOverReady) -> HandOver:
@@ -179,7 +179,7 @@ class MigrationManager:
         move.state = _State.HANDED
         return HandOver(
             ready.landing_id,
-            self._scheduler.moves.state(key, self._clock.now()),
+            self._scheduler.migration.state(key, self._clock.now()),
             *move.gateway,
             ready.num_moved_bytes,
             ready.transport,
@@ -194,11 +194,11 @@ class MigrationManager:
         if not ended.error:
             del self._moves[key]
             self.num_moved += 1
-            self._scheduler.finish_outbound(*key)
+            self._scheduler.finish_hand_over(*key)
             self._gateways.post(move.gateway, MoveEnded(*key, move.target.identity))
             self._on_ended(key)
         elif move.again:
-            self._scheduler.moves.resume(key)
+            self._scheduler.migration.resume(key)
             self._moves[key] = _Move(move.gateway, move.target, num_tries=move.num_tries)
         else:
             self._fail(key, ended.reason)
@@ -228,20 +228,20 @@ class MigrationManager:
         if connection_id is None:
             self._outbound.peers.ensure(target)
             return False
-        position = self._scheduler.moves.position(key)
+        position = self._scheduler.migration.position(key)
         if position is None or position.most_tokens - position.num_tokens < _LEAST_LEFT:
             return False
         move.state = _State.ASKED
         move.num_tries += 1
         move.capacity = self._capacity(position, move.num_tries)
-        submission = self._scheduler.moves.submission(key)
+        submission = self._scheduler.migration.submission(key)
         request = LandingRequest(
             landing_id=draw_id(),
             request_id=submission.request_id,
             attempt=submission.attempt,
             tenant=submission.tenant,
             priority=submission.priority,
-            block_keys=self._scheduler.moves.block_keys(key),
+            block_keys=self._scheduler.migration.block_keys(key),
             num_tokens=move.capacity,
             num_samples=1,
             deadline_s=ROOM_S,
@@ -261,12 +261,12 @@ class MigrationManager:
     def _try_again(self, key: RequestKey, move: _Move, reason: str) -> None:
         """Give the landing back and ask for another one, a few times."""
         move.state, move.again = _State.ENDING, move.num_tries < MAX_TRIES
-        self._scheduler.moves.resume(key)
+        self._scheduler.migration.resume(key)
         self._outbound.stop(key, reason)
 
     def _fail(self, key: RequestKey, reason: str) -> None:
         move = self._moves.pop(key)
         self.num_failed += 1
-        self._scheduler.moves.resume(key)
+        self._scheduler.migration.resume(key)
         _log.info("%s attempt %d stays here: %s", *key, reason, extra={"request_id": key[0]})
         self._gateways.post(move.gateway, MoveEnded(*key, move.target.identity, reason))

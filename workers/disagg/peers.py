@@ -1,4 +1,4 @@
-"""Peer links: the brain-to-brain streams and, under them, the measured data connections between ranks.
+"""Peer links: the engine core-to-engine core streams and, under them, the measured data connections between ranks.
 
 A replica opens one link to each decode replica it writes to (`outbound`) and accepts one from each replica
 that writes to it (`inbound`). An outbound link is usable when the compatibility records agree and every rank
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
+from kvtransfer.common.backoff import backoff_s
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
 from kvtransfer.messages import (
@@ -41,7 +43,7 @@ from kvtransfer.messages import (
     TransferOrder,
 )
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
 
 _HELLO_TIMEOUT_S = 10.0
@@ -62,8 +64,9 @@ class _KvSender:
 
 
 @dataclass(slots=True)
-class _CoolDown:
+class _PeerFailure:
     reason: str
+    num_failures: int
     delay_s: float
     ends_at: float
 
@@ -86,7 +89,7 @@ class DecodeSide(Protocol):
 
 
 class Peers:
-    """The links of one brain. After every event it has passed on it calls `wake`."""
+    """The links of one engine core. After every event it has passed on it calls `wake`."""
 
     def __init__(
         self,
@@ -117,11 +120,10 @@ class Peers:
         self._prefill_side = prefill_side
         self._decode_side = decode_side
         self._wake = wake
-        self._on_error = on_error
         self._outbound: dict[ReplicaIdentity, _KvSender] = {}
-        self._cooling: dict[ReplicaIdentity, _CoolDown] = {}
+        self._cooling: dict[ReplicaIdentity, _PeerFailure] = {}
         self._inbound: dict[ReplicaIdentity, FrameStream] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks(on_error)
 
     # ------------------------------------------------------------------------------------- outbound
 
@@ -138,7 +140,7 @@ class Peers:
             self._wake()
             return
         peer = self._outbound[target.identity] = _KvSender(target, draw_id())
-        self._spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
+        self._tasks.spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
 
     def forget_others(self, peers: Sequence[ReplicaIdentity]) -> None:
         """There are only these now: the failures of others are no news any more."""
@@ -221,7 +223,7 @@ class Peers:
 
     async def _run_outbound(self, peer: _KvSender) -> None:
         try:
-            stream = peer.stream = await open_stream(
+            stream = peer.stream = await open_link(
                 peer.target.address, "peer", self._secret, self._identity.replica_id
             )
             stream.send(PEER_CODEC.encode(self._hello()))
@@ -289,11 +291,12 @@ class Peers:
         now, identity = self._clock.now(), peer.target.identity
         longest_s = self._config.max_cool_down_s
         earlier = self._cooling.pop(identity, None)
-        delay_s = min(self._config.cool_down_s, longest_s)
+        num_failures = 1
         if earlier is not None and (peer.ready_at is None or now - peer.ready_at <= earlier.delay_s):
-            delay_s = min(2 * earlier.delay_s, longest_s)
+            num_failures += earlier.num_failures
+        delay_s = backoff_s(num_failures, self._config.cool_down_s, longest_s)
         self._cooling = {key: it for key, it in self._cooling.items() if now < it.ends_at + longest_s}
-        self._cooling[identity] = _CoolDown(reason, delay_s, now + delay_s)
+        self._cooling[identity] = _PeerFailure(reason, num_failures, delay_s, now + delay_s)
 
     # -------------------------------------------------------------------------------------- inbound
 
@@ -357,19 +360,7 @@ class Peers:
             stream.send(PEER_CODEC.encode(PeerStopping()))
         for stream in [*self._inbound.values(), *(p.stream for p in self._outbound.values() if p.stream)]:
             stream.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_error(error)
+        await self._tasks.close()
 
 
 def _plan(writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints]) -> tuple[PlannedPiece, ...]:

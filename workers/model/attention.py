@@ -27,7 +27,7 @@ from workers.model.attention_batch import (
     Marks,
     PagedDecodes,
 )
-from workers.model.work import ATTENTION_PIECE_FLOPS
+from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
 _MIN_PIECE_ROWS = 16
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.blocks.layout import Run
-from kvtransfer.blocks.runs import Place, RunTable, copy_runs
+from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from workers.messages import BlockCopy
 from workers.model.attention import kv_shape
 from workers.model.attention_batch import AttentionBatch
@@ -56,8 +56,8 @@ class HostKv:
         elif self._device_kv.is_cuda:
             self.reader = _StreamedToCuda(self.first_id, self.kv, self._device_kv, self._windows)
         else:
-            place = Place(memoryview(self._memory))
-            self.reader = _StreamedOnCpu(self.first_id, place, self._device_kv, self._windows)
+            region = ByteRegion(memoryview(self._memory))
+            self.reader = _StreamedOnCpu(self.first_id, region, self._device_kv, self._windows)
 
     def reader_for(self, tables: Sequence[Sequence[int]]) -> Reader | None:
         """Who reads for a step of these block tables; None when they are all on the device."""
@@ -180,14 +180,14 @@ class _Streamed(Reader):
 class _StreamedOnCpu(_Streamed):
     """A thread copies, without the GIL. The buffers' pages are taken as they are used."""
 
-    def __init__(self, first_id: int, host: Place, device_kv: Tensor, windows: Sequence[int]) -> None:
+    def __init__(self, first_id: int, host: ByteRegion, device_kv: Tensor, windows: Sequence[int]) -> None:
         super().__init__(first_id, device_kv, windows)
         self._host = host
         self._block_bytes = device_kv[0].nbytes
         self._layer_bytes = device_kv[0, 0].nbytes
         num_bytes = len(host.bytes) // self._block_bytes * self._layer_bytes
         memories = [_host_memory(num_bytes) for _ in range(2)]
-        self._places_of_buffers = [Place(memoryview(memory)) for memory in memories]
+        self._buffer_regions = [ByteRegion(memoryview(memory)) for memory in memories]
         self._buffers = [_as_blocks(memory, device_kv, device_kv.shape[2:]) for memory in memories]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
         self._copies: list[Future[None]] = []
@@ -202,7 +202,7 @@ class _StreamedOnCpu(_Streamed):
         table = RunTable([Run(layer * self._layer_bytes, 0, self._layer_bytes)])
         sources = [place * self._block_bytes for place in self._places(host_ids)]
         targets = range(0, len(host_ids) * self._layer_bytes, self._layer_bytes)
-        buffer = self._places_of_buffers[turn % 2]
+        buffer = self._buffer_regions[turn % 2]
         copy_runs(self._host, sources, buffer, targets, table, sums=False, streamed=True)
 
     def _staged(self, turn: int) -> Tensor:

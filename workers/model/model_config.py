@@ -1,6 +1,6 @@
 """What a checkpoint folder says of its model: shapes, rope, windows, end tokens, weight files.
 
-Read by brains and gateways as well as ranks, so nothing here imports torch.
+Read by engine cores and gateways as well as ranks, so nothing here imports torch.
 """
 
 from __future__ import annotations

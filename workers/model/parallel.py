@@ -13,8 +13,7 @@ from torch import Tensor
 
 from workers.model.decoder import Decoder
 from workers.model.layers import Product
-from workers.model.split import part
-from workers.model.work import TILE_ROWS
+from workers.model.sizes import TILE_ROWS, part
 
 
 class Collectives(Protocol):

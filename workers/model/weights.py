@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig, weight_files
-from workers.model.split import kv_heads, part, query_heads, refuse_empty_parts
+from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry and the model computes by itself.
@@ -28,7 +28,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardSpec:
     """The part of a model one rank holds: layers [start, end), and of every layer, of the embedding and of
-    the head the `tp_rank`-th of `tp_size` parts (`workers.model.split`). Biases of row-split products are
+    the head the `tp_rank`-th of `tp_size` parts (`workers.model.sizes`). Biases of row-split products are
     held by `tp_rank` 0 alone."""
 
     layer_start: int

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from workers.errors import RankDiedError, WorkerError
 from workers.rank.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
 
-# Whether a peer hangs is for the brain to judge, who then kills every rank: a wait ends before that only when
+# Whether a peer hangs is for the engine core to judge, who then kills every rank: a wait ends before that only when
 # a connection breaks.
 _TIMEOUT = timedelta(hours=1)
 # A sum for which a rank sends no more than this goes straight to all ranks. Between two ranks that exchange

@@ -20,9 +20,9 @@ from kvtransfer.common.clock import Clock, SystemClock
 from workers.errors import CapacityError
 from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.work import ModelWork
-from workers.rank.device_limits import DeviceLimits, MeasureSizes, measure_limits
+from workers.model.sizes import ModelWork
 from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.probe import DeviceLimits, MeasureSizes, measure_limits
 
 Emit = Callable[[dict[str, Any]], None]
 

@@ -1,6 +1,6 @@
 """The hands of a rank: executes its part of step plans on one device. Model, KV pool, sampling; no decisions.
 
-Called by a rank process with the brain's plans, and directly by the engine benchmark. Letters: T tokens of a
+Called by a rank process with the engine core's plans, and directly by the engine benchmark. Letters: T tokens of a
 step (all sequences one after another), C hidden size, R rows that sample, V vocabulary.
 """
 
@@ -35,7 +35,7 @@ from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.model_config import ModelConfig
-from workers.model.split import kv_heads
+from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.step_runner import StepRunner
@@ -58,7 +58,7 @@ _NUM_MEASURED_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class ReadyFields:
-    """What the brain must know of a loaded executor."""
+    """What the engine core must know of a loaded executor."""
 
     num_blocks: int
     num_offload_blocks: int

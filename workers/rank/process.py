@@ -1,10 +1,10 @@
-"""A rank process: one executor and one transfer agent, driven by the brain over a framed connection.
+"""A rank process: one executor and one transfer agent, driven by the engine core over a framed connection.
 
-    start:          --RankJoined--> brain --FormGroup--> load, warm up together --RankReady--> brain
+    start:          --RankJoined--> engine core --FormGroup--> load, warm up together --RankReady--> engine core
                     (and RankProgress wherever it has come further)
-    reader thread:  brain --StepPlan--> queue      brain --transfer order--> TransferAgent.handle
-    main thread:    queue --> ModelRunner.run --StepReport--> brain
-    agent's threads:                               TransferReport--> brain
+    reader thread:  engine core --StepPlan--> queue      engine core --transfer order--> TransferAgent.handle
+    main thread:    queue --> ModelRunner.run --StepReport--> engine core
+    agent's threads:                               TransferReport--> engine core
 
 `python -m workers.rank.process` reads its `RankSpec` frame from standard input.
 """
@@ -37,7 +37,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import RankEndpoints
 from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import StoreOrder
-from kvtransfer.store.worker.store_worker import StoreWorker
+from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -57,12 +57,11 @@ from workers.messages import (
     StepReport,
 )
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.split import refuse_empty_parts
+from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.device_limits import AT_START, DeviceLimits, device_memory, measure_limits
 from workers.rank.model_runner import ModelRunner, read_dtype
-from workers.rank.probe import Probe, ProbeResult
+from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -73,12 +72,12 @@ PROGRESS_S = 0.25
 
 
 def run_rank(spec: RankSpec) -> None:
-    """Serve the brain at `spec.brain_address` until it says `Shutdown`.
+    """Serve the engine core at `spec.engine_core_address` until it says `Shutdown`.
 
-    The process ends with status 0 when the connection to the brain ends, and with status 1, after a
-    `RankFailed`, on any exception. Raises `TransferError` when the brain cannot be reached at all.
+    The process ends with status 0 when the connection to the engine core ends, and with status 1, after a
+    `RankFailed`, on any exception. Raises `TransferError` when the engine core cannot be reached at all.
     """
-    channel = _BrainChannel(_connect(spec))
+    channel = _EngineCoreChannel(_connect(spec))
     _end_with_transfer_threads(channel, spec.rank)
     with _FailureReport(channel, spec.rank):
         _Rank(spec, channel, SystemClock()).serve()
@@ -87,7 +86,7 @@ def run_rank(spec: RankSpec) -> None:
 class _Rank:
     """The life of a rank: join the others, load, warm up with them, announce, then run plans in order."""
 
-    def __init__(self, spec: RankSpec, channel: _BrainChannel, clock: Clock) -> None:
+    def __init__(self, spec: RankSpec, channel: _EngineCoreChannel, clock: Clock) -> None:
         self._spec = spec
         self._channel = channel
         self._clock = clock
@@ -101,7 +100,7 @@ class _Rank:
         self._leaving = False
 
     def serve(self) -> None:
-        # From the start, although orders come only after RankReady: the brain's end is noticed while loading.
+        # From the start, although orders come only after RankReady: the engine core's end is noticed while loading.
         threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
         torch.set_num_threads(self._spec.num_threads)
         self._enter("probing the device")
@@ -187,7 +186,7 @@ class _Rank:
                 elif isinstance(message, FormGroup):
                     self._formed.put(message)
                 elif isinstance(message, Shutdown):
-                    # Reads on: a rank that still waits for another must not outlive the brain.
+                    # Reads on: a rank that still waits for another must not outlive the engine core.
                     self._leaving = True
                     self._plans.put(None)
                 elif isinstance(message, StoreOrder):
@@ -284,10 +283,10 @@ def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
 # ------------------------------------------------------------------------------------ the connection
 
 
-class _BrainChannel:
-    """The framed connection to the brain; `send` may be called from any thread.
+class _EngineCoreChannel:
+    """The framed connection to the engine core; `send` may be called from any thread.
 
-    A rank has no purpose without its brain: when the connection ends, the process ends at once. It does
+    A rank has no purpose without its engine core: when the connection ends, the process ends at once. It does
     so with `os._exit`, because the interpreter's orderly exit would wait for threads, and a transfer
     thread in the middle of a copy must not write KV for a replica that is gone.
     """
@@ -320,9 +319,9 @@ class _BrainChannel:
 
 
 class _FailureReport:
-    """Whatever exception leaves the block is told to the brain; then the process ends with status 1."""
+    """Whatever exception leaves the block is told to the engine core; then the process ends with status 1."""
 
-    def __init__(self, channel: _BrainChannel, rank: int) -> None:
+    def __init__(self, channel: _EngineCoreChannel, rank: int) -> None:
         self._channel = channel
         self._rank = rank
 
@@ -346,7 +345,7 @@ class _FailureReport:
         os._exit(1)
 
 
-def _end_with_transfer_threads(channel: _BrainChannel, rank: int) -> None:
+def _end_with_transfer_threads(channel: _EngineCoreChannel, rank: int) -> None:
     """A rank whose transfer threads are gone would take hand-overs and never finish one."""
     of_others = threading.excepthook
 
@@ -362,11 +361,13 @@ def _end_with_transfer_threads(channel: _BrainChannel, rank: int) -> None:
 
 
 def _connect(spec: RankSpec) -> socket.socket:
-    host, _, port = spec.brain_address.rpartition(":")
+    host, _, port = spec.engine_core_address.rpartition(":")
     try:
         sock = socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S)
     except OSError as error:
-        raise PeerGoneError(f"the brain at {spec.brain_address} cannot be reached: {error}") from error
+        raise PeerGoneError(
+            f"the engine core at {spec.engine_core_address} cannot be reached: {error}"
+        ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     prove_as_client(sock, spec.secret, f"rank {spec.rank}")
     return sock
@@ -386,17 +387,13 @@ def read_spec(stream: BinaryIO) -> RankSpec:
 
 def main() -> None:
     """Entry point of the process."""
-    # Control-C reaches the whole process group; the brain decides when its ranks end.
+    # Control-C reaches the whole process group; the engine core decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_rank(read_spec(sys.stdin.buffer))
     # NIXL's libraries crash in the interpreter's own end; everything of value is closed by now.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -406,7 +403,7 @@ if __name__ == "__main__":
 
 
 def join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, TCPStore | None]:
-    """What the rank tells its brain first, and at rank 0 of several the ranks' store. `WorkerError`, naming
+    """What the rank tells its engine core first, and at rank 0 of several the ranks' store. `WorkerError`, naming
     the field, for what cannot be served."""
     config = read_model_config(Path(spec.model_dir))
     dtype = read_dtype(spec.dtype)
@@ -457,3 +454,7 @@ def find_store(address: str) -> TCPStore:
     """The store that rank 0 has opened there."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), None, False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The rooms of a brain, built and joined when its ranks have told their sizes. Called by the brain, once."""
+"""The rooms of an engine core, built and joined when its ranks have told their sizes. Called by the engine core, once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.replica.gateway_links import Gateways
 from workers.replica.partition import Shape
 from workers.replica.purging import Purging
 from workers.replica.rank_group import RankGroup
-from workers.replica.replica_reports import Reports
+from workers.replica.replica_reports import ReplicaReports
 from workers.replica.requests import Requests
 from workers.replica.stats import Capability, StepStats
 from workers.replica.step_loop import StepLoop
@@ -48,7 +48,7 @@ class Components:
         kill_ranks: Callable[[str], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """`wake` asks the brain to plan again; after `on_error` nothing here may be trusted."""
+        """`wake` asks the engine core to plan again; after `on_error` nothing here may be trusted."""
         first = ready[0]
         has_store = reaches_store(store, ready)
         self.pool = BlockPool(first.num_blocks, engine.block_tokens)
@@ -110,7 +110,7 @@ class Components:
                 on_error=on_error,
             )
         self.purging = Purging(self.pool, self.scheduler, self.outbound, self.inbound, self.tiers)
-        self.reports = Reports(
+        self.reports = ReplicaReports(
             identity=identity,
             pool=self.pool,
             scheduler=self.scheduler,

@@ -1,4 +1,4 @@
-"""The brain of a replica: every decision of its engine, and its Links. It never imports torch, never blocks.
+"""The engine core of a replica: every decision of its engine, and its Links. It never imports torch, never blocks.
 
 Queues and who empties them:
 
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import (
@@ -61,7 +62,7 @@ from workers.replica.partition import Shape, Stages
 from workers.replica.rank_group import RankGroup, RankLauncher
 from workers.store_connector.connector import StoreConnector
 
-_log = logging.getLogger("tandem.brain")
+_log = logging.getLogger("tandem.engine_core")
 
 TICK_S = 0.25
 _LEAVES = "the replica leaves"
@@ -122,7 +123,7 @@ class EngineCore:
         self._gateways = Gateways(clock, lambda: self.reports.load())
         links = GatewayLinks(self._gateways, self._hello, self._on_gateway_message)
         self._server = LinkServer(secret, links.serve, self._serve_peer)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks(self._broke)
         self._pump_scheduled = False
         self._death = ""
         self.address = ""
@@ -141,7 +142,7 @@ class EngineCore:
             await self.tiers.start()
         port = await self._server.start(self._host)
         self.address = f"{self._host}:{port}"
-        self._spawn(self._tick_forever(), "brain-tick")
+        self._tasks.spawn(self._tick_forever(), "engine-core-tick")
 
     def _furnish(self) -> None:
         """Build the rooms, now that the ranks have told their sizes."""
@@ -168,9 +169,7 @@ class EngineCore:
 
     async def stop(self) -> None:
         """End everything at once."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         if self.address:
             await self.peers.close()
         if self.tiers is not None:
@@ -336,7 +335,7 @@ class EngineCore:
         self.outbound.wanted(self.scheduler.landings_wanted(self._clock.now()))
         self.steps.feed()
         self.moving.pump()
-        if self.scheduler.has_new_wishes():
+        if self.scheduler.has_new_load_needs():
             self._wake()
         for failure in self.scheduler.take_failures():
             self.requests.dropped(failure)
@@ -367,9 +366,9 @@ class EngineCore:
 
     def _broke(self, error: BaseException) -> None:
         """An error of ours: what this replica holds may be wrong. Suspect is what the scheduler was at."""
-        _log.error("%s: the brain failed", self.identity.replica_id, exc_info=error)
+        _log.error("%s: the engine core failed", self.identity.replica_id, exc_info=error)
         handled = self.scheduler.isolation.handled
-        self._died(f"the brain failed: {error!r}", () if handled is None else (handled,))
+        self._died(f"the engine core failed: {error!r}", () if handled is None else (handled,))
 
     def _on_rank_died(self, reason: str) -> None:
         self._died(reason, self.scheduler.in_flight(self.steps.steps_under_way()))
@@ -383,14 +382,4 @@ class EngineCore:
         self.requests.fail_all(reason, suspects)
         self._gateways.flush()
         if self.address:
-            self._spawn(self.peers.close(), "brain-death")
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._broke(error)
+            self._tasks.spawn(self.peers.close(), "engine-core-death")

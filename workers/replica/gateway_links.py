@@ -1,4 +1,4 @@
-"""The brain's side of its Links: which gateway gets which news, and what happens when one goes away.
+"""The engine core's side of its Links: which gateway gets which news, and what happens when one goes away.
 
 News are collected during a step and sent as one `StepFrame` per gateway by `flush`. A gateway that has no
 Link (not yet, or not any more) is waited for during a short grace; then its requests are cancelled.
@@ -51,7 +51,7 @@ class _Port:
 
 
 class Gateways:
-    """All gateways this brain knows. `load` makes a fresh report when one is due."""
+    """All gateways this engine core knows. `load` makes a fresh report when one is due."""
 
     def __init__(self, clock: Clock, load: Callable[[], LoadReport]) -> None:
         self._clock = clock
@@ -136,9 +136,9 @@ def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
 
 
 # ----------------------------------------------------------------------------------------------
-# Serves the Links that gateways open to a brain: who they are first, then their messages, until they end.
+# Serves the Links that gateways open to an engine core: who they are first, then their messages, until they end.
 
-_log = logging.getLogger("tandem.brain")
+_log = logging.getLogger("tandem.engine_core")
 
 
 class GatewayLinks:

@@ -15,12 +15,12 @@ from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages import RankJoined, RankSpec, StageCost
 from workers.model.model_config import ignored_keys, read_model_config
-from workers.model.work import ModelWork
+from workers.model.sizes import ModelWork
 
 _DECODE_PROBE_ROWS = 16
 _DISTURBED = 1.7
 
-_log = logging.getLogger("tandem.brain")
+_log = logging.getLogger("tandem.engine_core")
 
 
 class Shape:
@@ -55,7 +55,7 @@ class Shape:
                 rank=rank,
                 tp=parallel.tp,
                 pp=parallel.pp,
-                brain_address="",
+                engine_core_address="",
                 secret=secret,
                 model_dir=model_dir,
                 dtype=dtype,
@@ -116,7 +116,7 @@ def _layer_s(cost: StageCost) -> float:
 # ----------------------------------------------------------------------------------------------
 # Which layers each stage of a pipeline gets, so that the slowest stage is as fast as it can be. No torch.
 #
-# Called by the brain when its ranks have joined and told what a layer costs on their devices.
+# Called by the engine core when its ranks have joined and told what a layer costs on their devices.
 
 # The layers [start, end) of each stage.
 Stages = tuple[tuple[int, int], ...]

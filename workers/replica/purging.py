@@ -13,7 +13,7 @@ from workers.store_connector.connector import StoreConnector
 
 
 class Purging:
-    """Of one brain; `tiers` is None without a store."""
+    """Of one engine core; `tiers` is None without a store."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""The brain's side of its ranks: start them together, send plans and orders, receive reports, notice their
+"""The engine core's side of its ranks: start them together, send plans and orders, receive reports, notice their
 death.
 
-A rank connects back to the brain over TCP and proves the secret; one framed connection carries `RankDown`
+A rank connects back to the engine core over TCP and proves the secret; one framed connection carries `RankDown`
 and `RankUp`. Who starts the process is a `RankLauncher`: Ray actors in the cluster, plain processes in tests
 and benchmarks.
 """
@@ -16,16 +16,17 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.rpc.framing import read_frame, write_frame
 from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -68,11 +69,11 @@ class RankLauncher(Protocol):
     """Starts rank processes."""
 
     async def launch(self, spec: RankSpec) -> RankHandle:
-        """Start one rank; it will connect to `spec.brain_address`."""
+        """Start one rank; it will connect to `spec.engine_core_address`."""
 
 
 class ProcessHandle:
-    """A rank as a child process of the brain."""
+    """A rank as a child process of the engine core."""
 
     def __init__(self, process: asyncio.subprocess.Process, rank: int) -> None:
         self._process = process
@@ -131,11 +132,11 @@ class RankGroup:
         self._num_ranks = 0
         self._joined: dict[int, RankJoined] = {}
         self._ready: dict[int, RankReady] = {}
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._streams: dict[int, FrameStream] = {}
         self._handles: list[RankHandle] = []
         self._listener: ProvenListener | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._connections: set[asyncio.Task[None]] = set()
+        self._watching = SupervisedTasks()
+        self._connections = SupervisedTasks()
         self._channel_ends: dict[int, asyncio.Event] = {}
         self._victims: set[int] = set()
         self._death = ""
@@ -145,7 +146,7 @@ class RankGroup:
         self._stopping = False
 
     async def start(self, specs: Sequence[RankSpec], host: str, plan_stages: PlanStages) -> list[RankReady]:
-        """Launch the ranks (their `brain_address` is filled in here), let `plan_stages` decide the layers of
+        """Launch the ranks (their `engine_core_address` is filled in here), let `plan_stages` decide the layers of
         each stage when all have joined, and wait until all are ready.
 
         Raises `RankDiedError` with the rank's own reason when one cannot serve, or with the ranks that have
@@ -157,10 +158,10 @@ class RankGroup:
         sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         address = f"{host}:{sock.getsockname()[1]}"
         self._listener = ProvenListener(
-            sock, self._secret, self._serve, self._spawn_connection, self._clock, "ranks"
+            sock, self._secret, self._serve, self._connections.spawn, self._clock, "ranks"
         )
         try:
-            located = [replace(spec, brain_address=address) for spec in specs]
+            located = [replace(spec, engine_core_address=address) for spec in specs]
             await self._launch_all(located)
             await self._until(lambda: len(self._joined) == self._num_ranks)
             joined = [self._joined[spec.rank] for spec in specs]
@@ -179,13 +180,13 @@ class RankGroup:
     def send(self, message: RankDown) -> None:
         """Send to every rank."""
         frame = _encoded(message)
-        for writer in self._writers.values():
-            write_frame(writer, frame)
+        for stream in self._streams.values():
+            stream.send(frame)
 
     def send_to(self, rank: int, message: RankDown) -> None:
         """Send to one rank; to one that has left, nothing."""
-        if rank in self._writers:
-            write_frame(self._writers[rank], _encoded(message))
+        if rank in self._streams:
+            self._streams[rank].send(_encoded(message))
 
     def kill(self) -> None:
         """End all rank processes at once."""
@@ -197,14 +198,14 @@ class RankGroup:
         """End the ranks without reporting their death: they are asked, and after `LEAVE_S` killed."""
         self._stopping = True
         self.send(Shutdown("the replica stops"))
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LEAVE_S)
+        await self._watching.wait(LEAVE_S)
         self.kill()
         if self._listener is not None:
             self._listener.close()
-        for writer in self._writers.values():
-            writer.close()
-        await asyncio.gather(*self._tasks, *self._connections, return_exceptions=True)
+        for stream in self._streams.values():
+            stream.abort()
+        await self._watching.wait()
+        await self._connections.wait()
 
     # ----------------------------------------------------------------------------------------- start
 
@@ -225,7 +226,7 @@ class RankGroup:
         self._handles.append(handle)
         if self.phases.get(spec.rank) == "being launched":
             self._came_further(spec.rank, "starting its process")
-        self._spawn(self._watch(spec.rank, handle), f"rank-watch {spec.rank}")
+        self._watching.spawn(self._watch(spec.rank, handle), f"rank-watch {spec.rank}")
         if self._killed:  # another could not be launched
             handle.kill()
 
@@ -262,11 +263,11 @@ class RankGroup:
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
         """Read a rank's proven connection, to its end."""
-        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
+        stream = await frame_stream(sock, name)
         rank = -1
         try:
             while True:
-                message = RANK_UP_CODEC.decode(await read_frame(reader))
+                message = RANK_UP_CODEC.decode(await stream.next_frame())
                 if isinstance(message, RankFailed):
                     self._failed(message)
                 elif isinstance(message, RankProgress):
@@ -275,7 +276,7 @@ class RankGroup:
                     self._take(rank, message)
                 elif isinstance(message, RankJoined) and self._is_expected(message.rank):
                     rank = message.rank
-                    self._writers[rank] = writer
+                    self._streams[rank] = stream
                     self._joined[rank] = message
                     self._came_further(rank, "joined")
         except PeerGoneError as error:
@@ -284,7 +285,7 @@ class RankGroup:
         except TransferError as error:
             _log.warning("the rank channel of %s was closed: %s", name, error)
         finally:
-            writer.close()
+            stream.abort()
             if rank >= 0:
                 self._channel_ends[rank].set()
                 self._suspect(f"the channel of rank {rank} closed")
@@ -328,17 +329,6 @@ class RankGroup:
         self._progress.set()
         if self._serving:
             self._on_died(reason)
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _spawn_connection(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-        return task
 
 
 def _encoded(message: RankDown) -> bytes:

@@ -1,4 +1,4 @@
-"""What a replica tells of itself: loads, KV events, and whether its books balance. Called by the brain."""
+"""What a replica reports of itself: its statistics, KV events, and whether every block is accounted for."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from workers.scheduler.scheduler import Scheduler
 from workers.store_connector.connector import StoreConnector
 
 
-class Reports:
-    """Makes the reports, each with its sequence number, from the rooms that know."""
+class ReplicaReports:
+    """Makes the reports, each with its sequence number, from the components of the engine core."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Reports:
         self._num_steps_checked = 0
 
     def kv_events(self) -> KvEvents | None:
-        """What changed in the prefix cache, and in the node's store, since the last call; None: nothing."""
+        """Changes of the prefix cache, and of the node's store, since the last call; None: there are none."""
         stored, removed = self._pool.take_events()
         if self._tiers is not None:
             stored_there, removed_there = self._tiers.view.take_events()
@@ -54,7 +54,7 @@ class Reports:
         return KvEvents(self._identity, self._kv_sequence, stored, removed)
 
     def kv_snapshot(self) -> KvSnapshot:
-        """The whole of both; events that were not yet told must be told before."""
+        """The whole content of both; send outstanding events before it."""
         stored = self._pool.snapshot()
         if self._tiers is not None:
             stored += self._tiers.view.snapshot()
@@ -93,42 +93,21 @@ class Reports:
             num_unfilled_tokens=scheduler.num_unfilled_tokens,
             num_transport_bytes=dict(pushes.num_bytes_by_transport),
             transport_s=dict(pushes.seconds_by_transport),
-            **self._of_the_steps(),
+            **self._steps.stats.totals(),
             **self._of_the_store(),
         )
 
-    def _of_the_steps(self) -> dict[str, Any]:
-        """The fields of a load report that tell what they came to."""
-        figures = self._steps.figures
-        memory = figures.rank_to_memory
-        return {
-            "num_steps_by_batch": tuple(figures.num_steps_by_batch),
-            "num_batched_sequences": figures.num_batched_sequences,
-            "num_computed_tokens": figures.num_computed_tokens,
-            "num_sampled_tokens": figures.num_sampled_tokens,
-            "num_queried_tokens": figures.num_queried_tokens,
-            "num_hit_tokens": dict(figures.num_hit_tokens),
-            "num_flops": figures.num_flops,
-            "num_read_bytes": figures.num_read_bytes,
-            "busy_s": figures.busy_s,
-            "peak_flop_s": figures.peak_flop_s,
-            "peak_byte_s": figures.peak_byte_s,
-            "mfu": figures.mfu,
-            "mbu": figures.mbu,
-            "memory": tuple(memory[rank] for rank in sorted(memory)),
-        }
-
     def _of_the_store(self) -> dict[str, Any]:
-        """The fields of a load report that tell of it."""
+        """The fields that concern the node's store."""
         tiers = self._tiers
         if tiers is None:
             return {}
         return {
             "load_tok_s": tiers.costs.measured_tok_s,
             "num_loaded_tokens": dict(tiers.num_loaded_tokens),
-            "num_stored_blocks": tiers.writing.num_stored,
-            "num_unstored_blocks": dict(tiers.writing.num_unstored),
-            "num_store_checksum_failures": tiers.loading.num_checksum_failures,
+            "num_stored_blocks": tiers.saver.num_stored,
+            "num_unstored_blocks": dict(tiers.saver.num_unstored),
+            "num_store_checksum_failures": tiers.loader.num_checksum_failures,
         }
 
     @property

@@ -1,6 +1,6 @@
 """The requests of one replica: from a gateway's Link into the scheduler, and their news back.
 
-Called by the brain. A request is here from its `Submission` (or the hand-over that it joined with) until its
+Called by the engine core. A request is here from its `Submission` (or the hand-over that it joined with) until its
 last sample ends, it fails, it is cancelled, or it has been handed over.
 """
 
@@ -33,7 +33,7 @@ from workers.scheduler.step import PromptDone, StepOutcome
 
 _REFUSED_RETRY_S = 1.0
 
-_log = logging.getLogger("tandem.brain")
+_log = logging.getLogger("tandem.engine_core")
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Request:
 
 
 class Requests:
-    """See the module's text. `wake` asks the brain to plan again."""
+    """See the module's text. `wake` asks the engine core to plan again."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Requests:
             self._report_prefill(prompt)
         for delta in outcome.tokens:
             self._post_delta(delta)
-        for chunk in outcome.moving:
+        for chunk in outcome.migrating:
             self._outbound.moving.progress(chunk)
         for prompt in outcome.prompts:
             if prompt.all_finished:
@@ -174,7 +174,7 @@ class Requests:
     def leave(self, reason: str) -> None:
         """Take nothing new, and hand back of what nothing is computed."""
         self._leaving = reason
-        for key in self._scheduler.moves.waiting():
+        for key in self._scheduler.migration.waiting():
             self._hand_back(key)
 
     def hand_back_all(self) -> None:
@@ -218,7 +218,7 @@ class Requests:
         if key in self._requests:
             return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
         try:
-            self._scheduler.check_room(submission)
+            self._scheduler.check_capacity(submission)
         except CapacityError as error:
             return RequestFailed(*key, "invalid", str(error))
         except QueueFullError as error:

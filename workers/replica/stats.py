@@ -1,17 +1,17 @@
-"""What a replica's steps came to, in totals: batches, tokens, hits, arithmetic. Told by the step loop."""
+"""Accumulates what the steps of a replica came to: batches, tokens, cache hits, arithmetic."""
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from workers.messages import DeviceMemory, StepPlan
-from workers.model.work import ModelWork
+from kvtransfer.common.moving_average import moving_average
+from workers.messages import BATCH_BOUNDS, DeviceMemory, ReplicaStats, StepPlan
+from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome
 
-# Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones.
-BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Of the newest step in the moving averages.
 _WEIGHT = 0.05
 
@@ -24,48 +24,45 @@ class Capability(NamedTuple):
     byte_s: float
 
 
+@dataclass(slots=True)
 class StepStats:
-    """All totals since the start. Without a capability, arithmetic and bytes are not counted."""
+    """Totals since the start, by the names of `ReplicaStats`. Without a capability, arithmetic and bytes are
+    not counted."""
 
-    def __init__(self, capability: Capability | None = None) -> None:
-        self._capability = capability
-        self._average_flop_s = 0.0
-        self._average_byte_s = 0.0
-        self.num_steps_by_batch = [0] * (len(BATCH_BOUNDS) + 1)
-        self.num_batched_sequences = 0
-        # Prompt tokens and inputs of decode steps.
-        self.num_computed_tokens = 0
-        self.num_sampled_tokens = 0
-        # Of prompts that are done: what could have been cached.
-        self.num_queried_tokens = 0
-        # Of those: what was, by the tier it came from.
-        self.num_hit_tokens: Counter[str] = Counter()
-        self.num_flops = 0.0
-        self.num_read_bytes = 0.0
-        # Time in which a stage computed, the mean over the stages.
-        self.busy_s = 0.0
-        self.rank_to_memory: dict[int, DeviceMemory] = {}
+    capability: Capability | None = None
+    _average_flop_s: float = 0.0
+    _average_byte_s: float = 0.0
+    num_steps_by_batch: list[int] = field(default_factory=lambda: [0] * (len(BATCH_BOUNDS) + 1))
+    num_batched_sequences: int = 0
+    num_computed_tokens: int = 0
+    num_sampled_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: Counter[str] = field(default_factory=Counter)
+    num_flops: float = 0.0
+    num_read_bytes: float = 0.0
+    busy_s: float = 0.0
+    rank_to_memory: dict[int, DeviceMemory] = field(default_factory=dict)
 
     def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
-        """A step is done; `stage_to_busy_s` is what each stage's slowest rank took."""
+        """Count a step that is done; `stage_to_busy_s` is what each stage's slowest rank took."""
         num_sequences = len(plan.entries)
         self.num_steps_by_batch[bisect.bisect_left(BATCH_BOUNDS, num_sequences)] += 1
         self.num_batched_sequences += num_sequences
         self.num_computed_tokens += sum(entry.num_tokens for entry in plan.entries)
         busy_s = sum(stage_to_busy_s) / len(stage_to_busy_s)
         self.busy_s += busy_s
-        if self._capability is None or busy_s <= 0:
+        if self.capability is None or busy_s <= 0:
             return
         num_sampled = sum(len(entry.sample_slots) for entry in plan.entries)
         spans = ((entry.start, entry.num_tokens) for entry in plan.entries)
-        work = self._capability.work.of(spans, num_sampled)
+        work = self.capability.work.of(spans, num_sampled)
         self.num_flops += work.flops
         self.num_read_bytes += work.read_bytes
-        self._average_flop_s = _blend(self._average_flop_s, work.flops / busy_s)
-        self._average_byte_s = _blend(self._average_byte_s, work.read_bytes / busy_s)
+        self._average_flop_s = moving_average(self._average_flop_s, work.flops / busy_s, _WEIGHT)
+        self._average_byte_s = moving_average(self._average_byte_s, work.read_bytes / busy_s, _WEIGHT)
 
     def settled(self, outcome: StepOutcome) -> None:
-        """What the scheduler made of it."""
+        """Count what the scheduler made of a step."""
         self.num_sampled_tokens += len(outcome.tokens)
         for prompt in outcome.prompts:
             self.num_queried_tokens += prompt.num_computed_tokens
@@ -73,15 +70,24 @@ class StepStats:
             self.num_hit_tokens["device"] += prompt.num_cached_tokens - num_loaded
             self.num_hit_tokens.update(prompt.num_loaded_tokens)
 
+    def totals(self) -> dict[str, Any]:
+        """The fields of `ReplicaStats` that are kept here."""
+        return {name: _copy(getattr(self, name)) for name in _NAMES}
+
+    @property
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        """By rank."""
+        return tuple(self.rank_to_memory[rank] for rank in sorted(self.rank_to_memory))
+
     @property
     def peak_flop_s(self) -> float:
         """0: not measured."""
-        return self._capability.flop_s if self._capability else 0.0
+        return self.capability.flop_s if self.capability else 0.0
 
     @property
     def peak_byte_s(self) -> float:
         """0: not measured."""
-        return self._capability.byte_s if self._capability else 0.0
+        return self.capability.byte_s if self.capability else 0.0
 
     @property
     def mfu(self) -> float:
@@ -94,5 +100,10 @@ class StepStats:
         return self._average_byte_s / self.peak_byte_s if self.peak_byte_s else 0.0
 
 
-def _blend(old: float, new: float) -> float:
-    return new if old == 0 else (1 - _WEIGHT) * old + _WEIGHT * new
+_NAMES = tuple(name for name in ReplicaStats.__struct_fields__ if hasattr(StepStats, name))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return dict(value) if isinstance(value, Counter) else value

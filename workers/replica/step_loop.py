@@ -1,4 +1,4 @@
-"""The step loop of a brain: keeps the ranks fed with plans and takes their reports.
+"""The step loop of an engine core: keeps the ranks fed with plans and takes their reports.
 
 Every rank runs every plan and reports it. At most one plan more is unreported than there are stages: each
 stage runs one while the next is on its way. Idle ranks get an empty plan now and then, the canary, so that
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.moving_average import moving_average
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
 from workers.replica.stats import StepStats
@@ -31,7 +32,7 @@ _CANARY = StepPlan(0, (), (), (), ())
 
 
 @dataclass(slots=True)
-class Rates:
+class StepRates:
     """Moving averages from step reports (0: not yet known).
 
     `prefill_tok_s` is what the slowest stage lets through, `decode_step_s` how long a token's step takes in
@@ -46,9 +47,11 @@ class Rates:
         if min(stage_to_busy_s) <= 0:
             return
         if _has_prefill(plan):
-            self.prefill_tok_s = _blend(self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2)
+            self.prefill_tok_s = moving_average(
+                self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2
+            )
         else:
-            self.decode_step_s = _blend(self.decode_step_s, sum(stage_to_busy_s), 0.1)
+            self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
 
 
 @dataclass(slots=True)
@@ -71,10 +74,10 @@ class StepLoop:
         clock: Clock,
         tp: int = 1,
         pp: int = 1,
-        figures: StepStats | None = None,
+        stats: StepStats | None = None,
         piece_s: float = 0.0,
     ) -> None:
-        """`send` gives a plan to every rank; `figures` counts what the steps came to. `piece_s` is how long
+        """`send` gives a plan to every rank; `stats` counts what the steps came to. `piece_s` is how long
         the largest piece of a step, between two marks of progress, takes by the ranks' measured rates."""
         self._scheduler = scheduler
         self._send = send
@@ -85,8 +88,8 @@ class StepLoop:
         self._piece_s = piece_s
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
-        self.rates = Rates()
-        self.figures = figures or StepStats()
+        self.rates = StepRates()
+        self.stats = stats or StepStats()
         self.num_steps = 0
 
     def feed(self) -> None:
@@ -116,7 +119,7 @@ class StepLoop:
             raise WorkerError(f"rank {rank} reported step {report.step}, but {due} was due")
         expected.rank_to_report[rank] = report
         if report.memory is not None:
-            self.figures.rank_to_memory[rank] = report.memory
+            self.stats.rank_to_memory[rank] = report.memory
         if len(expected.rank_to_report) < self._tp * self._pp:
             return None
         self._unreported.popleft()  # it is the oldest: every rank reports in order
@@ -135,12 +138,12 @@ class StepLoop:
         failed = _merged(rank_to_report)
         if not failed:
             self.rates.add(plan, stage_to_busy_s)
-        self.figures.add(plan, stage_to_busy_s)
+        self.stats.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
         started_at = sampled.finished_at - sum(stage_to_busy_s)
         whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
-        self.figures.settled(outcome)
+        self.stats.settled(outcome)
         return outcome
 
     def steps_under_way(self) -> set[int]:
@@ -192,7 +195,3 @@ def _num_tokens(plan: StepPlan) -> int:
 
 def _has_prefill(plan: StepPlan) -> bool:
     return any(entry.num_tokens > 1 for entry in plan.entries)
-
-
-def _blend(old: float, new: float, weight: float) -> float:
-    return new if old == 0 else (1 - weight) * old + weight * new

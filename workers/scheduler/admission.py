@@ -9,14 +9,14 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.errors import CapacityError
 from workers.messages import Submission
 from workers.scheduler.block_tables import BlockTables
-from workers.scheduler.sequence import Landing, Load, Sequence
+from workers.scheduler.sequence import LandingState, LoadState, Sequence
 from workers.scheduler.step import PLAN_BYTES, LandingNeed, LoadNeed, entry_bytes, sample_bytes, start_bytes
 
 _WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples. That with
     `max_local_kv_tokens` stays here, some of its KV in host memory; an outbound one is on the device."""
 
@@ -81,7 +81,7 @@ class Limits:
             )
 
 
-def landing_wishes(
+def landing_needs(
     running: Iterable[Sequence],
     waiting: Collection[Sequence],
     window_tokens: int,
@@ -95,9 +95,9 @@ def landing_wishes(
     may need more room than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one asks,
     when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
     """
-    wishes: list[LandingNeed] = []
+    needs: list[LandingNeed] = []
     if not waiting:
-        return wishes
+        return needs
     num_ready_tokens = sum(sequence.num_remaining for sequence in running)
     target_to_asked_tokens: dict[str, int] = {}
     passed_targets: set[str] = set()
@@ -108,43 +108,43 @@ def landing_wishes(
                 continue
             is_isolating = True
         num_uncached_tokens = sequence.num_tokens - sequence.num_expected_cached_tokens
-        if request.landing is Landing.READY:
+        if request.landing is LandingState.READY:
             num_ready_tokens += num_uncached_tokens
             continue
         assert request.submission.decode is not None
         target = request.submission.decode.address
         num_asked_tokens = target_to_asked_tokens.get(target, 0)
-        if request.landing is Landing.NEEDED:
+        if request.landing is LandingState.NEEDED:
             if num_ready_tokens + num_asked_tokens > window_tokens:
                 continue
-            request.landing, request.landing_asked_at = Landing.ASKED, now
-            wishes.append(_wish(sequence))
+            request.landing, request.landing_asked_at = LandingState.ASKED, now
+            needs.append(_landing_need(sequence))
         elif target not in passed_targets and now >= request.landing_asked_at + _WAIT_S:
             passed_targets.add(target)
             continue
         target_to_asked_tokens[target] = num_asked_tokens + num_uncached_tokens
-    return wishes
+    return needs
 
 
-def load_wishes(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadNeed]:
+def load_needs(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadNeed]:
     """What the first waiting sequences lack, so that at most `most` of them are being loaded; marks them
     asked, or done when the device holds all that can be had."""
-    wishes: list[LoadNeed] = []
+    needs: list[LoadNeed] = []
     num_loading = 0
     for sequence in waiting:
         if num_loading >= most:
             break
-        if sequence.load is Load.WANTED:
+        if sequence.load is LoadState.WANTED:
             keys, num_held = tables.wanted_keys(sequence)
-            sequence.load = Load.ASKED if num_held < len(keys) else Load.DONE
-            if sequence.load is Load.ASKED:
+            sequence.load = LoadState.ASKED if num_held < len(keys) else LoadState.DONE
+            if sequence.load is LoadState.ASKED:
                 key, tenant = sequence.request.key, sequence.request.submission.tenant
-                wishes.append(LoadNeed(*key, sequence.index, tenant, tuple(keys), num_held))
-        num_loading += sequence.load is Load.ASKED
-    return wishes
+                needs.append(LoadNeed(*key, sequence.index, tenant, tuple(keys), num_held))
+        num_loading += sequence.load is LoadState.ASKED
+    return needs
 
 
-def _wish(sequence: Sequence) -> LandingNeed:
+def _landing_need(sequence: Sequence) -> LandingNeed:
     request = sequence.request
     return LandingNeed(
         request_id=request.submission.request_id,

@@ -1,5 +1,5 @@
 """BlockPool: who uses which KV block, which finished blocks can be found by key, and what was cached or
-evicted since the last look. Used by the scheduler and by the brain for landings; holds no KV itself.
+evicted since the last look. Used by the scheduler and by the engine core for landings; holds no KV itself.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.sequence import Sequence
-from workers.scheduler.step import Batch, FinishedBlock
+from workers.scheduler.step import FinishedBlock, StepBatch
 
 
-class Need(NamedTuple):
+class BlockDemand(NamedTuple):
     """What a sequence takes when it is admitted: blocks that are `cached`, `num_idle` of which nobody else
     references, and new ones."""
 
@@ -52,26 +52,26 @@ class BlockTables:
         """The keys of all full blocks that a waiting sequence could reuse, and how many it finds here now."""
         return self._reusable_keys(sequence), len(self._match(sequence))
 
-    def need(self, sequence: Sequence) -> Need:
+    def demand(self, sequence: Sequence) -> BlockDemand:
         """What a waiting sequence would take for all its tokens."""
         cached = self._match(sequence)
         num_blocks = -(-sequence.num_tokens // self._block_tokens)
         num_idle = sum(not self.pool.is_referenced(block_id) for block_id in cached)
-        return Need(cached, num_blocks - len(cached), num_idle)
+        return BlockDemand(cached, num_blocks - len(cached), num_idle)
 
-    def fill(self, sequence: Sequence, need: Need, num_new: int) -> None:
+    def fill(self, sequence: Sequence, demand: BlockDemand, num_new: int) -> None:
         """Give a waiting sequence the blocks that are cached for it, and `num_new` more that are free."""
-        self.pool.acquire(need.cached)
-        sequence.block_ids = need.cached + self.pool.allocate(num_new)
-        sequence.num_scheduled = sequence.num_settled = len(need.cached) * self._block_tokens
-        sequence.num_registered_blocks = len(need.cached)
+        self.pool.acquire(demand.cached)
+        sequence.block_ids = demand.cached + self.pool.allocate(num_new)
+        sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens
+        sequence.num_registered_blocks = len(demand.cached)
 
     def num_blocks_needed(self, sequence: Sequence, end: int) -> int:
         """Blocks to allocate before tokens [num_scheduled, end) can be written."""
         num_new = max(0, -(-end // self._block_tokens) - len(sequence.block_ids))
         return num_new + len(self._foreign(sequence, end))
 
-    def make_writable(self, batch: Batch, sequence: Sequence, end: int) -> None:
+    def make_writable(self, batch: StepBatch, sequence: Sequence, end: int) -> None:
         """Private blocks for tokens [num_scheduled, end): `num_blocks_needed` are free or at hand."""
         for index in self._foreign(sequence, end):
             src_block = sequence.block_ids[index]
@@ -126,7 +126,7 @@ class BlockTables:
                 self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], submission.tenant))
         sequence.num_registered_blocks = num_full
 
-    def move_out(self, batch: Batch, sequence: Sequence, index: int, *, to_hand: bool) -> None:
+    def move_out(self, batch: StepBatch, sequence: Sequence, index: int, *, to_hand: bool) -> None:
         """Move a full, settled block that is the sequence's alone to host memory, in this step.
 
         With `to_hand` the next `make_writable` takes it, also in this step: what ranks compute, which they do
@@ -144,7 +144,7 @@ class BlockTables:
             self._copy_src_to_step[block_id] = batch.step
             self._retired.append([block_id])
 
-    def move_back(self, batch: Batch, sequence: Sequence, index: int) -> None:
+    def move_back(self, batch: StepBatch, sequence: Sequence, index: int) -> None:
         """Move a block that is the sequence's alone from host memory to a free block of the device. No block
         may be moved out later in this step: the place in host memory is free at once. The block of the device
         is not, whatever becomes of the sequence, until the plan is settled."""

@@ -92,7 +92,7 @@ class Isolation:
             return
         assert request.num_survived_steps is not None
         request.num_survived_steps += 1
-        if request.num_survived_steps >= NUM_STEPS_TO_CLEAR and not request.outbound:
+        if request.num_survived_steps >= NUM_STEPS_TO_CLEAR and not request.decodes_remotely:
             self._life.clear(request)
             self._reports.append(IsolationReport(*request.key, is_cleared=True))
 

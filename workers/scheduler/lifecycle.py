@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from workers.messages import RequestFailed, Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
-from workers.scheduler.sequence import Load, Phase, Rank, Request, RequestKey, Sequence
+from workers.scheduler.sequence import LoadState, Phase, Rank, Request, RequestKey, Sequence
 
 
 class Lifecycle:
@@ -21,7 +21,7 @@ class Lifecycle:
 
         submit --> WAITING --run--> RUNNING --token: end, or limit--> ENDED --last plan reported--> gone
                       ^              |  ^ \\
-                      |           no room  \\--outbound prompt done--> HELD --finish_outbound--> gone
+                      |           no free space  \\--outbound prompt done--> HELD --finish_outbound--> gone
                       |              v   \\
                       +--reported-- PREEMPTING adopt
 
@@ -51,7 +51,7 @@ class Lifecycle:
         # Whether blocks may be had from the store: then a sequence that begins to wait wants them.
         self.has_store = False
         # Whether a plan found out that more is wanted.
-        self.has_new_wishes = False
+        self.has_new_load_needs = False
         self._pool = pool
         self._max_sequences = max_sequences
         self._free_slots = list(range(max_sequences - 1, -1, -1))
@@ -69,7 +69,9 @@ class Lifecycle:
         return bool(
             self.leaving
             or self.tables.num_retired_references
-            or any(sequence.is_finishing and not sequence.request.outbound for sequence in self.running)
+            or any(
+                sequence.is_finishing and not sequence.request.decodes_remotely for sequence in self.running
+            )
         )
 
     # ----------------------------------------------------------------------------------------- requests
@@ -131,7 +133,7 @@ class Lifecycle:
     def enqueue(self, sequence: Sequence) -> None:
         """It waits for a plan that has budget, a slot and blocks for it."""
         sequence.phase = Phase.WAITING
-        sequence.load = Load.WANTED if self.has_store else Load.DONE
+        sequence.load = LoadState.WANTED if self.has_store else LoadState.DONE
         sequence.num_expected_cached_tokens = self.tables.num_cached_tokens(sequence)
         insort(self.waiting, sequence, key=_queue_rank)
 
@@ -140,8 +142,8 @@ class Lifecycle:
         num_cached_tokens = num_cached * self._pool.block_tokens
         is_lost = self.has_store and num_cached_tokens < sequence.num_expected_cached_tokens
         if is_lost:
-            sequence.load = Load.WANTED
-            self.has_new_wishes = True
+            sequence.load = LoadState.WANTED
+            self.has_new_load_needs = True
         return is_lost
 
     def run(self, sequence: Sequence) -> None:
@@ -156,7 +158,7 @@ class Lifecycle:
         request = leader.request
         forks, leader.forks = leader.forks, []
         for fork in forks:
-            if not request.outbound:
+            if not request.decodes_remotely:
                 self.tables.share(leader, fork, request.num_prompt_tokens)
             fork.num_scheduled = fork.num_settled = request.num_prompt_tokens
             self.run(fork)
@@ -290,7 +292,9 @@ class Lifecycle:
         for sequence in self._sequences():
             offloaded = [index for index, it in enumerate(sequence.block_ids) if host.holds(it)]
             assert len(offloaded) == sequence.num_offloaded
-            assert not (offloaded and sequence.request.outbound), "an outbound prompt is not on the device"
+            assert not (offloaded and sequence.request.decodes_remotely), (
+                "an outbound prompt is not on the device"
+            )
             settled = sequence.num_settled // self._pool.block_tokens
             assert all(index < settled for index in offloaded), "what is still computed has left the device"
             references.update(sequence.block_ids[index] for index in offloaded)

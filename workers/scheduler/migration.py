@@ -26,7 +26,7 @@ class Position(NamedTuple):
     block_ids: tuple[int, ...]
 
 
-class Moves:
+class SequenceMigration:
     """A sequence can move when it is the only one of its request, computes one token after another, and lies
     on the device as a whole. One that has blocks in host memory must wait until they have come back.
 
@@ -117,4 +117,6 @@ class Moves:
         if sequence is None or sequence.phase is not Phase.RUNNING or sequence.num_offloaded:
             return None
         request = sequence.request
-        return sequence if request.prompt_done and not request.outbound and not sequence.finish else None
+        return (
+            sequence if request.prompt_done and not request.decodes_remotely and not sequence.finish else None
+        )

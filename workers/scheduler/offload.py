@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from workers.config import EngineConfig
-from workers.scheduler.block_tables import BlockTables, Need
+from workers.scheduler.block_tables import BlockDemand, BlockTables
 from workers.scheduler.sequence import Sequence
-from workers.scheduler.step import Batch
+from workers.scheduler.step import StepBatch
 
 # Blocks that come back in one step: it waits for their copies.
 _MOST_BACK = 8
@@ -32,8 +32,8 @@ class Offloader:
         self._num_used_at_mark = int(config.offload_at * tables.pool.num_total)
         self._block_tokens = tables.pool.block_tokens
 
-    def make_room(
-        self, batch: Batch, running: Seq[Sequence], num_blocks: int, growing: Sequence, num_grown: int
+    def free_blocks(
+        self, batch: StepBatch, running: Seq[Sequence], num_blocks: int, growing: Sequence, num_grown: int
     ) -> bool:
         """Put `num_blocks` of the device at hand for `growing`, which takes them in this step and then has
         `num_grown`. False, and nothing is moved, when fewer can be had.
@@ -49,12 +49,14 @@ class Offloader:
                 self._tables.move_out(batch, victim, index, to_hand=True)
         return True
 
-    def room_comes(self, running: Seq[Sequence], num_blocks: int, growing: Sequence, num_grown: int) -> bool:
-        """Whether `make_room` would succeed once the plans that are out are reported."""
+    def will_free_blocks(
+        self, running: Seq[Sequence], num_blocks: int, growing: Sequence, num_grown: int
+    ) -> bool:
+        """Whether `free_blocks` would succeed once the plans that are out are reported."""
         found = self._find(running, num_blocks, growing, num_grown, settled=False)
         return sum(len(indices) for _, indices in found) >= num_blocks
 
-    def relieve(self, batch: Batch, running: Seq[Sequence]) -> None:
+    def relieve(self, batch: StepBatch, running: Seq[Sequence]) -> None:
         """Above the mark, move what can be moved; the blocks are free when the plan is settled."""
         num_used = self._pool.num_total - self._pool.num_free - self._tables.num_retired_references
         num_blocks = num_used - self._num_used_at_mark
@@ -64,7 +66,7 @@ class Offloader:
                 for index in indices:
                     self._tables.move_out(batch, victim, index, to_hand=False)
 
-    def bring_back(self, batch: Batch, running: Seq[Sequence]) -> None:
+    def bring_back(self, batch: StepBatch, running: Seq[Sequence]) -> None:
         """Far below the mark, move blocks back to the device: the first in rank first, newest first."""
         num_used = self._pool.num_total - self._pool.num_free
         num_calm = max(self._pool.num_total // _CALM_PART, len(running))
@@ -80,20 +82,20 @@ class Offloader:
                     self._tables.move_back(batch, sequence, index)
                     num_blocks -= 1
 
-    def admits(self, running: Seq[Sequence], sequence: Sequence, need: Need, num_spare: int) -> bool:
+    def admits(self, running: Seq[Sequence], sequence: Sequence, demand: BlockDemand, num_spare: int) -> bool:
         """Whether device and host memory together have room for a waiting sequence, as much as those that run
         will still take for the tokens that they have, and `num_spare` blocks more."""
-        num_wanted = need.num_new + need.num_idle + num_spare
+        num_wanted = demand.num_new + demand.num_idle + num_spare
         num_wanted += sum(self._num_blocks(each) - len(each.block_ids) for each in running)
         if num_wanted <= self._pool.num_free:
             return True
-        num_shared = len(need.cached) - need.num_idle
-        num_blocks = need.num_new + len(need.cached)
+        num_shared = len(demand.cached) - demand.num_idle
+        num_blocks = demand.num_new + len(demand.cached)
         num_movable = 0
-        if not sequence.request.outbound:
+        if not sequence.request.decodes_remotely:
             num_movable = self._most_movable(sequence, num_blocks, num_shared)
         for each in running:
-            if not each.request.outbound:
+            if not each.request.decodes_remotely:
                 num_shared = sum(
                     not self._host.holds(block_id) and self._pool.is_shared(block_id)
                     for block_id in each.block_ids
@@ -121,7 +123,7 @@ class Offloader:
         for victim in reversed(running):
             if num_blocks <= 0:
                 break
-            if victim.request.outbound:
+            if victim.request.decodes_remotely:
                 continue
             count = num_grown if victim is growing else len(victim.block_ids)
             num_most = min(num_blocks, self._most(count) - victim.num_offloaded)

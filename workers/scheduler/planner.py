@@ -10,8 +10,8 @@ from workers.config import EngineConfig
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.offload import Offloader
-from workers.scheduler.sequence import Landing, Load, Phase, Request, Sequence
-from workers.scheduler.step import Batch, entry_bytes
+from workers.scheduler.sequence import LandingState, LoadState, Phase, Request, Sequence
+from workers.scheduler.step import StepBatch, entry_bytes
 
 
 class Planner:
@@ -28,7 +28,7 @@ class Planner:
         has_host = life.tables.host.num_total > 0
         self._offloader = Offloader(config, life.tables) if has_host else None
 
-    def fill(self, batch: Batch, now: float, out: Collection[Request | None] = ()) -> None:
+    def fill(self, batch: StepBatch, now: float, out: Collection[Request | None] = ()) -> None:
         """Put into the batch what can be computed now; `out` names of each plan that is out the suspect that
         is alone in it (None: it is not isolated). A suspect is never out together with others, nor with
         another suspect: who comes next waits for the reports."""
@@ -46,7 +46,7 @@ class Planner:
                 self._isolation.planned(is_isolated)
                 return
 
-    def _fill_with_others(self, batch: Batch, now: float) -> None:
+    def _fill_with_others(self, batch: StepBatch, now: float) -> None:
         """Than suspects, of which one may be admitted, so that it is there when its turn comes."""
         running: Seq[Sequence] = self._life.running
         if self._life.suspects:
@@ -60,7 +60,7 @@ class Planner:
             if not (batch.has_copies or self._life.waiting):
                 self._offloader.bring_back(batch, self._life.running)
 
-    def _fill_from(self, batch: Batch, running: Seq[Sequence]) -> None:
+    def _fill_from(self, batch: StepBatch, running: Seq[Sequence]) -> None:
         """With decodes in turn, then with prompt chunks."""
         ready = [sequence for sequence in running if sequence.is_plannable]
         decoding = self._life.with_slots([sequence for sequence in ready if sequence.num_remaining == 1])
@@ -80,7 +80,7 @@ class Planner:
         if self._offloader is not None:
             self._offloader.check(self._life.running)
 
-    def _plan_sequence(self, batch: Batch, sequence: Sequence) -> None:
+    def _plan_sequence(self, batch: StepBatch, sequence: Sequence) -> None:
         """Add the sequence's next chunk to the batch if its budgets, slots and blocks allow."""
         self._life.handled = sequence.request.key
         longest = self._micro.chunk_tokens(sequence.num_scheduled)
@@ -93,10 +93,10 @@ class Planner:
         samplers = sequence.samplers
         starting = (samplers or (sequence,)) if sequence.slot < 0 else ()
         num_blocks = max(len(sequence.block_ids), self._num_blocks(end))
-        if not batch.has_room(sequence, num_tokens, num_blocks, starting):
+        if not batch.fits(sequence, num_tokens, num_blocks, starting):
             return
         if self._life.tables.num_blocks_needed(sequence, end):
-            end = self._make_room(batch, sequence, end)
+            end = self._free_blocks(batch, sequence, end)
             num_tokens = end - sequence.num_scheduled
             if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
                 return
@@ -109,7 +109,7 @@ class Planner:
         if is_last and sequence.forks:
             self._life.fork(sequence)
 
-    def _make_room(self, batch: Batch, sequence: Sequence, end: int) -> int:
+    def _free_blocks(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
         """Make room for the sequence's tokens up to `end`, or to where is returned: less far where the device
         is small, 0 when blocks come back anyway or when the sequence itself was preempted.
 
@@ -118,16 +118,16 @@ class Planner:
         while (num_lacking := self._num_lacking(sequence, end)) > 0:
             if self._move(batch, sequence, end, num_lacking):
                 return end
-            if self._life.blocks_come_back or self._room_comes(sequence, end):
+            if self._life.blocks_come_back or self._will_free_blocks(sequence, end):
                 return 0
             shorter = self._shorter(batch, sequence, end)
             if shorter:
                 return shorter
-            if self._room_comes(sequence, min(end, self._block_end(sequence.num_scheduled))):
+            if self._will_free_blocks(sequence, min(end, self._block_end(sequence.num_scheduled))):
                 return 0
             planned = {entry.sequence for entry in batch.planned}
             for victim in reversed(self._life.running):
-                if victim is sequence or not (victim.request.outbound or victim in planned):
+                if victim is sequence or not (victim.request.decodes_remotely or victim in planned):
                     break
             self._life.preempt(victim)
             if victim is sequence:
@@ -140,25 +140,25 @@ class Planner:
     def _num_blocks(self, end: int) -> int:
         return -(-end // self._pool.block_tokens)
 
-    def _move(self, batch: Batch, sequence: Sequence, end: int, num_lacking: int) -> bool:
+    def _move(self, batch: StepBatch, sequence: Sequence, end: int, num_lacking: int) -> bool:
         """Whether blocks were moved to host memory for the sequence."""
         if self._offloader is None:
             return False
         running, num_grown = self._life.running, self._num_blocks(end)
-        return self._offloader.make_room(batch, running, num_lacking, sequence, num_grown)
+        return self._offloader.free_blocks(batch, running, num_lacking, sequence, num_grown)
 
-    def _room_comes(self, sequence: Sequence, end: int) -> bool:
+    def _will_free_blocks(self, sequence: Sequence, end: int) -> bool:
         """Whether blocks can be moved to host memory when the plans that are out are reported."""
         if self._offloader is None:
             return False
         running, num_lacking = self._life.running, self._num_lacking(sequence, end)
-        return self._offloader.room_comes(running, num_lacking, sequence, self._num_blocks(end))
+        return self._offloader.will_free_blocks(running, num_lacking, sequence, self._num_blocks(end))
 
     def _block_end(self, num_tokens: int) -> int:
         """Where the block of the token after so many ends."""
         return (num_tokens // self._pool.block_tokens + 1) * self._pool.block_tokens
 
-    def _shorter(self, batch: Batch, sequence: Sequence, end: int) -> int:
+    def _shorter(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
         """The most of the chunk for which moving blocks to host memory makes room; 0: nothing of it."""
         if self._offloader is None:
             return 0
@@ -169,7 +169,7 @@ class Planner:
                 return shorter
         return 0
 
-    def _admit(self, batch: Batch, now: float) -> None:
+    def _admit(self, batch: StepBatch, now: float) -> None:
         """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
         suspects one is admitted at a time, and waits for its turn."""
         for sequence in list(self._life.waiting):
@@ -177,7 +177,7 @@ class Planner:
             self._life.handled = request.key
             if sequence.holds_others:
                 return
-            if request.landing is not Landing.READY or sequence.load is not Load.DONE:
+            if request.landing is not LandingState.READY or sequence.load is not LoadState.DONE:
                 continue
             is_suspect = request.submission.suspect
             if is_suspect and self._isolation.is_busy:
@@ -186,7 +186,7 @@ class Planner:
                 return
             most_tokens = min(sequence.num_tokens, batch.budget_tokens)
             num_blocks = self._num_blocks(sequence.num_tokens)
-            if not batch.has_room(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
+            if not batch.fits(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
                 return
             if not self._take_blocks(sequence):
                 return
@@ -201,22 +201,22 @@ class Planner:
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its blocks, all of them at once; where some may lie in host memory it takes
-        them chunk by chunk. False when there is no room for it."""
+        them chunk by chunk. False when there is no free space for it."""
         tables = self._life.tables
-        need = tables.need(sequence)
+        demand = tables.demand(sequence)
         # One spare block for each sequence that decodes, or admission would soon cause preemption.
-        num_spare = sum(not running.request.outbound for running in self._life.running)
-        num_new = need.num_new
+        num_spare = sum(not running.request.decodes_remotely for running in self._life.running)
+        num_new = demand.num_new
         if self._offloader is not None:
-            if not self._offloader.admits(self._life.running, sequence, need, num_spare):
+            if not self._offloader.admits(self._life.running, sequence, demand, num_spare):
                 return False
-            if not sequence.request.outbound:
+            if not sequence.request.decodes_remotely:
                 num_new = num_spare = 0
-        if num_new + need.num_idle + num_spare > self._pool.num_free:
+        if num_new + demand.num_idle + num_spare > self._pool.num_free:
             return False
-        if self._life.has_lost_blocks(sequence, len(need.cached)):
+        if self._life.has_lost_blocks(sequence, len(demand.cached)):
             return False
-        tables.fill(sequence, need, num_new)
+        tables.fill(sequence, demand, num_new)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Scheduler: decides what each step computes. The brain calls it between steps; the simulator runs this very
+"""Scheduler: decides what each step computes. The engine core calls it between steps; the simulator runs this very
 class. It never touches a clock, a device or a socket: time is an argument, plans and outcomes are messages.
 """
 
@@ -22,16 +22,15 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-from workers.scheduler.admission import Limits, landing_wishes, load_wishes
+from workers.scheduler.admission import RequestLimits, landing_needs, load_needs
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
-from workers.scheduler.migration import Moves
+from workers.scheduler.migration import SequenceMigration
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.planner import MicroBatches, Planner
-from workers.scheduler.sequence import Landing, Load, Phase, RequestKey, Sequence
+from workers.scheduler.sequence import LandingState, LoadState, Phase, RequestKey, Sequence
 from workers.scheduler.step import (
-    Batch,
     ChunkDone,
     FinishedBlock,
     IssuedPlan,
@@ -39,6 +38,7 @@ from workers.scheduler.step import (
     LoadNeed,
     PlannedEntry,
     PromptDone,
+    StepBatch,
     StepOutcome,
     delta_of,
 )
@@ -75,7 +75,7 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._end_token_ids = frozenset(eos_token_ids)
-        self._limits = Limits(
+        self._limits = RequestLimits(
             max_context_tokens=max_context_tokens,
             max_kv_tokens=pool.num_total * pool.block_tokens,
             max_local_kv_tokens=most_local_tokens(
@@ -88,7 +88,7 @@ class Scheduler:
         self._landing_window_tokens = config.max_batch_tokens * num_stages
         self._life = Lifecycle(pool, fingerprint, config.max_sequences, num_offload_blocks)
         self._life.has_store = self._life.tables.has_store = has_store
-        self.moves = Moves(self._life, fingerprint)
+        self.migration = SequenceMigration(self._life, fingerprint)
         self.isolation = Isolation(self._life, num_stages)
         self._planner = Planner(config, self._life, micro, self.isolation)
         self._issued: deque[IssuedPlan] = deque()
@@ -154,7 +154,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------- requests
 
-    def check_room(self, submission: Submission) -> None:
+    def check_capacity(self, submission: Submission) -> None:
         """Raise `CapacityError` when it can never run here, `QueueFullError` when too many wait."""
         self._limits.check(submission)
         if self.num_waiting >= self._config.max_waiting:
@@ -163,8 +163,8 @@ class Scheduler:
             )
 
     def submit(self, submission: Submission, now: float) -> None:
-        """Queue a request. Raises as `check_room`, and `ValueError` when this attempt is here already."""
-        self.check_room(submission)
+        """Queue a request. Raises as `check_capacity`, and `ValueError` when this attempt is here already."""
+        self.check_capacity(submission)
         request = self._life.arrive(submission, now, self._limits.output_limit(submission))
         leader, *leader.forks = request.sequences
         self._life.enqueue(leader)
@@ -176,7 +176,7 @@ class Scheduler:
 
         KV of the first `num_valid_tokens` tokens is right, the rest is computed again. Every sample's output
         holds at least its first token, which is not told again. Returned are the ends, without tokens, of
-        samples that have no room to go on here.
+        samples that have no free space to go on here.
         """
         submission = replace(submission, decode=None)
         self._life.handled = submission.request_id, submission.attempt
@@ -220,7 +220,7 @@ class Scheduler:
         """Whether this attempt waits, runs or is held here."""
         return (request_id, attempt) in self._life.requests
 
-    def finish_outbound(self, request_id: str, attempt: int) -> bool:
+    def finish_hand_over(self, request_id: str, attempt: int) -> bool:
         """The hand-over is over, well or not: release the prompt's blocks. False when none are held."""
         request = self._life.requests.get((request_id, attempt))
         if request is None or not request.is_held:
@@ -240,40 +240,40 @@ class Scheduler:
     def landings_wanted(self, now: float) -> list[LandingNeed]:
         """KvSender requests about one step (of all stages) ahead of being scheduled; each is named once."""
         life, window_tokens = self._life, self._landing_window_tokens
-        return landing_wishes(life.running, life.waiting, window_tokens, now, self.isolation.is_busy)
+        return landing_needs(life.running, life.waiting, window_tokens, now, self.isolation.is_busy)
 
     def loads_wanted(self) -> list[LoadNeed]:
         """Waiting sequences whose missing blocks the store may have, first in line first; each is named once,
         and is not admitted until `end_load`."""
-        return load_wishes(self._life.waiting, self._life.tables, self._config.max_loading)
+        return load_needs(self._life.waiting, self._life.tables, self._config.max_loading)
 
-    def has_new_wishes(self) -> bool:
+    def has_new_load_needs(self) -> bool:
         """Whether, since the last call, a plan found that `loads_wanted` has more to tell."""
-        has_new, self._life.has_new_wishes = self._life.has_new_wishes, False
+        has_new, self._life.has_new_load_needs = self._life.has_new_load_needs, False
         return has_new
 
-    def hold_others(self, wish: LoadNeed, is_held: bool) -> None:
+    def hold_others(self, need: LoadNeed, is_held: bool) -> None:
         """What is loaded for this sequence has waited long for room: until it has it, or `end_load`, nobody
         behind the sequence is admitted, as nobody would be if it waited for blocks to compute into."""
-        for sequence in self._loading(wish):
+        for sequence in self._loading(need):
             sequence.holds_others = is_held
 
-    def end_load(self, wish: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
+    def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
-        for sequence in self._loading(wish):
-            sequence.load, sequence.holds_others = Load.DONE, False
+        for sequence in self._loading(need):
+            sequence.load, sequence.holds_others = LoadState.DONE, False
             sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
             for tier, count in num_loaded_tokens.items():
                 loaded = sequence.request.num_loaded_tokens
                 loaded[tier] = loaded.get(tier, 0) + count
 
-    def _loading(self, wish: LoadNeed) -> list[Sequence]:
+    def _loading(self, need: LoadNeed) -> list[Sequence]:
         """The sequence that waits for it, if it is still here."""
-        request = self._life.requests.get((wish.request_id, wish.attempt))
+        request = self._life.requests.get((need.request_id, need.attempt))
         return [
             sequence
             for sequence in (request.sequences if request else ())
-            if sequence.index == wish.sample and sequence.load is Load.ASKED
+            if sequence.index == need.sample and sequence.load is LoadState.ASKED
         ]
 
     def take_finished(self) -> list[FinishedBlock]:
@@ -285,7 +285,7 @@ class Scheduler:
         """The request's KV has a place: it may be computed. False when it is not here (any more)."""
         request = self._life.requests.get((request_id, attempt))
         if request is not None:
-            request.landing = Landing.READY
+            request.landing = LandingState.READY
         return request is not None
 
     # -------------------------------------------------------------------------------------------- plan
@@ -293,7 +293,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. Decodes first, then prompt chunks."""
         self._failures += self.expire(now)
-        batch = Batch(self._step + 1, self._config.max_batch_tokens)
+        batch = StepBatch(self._step + 1, self._config.max_batch_tokens)
         self._planner.fill(batch, now, [plan.suspect for plan in self._issued])
         self._life.handled = None
         if not batch.planned:
@@ -337,10 +337,10 @@ class Scheduler:
         self._life.tables.register(sequence)
         for slot, sampler in entry.samplers:
             outcome.tokens.append(self._take_token(sampler, slot_to_sampled[slot]))
-        if request.outbound:
+        if request.decodes_remotely:
             outcome.chunks.append(self._chunk(entry, report))
         elif sequence.hold_at and not sequence.finish:
-            outcome.moving.append(self._chunk(entry, report))
+            outcome.migrating.append(self._chunk(entry, report))
             if entry.end == sequence.hold_at:
                 self._life.hold(sequence)
         if entry.samplers and not request.prompt_done:
@@ -378,7 +378,7 @@ class Scheduler:
             times=StageTimes(
                 arrived=request.arrived_at, scheduled=request.scheduled_at or 0.0, prefilled=now
             ),
-            outbound=request.outbound,
+            decodes_remotely=request.decodes_remotely,
             all_finished=not unfinished,
             samples=tuple(
                 SampleState(sequence.index, sequence.seed, sequence.output_bytes) for sequence in unfinished
@@ -386,7 +386,7 @@ class Scheduler:
             block_ids=self._life.tables.covering(leader, num_computed_tokens),
             num_loaded_tokens=request.num_loaded_tokens,
         )
-        if request.outbound:
+        if request.decodes_remotely:
             for sequence in request.sequences:
                 if sequence is leader and unfinished:
                     self._life.hold(sequence)

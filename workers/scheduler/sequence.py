@@ -18,7 +18,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-class Landing(Enum):
+class LandingState(Enum):
     """Whether the KV of an outbound request has a place to go."""
 
     NEEDED = "needed"
@@ -26,7 +26,7 @@ class Landing(Enum):
     READY = "ready"
 
 
-class Load(Enum):
+class LoadState(Enum):
     """Whether blocks that the device does not hold are to be had from the store, before it is admitted."""
 
     WANTED = "wanted"
@@ -66,7 +66,7 @@ class Request:
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
         # Tokens a sample may have in all: `max_tokens`, clipped to the context.
         self.output_limit = output_limit
-        self.landing = Landing.READY if submission.decode is None else Landing.NEEDED
+        self.landing = LandingState.READY if submission.decode is None else LandingState.NEEDED
         self.landing_asked_at = 0.0
         self.num_cached_tokens = 0
         # Tokens whose KV came from the store, by tier.
@@ -82,7 +82,7 @@ class Request:
         return self.submission.request_id, self.submission.attempt
 
     @property
-    def outbound(self) -> bool:
+    def decodes_remotely(self) -> bool:
         """Handed over to a decode replica after its prompt."""
         return self.submission.decode is not None
 
@@ -153,7 +153,7 @@ class Sequence:
         self.forks: list[Sequence] = []
         self.phase = Phase.WAITING
         self.preempted = False
-        self.load = Load.DONE
+        self.load = LoadState.DONE
         # Nobody behind it in line is admitted: what it loads lacks room.
         self.holds_others = False
         self.finish = ""
@@ -206,7 +206,7 @@ class Sequence:
     @property
     def is_finishing(self) -> bool:
         """Its last token here is sampled by a plan that is not yet reported."""
-        if self.request.outbound:
+        if self.request.decodes_remotely:
             return self.num_pending > 0
         return self.num_output_tokens + self.num_pending >= self.request.output_limit
 

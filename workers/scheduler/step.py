@@ -1,5 +1,5 @@
 """What goes into a step and what comes out of it: the plan under construction, the plans that are out, and
-the outcome that the brain turns into frames.
+the outcome that the engine core turns into frames.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class PromptDone:
     """A request's prompt is computed and its first tokens are in the same outcome; once per request.
 
     `samples` are the unfinished ones with their outputs so far (what a hand-over carries), `block_ids` hold
-    the KV of `num_computed_tokens` tokens. When `outbound` and not `all_finished`, the blocks stay
-    referenced until `finish_outbound`; when `all_finished` the request is over and they are released.
+    the KV of `num_computed_tokens` tokens. When `decodes_remotely` and not `all_finished`, the blocks stay
+    referenced until `finish_hand_over`; when `all_finished` the request is over and they are released.
     """
 
     request_id: str
@@ -93,7 +93,7 @@ class PromptDone:
     num_computed_tokens: int
     num_cached_tokens: int
     times: StageTimes
-    outbound: bool
+    decodes_remotely: bool
     all_finished: bool
     samples: tuple[SampleState, ...]
     block_ids: tuple[int, ...]
@@ -108,7 +108,7 @@ class StepOutcome:
     chunks: list[ChunkDone] = field(default_factory=list)
     prompts: list[PromptDone] = field(default_factory=list)
     # Sequences that move to another replica: how far they have come.
-    moving: list[ChunkDone] = field(default_factory=list)
+    migrating: list[ChunkDone] = field(default_factory=list)
     failures: list[RequestFailed] = field(default_factory=list)
 
 
@@ -150,7 +150,7 @@ class IssuedPlan:
         return self.entries[0].sequence.request if self.is_isolated else None
 
 
-class Batch:
+class StepBatch:
     """A step under construction; `budget_tokens` and `budget_bytes`, of the message, are what may still be
     added. Entries get their block tables when it is complete: until then blocks of any sequence may be moved
     out of the device's memory."""
@@ -164,7 +164,7 @@ class Batch:
         self._request_to_samples: dict[Request, list[SlotSample]] = {}
         self._copies: list[BlockCopy] = []
 
-    def has_room(
+    def fits(
         self, sequence: Sequence, num_tokens: int, num_blocks: int, starting: Iterable[Sequence]
     ) -> bool:
         """Whether the message takes the sequence's next `num_tokens`, its table of `num_blocks`, and the

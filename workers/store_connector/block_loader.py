@@ -33,7 +33,7 @@ FIND_PATIENCE_S = 0.2
 # for a disk or for another node, and what hangs leaves the next look-up without answer.
 FETCH_PATIENCE_S = 5.0
 # After waiting for room for so long, a load has those behind it in line wait too: they would take it all.
-ROOM_PATIENCE_S = 1.0
+SPACE_PATIENCE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Load:
-    wish: LoadNeed
+    need: LoadNeed
     began_at: float
     heard_at: float
     tiers: tuple[str, ...] = ()
@@ -71,11 +71,11 @@ class _Load:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        return self.wish.keys[self.wish.num_held :]
+        return self.need.keys[self.need.num_held :]
 
 
 class BlockLoader:
-    """See the module's text. One load for each wish, numbered."""
+    """See the module's text. One load for each need, numbered."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class BlockLoader:
         self._prefill_tok_s = prefill_tok_s
         self._num_spare_blocks = num_spare_blocks
         self._hold_others = hold_others
-        self._end_wish = end
+        self._end_need = end
         self._loads: dict[int, _Load] = {}
         self._gets: dict[int, tuple[int, _Part]] = {}
         self._number = 0
@@ -124,12 +124,12 @@ class BlockLoader:
     def is_idle(self) -> bool:
         return not self._loads
 
-    def wanted(self, wish: LoadNeed) -> None:
+    def wanted(self, need: LoadNeed) -> None:
         """A sequence waits for these."""
         self._number += 1
         now = self._clock.now()
-        load = self._loads[self._number] = _Load(wish, now, now)
-        if not self._find(FindRequest(self._number, wish.keys[0], load.keys)):
+        load = self._loads[self._number] = _Load(need, now, now)
+        if not self._find(FindRequest(self._number, need.keys[0], load.keys)):
             self._end(self._number)
 
     def prefetch(self, keys: tuple[bytes, ...]) -> None:
@@ -162,8 +162,8 @@ class BlockLoader:
                 self._end(number)
 
     def _begin(self, number: int, load: _Load) -> None:
-        held_ids = self._pool.match(load.wish.keys[: load.wish.num_held])
-        if len(held_ids) < load.wish.num_held:  # evicted since: what was found does not follow on them
+        held_ids = self._pool.match(load.need.keys[: load.need.num_held])
+        if len(held_ids) < load.need.num_held:  # evicted since: what was found does not follow on them
             self._end(number)
             return
         # A context that reaches into host memory is longer than the pool; and room for the sequence's last,
@@ -174,18 +174,18 @@ class BlockLoader:
             self._end(number)
             return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
-        num_room = self._pool.num_free - num_idle - self._num_spare_blocks()
-        if len(load.tiers) > max(num_room, 0):
-            if not load.holds_others and self._clock.now() - load.found_at > ROOM_PATIENCE_S:
+        num_free = self._pool.num_free - num_idle - self._num_spare_blocks()
+        if len(load.tiers) > max(num_free, 0):
+            if not load.holds_others and self._clock.now() - load.found_at > SPACE_PATIENCE_S:
                 load.holds_others = True
-                self._hold_others(load.wish, True)
+                self._hold_others(load.need, True)
             return
         keys = load.keys[: len(load.tiers)]
-        if not self._fetch(FetchRequest(number, load.wish.keys[0], keys, to_device=True)):
+        if not self._fetch(FetchRequest(number, load.need.keys[0], keys, to_device=True)):
             self._end(number)
             return
         if load.holds_others:
-            self._hold_others(load.wish, False)
+            self._hold_others(load.need, False)
         load.is_fetching = True
         load.began_at = load.heard_at = self._clock.now()
         load.num_good = len(keys)
@@ -244,7 +244,7 @@ class BlockLoader:
     def drop(self, tenant: str | None) -> None:
         """What is under way for this tenant (None: for all) is not used: it is computed instead."""
         for number, load in list(self._loads.items()):
-            if tenant is None or load.wish.tenant == tenant:
+            if tenant is None or load.need.tenant == tenant:
                 load.num_good = 0
                 if not load.is_fetching:
                     self._end(number)
@@ -284,9 +284,9 @@ class BlockLoader:
         load = self._loads[number]
         if not load.is_complete or load.parts:
             return
-        parent = load.wish.keys[load.wish.num_held - 1] if load.wish.num_held else ROOT
+        parent = load.need.keys[load.need.num_held - 1] if load.need.num_held else ROOT
         for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
-            self._pool.register(block_id, parent, key, load.wish.tenant)
+            self._pool.register(block_id, parent, key, load.need.tenant)
             parent = key
         self._release(FetchRelease(number, tuple(sorted(load.bad_offsets))))
         self._end(number)
@@ -302,11 +302,11 @@ class BlockLoader:
     def _tell(self, load: _Load, num_blocks: dict[str, int]) -> None:
         if not load.is_told:
             load.is_told = True
-            self._end_wish(load.wish, num_blocks)
+            self._end_need(load.need, num_blocks)
 
 
 # ----------------------------------------------------------------------------------------------
-# Load or compute? Measured rates of a replica's store, and the choice they make. Called by `loading`.
+# Load or compute? Measured rates of a replica's store, and the choice they make. Called by `loader`.
 
 # Until a load was measured, and the owner has measured nothing either.
 ASSUMED_GB_S: Mapping[str, float] = {"dram": 4.0, "nvme": 1.0, "remote": 0.5}

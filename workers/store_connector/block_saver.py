@@ -46,7 +46,7 @@ class _Batch:
     sums: dict[int, StorePutDone] = field(default_factory=dict)
 
 
-class WriteThrough:
+class BlockSaver:
     """See the module's text. `shards` are those of all ranks; copies of a KV head are written once."""
 
     def __init__(

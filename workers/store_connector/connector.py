@@ -1,4 +1,4 @@
-"""The brain's side of the tiered store: finished blocks go out, missing ones come in, nobody waits.
+"""The engine core's side of the tiered store: finished blocks go out, missing ones come in, nobody waits.
 
     StoreClient <---- StoreConnector ----> ranks (AttachStore, StorePut, StoreGet)
                       |   |
@@ -42,7 +42,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import LoadNeed
 from workers.store_connector.block_loader import BlockLoader, TierCosts
-from workers.store_connector.block_saver import WriteThrough
+from workers.store_connector.block_saver import BlockSaver
 from workers.store_connector.tier_view import TierView
 
 _ATTACH_PERIOD_S = 2.0
@@ -54,7 +54,7 @@ _log = logging.getLogger("tandem.tiers")
 
 
 class StoreConnector:
-    """See the module's text. Implements `kvtransfer.store.store_client.StoreEvents`; all on the brain's loop."""
+    """See the module's text. Implements `kvtransfer.store.store_client.StoreEvents`; all on the engine core's loop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StoreConnector:
         block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
         self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
         self.view = TierView()
-        self.writing = WriteThrough(
+        self.saver = BlockSaver(
             pool,
             {rank: (shard, block_bytes[shard]) for rank, shard in enumerate(shards)},
             engine.write_queue,
@@ -106,7 +106,7 @@ class StoreConnector:
             self._client.commit,
             order_to,
         )
-        self.loading = BlockLoader(
+        self.loader = BlockLoader(
             pool=pool,
             costs=self.costs,
             clock=clock,
@@ -139,38 +139,38 @@ class StoreConnector:
     @property
     def num_references(self) -> int:
         """Blocks that are held for copies."""
-        return self.writing.num_references + self.loading.num_references
+        return self.saver.num_references + self.loader.num_references
 
     @property
     def is_idle(self) -> bool:
         """Nothing is on its way in or out."""
-        return self.writing.is_idle and self.loading.is_idle
+        return self.saver.is_idle and self.loader.is_idle
 
-    # ------------------------------------------------------------------------------------ from the brain
+    # ------------------------------------------------------------------------------------ from the engine core
 
     def arrived(self, submission: Submission) -> None:
         """A request was queued. One that will wait for a while has its blocks brought near meanwhile."""
         if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
-            self.loading.prefetch(submission.block_keys)
+            self.loader.prefetch(submission.block_keys)
 
     def pump(self) -> None:
         """Write what is finished, load what is wanted."""
         is_open = self.is_open
         finished = self._scheduler.take_finished()
         if is_open:
-            self.writing.finished(finished)
-            self.writing.pump()
-            self.loading.pump()
+            self.saver.finished(finished)
+            self.saver.pump()
+            self.loader.pump()
         else:
-            self.loading.cannot_copy()
+            self.loader.cannot_copy()
             if finished:
-                self.writing.num_unstored["away"] += len(finished)
-        while wishes := self._scheduler.loads_wanted():
-            for wish in wishes:
+                self.saver.num_unstored["away"] += len(finished)
+        while needs := self._scheduler.loads_wanted():
+            for need in needs:
                 if is_open:
-                    self.loading.wanted(wish)
+                    self.loader.wanted(need)
                 else:
-                    self._load_ended(wish, {})
+                    self._load_ended(need, {})
             if is_open:
                 break
 
@@ -178,8 +178,8 @@ class StoreConnector:
         """Nothing of this tenant (None: of anybody) that was finished before goes to the store, or comes from
         it, after this."""
         self.pump()  # what was finished last is queued
-        self.writing.drop(tenant)
-        self.loading.drop(tenant)
+        self.saver.drop(tenant)
+        self.loader.drop(tenant)
 
     def tick(self) -> None:
         """Give up on an owner that does not answer; have ranks try again that could not map its arena."""
@@ -189,7 +189,7 @@ class StoreConnector:
         if not self._is_answering and now >= self._ask_at:
             self._ask_at = now + _ASK_PERIOD_S
             self._client.find(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that it is back
-        if not self.loading.tick() and self._is_answering:
+        if not self.loader.tick() and self._is_answering:
             self._is_answering = False
             _log.warning("the store does not answer; serving goes on without it")
 
@@ -201,11 +201,11 @@ class StoreConnector:
             case StorePutDone():
                 if report.error:
                     _log.warning("rank %d could not write to the store: %s", rank, report.error)
-                self.writing.copied(rank, report)
+                self.saver.copied(rank, report)
             case StoreGetDone():
                 if report.error:
                     _log.warning("rank %d could not read from the store: %s", rank, report.error)
-                self.loading.copied(rank, report)
+                self.loader.copied(rank, report)
         self._note_quiet()
 
     def _attached(self, rank: int, arena: bytes, error: str) -> None:
@@ -224,10 +224,10 @@ class StoreConnector:
             if rank not in self._arenas:
                 self._order_to(rank, AttachStore(self._name, self._session))
 
-    def _load_ended(self, wish: LoadNeed, num_blocks: dict[str, int]) -> None:
+    def _load_ended(self, need: LoadNeed, num_blocks: dict[str, int]) -> None:
         num_tokens = {tier: count * self._block_tokens for tier, count in num_blocks.items()}
         self.num_loaded_tokens.update(num_tokens)
-        self._scheduler.end_load(wish, num_tokens)
+        self._scheduler.end_load(need, num_tokens)
         self._wake()
 
     # ------------------------------------------------------------------------------------ from the owner
@@ -246,25 +246,25 @@ class StoreConnector:
     def on_lost(self, reason: str) -> None:
         self._arenas.clear()
         self.view.restart()
-        self.writing.lost()
-        self.loading.lost()
+        self.saver.lost()
+        self.loader.lost()
         self._note_quiet()
         self._wake()
 
     def on_grant(self, grant: PutGrant) -> None:
         self._heard()
-        self.writing.granted(grant)
+        self.saver.granted(grant)
         self._note_quiet()
         self._wake()
 
     def on_find(self, answer: FindAnswer) -> None:
         self._heard()
-        self.loading.found(answer)
+        self.loader.found(answer)
         self._wake()
 
     def on_fetched(self, fetched: FetchedBlocks) -> None:
         self._heard()
-        self.loading.fetched(fetched)
+        self.loader.fetched(fetched)
         self._note_quiet()
         self._wake()
 
@@ -277,7 +277,7 @@ class StoreConnector:
         self._is_answering = True
 
     def _note_quiet(self) -> None:
-        if self.writing.has_orders or self.loading.has_orders:
+        if self.saver.has_orders or self.loader.has_orders:
             self._quiet.clear()
         else:
             self._quiet.set()

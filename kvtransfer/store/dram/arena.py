@@ -1,11 +1,12 @@
 """The host tier's memory: one sealed memfd that the owner divides and every rank of the node maps.
 
 The first granule holds the superblock. A record takes whole consecutive granules, its header page first.
-A header counts only where it was written (`Place`): payload bytes and copies are never taken for records.
+A header counts only where it was written (`RecordPlace`): payload bytes and copies are never taken for records.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import logging
@@ -13,18 +14,22 @@ import mmap
 import os
 import secrets
 import struct
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.pool import SCRATCH_BYTES, map_shared, mapping_bytes, populate_write
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import StoreError
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import (
     HEADER_BYTES,
     MAGIC,
     Header,
-    Place,
+    RecordPlace,
     State,
     Writer,
     decode_header,
@@ -162,7 +167,7 @@ class Arena:
     ) -> None:
         """Write the header of the record at `offset`. One that a crash cut in two has a wrong sum: no scan
         finds it. `StoreError` when its fields are too long."""
-        page = encode_header(info, state, sequence, writer, Place(self.id, offset))
+        page = encode_header(info, state, sequence, writer, RecordPlace(self.id, offset))
         self.view[offset : offset + HEADER_BYTES] = page
 
     def erase_header(self, offset: int) -> None:
@@ -240,7 +245,7 @@ class Arena:
             header = decode_header(self.view[offset : offset + HEADER_BYTES])
         except StoreError:
             return None
-        is_here = header.place == Place(self.id, offset)
+        is_here = header.place == RecordPlace(self.id, offset)
         num_payload = header.info.num_bytes
         fits = num_payload >= 0 and offset + self.record_bytes(num_payload) <= self.num_bytes
         return header if is_here and fits else None
@@ -363,3 +368,81 @@ class Extents:
         if not starts:
             del self._count_to_starts[count]
             del self._counts[bisect_left(self._counts, count)]
+
+
+# ----------------------------------------------------------------------------------------------
+# The arena's memory, taken before records need it: the first write to a page takes many times as long as its
+# bytes, and whoever waits for a record would wait for that.
+
+# So much is taken ahead of the last record, at most a quarter of the arena.
+PREFAULT_BYTES = 256 << 20
+# Less is not worth a process. A small arena is left to its first writes.
+MIN_BYTES = 16 << 20
+_STEP_BYTES = 2 << 20
+
+
+class Prefault:
+    """Of one arena."""
+
+    def __init__(self, arena: Arena, spawn: Spawn, clock: Clock) -> None:
+        self._arena = arena
+        self._spawn = spawn
+        self._clock = clock
+        self._prefault_bytes = min(PREFAULT_BYTES, arena.num_bytes // 4)
+        self._num_taken_bytes = _whole_pages(arena.num_used_bytes)
+        self._is_taking = False
+
+    def top_up(self, *, at_once: bool = False) -> None:
+        """When records have used up some of it, begin to have that taken again: `at_once`, or when a core
+        idles. Where that cannot be, memory comes as it is written."""
+        start, end = self._num_taken_bytes, self._end
+        if not self._is_taking and end - start >= MIN_BYTES:
+            self._is_taking = True
+            self._num_taken_bytes = end
+            self._spawn(self._take(start, end, at_once), "store-pages")
+
+    async def _take(self, start: int, end: int, at_once: bool) -> None:
+        if self._arena.fd < 0:  # closed since
+            return
+        if error := await _take_in_child(self._arena.fd, start, end, at_once):
+            _log.warning("the host tier's memory is taken as it is written, not ahead: %s", error)
+        else:
+            for offset in range(start, end, _STEP_BYTES):
+                self._arena.map_pages(offset, min(_STEP_BYTES, end - offset))
+                await self._clock.sleep(0.0)
+        self._is_taking = False
+
+    @property
+    def _end(self) -> int:
+        return min(_whole_pages(self._arena.num_used_bytes + self._prefault_bytes), self._arena.num_bytes)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    """Down to where a huge page begins."""
+    return num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+async def _take_in_child(fd: int, start: int, end: int, at_once: bool) -> str:
+    """Why it cannot be done, or "" when it is done."""
+    script = str(Path(__file__).with_name("prefault_process.py"))
+    numbers = (str(number) for number in (fd, start, end, os.getpid(), int(at_once)))
+    try:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-I", "-S", script, *numbers),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=(fd,),
+        )
+    except OSError as error:
+        return str(error)
+    try:
+        _, said = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode == 0:
+        return ""
+    return said.decode(errors="replace").strip() or f"status {child.returncode}"

@@ -1,5 +1,5 @@
 """Takes the memory of a part of an arena, unless AT_ONCE on cores that nobody else wants:
-`python prefault_process.py FD START END OWNER_PID AT_ONCE`, started by `kvtransfer.store.dram.prefault` only.
+`python prefault_process.py FD START END OWNER_PID AT_ONCE`, started by `kvtransfer.store.dram.arena` only.
 
 The kernel zeroes each page, which takes many times as long as a copy of its bytes. In the owner's process
 that would hold its interpreter, and at its priority two threads of a rank that wait for each other at every

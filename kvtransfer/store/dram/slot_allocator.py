@@ -2,10 +2,10 @@
 
 A slot is in exactly one state:
 
-    (free) --room--> written by a session, or read into by the owner --keep--> kept --drop--> (free), or
+    (free) --reserve--> written by a session, or read into by the owner --keep--> kept --drop--> (free), or
                        | its session is lost                                       doomed while leased
                        v
-                     stray: no proof yet that its writer stopped --proof--> (free)
+                     quarantined: no proof yet that its writer stopped --proof--> (free)
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_EVICTED_RATIO = 8
 # Pins take at most this part of the arena: prefetches shall not shut out everything else.
 MAX_PINNED_RATIO = 0.5
 
-SlotState = Literal["written", "read", "kept", "doomed", "stray"]
+SlotState = Literal["written", "read", "kept", "doomed", "quarantined"]
 
 
-class Slot:
-    """The room of one record."""
+class ArenaSlot:
+    """The space of one record."""
 
     __slots__ = (
         "info",
@@ -69,32 +69,32 @@ class SlotAllocator:
 
     def __init__(self, clock: Clock, tenant_share: float, evict: Callable[[ChainKey], None]) -> None:
         self.arena: Arena | None = None
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, ArenaSlot] = {}
         self.shares = TenantShares(tenant_share)
         self.num_leases = 0
-        self.num_stray = 0
+        self.num_quarantined = 0
         self._clock = clock
         self._evict = evict
         self._chain = ChainLru()
         self._sessions: dict[bytes, set[int]] = {}
-        self._strays: dict[bytes, set[int]] = {}
+        self._quarantined: dict[bytes, set[int]] = {}
         self._pins: list[tuple[float, int]] = []
         self._num_pinned_bytes = 0
         self._sequence = 0
 
-    def attach(self, arena: Arena) -> list[Slot]:
+    def attach(self, arena: Arena) -> list[ArenaSlot]:
         """Use this arena. Returns what an owner before kept there, the oldest first; what it had not kept is
-        free when nobody can be writing it, else stray."""
+        free when nobody can be writing it, else quarantined."""
         assert self.arena is None
         self.arena = arena
         self.shares.limit(arena.capacity_bytes)
-        kept: list[Slot] = []
+        kept: list[ArenaSlot] = []
         for offset, header in sorted(arena.scan(), key=lambda found: found[1].sequence):
             self._sequence = header.sequence
-            slot = Slot(offset, arena.record_bytes(header.info.num_bytes), header.info, "read")
+            slot = ArenaSlot(offset, arena.record_bytes(header.info.num_bytes), header.info, "read")
             self._take(slot)
             if header.state == "committed":
-                self._shelve(slot)
+                self._mark_kept(slot)
                 kept.append(slot)
             elif header.writer is None or header.writer.session in self._sessions:
                 self.free(slot)  # the owner before read into it and is dead, or the session writes no more
@@ -102,20 +102,20 @@ class SlotAllocator:
                 slot.is_adopted = True
                 slot.writer = header.writer
                 slot.session = header.writer.session
-                self._stray(slot)
+                self._quarantine(slot)
         return kept
 
     # ------------------------------------------------------------------------------------- being filled
 
-    def room(self, info: RecordInfo, writer: Writer | None) -> Slot | None:
+    def reserve(self, info: RecordInfo, writer: Writer | None) -> ArenaSlot | None:
         """A slot for the record, to be filled by `writer` for its session, which is open (None: by the
-        owner); evicts for it. None: no room, the tenant has its share, or the fields are too long."""
+        owner); evicts for it. None: no space, the tenant has its share, or the fields are too long."""
         if self.arena is None or info.num_bytes <= 0:
             return None
-        offset = self._room(info)
+        offset = self._allocate(info)
         if offset is None:
             return None
-        slot = Slot(offset, self.arena.record_bytes(info.num_bytes), info, "read")
+        slot = ArenaSlot(offset, self.arena.record_bytes(info.num_bytes), info, "read")
         self._take(slot)
         if writer is not None:
             slot.state, slot.session, slot.writer = "written", writer.session, writer
@@ -127,7 +127,7 @@ class SlotAllocator:
             return None
         return slot
 
-    def keep(self, slot: Slot, info: RecordInfo) -> None:
+    def keep(self, slot: ArenaSlot, info: RecordInfo) -> None:
         """The slot's bytes are all there and have the sum of `info`: from now on the record is kept."""
         self._settle(slot)
         self.shares.take(slot.info.tenant, -slot.num_bytes)
@@ -135,12 +135,12 @@ class SlotAllocator:
         slot.info = info
         slot.session, slot.writer = b"", None
         self._write_header(slot, "committed")
-        self._shelve(slot)
+        self._mark_kept(slot)
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: ArenaSlot) -> None:
         """Nobody writes or reads the slot any more (or never did)."""
         assert self.arena is not None
-        if slot.state in ("written", "stray"):
+        if slot.state in ("written", "quarantined"):
             self._settle(slot)
         assert not slot.num_leases
         assert slot.pinned_until is None
@@ -150,17 +150,17 @@ class SlotAllocator:
 
     # --------------------------------------------------------------------------------------------- kept
 
-    def touch(self, slot: Slot) -> None:
+    def touch(self, slot: ArenaSlot) -> None:
         self._chain.touch(slot.key)
 
-    def lease(self, slot: Slot) -> None:
+    def lease(self, slot: ArenaSlot) -> None:
         """One more reader of a kept slot."""
         assert slot.state == "kept"
         slot.num_leases += 1
         self.num_leases += 1
         self._chain.hold(slot.key)
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: ArenaSlot) -> None:
         """One reader less; a doomed slot is free after the last."""
         assert slot.num_leases, "more leases end than began"
         slot.num_leases -= 1
@@ -170,7 +170,7 @@ class SlotAllocator:
         elif not slot.num_leases:
             self.free(slot)
 
-    def pin(self, slot: Slot, until: float) -> bool:
+    def pin(self, slot: ArenaSlot, until: float) -> bool:
         """A kept slot stays until then at least (the clock's seconds). False: too much is pinned already."""
         assert self.arena is not None
         assert slot.state == "kept"
@@ -186,7 +186,7 @@ class SlotAllocator:
         heapq.heappush(self._pins, (until, slot.offset))
         return True
 
-    def drop(self, slot: Slot) -> bool:
+    def drop(self, slot: ArenaSlot) -> bool:
         """A kept slot is not wanted any more, whatever pins it. False: it is doomed, and free when the last
         lease ends; no scan of the arena finds it any more."""
         assert self.arena is not None
@@ -205,33 +205,33 @@ class SlotAllocator:
 
     # ---------------------------------------------------------------------------------- whose writers
 
-    def session_opened(self, session: bytes) -> list[Slot]:
+    def session_opened(self, session: bytes) -> list[ArenaSlot]:
         """The session's brain says hello, and with it that its ranks write nothing it was granted before:
         that is free now. Returns those slots that were still being written."""
         written = [self.slots[offset] for offset in self._sessions.get(session, ())]
-        for slot in [*written, *(self.slots[offset] for offset in self._strays.get(session, ()))]:
+        for slot in [*written, *(self.slots[offset] for offset in self._quarantined.get(session, ()))]:
             self.free(slot)
         self._sessions[session] = set()
         return written
 
-    def session_lost(self, session: bytes) -> list[Slot]:
-        """Its brain is gone, and its ranks may still write: returns the slots it was granted, now stray."""
+    def session_lost(self, session: bytes) -> list[ArenaSlot]:
+        """Its brain is gone, and its ranks may still write: returns the slots it was granted, now quarantined."""
         slots = [self.slots[offset] for offset in self._sessions.pop(session, ())]
         for slot in slots:
-            self._stray(slot)
+            self._quarantine(slot)
         return slots
 
     def writers_gone(self, session: bytes) -> int:
-        """All ranks of the session that had the arena mapped from this owner have ended: its strays are free,
+        """All ranks of the session that had the arena mapped from this owner have ended: its quarantined slots are free,
         but for adopted ones. Returns their number."""
-        gone = [self.slots[offset] for offset in self._strays.get(session, ())]
+        gone = [self.slots[offset] for offset in self._quarantined.get(session, ())]
         return self._free_all(slot for slot in gone if not slot.is_adopted)
 
     def free_orphans(self, is_running: Callable[[Writer], bool]) -> int:
-        """Adopted strays whose writer does not run any more are free. Returns their number."""
-        strays = [self.slots[offset] for offsets in self._strays.values() for offset in offsets]
+        """Adopted slots in quarantine whose writer does not run any more are free. Returns their number."""
+        quarantined = [self.slots[offset] for offsets in self._quarantined.values() for offset in offsets]
         return self._free_all(
-            slot for slot in strays if slot.is_adopted and slot.writer and not is_running(slot.writer)
+            slot for slot in quarantined if slot.is_adopted and slot.writer and not is_running(slot.writer)
         )
 
     @property
@@ -254,7 +254,7 @@ class SlotAllocator:
             assert slot.state in ("kept", "doomed") or not (slot.num_leases or slot.pinned_until)
             assert slot.state != "doomed" or slot.num_leases, "a doomed slot has no reader"
             assert (slot.state == "written") == (offset in self._sessions.get(slot.session, ()))
-            assert (slot.state == "stray") == (offset in self._strays.get(slot.session, ()))
+            assert (slot.state == "quarantined") == (offset in self._quarantined.get(slot.session, ()))
             by_tenant[slot.info.tenant] = by_tenant.get(slot.info.tenant, 0) + slot.num_bytes
         assert by_tenant == self.shares.num_bytes
         kept = [slot for slot in self.slots.values() if slot.state == "kept"]
@@ -264,12 +264,12 @@ class SlotAllocator:
         pinned = [slot for slot in kept if slot.pinned_until is not None]
         assert self._num_pinned_bytes == sum(slot.num_bytes for slot in pinned)
         assert {(slot.pinned_until, slot.offset) for slot in pinned} <= set(self._pins)
-        assert self.num_stray == sum(map(len, self._strays.values()))
+        assert self.num_quarantined == sum(map(len, self._quarantined.values()))
         assert all(offset in self.slots for offsets in self._sessions.values() for offset in offsets)
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _room(self, info: RecordInfo) -> int | None:
+    def _allocate(self, info: RecordInfo) -> int | None:
         assert self.arena is not None
         num_bytes = self.arena.record_bytes(info.num_bytes)
         if num_bytes > self.arena.capacity_bytes:
@@ -294,42 +294,42 @@ class SlotAllocator:
                 return key
         return self._chain.oldest()
 
-    def _write_header(self, slot: Slot, state: State) -> None:
+    def _write_header(self, slot: ArenaSlot, state: State) -> None:
         assert self.arena is not None
         self._sequence += 1
         self.arena.write_header(slot.offset, slot.info, state, self._sequence, slot.writer)
 
-    def _take(self, slot: Slot) -> None:
+    def _take(self, slot: ArenaSlot) -> None:
         self.slots[slot.offset] = slot
         self.shares.take(slot.info.tenant, slot.num_bytes)
 
-    def _shelve(self, slot: Slot) -> None:
+    def _mark_kept(self, slot: ArenaSlot) -> None:
         slot.state = "kept"
         self._chain.add(slot.key, slot.info.parent, slot.info.tenant)
 
-    def _stray(self, slot: Slot) -> None:
-        slot.state = "stray"
-        self._strays.setdefault(slot.session, set()).add(slot.offset)
-        self.num_stray += 1
+    def _quarantine(self, slot: ArenaSlot) -> None:
+        slot.state = "quarantined"
+        self._quarantined.setdefault(slot.session, set()).add(slot.offset)
+        self.num_quarantined += 1
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, slot: ArenaSlot) -> None:
         """It is not the session's any more."""
         if slot.state == "written":
             self._sessions[slot.session].remove(slot.offset)
-        elif slot.state == "stray":
-            self.num_stray -= 1
-            strays = self._strays[slot.session]
-            strays.remove(slot.offset)
-            if not strays:
-                del self._strays[slot.session]
+        elif slot.state == "quarantined":
+            self.num_quarantined -= 1
+            quarantined = self._quarantined[slot.session]
+            quarantined.remove(slot.offset)
+            if not quarantined:
+                del self._quarantined[slot.session]
 
-    def _free_all(self, slots: Iterable[Slot]) -> int:
+    def _free_all(self, slots: Iterable[ArenaSlot]) -> int:
         gone = list(slots)
         for slot in gone:
             self.free(slot)
         return len(gone)
 
-    def _unpin(self, slot: Slot) -> None:
+    def _unpin(self, slot: ArenaSlot) -> None:
         slot.pinned_until = None
         self._num_pinned_bytes -= slot.num_bytes
         self._chain.let_go(slot.key)

@@ -55,7 +55,7 @@ class AnnounceLimits(NamedTuple):
 
 
 class Announcer:
-    """What this node holds, on its way to Redis: `drain` and `retell` run all the time, beside each other."""
+    """What this node holds, on its way to Redis: `drain` and `reannounce` run all the time, beside each other."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Announcer:
         self._wrote = wrote
         self._queue: dict[RecordId, tuple[bytes, Tier | None]] = {}  # with the chain
         # Announced since the walk under way took its list: that list says nothing of them.
-        self._told_since: set[RecordId] | None = None
+        self._announced_since: set[RecordId] | None = None
         self._has_work = asyncio.Event()
-        self._walk_is_wanted = asyncio.Event()
+        self._rebuild_is_wanted = asyncio.Event()
         self._writing = asyncio.Lock()
         self._is_over = False
         self.num_announced = 0
@@ -89,8 +89,8 @@ class Announcer:
 
     def announce(self, info: RecordInfo, tier: Tier | None) -> None:
         """The record is in this tier now; None: in none."""
-        if self._told_since is not None:
-            self._told_since.add(info.id)
+        if self._announced_since is not None:
+            self._announced_since.add(info.id)
         if info.id not in self._queue and len(self._queue) >= self._limits.max_queued:
             self.num_dropped += 1
             self.rebuild()
@@ -100,7 +100,7 @@ class Announcer:
 
     def rebuild(self) -> None:
         """Tell everything anew, soon."""
-        self._walk_is_wanted.set()
+        self._rebuild_is_wanted.set()
 
     def stop(self) -> None:
         """Nothing more is written."""
@@ -127,25 +127,27 @@ class Announcer:
             if unwritten:
                 await self._clock.sleep(self._limits.retry_s)
 
-    async def retell(self) -> None:
+    async def reannounce(self) -> None:
         """Tell everything at the start and when that is wanted, at once but not fast, and every `refresh_s`,
         slowly, until cancelled."""
         is_first = True
         while True:
             is_rebuild = await self._is_wanted_within(0.0 if is_first else self._limits.refresh_s)
-            self._walk_is_wanted.clear()
-            self._told_since = set()
+            self._rebuild_is_wanted.clear()
+            self._announced_since = set()
             held = list(self._records())
             num_batches = max(1, len(held) // self._limits.batch)
             slow_s = self._limits.refresh_s / 2 / num_batches
-            if await self._walk(held, self._limits.rebuild_pause_s if is_rebuild or is_first else slow_s):
+            if await self._announce_all(
+                held, self._limits.rebuild_pause_s if is_rebuild or is_first else slow_s
+            ):
                 self.num_rebuilds += is_rebuild
                 is_first = False
-            self._told_since = None
+            self._announced_since = None
 
-    async def _walk(self, held: list[tuple[RecordInfo, Tier]], pause_s: float) -> bool:
+    async def _announce_all(self, held: list[tuple[RecordInfo, Tier]], pause_s: float) -> bool:
         """Tell all of them; False: it must be begun again."""
-        assert self._told_since is not None
+        assert self._announced_since is not None
         for first in range(0, len(held), self._limits.batch):
             some = held[first : first + self._limits.batch]
             while True:
@@ -154,7 +156,7 @@ class Announcer:
                         {
                             info.id: (info.chain, tier)
                             for info, tier in some
-                            if info.id not in self._told_since
+                            if info.id not in self._announced_since
                         }
                     )
                 if await self._is_wanted_within(self._limits.retry_s if unwritten else pause_s):
@@ -166,15 +168,15 @@ class Announcer:
     async def _is_wanted_within(self, delay_s: float) -> bool:
         """Whether everything must be told anew; returns as soon as it must."""
         if not delay_s:
-            return self._walk_is_wanted.is_set()
-        wanted = asyncio.ensure_future(self._walk_is_wanted.wait())
+            return self._rebuild_is_wanted.is_set()
+        wanted = asyncio.ensure_future(self._rebuild_is_wanted.wait())
         pause = asyncio.ensure_future(self._clock.sleep(delay_s))
         try:
             await asyncio.wait((wanted, pause), return_when=asyncio.FIRST_COMPLETED)
         finally:
             wanted.cancel()
             pause.cancel()
-        return self._walk_is_wanted.is_set()
+        return self._rebuild_is_wanted.is_set()
 
     async def _write(
         self, batch: dict[RecordId, tuple[bytes, Tier | None]]

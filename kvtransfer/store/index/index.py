@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.moving_average import moving_average
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity, Shard
@@ -80,7 +82,7 @@ class Index:
         self._has_opened = asyncio.Event()
         self._has_opened.set()
         self._has_closed = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = SupervisedTasks(_log_failure)
         self._is_announcing = False
         self._is_superseded = False
         # What opened the breaker: silence, not an error.
@@ -96,16 +98,13 @@ class Index:
         """Begin to connect, in the background: returns at once."""
         if self._url:
             self._note = f"{redacted(self._url)} was not reached yet"
-            self._spawn(self._guard())
-            self._spawn(self._renew())
+            self._tasks.spawn(self._guard(), "index-guard")
+            self._tasks.spawn(self._renew(), "index-renew")
 
     async def close(self) -> None:
         """Tell the others that this node has nothing any more, and disconnect; waits a second at most."""
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            # Until 3.12 a wait with a time limit, as the client does, can swallow a cancellation.
-            await asyncio.wait(self._tasks, timeout=_CANCEL_AGAIN_S)
+        # Until 3.12 a wait with a time limit, as the client does, can swallow a cancellation.
+        await self._tasks.close(again_s=_CANCEL_AGAIN_S)
         if self._link.is_connected and not self._breaker.is_open:
             try:
                 async with asyncio.timeout(_LEAVE_S):
@@ -125,7 +124,7 @@ class Index:
         lookup = Lookup(space, chain, keys)
         if keys and not self._breaker.is_open:
             self._num_lookups += 1
-            task = self._spawn(self._look_up(lookup))
+            task = self._tasks.spawn(self._look_up(lookup), "index-look-up")
             await asyncio.wait((task,), timeout=self._budget_s)
             for _ in range(_NUM_LAST_TURNS):
                 if not task.done():
@@ -164,7 +163,7 @@ class Index:
                 return
             if len(lookup.found) == len(lookup.keys):
                 took_s = self._clock.now() - started_at
-                self._latency_s += (_SMOOTHING if self._latency_s else 1.0) * (took_s - self._latency_s)
+                self._latency_s = moving_average(self._latency_s, took_s, _SMOOTHING)
 
     def _judge(self, lookup: Lookup, is_late: bool) -> None:
         self._num_late += is_late
@@ -272,8 +271,8 @@ class Index:
             self._announcer.stop()
         elif not self._is_announcing:
             self._is_announcing = True
-            self._spawn(self._announcer.drain())
-            self._spawn(self._announcer.retell())
+            self._tasks.spawn(self._announcer.drain(), "index-announce")
+            self._tasks.spawn(self._announcer.reannounce(), "index-rebuild")
         elif renewal is Renewal.LOST:
             _LOG.info("the index forgot this node: everything is told anew")
             self._announcer.rebuild()
@@ -284,16 +283,9 @@ class Index:
         else:
             self._broke(error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.error("a part of the index ended by an error of ours", exc_info=error)
+def _log_failure(error: BaseException) -> None:
+    _LOG.error("a part of the index ended by an error of ours", exc_info=error)
 
 
 # ----------------------------------------------------------------------------------------------

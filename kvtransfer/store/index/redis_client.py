@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
 from kvtransfer.blocks.keys import KEY_BYTES
+from kvtransfer.common.backoff import Backoff
 from kvtransfer.errors import StoreError
 
 NUM_CONNECTIONS = 16
@@ -305,10 +306,8 @@ class Breaker:
         longest_pause_s: float = LONGEST_PAUSE_S,
     ) -> None:
         self._budget = budget
-        self._first_pause_s = first_pause_s
-        self._longest_pause_s = longest_pause_s
+        self._backoff = Backoff(first_pause_s, longest_pause_s)
         self._num_failures = budget
-        self._pause_s = first_pause_s
         self._probe_at = 0.0
 
     @property
@@ -346,9 +345,8 @@ class Breaker:
             self._pause(now)
 
     def _start_pauses(self, now: float) -> None:
-        self._pause_s = self._first_pause_s
+        self._backoff.reset()
         self._pause(now)
 
     def _pause(self, now: float) -> None:
-        self._probe_at = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+        self._probe_at = now + self._backoff.failed()

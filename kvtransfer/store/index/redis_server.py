@@ -1,6 +1,6 @@
 """The embedded index server: a `redis-server` of our own for clusters that are given no `store.redis_url`.
 
-It keeps nothing on disk and holds at most `max_bytes`, of which it forgets the least recently used. A keeper
+It keeps nothing on disk and holds at most `max_bytes`, of which it forgets the least recently used. A watchdog
 process (`redis_watchdog`) ends it when this process ends, however that comes.
 """
 
@@ -53,8 +53,10 @@ def find_binary() -> str:
 class RedisServer:
     """One server, running from `start` to `close`."""
 
-    def __init__(self, keeper: subprocess.Popen[bytes], log: IO[bytes], host: str, port: int, secret: bytes):
-        self._keeper = keeper
+    def __init__(
+        self, watchdog: subprocess.Popen[bytes], log: IO[bytes], host: str, port: int, secret: bytes
+    ):
+        self._watchdog = watchdog
         self._log = log
         self.host = host
         self.port = port
@@ -68,7 +70,7 @@ class RedisServer:
 
     @property
     def is_running(self) -> bool:
-        return self._keeper.poll() is None
+        return self._watchdog.poll() is None
 
     @classmethod
     async def start(
@@ -101,9 +103,9 @@ class RedisServer:
 
     def close(self) -> None:
         """End the server and wait until it has ended."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        self._keeper.wait()
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.close()
+        self._watchdog.wait()
         self._log.close()
 
     async def _is_ready(self, clock: Clock) -> bool:
@@ -147,17 +149,17 @@ def _launch(binary: str, host: str, port: int, secret: bytes, max_bytes: int) ->
     }
     config = "".join(f"{name} {value}\n" for name, value in settings.items())
     log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-    keeper = subprocess.Popen(
+    watchdog = subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("redis_watchdog.py")), binary],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
         start_new_session=True,  # a Ctrl-C is for the cluster, which ends the server last
     )
-    assert keeper.stdin is not None
-    keeper.stdin.write(config.encode() + b"\n")
-    keeper.stdin.flush()
-    return RedisServer(keeper, log, host, port, secret)
+    assert watchdog.stdin is not None
+    watchdog.stdin.write(config.encode() + b"\n")
+    watchdog.stdin.flush()
+    return RedisServer(watchdog, log, host, port, secret)
 
 
 def _free_port(host: str) -> int:

@@ -3,7 +3,7 @@
 
 The configuration comes on stdin and ends with an empty line; nothing of it is on a command line, where
 everyone could read the password. stdin stays open as long as the starter lives: its end, however it comes,
-ends the server. The keeper exits when the server does, with its status.
+ends the server. The watchdog exits when the server does, with its status.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(binary: str) -> int:
             return 1
         config += piece
     # A forked child of a process with one thread may run Python before it becomes the server.
-    server = subprocess.Popen([binary, "-"], stdin=subprocess.PIPE, preexec_fn=_end_with_the_keeper)
+    server = subprocess.Popen([binary, "-"], stdin=subprocess.PIPE, preexec_fn=_end_with_the_watchdog)
     assert server.stdin is not None
     with suppress(BrokenPipeError):  # it has ended already, and said why
         server.stdin.write(config)
@@ -41,7 +41,7 @@ def main(binary: str) -> int:
     return server.wait()
 
 
-def _end_with_the_keeper() -> None:
+def _end_with_the_watchdog() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

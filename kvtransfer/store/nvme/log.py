@@ -10,20 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from kvtransfer.common.backoff import CoolDown
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo, TierStat
-from kvtransfer.store.nvme.counters import NvmeCounters
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder
-from kvtransfer.store.nvme.segment_table import SURVIVING_SHARE, SegmentTable
+from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, SURVIVING_SHARE, Reservation, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted
 from kvtransfer.store.nvme.segment_table import Moved as Moved
-from kvtransfer.store.nvme.segment_writer import SegmentWriter
 from kvtransfer.store.nvme.segments import NvmeRef as NvmeRef
 from kvtransfer.store.nvme.segments import (
     PageBuffer,
@@ -31,9 +32,11 @@ from kvtransfer.store.nvme.segments import (
     SegmentFiles,
     clear_directory,
     erase_page,
+    header_page,
     io_error,
     is_header_of,
     read_at,
+    write_at,
     write_directory,
 )
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, decode_header, image_bytes
@@ -63,10 +66,10 @@ class NvmeTier:
         self._capacity_bytes = settings.nvme_bytes
         self._segment_bytes = settings.segment_bytes // PAGE_BYTES * PAGE_BYTES
         self._faults = faults
-        self._meters = NvmeCounters(clock)
-        self._books = SegmentTable(self._capacity_bytes, self._segment_bytes)
+        self._counters = NvmeCounters(clock)
+        self._table = SegmentTable(self._capacity_bytes, self._segment_bytes)
         self._files = SegmentFiles(self._folder, 0)
-        self._writer = SegmentWriter(self._files, self._books, self._segment_bytes, self._meters, faults)
+        self._writer = SegmentWriter(self._files, self._table, self._segment_bytes, self._counters, faults)
         self._scratch = _Scratch()
         self._maintenance = threading.Lock()  # compact, erase, close: one at a time
         self._lock_fd = -1
@@ -86,51 +89,51 @@ class NvmeTier:
             recovery = Recovery(self._files, self._segment_bytes, self._faults)
             recovery.run()
         except StoreError:
-            self._give_back()
+            self._release_folder()
             raise
         if not self._files.flags:
-            self._meters.note = "the file system refuses O_DIRECT: the page cache is used"
-            _log.warning("%s: %s", self._folder, self._meters.note)
-        self._meters.count(num_checksum_failures=recovery.num_damaged, num_io_errors=recovery.num_io_errors)
-        self._books.adopt(recovery.segments, recovery.next_number)
+            self._counters.note = "the file system refuses O_DIRECT: the page cache is used"
+            _log.warning("%s: %s", self._folder, self._counters.note)
+        self._counters.count(num_checksum_failures=recovery.num_damaged, num_io_errors=recovery.num_io_errors)
+        self._table.adopt(recovery.segments, recovery.next_number)
         self._shrink()
         self._go_on()
-        for segment in self._books.unsealed():
+        for segment in self._table.unsealed():
             self._writer.seal(segment)
-        found = self._books.records()
+        found = self._table.records()
         _log.info("%s holds %d records", self._folder, len(found))
         return found
 
     def close(self) -> None:
         """Make everything durable and give the folder back. Nothing may be under way."""
         with self._maintenance:
-            self._writer.end(self._books.begin(None))
-            for segment in self._books.unsealed():
+            self._writer.end(self._table.begin(None))
+            for segment in self._table.unsealed():
                 self._writer.seal(segment)
             try:
-                self._writer.sync(self._books.segments())
+                self._writer.sync(self._table.segments())
             except StoreIoError as error:
                 _log.warning("the newest records may be lost: %s", error)
             self._files.close()
-            self._give_back()
+            self._release_folder()
 
-    def _give_back(self) -> None:
+    def _release_folder(self) -> None:
         os.close(self._lock_fd)
         self._lock_fd = -1
 
     def _shrink(self) -> None:
         """To the capacity, which may have been larger when the segments were written."""
-        while (segment := self._books.oldest_over()) is not None:
+        while (segment := self._table.oldest_over()) is not None:
             try:
                 self._files.remove(segment)
             except StoreIoError as error:
-                self._meters.failed(error)
+                self._counters.failed(error)
                 return
-            self._books.removed(segment)
+            self._table.removed(segment)
 
     def _go_on(self) -> None:
-        """Write on in the newest segment, if it has room."""
-        segment = self._books.newest_segment
+        """Write on in the newest segment, if it has free space."""
+        segment = self._table.newest_segment
         if (
             segment is None
             or segment.is_unread
@@ -143,21 +146,21 @@ class NvmeTier:
                 with self._files.using(segment, "writing to") as fd:
                     clear_directory(fd, segment)
             except StoreIoError as error:  # perhaps read-only: what it holds can be read all the same
-                self._meters.failed(error)
+                self._counters.failed(error)
                 return
             segment.is_sealed = False
-        self._books.begin(segment)
+        self._table.begin(segment)
 
     # -------------------------------------------------------------------------------- write and read
 
     @property
     def can_write(self) -> bool:
         """False for a while after a write failed."""
-        return self._meters.pause()[0] == 0
+        return self._counters.pause()[0] == 0
 
     def write(self, image: memoryview, info: RecordInfo) -> NvmeRef:
         """Append a record. `image` is the arena's, of which the payload is taken. `StoreIoError` when the
-        disk fails or has failed, `StoreError` when there is no room before the next `compact`."""
+        disk fails or has failed, `StoreError` when there is no space before the next `compact`."""
         return self.write_run([(image, info)])[0]
 
     def write_run(self, records: Sequence[tuple[memoryview, RecordInfo]]) -> tuple[NvmeRef, ...]:
@@ -166,9 +169,9 @@ class NvmeTier:
         for image, info in records:
             if len(image) != image_bytes(info.num_bytes):
                 raise StoreError(f"an image of {len(image)} bytes for a payload of {info.num_bytes}")
-        pause_s, reason = self._meters.pause()
+        pause_s, reason = self._counters.pause()
         if pause_s:
-            self._meters.count(num_refused=1)
+            self._counters.count(num_refused=1)
             raise StoreIoError(f"nothing is written for another {pause_s:.1f} s: {reason}")
         return self._writer.append(records, is_copy=False)
 
@@ -176,17 +179,17 @@ class NvmeTier:
         """Fill the padded payload of the image `into`; its header page is left as it is. The bytes are not
         summed. One for a check is no hit. `StoreIoError` when the disk fails or another record stands there;
         what `into` holds is undefined then."""
-        found = self._books.find(ref, self._files.pin)
+        found = self._table.find(ref, self._files.pin)
         if found is None:
             raise StoreIoError(f"the record at {ref.offset} of segment {ref.segment} is not held any more")
         segment, ref = found
         num_read = 0
-        began_at = self._meters.begin_read()
+        began_at = self._counters.begin_read()
         try:
             self._read(segment, ref, info, into)
             num_read = ref.num_bytes
         finally:
-            self._meters.end_read(began_at, num_read, is_hit=not is_check)
+            self._counters.end_read(began_at, num_read, is_hit=not is_check)
             self._files.unpin(segment)
 
     def _read(self, segment: Segment, ref: NvmeRef, info: RecordInfo, into: memoryview) -> None:
@@ -199,10 +202,10 @@ class NvmeTier:
             is_corrupt = self._faults.at("store.nvme.read")
             read_at(fd, (page, payload), ref.offset)
         except OSError as error:
-            self._meters.count(num_io_errors=1)
+            self._counters.count(num_io_errors=1)
             raise io_error("reading", segment.path, error) from error
         if not is_header_of(page, info, ref.segment, ref.offset):
-            self._meters.count(num_checksum_failures=1)
+            self._counters.count(num_checksum_failures=1)
             raise StoreIoError(f"{segment.path}: at {ref.offset} stands {_described(page)}")
         if is_corrupt:
             payload[0] ^= 1
@@ -211,21 +214,21 @@ class NvmeTier:
 
     def drop(self, ref: NvmeRef) -> None:
         """The record is not held any more. In memory only: a restart may find it again. Does not block."""
-        self._books.forget(ref)
+        self._table.forget(ref)
 
     @property
     def needs_compaction(self) -> bool:
         """Soon, or already, nothing more can be written: it is time for `compact`. False while nothing may be
         written."""
-        return self.can_write and self._books.needs_compaction
+        return self.can_write and self._table.needs_compaction
 
     def compact(self, is_wanted: Callable[[RecordInfo], bool]) -> Compacted:
-        """Make room, if it is needed, by giving up the oldest segment. Those of its records that `is_wanted`
+        """Free space, if it is needed, by giving up the oldest segment. Those of its records that `is_wanted`
         are written again, the newest first, as far as half a segment takes them. Reads and writes go on
         meanwhile; old places serve until the next call, by when the caller must have taken over the new ones.
         `StoreIoError` when the disk fails: then nothing has changed."""
         with self._maintenance:
-            victim = self._books.choose_victim() if self.can_write else None
+            victim = self._table.choose_victim() if self.can_write else None
             if victim is None:
                 return Compacted()
             self._files.pin(victim)
@@ -234,12 +237,12 @@ class NvmeTier:
             finally:
                 self._files.unpin(victim)
             self._faults.at("store.compact")
-            compacted = self._books.commit(victim, copies)
-            self._meters.count(num_evictions=len(compacted.dropped))
+            compacted = self._table.commit(victim, copies)
+            self._counters.count(num_evictions=len(compacted.dropped))
             try:
                 self._reuse(victim)
-            except StoreIoError as error:  # it stays in the books, empty, and its turn comes again
-                self._meters.failed(error)
+            except StoreIoError as error:  # it stays in the table, empty, and its turn comes again
+                self._counters.failed(error)
             return compacted
 
     def erase(self, refs: Iterable[NvmeRef]) -> None:
@@ -248,18 +251,18 @@ class NvmeTier:
         `StoreIoError` when that fails anywhere; the next call tries again."""
         with self._maintenance:
             for ref in refs:
-                self._books.forget(ref)
+                self._table.forget(ref)
             errors: list[StoreIoError] = []
-            for segment, offsets in self._books.stale():
+            for segment, offsets in self._table.stale():
                 try:
                     self._erase(segment, offsets)
-                    self._books.erased(segment, offsets)
+                    self._table.erased(segment, offsets)
                 except StoreIoError as error:
                     errors.append(error)
-            for segment in self._books.unread():
+            for segment in self._table.unread():
                 try:
                     self._files.remove(segment)
-                    self._books.removed(segment)
+                    self._table.removed(segment)
                 except StoreIoError as error:
                     errors.append(error)
             try:
@@ -267,19 +270,19 @@ class NvmeTier:
             except StoreIoError as error:
                 errors.append(error)
             for each in errors:
-                self._meters.failed(each)
+                self._counters.failed(each)
             if errors:
                 raise errors[0]
 
     def stat(self) -> TierStat:
         """Hits are reads; `num_written_bytes` is all that went to the disk; refused is what was asked to be
         written while nothing could be."""
-        return self._meters.stat(self._books.num_bytes, self._capacity_bytes, self._books.num_records)
+        return self._counters.stat(self._table.num_bytes, self._capacity_bytes, self._table.num_records)
 
     def _copy(self, victim: Segment, is_wanted: Callable[[RecordInfo], bool]) -> list[Moved]:
         """Durable copies of the records that survive."""
         survivors, budget_bytes = [], int(SURVIVING_SHARE * self._segment_bytes)
-        for offset, info in sorted(self._books.live(victim), key=lambda entry: entry[0], reverse=True):
+        for offset, info in sorted(self._table.live(victim), key=lambda entry: entry[0], reverse=True):
             old = NvmeRef(victim.number, offset, image_bytes(info.num_bytes))
             if old.num_bytes <= budget_bytes and is_wanted(info):
                 budget_bytes -= old.num_bytes
@@ -298,10 +301,10 @@ class NvmeTier:
                 except StoreIoError:
                     raise
                 except StoreError:
-                    break  # other writers took the room
-            self._writer.sync(self._books.segments({copy.new.segment for copy in copies}))
+                    break  # other writers took the space
+            self._writer.sync(self._table.segments({copy.new.segment for copy in copies}))
         except StoreIoError:
-            self._books.undo(copies)
+            self._table.undo(copies)
             raise
         return copies
 
@@ -309,12 +312,12 @@ class NvmeTier:
         """Its records are gone; its file, whose blocks are there, becomes the next segment."""
         ready = None
         if victim.num_bytes == self._segment_bytes and self._files.is_unused(victim):
-            ready = self._files.rename(victim, self._books.next_number())
+            ready = self._files.rename(victim, self._table.next_number())
         if ready is None:
             self._files.remove(victim)
-        self._books.removed(victim)
+        self._table.removed(victim)
         if ready is not None:
-            self._books.add_ready(ready)
+            self._table.add_ready(ready)
         self._files.sync_folder()
 
     def _erase(self, segment: Segment, offsets: Sequence[int]) -> None:
@@ -324,7 +327,7 @@ class NvmeTier:
                     erase_page(fd, offset)
                 with segment.directory_lock:
                     if segment.is_sealed:
-                        write_directory(fd, segment, self._books.directory(segment, offsets))
+                        write_directory(fd, segment, self._table.directory(segment, offsets))
                 os.fdatasync(fd)
         except StoreIoError as error:
             is_removed = (
@@ -341,3 +344,239 @@ def _described(page: memoryview) -> str:
     except StoreError as error:
         return str(error)
     return f"a record of {header.info.id.key.hex()}"
+
+
+# ----------------------------------------------------------------------------------------------
+# Appends records to segments: reserves, writes with one system call, seals what is full.
+
+# Whole, page-aligned images; their header pages are not looked at.
+Images = Sequence[tuple[memoryview, RecordInfo]]
+
+
+class _Headers(threading.local):
+    """The header pages of one run, for each thread."""
+
+    def __init__(self) -> None:
+        view = PageBuffer(MAX_RUN_RECORDS * PAGE_BYTES).view
+        self.pages = [view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)]
+
+
+class SegmentWriter:
+    """Any number of threads may write at once. Failures are counted here."""
+
+    def __init__(
+        self,
+        files: SegmentFiles,
+        table: SegmentTable,
+        segment_bytes: int,
+        counters: NvmeCounters,
+        faults: Faults,
+    ) -> None:
+        self._files = files
+        self._table = table
+        self._segment_bytes = segment_bytes
+        self._counters = counters
+        self._faults = faults
+        self._growing = threading.Lock()
+        self._headers = _Headers()
+
+    def append(self, records: Images, *, is_copy: bool) -> tuple[NvmeRef, ...]:
+        """Write the leading records, as many as the segment takes and at least one. `StoreIoError` when the
+        disk fails, `StoreError` when there is no space; then none of them is held."""
+        infos = [info for _, info in records]
+        reservation = self._reserve(infos, is_copy=is_copy)
+        is_written = False
+        try:
+            self._write(reservation, records, is_copy=is_copy)
+            is_written = True
+        except StoreIoError as error:
+            self._counters.failed(error)
+            if isinstance(error.__cause__, FileNotFoundError):  # somebody removed it: the next one is new
+                self._table.give_up(reservation.segment)
+            raise
+        finally:
+            written = infos[: len(reservation.refs)] if is_written else None
+            if self._table.leave(reservation, written, is_copy=is_copy):
+                self.end(reservation.segment)
+        return reservation.refs
+
+    def end(self, segment: Segment | None) -> None:
+        """Seal a segment that the table says is to be sealed, if any."""
+        if segment is not None:
+            self.seal(segment)
+            self._table.sealed(segment)
+
+    def seal(self, segment: Segment) -> None:
+        """Write its directory. Without it the segment is read whole at the next start: no reason to fail."""
+        if not segment.takes_directory:
+            return
+        try:
+            with segment.directory_lock, self._files.using(segment, "sealing") as fd:
+                num_bytes = write_directory(fd, segment, self._table.directory(segment))
+                segment.is_sealed = segment.is_dirty = True
+            self._counters.count(num_written_bytes=num_bytes)
+        except StoreIoError as error:
+            self._counters.failed(error)
+
+    def sync(self, segments: Iterable[Segment]) -> None:
+        """Make what was written to them durable; `StoreIoError` when that is not sure."""
+        for segment in segments:
+            if not segment.is_dirty:
+                continue
+            segment.is_dirty = False
+            try:
+                with self._files.using(segment, "syncing") as fd:
+                    os.fdatasync(fd)
+            except StoreIoError as error:
+                segment.is_dirty = True
+                self._counters.failed(error)
+                raise
+
+    def _reserve(self, infos: Sequence[RecordInfo], *, is_copy: bool) -> Reservation:
+        while (reservation := self._table.reserve(infos)) is None:
+            full = self._table.open_segment
+            before = None
+            with self._growing:
+                if self._table.open_segment is full:  # else another thread has begun one meanwhile
+                    before = self._table.begin(self._new_segment(infos[0], is_copy=is_copy))
+            self.end(before)
+        return reservation
+
+    def _new_segment(self, first: RecordInfo, *, is_copy: bool) -> Segment:
+        """An empty one, in which `first` fits."""
+        num_bytes = image_bytes(first.num_bytes)
+        if Segment(0, self._files.folder, self._segment_bytes).take(num_bytes, first) is None:
+            raise StoreError(
+                f"a record of {num_bytes} bytes does not fit in a segment of {self._segment_bytes}"
+            )
+        if not self._table.may_grow(is_copy=is_copy):
+            self._counters.count(num_refused=1)
+            raise StoreError(f"{self._files.folder} is full until the next compaction")
+        ready = self._table.take_ready()
+        if ready is not None:
+            return ready
+        try:
+            return self._files.create(self._table.next_number(), self._segment_bytes)
+        except StoreIoError as error:
+            self._counters.failed(error)
+            raise
+
+    def _write(self, reservation: Reservation, records: Images, *, is_copy: bool) -> None:
+        segment = reservation.segment
+        buffers: list[memoryview] = []
+        num_bytes = 0
+        for ref, (image, info), page in zip(reservation.refs, records, self._headers.pages, strict=False):
+            page[:] = header_page(info, ref.segment, ref.offset)
+            buffers += (page, image[HEADER_BYTES:])
+            num_bytes += ref.num_bytes
+        num_written = 0
+        self._files.pin(segment)
+        began_at = self._counters.begin_write()
+        try:
+            fd = self._files.fd(segment)
+            is_corrupt = self._faults.at("store.nvme.write")
+            segment.is_dirty = True
+            write_at(fd, buffers, reservation.refs[0].offset)
+            if is_corrupt:
+                _flip_bit(fd, reservation.refs[0].offset + HEADER_BYTES)
+            num_written = num_bytes
+        except OSError as error:
+            raise io_error("writing to", segment.path, error) from error
+        finally:
+            self._counters.end_write(began_at, num_written, is_put=not is_copy)
+            self._files.unpin(segment)
+
+
+def _flip_bit(fd: int, offset: int) -> None:
+    page = PageBuffer(PAGE_BYTES).view
+    read_at(fd, [page], offset)
+    page[0] ^= 1
+    write_at(fd, [page], offset)
+
+
+# ----------------------------------------------------------------------------------------------
+# What the NVMe tier counts and measures, and whether its disk may be written to.
+
+
+class NvmeCounters:
+    """Of one tier. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        # What will not get better by itself.
+        self.note = ""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reads = RateMeter()
+        self._writes = RateMeter()
+        self._cool_down = CoolDown()
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def count(self, **counts: int) -> None:
+        """Add to counters of `TierStat`."""
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def failed(self, error: StoreIoError) -> None:
+        """A write failed: nothing is written for a while."""
+        _log.warning("%s", error)
+        with self._lock:
+            self._counts["num_io_errors"] += 1
+            self._cool_down.failed(str(error), self._clock.now())
+
+    def pause(self) -> tuple[float, str]:
+        """For how long nothing must be written yet (0.0: it may), and why."""
+        if not self._cool_down.reason:
+            return 0.0, ""
+        with self._lock:
+            return self._cool_down.remaining_s(self._clock.now()), self._cool_down.reason
+
+    def begin_read(self) -> float:
+        """A client's read begins; returns when, for `end_read`."""
+        with self._lock:
+            now = self._clock.now()
+            self._reads.begin(now)
+            return now
+
+    def end_read(self, began_at: float, num_bytes: int, *, is_hit: bool) -> None:
+        """So many bytes came; 0: it failed."""
+        with self._lock:
+            self._reads.end(self._clock.now(), began_at, num_bytes)
+            if num_bytes and is_hit:
+                self._counts["num_hits"] += 1
+                self._counts["num_hit_bytes"] += num_bytes
+
+    def begin_write(self) -> float:
+        """A write of records begins; returns when, for `end_write`."""
+        with self._lock:
+            now = self._clock.now()
+            self._writes.begin(now)
+            return now
+
+    def end_write(self, began_at: float, num_bytes: int, *, is_put: bool) -> None:
+        """So many bytes were written, for a client or by a compaction; 0: it failed."""
+        with self._lock:
+            now = self._clock.now()
+            self._writes.end(now, began_at, num_bytes)
+            if num_bytes:
+                self._counts["num_written_bytes"] += num_bytes
+                self._counts["num_put_bytes"] += num_bytes if is_put else 0
+                self._cool_down.succeeded(now)
+
+    def stat(self, num_bytes: int, capacity_bytes: int, num_records: int) -> TierStat:
+        with self._lock:
+            notes = [self.note]
+            if self._cool_down.reason:
+                pause_s = self._cool_down.remaining_s(self._clock.now())
+                notes.append(f"not written to for another {pause_s:.1f} s: {self._cool_down.reason}")
+            return TierStat(
+                "nvme",
+                num_bytes,
+                capacity_bytes,
+                num_records,
+                **self._counts,
+                read_gb_s=self._reads.gb_s,
+                write_gb_s=self._writes.gb_s,
+                latency_s=self._reads.latency_s,
+                note="; ".join(filter(None, notes)),
+            )

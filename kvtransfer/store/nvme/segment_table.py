@@ -1,4 +1,4 @@
-"""The books of the NVMe tier: which record lies where, which segment takes the next, which one must go.
+"""The table of the NVMe tier: which record lies where, which segment takes the next, which one must go.
 
 Sans-I/O; any thread may call it, and nothing in it waits for a disk. Space is counted in whole segments:
 clients always leave one that only a compaction may begin, so that it never needs more than the capacity.
@@ -37,7 +37,7 @@ class Compacted(NamedTuple):
     dropped: tuple[tuple[RecordInfo, NvmeRef], ...] = ()
 
 
-class Room(NamedTuple):
+class Reservation(NamedTuple):
     """Where the leading records of those that were to be written go, one right behind the other."""
 
     segment: Segment
@@ -102,8 +102,8 @@ class SegmentTable:
 
     # -------------------------------------------------------------------------------------- writing
 
-    def reserve(self, infos: Sequence[RecordInfo]) -> Room | None:
-        """Room for at least the first of the records in the open segment; None when it has none. The segment
+    def reserve(self, infos: Sequence[RecordInfo]) -> Reservation | None:
+        """Reserve space for at least the first of the records in the open segment; None when it has none. The segment
         counts one more writer until `leave`."""
         with self._lock:
             segment = self._open
@@ -118,20 +118,20 @@ class SegmentTable:
             if not refs:
                 return None
             segment.num_writing += 1
-            return Room(segment, tuple(refs))
+            return Reservation(segment, tuple(refs))
 
-    def leave(self, room: Room, written: Sequence[RecordInfo] | None, *, is_copy: bool) -> bool:
+    def leave(self, reservation: Reservation, written: Sequence[RecordInfo] | None, *, is_copy: bool) -> bool:
         """The records are there (copies by a compaction count from its `commit` on), or, with None, nobody
         knows what is. True: the caller shall seal the segment and say `sealed`."""
         with self._lock:
             if written is None:
-                room.segment.stale.update(ref.offset for ref in room.refs)
-                return self._leave(room.segment)
-            for ref, info in zip(room.refs, written, strict=True):
-                room.segment.live[ref.offset] = info
+                reservation.segment.stale.update(ref.offset for ref in reservation.refs)
+                return self._leave(reservation.segment)
+            for ref, info in zip(reservation.refs, written, strict=True):
+                reservation.segment.live[ref.offset] = info
                 if not is_copy:
                     self._place(info, ref)
-            return self._leave(room.segment)
+            return self._leave(reservation.segment)
 
     def sealed(self, segment: Segment) -> None:
         with self._lock:

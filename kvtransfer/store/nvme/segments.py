@@ -2,7 +2,7 @@
 
 | image | image | ... | unused | directory, padded to a page | trailer page |
 
-A header counts only in the segment and at the offset it was written for (`record.Place`), a trailer only in
+A header counts only in the segment and at the offset it was written for (`record.RecordPlace`), a trailer only in
 its segment: so a file is used again under a new number without being cleared.
 """
 
@@ -27,7 +27,7 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.codec import Codec, Part
 from kvtransfer.errors import OtherVersionError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
-from kvtransfer.store.record import PAGE_BYTES, Header, Place, encode_header
+from kvtransfer.store.record import PAGE_BYTES, Header, RecordPlace, encode_header
 from kvtransfer.store.record import VERSION as RECORD_VERSION
 
 VERSION = 1
@@ -102,7 +102,7 @@ class Segment:
     is_gone: bool = False
 
     def take(self, num_bytes: int, info: RecordInfo) -> int | None:
-        """Room for an image of `info`; None when it does not fit before the directory."""
+        """Reserve space for an image of `info`; None when it does not fit before the directory."""
         entry_bytes = len(_encoder.encode(info)) + _ENTRY_BYTES
         if self.end + num_bytes + _padded(self.directory_bytes + entry_bytes) + PAGE_BYTES > self.num_bytes:
             return None
@@ -150,9 +150,9 @@ def is_header_of(page: memoryview, info: RecordInfo, number: int, offset: int) -
     return page[_HEADER_SUMMED_FROM : _HEADER_SUMMED_FROM + len(expected)] == expected
 
 
-def place_of(number: int, offset: int) -> Place:
+def place_of(number: int, offset: int) -> RecordPlace:
     """What the header at this offset of that segment says of its place."""
-    return Place(number.to_bytes(8, "big"), offset)
+    return RecordPlace(number.to_bytes(8, "big"), offset)
 
 
 def io_error(doing: str, path: Path, error: OSError) -> StoreIoError:

@@ -23,35 +23,35 @@ SEEN_FACTOR = 4
 # Bounds of the above; the upper one is about 80 MB.
 MIN_SEEN, MAX_SEEN = 1024, 1 << 19
 
-_MAX_SIGHTS = 4
+_MAX_TIMES_SEEN = 4
 _MAX_TURN = 2
 _MAX_DEPTH_CLASS = 6
 
 
-class _CatalogView(NamedTuple):
+class _History(NamedTuple):
     """What is remembered of a record. `num_turns`: how often its chain was prolonged after it had been seen
     again, `depth` its place in the chain; both as far as its predecessors are remembered."""
 
-    num_sights: int
+    num_times_seen: int
     num_turns: int
     depth: int
     is_sampled: bool
 
     @property
     def kind(self) -> int:
-        """The class it is judged with: how often it was seen; of a first sight, turn and depth (in steps of
+        """The class it is judged with: how often it was seen; of a first history, turn and depth (in steps of
         4 x) tell apart a new conversation's beginning and the end of an old one."""
-        if self.num_sights > 1:
-            return self.num_sights
+        if self.num_times_seen > 1:
+            return self.num_times_seen
         depth_class = min((self.depth + 1).bit_length() // 2, _MAX_DEPTH_CLASS)
         return 1 | self.num_turns << 4 | depth_class << 8
 
     def pack(self) -> int:
-        return self.depth << 5 | self.is_sampled << 4 | self.num_turns << 2 | self.num_sights - 1
+        return self.depth << 5 | self.is_sampled << 4 | self.num_turns << 2 | self.num_times_seen - 1
 
 
-def _unpack(packed: int) -> _CatalogView:
-    return _CatalogView((packed & 3) + 1, packed >> 2 & 3, packed >> 5, bool(packed >> 4 & 1))
+def _unpack(packed: int) -> _History:
+    return _History((packed & 3) + 1, packed >> 2 & 3, packed >> 5, bool(packed >> 4 & 1))
 
 
 class _Trials:
@@ -107,9 +107,9 @@ class Admission:
         self._mean_bytes += (info.num_bytes - self._mean_bytes) * (0.01 if self._mean_bytes else 1.0)
         number = hash(info.id)
         packed = self._seen.pop(number, None)
-        sight = self._first_sight(info) if packed is None else _again(packed)
-        self._remember(number, sight)
-        return self._is_worth(sight, is_full)
+        history = self._first_time(info) if packed is None else _again(packed)
+        self._remember(number, history)
+        return self._is_worth(history, is_full)
 
     def hit(self, info: RecordInfo, is_full: bool) -> bool:
         """The record was found in the host tier: write it to NVMe now? Always no when it is there."""
@@ -117,11 +117,11 @@ class Admission:
         is_there = number in self._on_nvme
         if self._policy == "all":
             return not is_there
-        sight = self._see_again(number)
+        history = self._see_again(number)
         if is_there:
-            self._next_trial(number, sight, was_read=False)
+            self._next_trial(number, history, was_read=False)
             return False
-        return self._is_worth(sight, is_full)
+        return self._is_worth(history, is_full)
 
     def written(self, info: RecordInfo) -> None:
         """The record is on NVMe now. Of those found there at the start nothing need be told."""
@@ -148,34 +148,34 @@ class Admission:
     def num_remembered(self) -> int:
         return len(self._seen)
 
-    def _is_worth(self, sight: _CatalogView, is_full: bool) -> bool:
+    def _is_worth(self, history: _History, is_full: bool) -> bool:
         if self._policy == "seen_twice":
-            return sight.num_sights > 1
-        if not is_full or sight.is_sampled:
+            return history.num_times_seen > 1
+        if not is_full or history.is_sampled:
             return True
-        trials = self._trials.get(sight.kind)
-        return trials is None or trials.worth >= (FIRST_WORTH if sight.num_sights == 1 else AGAIN_WORTH)
+        trials = self._trials.get(history.kind)
+        return trials is None or trials.worth >= (FIRST_WORTH if history.num_times_seen == 1 else AGAIN_WORTH)
 
-    def _first_sight(self, info: RecordInfo) -> _CatalogView:
+    def _first_time(self, info: RecordInfo) -> _History:
         record = info.id
         parent_number = hash(RecordId(record.space, info.parent, record.shard))
         packed = self._seen.get(parent_number) if info.parent else None
         if packed is None:
-            return _CatalogView(1, 0, 0, self._draw())
+            return _History(1, 0, 0, self._draw())
         parent = _unpack(packed)
-        if parent.num_sights == 1:
+        if parent.num_times_seen == 1:
             return parent._replace(depth=parent.depth + 1)
-        return _CatalogView(1, min(parent.num_turns + 1, _MAX_TURN), parent.depth + 1, self._draw())
+        return _History(1, min(parent.num_turns + 1, _MAX_TURN), parent.depth + 1, self._draw())
 
-    def _see_again(self, number: int) -> _CatalogView:
+    def _see_again(self, number: int) -> _History:
         packed = self._seen.pop(number, None)
-        sight = _CatalogView(2, 0, 0, False) if packed is None else _again(packed)
-        self._remember(number, sight)
-        return sight
+        history = _History(2, 0, 0, False) if packed is None else _again(packed)
+        self._remember(number, history)
+        return history
 
-    def _remember(self, number: int, sight: _CatalogView) -> None:
+    def _remember(self, number: int, history: _History) -> None:
         """The last seen stay; of the others the memory is bounded."""
-        self._seen[number] = sight.pack()
+        self._seen[number] = history.pack()
         most = SEEN_FACTOR * self._capacity_bytes / max(self._mean_bytes, 1.0)
         most = min(max(most, MIN_SEEN), MAX_SEEN)
         while len(self._seen) > most:
@@ -185,17 +185,17 @@ class Admission:
         self._num_chains += 1
         return self._num_chains % SAMPLED == 0
 
-    def _next_trial(self, number: int, sight: _CatalogView, *, was_read: bool) -> None:
+    def _next_trial(self, number: int, history: _History, *, was_read: bool) -> None:
         kind = self._on_nvme.get(number)
         if kind is not None:
             self._end(kind, was_read)
-            self._on_nvme[number] = sight.kind
+            self._on_nvme[number] = history.kind
 
     def _end(self, kind: int, was_read: bool) -> None:
         self._trials.setdefault(kind, _Trials()).end(was_read)
 
 
-def _again(packed: int) -> _CatalogView:
-    """Seen once more. It was sampled as a first sight, if at all: what is seen again is judged by itself."""
-    sight = _unpack(packed)
-    return sight._replace(num_sights=min(sight.num_sights + 1, _MAX_SIGHTS), is_sampled=False)
+def _again(packed: int) -> _History:
+    """Seen once more. It was sampled as a first history, if at all: what is seen again is judged by itself."""
+    history = _unpack(packed)
+    return history._replace(num_times_seen=min(history.num_times_seen + 1, _MAX_TIMES_SEEN), is_sampled=False)

@@ -35,7 +35,7 @@ _SHARD = Shard(0, 1, 0, 1)
 _TENANT = "trace"
 
 
-class Sizes(NamedTuple):
+class TierSizes(NamedTuple):
     """Blocks that each tier holds."""
 
     device: int
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     """What became of all blocks of a trace; `num_moved` are those that compaction wrote again."""
 
     policy: Policy
-    sizes: Sizes
+    sizes: TierSizes
     num_blocks: int
     num_ideal_hits: int
     num_device_hits: int
@@ -100,7 +100,7 @@ def read_trace(path: Path) -> list[list[int]]:
     return trace
 
 
-def simulate(trace: Trace, sizes: Sizes, policy: Policy) -> Outcome:
+def simulate(trace: Trace, sizes: TierSizes, policy: Policy) -> Outcome:
     """Every request of the trace through all tiers; `sizes.nvme` 0: there is no such tier."""
     node = _Node(sizes, policy)
     for blocks in trace:
@@ -203,7 +203,7 @@ class PlainLru:
 class _Node:
     """All tiers of one node, and what was counted."""
 
-    def __init__(self, sizes: Sizes, policy: Policy) -> None:
+    def __init__(self, sizes: TierSizes, policy: Policy) -> None:
         self._sizes = sizes
         self._device: OrderedDict[int, None] = OrderedDict()
         self._dram = ChainLru()

@@ -1,7 +1,7 @@
 """Records between the owners of two nodes: asked for over a framed connection, written by transfer agents.
 
     asking owner                                              holding owner
-    fetch: OpenLanding, SendRecords ----------------------->  lend (from NVMe first), ConnectPeer, PushOrder
+    fetch: OpenLanding, SendRecords ----------------------->  lease_record (from NVMe first), ConnectPeer, PushOrder
            the records' granules <====== prefetch class =====     of the records' granules
            CloseLanding, their sums <--- RecordsSent --------  PushDone, give back
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvtransfer.agent.agent import TransferAgent
@@ -26,22 +26,35 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import IncompatibleError, PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.messages import (
     CloseLanding,
     LandingClosed,
+    OpenLanding,
+    RankEndpoints,
     ReplicaIdentity,
     TransferReport,
     TransferSettings,
     WriterGone,
 )
-from kvtransfer.rpc.store_stream import FrameStream
-from kvtransfer.store.messages import OwnerHello, RecordId
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.stream import FrameStream, open_tcp
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    OwnerHello,
+    RecordId,
+    RecordsSent,
+    SendRecords,
+    StopSending,
+    StoreRefusal,
+    ToOwner,
+)
 from kvtransfer.store.record import image_bytes
-from kvtransfer.store.remote.fetch import Landing, Link, Wanted, open_link
-from kvtransfer.store.remote.serve import Lender, Lent, Sender, granule_layout
+from kvtransfer.store.remote.serve import LeasedRecord, Lender, RecordSender, granule_layout
 
-__all__ = ["Exchange", "ExchangeRoom", "ExchangeStat", "Lent", "Wanted", "arena_pool"]
+__all__ = ["Exchange", "LocalRecords", "ExchangeStat", "LeasedRecord", "Wanted", "arena_pool"]
 
 _PATIENCE_S = 3.0
 # A fetch is given up after so many seconds and what its bytes take at this rate: before the brains that
@@ -53,7 +66,7 @@ _MAX_COOL_DOWN_S = 60.0
 _log = logging.getLogger("tandem.store")
 
 
-class ExchangeRoom(Lender, Protocol):
+class LocalRecords(Lender, Protocol):
     """What the exchange needs of the owner."""
 
     def slot_free(self, offset: int) -> None:
@@ -88,7 +101,7 @@ class Exchange:
         self,
         settings: StoreSettings,
         pool: HostPool,
-        room: ExchangeRoom,
+        room: LocalRecords,
         spawn: Spawn,
         clock: Clock,
         faults: Faults,
@@ -101,10 +114,10 @@ class Exchange:
         self._spawn = spawn
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._links: dict[ReplicaIdentity, asyncio.Future[Link]] = {}
-        self._landings: dict[bytes, Landing] = {}
+        self._links: dict[ReplicaIdentity, asyncio.Future[OwnerLink]] = {}
+        self._landings: dict[bytes, RecordLanding] = {}
         self._health = PathHealth(1, _COOL_DOWN_S, _MAX_COOL_DOWN_S)
-        self._meter = RateMeter()
+        self._rate = RateMeter()
         self._num_hits = self._num_misses = self._num_hit_bytes = self._num_failures = 0
         self._note = ""
         self._agent = TransferAgent(
@@ -119,13 +132,13 @@ class Exchange:
                 settings.host, settings.transports, prefetch_gb_s=settings.prefetch_gb_s
             ),
         )
-        self._sender = Sender(settings, room, self._agent.handle, spawn)
+        self._sender = RecordSender(settings, room, self._agent.handle, spawn)
 
     @property
     def gb_s(self) -> float:
         """How fast other nodes' records came, from the question to the last byte (1e9 bytes a second); 0.0:
         not known yet."""
-        return self._meter.gb_s
+        return self._rate.gb_s
 
     def stat(self) -> ExchangeStat:
         return ExchangeStat(
@@ -135,8 +148,8 @@ class Exchange:
             num_sent_bytes=self._sender.num_sent_bytes,
             num_quarantined=sum(len(each.slots) for each in self._landings.values() if each.has_ended),
             num_failures=self._num_failures,
-            gb_s=self._meter.gb_s,
-            latency_s=self._meter.latency_s,
+            gb_s=self._rate.gb_s,
+            latency_s=self._rate.latency_s,
             note=self._note,
         )
 
@@ -160,8 +173,8 @@ class Exchange:
     ) -> dict[RecordId, int]:
         """Bring these records from the owner at `address` into their slots. Returns those whose bytes are all
         there, header page included, with the payload's checksum, which nobody has compared here. Every other
-        slot is told by `ExchangeRoom.slot_free` when it may be used again, also after a cancel."""
-        link: Link | None = None
+        slot is told by `LocalRecords.slot_free` when it may be used again, also after a cancel."""
+        link: OwnerLink | None = None
         try:
             if not self.is_cooling(holder):
                 link = await self._link(holder, address)
@@ -174,13 +187,13 @@ class Exchange:
                     self._room.slot_free(each.offset)
         return {} if link is None else await self._fetch(link, wanted)
 
-    async def _fetch(self, link: Link, wanted: Sequence[Wanted]) -> dict[RecordId, int]:
-        landing = Landing(link, wanted, self._settings.granule_bytes, self._room.slot_free)
+    async def _fetch(self, link: OwnerLink, wanted: Sequence[Wanted]) -> dict[RecordId, int]:
+        landing = RecordLanding(link, wanted, self._settings.granule_bytes, self._room.slot_free)
         self._landings[landing.id] = landing
         self._agent.handle(landing.open())
         landing.ask(self._agent.endpoints())
         started_at = self._clock.now()
-        self._meter.begin(started_at)
+        self._rate.begin(started_at)
         fetched: dict[RecordId, int] = {}
         try:
             await self._await_answer(landing)
@@ -189,14 +202,14 @@ class Exchange:
             self._agent.handle(CloseLanding(landing.id))
             fetched = landing.end()
             num_bytes = sum(image_bytes(each.num_bytes) for each in wanted if each.record in fetched)
-            self._meter.end(self._clock.now(), started_at, num_bytes)
+            self._rate.end(self._clock.now(), started_at, num_bytes)
             self._num_hits += len(fetched)
             self._num_misses += len(wanted) - len(fetched)
             self._num_hit_bytes += num_bytes
         self._note_end(landing, bool(fetched))
         return fetched
 
-    async def _await_answer(self, landing: Landing) -> None:
+    async def _await_answer(self, landing: RecordLanding) -> None:
         """Return when it is answered, its link is lost, or it takes too long."""
         patience_s = _PATIENCE_S + landing.num_bytes / _SLOWEST_BYTES_S
         waiting = asyncio.ensure_future(landing.answered.wait())
@@ -207,7 +220,7 @@ class Exchange:
             waiting.cancel()
             overdue.cancel()
 
-    def _note_end(self, landing: Landing, has_records: bool) -> None:
+    def _note_end(self, landing: RecordLanding, has_records: bool) -> None:
         if landing.sent is None:
             self._note_failure(landing.link.holder, landing.link.lost or "no answer in time")
         elif landing.sent.reason and not has_records:
@@ -224,7 +237,7 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------ links
 
-    async def _link(self, holder: ReplicaIdentity, address: str) -> Link:
+    async def _link(self, holder: ReplicaIdentity, address: str) -> OwnerLink:
         """The link to that owner, opened now if there is none. `TransferError` when it cannot be."""
         known = self._links.get(holder)
         if known is None:
@@ -232,10 +245,12 @@ class Exchange:
             self._spawn(self._keep_link(holder, address, known), "store-link")
         return await asyncio.shield(known)
 
-    async def _keep_link(self, holder: ReplicaIdentity, address: str, opened: asyncio.Future[Link]) -> None:
+    async def _keep_link(
+        self, holder: ReplicaIdentity, address: str, opened: asyncio.Future[OwnerLink]
+    ) -> None:
         """Open a link and read it to its end."""
         settings = self._settings
-        link: Link | None = None
+        link: OwnerLink | None = None
         reason = "this owner ends"
         try:
             link = await open_link(holder, address, settings.secret, self._identity, settings.granule_bytes)
@@ -257,7 +272,7 @@ class Exchange:
                 link.abort()
                 self._lose(link, reason)
 
-    def _lose(self, link: Link, reason: str) -> None:
+    def _lose(self, link: OwnerLink, reason: str) -> None:
         link.lost = reason
         for landing in self._landings.values():
             if landing.link is link:
@@ -282,10 +297,174 @@ class Exchange:
             case _:
                 self._sender.report(report)
 
-    def _forget(self, landing: Landing) -> None:
+    def _forget(self, landing: RecordLanding) -> None:
         if landing.is_over:
             self._landings.pop(landing.id, None)
 
 
 def _key(holder: ReplicaIdentity) -> PathKey:
     return PathKey(holder, 0, "owner")
+
+
+# ----------------------------------------------------------------------------------------------
+# The asking side of the exchange: a link to each holder, and what lands from it.
+#
+# asked --RecordsSent--> sent ones are the caller's, slots of the others free once LandingClosed
+#   |
+#   timeout, cancel, link lost --> quarantined --RecordsSent, or all its connections gone--> slots free
+#                                                (either only after LandingClosed)
+
+# A node that is gone must not hold up a fetch for long.
+_OPEN_S = 3.0
+
+
+class Wanted(NamedTuple):
+    """A record that another node holds, whose payload has `num_bytes`, and the slot at `offset` that is
+    allocated for it here."""
+
+    record: RecordId
+    offset: int
+    num_bytes: int
+
+
+class OwnerLink:
+    """A proven connection to the owner `holder`, which works with the same granules."""
+
+    def __init__(self, holder: ReplicaIdentity, stream: FrameStream) -> None:
+        self.holder = holder
+        # Why it has ended.
+        self.lost = ""
+        self._stream = stream
+
+    def send(self, message: ToOwner) -> None:
+        """Nothing, when it has ended."""
+        self._stream.send(TO_OWNER_CODEC.encode(message))
+
+    async def receive(self) -> RecordsSent:
+        """The next answer. `TransferError` at the end."""
+        message = FROM_OWNER_CODEC.decode(await self._stream.next_frame())
+        if isinstance(message, StoreRefusal):
+            raise StoreError(f"refused by the owner: {message.reason}")
+        if not isinstance(message, RecordsSent):
+            raise WireError(f"expected RecordsSent, got {type(message).__name__}")
+        return message
+
+    def abort(self) -> None:
+        """End it at once."""
+        self._stream.abort()
+
+
+async def open_link(
+    holder: ReplicaIdentity, address: str, secret: bytes, requester: ReplicaIdentity, granule_bytes: int
+) -> OwnerLink:
+    """Connect and introduce ourselves. `TransferError` says why it could not be: a wrong secret, another life
+    of the owner, other granules."""
+    try:
+        async with asyncio.timeout(_OPEN_S):
+            stream = await open_tcp(address, secret, requester.replica_id)
+            try:
+                stream.send(TO_OWNER_CODEC.encode(OwnerHello(STORE_PROTOCOL, requester, granule_bytes)))
+                answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
+                _check_hello(answer, holder, granule_bytes)
+            except (TransferError, asyncio.CancelledError):
+                stream.abort()
+                raise
+    except TimeoutError as error:
+        raise PeerGoneError(f"the owner at {address} does not answer within {_OPEN_S} s") from error
+    return OwnerLink(holder, stream)
+
+
+def _check_hello(answer: object, holder: ReplicaIdentity, granule_bytes: int) -> None:
+    if isinstance(answer, StoreRefusal):
+        raise StoreError(f"refused by the owner: {answer.reason}")
+    if not isinstance(answer, OwnerHello):
+        raise WireError(f"expected OwnerHello, got {type(answer).__name__}")
+    if answer.owner != holder:
+        raise IncompatibleError(f"expected {holder}, found {answer.owner}")
+    if answer.granule_bytes != granule_bytes:
+        raise IncompatibleError(f"granule_bytes: {granule_bytes} here, {answer.granule_bytes} there")
+
+
+class RecordLanding:
+    """One fetch: its slots stay its own until they are taken or unreachable."""
+
+    def __init__(
+        self, link: OwnerLink, wanted: Sequence[Wanted], granule_bytes: int, on_free: Callable[[int], None]
+    ) -> None:
+        """`on_free(offset)` is told of each slot that was not taken, when nothing can write it any more."""
+        self.id = draw_id()
+        self.link = link
+        self.wanted = tuple(wanted)
+        self.num_bytes = sum(image_bytes(each.num_bytes) for each in wanted)
+        # `sent` is there, or the link is lost.
+        self.answered = asyncio.Event()
+        self.sent: RecordsSent | None = None
+        # Nobody waits for it any more.
+        self.has_ended = False
+        self.slots = {each.offset for each in wanted}
+        self._on_free = on_free
+        self._granules = tuple(_granules(each, granule_bytes) for each in wanted)
+        self._is_closed = False
+        self._connections: set[bytes] = set()
+
+    def open(self) -> OpenLanding:
+        """The order with which it starts."""
+        granules = tuple(granule for granules in self._granules for granule in granules)
+        return OpenLanding(self.id, self.link.holder, granules)
+
+    def ask(self, endpoints: RankEndpoints) -> None:
+        """Ask the holder."""
+        records = tuple(each.record for each in self.wanted)
+        self.link.send(SendRecords(self.id, endpoints, records, self._granules))
+
+    def answer(self, sent: RecordsSent) -> None:
+        """The holder writes nothing more of it. `WireError` when it names what was not asked for."""
+        indices = [index for index, _ in sent.sent]
+        if len(set(indices)) != len(indices) or not set(indices) <= set(range(len(self.wanted))):
+            raise WireError("the answer names records that were not asked for")
+        self.sent = sent
+        self.answered.set()
+        self._settle()
+
+    def end(self) -> dict[RecordId, int]:
+        """Nobody waits any more, and the agent takes nothing more for it: the records that are whole, with
+        their sums, if the holder has answered. Else it is told to stop, and all slots are in quarantine."""
+        fetched: dict[RecordId, int] = {}
+        if self.sent is None:
+            self.link.send(StopSending(self.id))
+        else:
+            for index, checksum in self.sent.sent:
+                fetched[self.wanted[index].record] = checksum
+                self.slots.discard(self.wanted[index].offset)
+        self.has_ended = True
+        self._settle()
+        return fetched
+
+    def closed(self, report: LandingClosed) -> None:
+        """Our agent takes nothing more; these connections could still write."""
+        self._is_closed = True
+        self._connections.update(report.connections)
+        self._settle()
+
+    def writer_gone(self, report: WriterGone) -> None:
+        """One of them has ended."""
+        self._connections.discard(report.connection)
+        self._settle()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing can write its slots, and nobody waits for it."""
+        is_unreachable = self._is_closed and (self.sent is not None or not self._connections)
+        return self.has_ended and is_unreachable
+
+    def _settle(self) -> None:
+        if self.is_over:
+            for offset in self.slots:
+                self._on_free(offset)
+            self.slots.clear()
+
+
+def _granules(wanted: Wanted, granule_bytes: int) -> tuple[int, ...]:
+    first, rest = divmod(wanted.offset, granule_bytes)
+    assert rest == 0, f"a record at {wanted.offset} in granules of {granule_bytes}"
+    return tuple(range(first, first - -image_bytes(wanted.num_bytes) // granule_bytes))

@@ -1,4 +1,4 @@
-"""The holding side of the exchange: lends records of the arena, and pushes their granules into the asker's.
+"""The holding side of the exchange: lends records of the arena, and pushes their granules into the requester's.
 
 A record is leased until the push that reads it has ended. `RecordsSent` comes when every push of the landing
 has, so nothing of it is written after; also when it was stopped, by `StopSending` or by the link's end.
@@ -36,7 +36,7 @@ from kvtransfer.messages import (
     TransferReport,
 )
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -57,12 +57,12 @@ GRANULE = Shard(0, 1, 0, 1)
 # About how much is lent and pushed at a time.
 _CHUNK_BYTES = 8 << 20
 # Chunks that are lent at most: one moves while the next is read from NVMe.
-_CHUNKS_AHEAD = 2
+_MAX_CHUNKS = 2
 
 _log = logging.getLogger("tandem.store")
 
 
-class Lent(NamedTuple):
+class LeasedRecord(NamedTuple):
     """A record of this arena, leased: where its header page lies, its payload's size and checksum."""
 
     offset: int
@@ -73,12 +73,12 @@ class Lent(NamedTuple):
 class Lender(Protocol):
     """Where records come from."""
 
-    async def lend(self, record: RecordId) -> Lent | None:
-        """Lease a record of this node until `give_back`; one that lies on NVMe only is brought into the arena
+    async def lease_record(self, record: RecordId) -> LeasedRecord | None:
+        """Lease a record of this node until `release_record`; one that lies on NVMe only is brought into the arena
         first. None: not held, or not to be had now."""
 
-    def give_back(self, lent: Lent) -> None:
-        """The lease of one `lend` ends. (By its place: the record may meanwhile have been dropped, and put
+    def release_record(self, lent: LeasedRecord) -> None:
+        """The lease of one `lease_record` ends. (By its place: the record may meanwhile have been dropped, and put
         anew elsewhere.)"""
 
 
@@ -88,8 +88,8 @@ def granule_layout(granule_bytes: int) -> BlockLayout:
 
 
 @dataclass(eq=False)
-class _Way:
-    """A connection of our agent to an asker's. `opened` is "" when it is open, else why it could not be."""
+class _Connection:
+    """A connection of our agent to a requester's. `opened` is "" when it is open, else why it could not be."""
 
     target: RankEndpoints
     connection_id: bytes
@@ -97,7 +97,7 @@ class _Way:
 
 
 @dataclass(eq=False)
-class _Sending:
+class _Transfer:
     """What is sent into one landing."""
 
     order: SendRecords
@@ -107,27 +107,27 @@ class _Sending:
 
 
 @dataclass(eq=False)
-class _Asker:
+class _Requester:
     """An owner that asks, in one connection."""
 
     identity: ReplicaIdentity
     stream: FrameStream
-    way: _Way | None = None
-    sendings: dict[bytes, _Sending] = field(default_factory=dict)
+    connection: _Connection | None = None
+    transfers: dict[bytes, _Transfer] = field(default_factory=dict)
 
     def tell(self, message: FromOwner) -> None:
         self.stream.send(FROM_OWNER_CODEC.encode(message))
 
 
 class _Piece(NamedTuple):
-    """A lent record, its number in the request, and the asker's granules for it."""
+    """A lent record, its number in the request, and the requester's granules for it."""
 
     number: int
-    lent: Lent
+    lent: LeasedRecord
     granules: tuple[int, ...]
 
 
-class Sender:
+class RecordSender:
     """Serves all askers of one owner; `order` is the agent's `handle`."""
 
     def __init__(
@@ -142,32 +142,33 @@ class Sender:
         self._lender = lender
         self._order = order
         self._spawn = spawn
-        self._ways: dict[bytes, tuple[_Asker, _Way]] = {}
+        self._connections: dict[bytes, tuple[_Requester, _Connection]] = {}
         self._pushes: dict[int, asyncio.Future[PushDone | PushFailed]] = {}
         self._push_ids = itertools.count(1)
         self.num_sent_bytes = 0
 
     async def serve(self, stream: FrameStream, hello: OwnerHello) -> None:
-        """An asker's connection, until its end. `WireError` when it breaks the protocol."""
-        asker = _Asker(hello.owner, stream)
+        """A requester's connection, until its end. `WireError` when it breaks the protocol."""
+        requester = _Requester(hello.owner, stream)
         reason = self._refusal(hello)
         if reason:
             _log.warning("%s asks for records and is refused: %s", hello.owner.replica_id, reason)
-            asker.tell(StoreRefusal(reason))
-            await stream.close()
+            requester.tell(StoreRefusal(reason))
+            stream.close()
+            await stream.wait_closed()
             return
-        asker.tell(OwnerHello(STORE_PROTOCOL, self._identity, self._settings.granule_bytes))
+        requester.tell(OwnerHello(STORE_PROTOCOL, self._identity, self._settings.granule_bytes))
         try:
             while True:
-                self._hear(asker, TO_OWNER_CODEC.decode(await stream.receive()))
+                self._hear(requester, TO_OWNER_CODEC.decode(await stream.next_frame()))
         except PeerGoneError:
             return
         finally:
             stream.abort()
-            for sending in asker.sendings.values():
-                self._stop(sending)
-            if asker.way is not None:
-                self._close_way(asker, asker.way)
+            for transfer in requester.transfers.values():
+                self._stop(transfer)
+            if requester.connection is not None:
+                self._close_connection(requester, requester.connection)
 
     def report(self, report: TransferReport) -> None:
         """What our agent says of connections and pushes."""
@@ -177,9 +178,9 @@ class Sender:
                 if not future.done():  # its owner has stopped and waits no more
                     future.set_result(report)
             case PeerConnected():
-                self._way_opened(report.connection_id, "")
+                self._connection_opened(report.connection_id, "")
             case PeerConnectFailed() | PeerLost():
-                self._way_opened(report.connection_id, report.reason)
+                self._connection_opened(report.connection_id, report.reason)
 
     def _refusal(self, hello: OwnerHello) -> str:
         ours = self._settings.granule_bytes
@@ -189,92 +190,94 @@ class Sender:
             return f"granule_bytes: {ours} here, {hello.granule_bytes} there"
         return ""
 
-    def _hear(self, asker: _Asker, message: object) -> None:
+    def _hear(self, requester: _Requester, message: object) -> None:
         match message:
             case SendRecords():
-                self._check(asker, message)
-                sending = asker.sendings[message.landing_id] = _Sending(message)
-                self._spawn(self._run(asker, sending), "store-send")
+                self._check(requester, message)
+                transfer = requester.transfers[message.landing_id] = _Transfer(message)
+                self._spawn(self._run(requester, transfer), "store-send")
             case StopSending():
-                sending_or_none = asker.sendings.get(message.landing_id)
-                if sending_or_none is not None:  # else it is answered already
-                    self._stop(sending_or_none)
+                transfer_or_none = requester.transfers.get(message.landing_id)
+                if transfer_or_none is not None:  # else it is answered already
+                    self._stop(transfer_or_none)
             case _:
                 raise WireError(f"an owner does not send {type(message).__name__} here")
 
-    def _check(self, asker: _Asker, order: SendRecords) -> None:
-        if len(order.records) != len(order.granules) or order.landing_id in asker.sendings:
+    def _check(self, requester: _Requester, order: SendRecords) -> None:
+        if len(order.records) != len(order.granules) or order.landing_id in requester.transfers:
             raise WireError("a request for records that does not fit itself")
         if order.target.shard != GRANULE:
-            raise WireError(f"the asker's pool is of {order.target.shard}, not of granules")
+            raise WireError(f"the requester's pool is of {order.target.shard}, not of granules")
 
-    def _stop(self, sending: _Sending) -> None:
-        sending.stopped.set()
-        self._order(StopPush(sending.order.landing_id))
+    def _stop(self, transfer: _Transfer) -> None:
+        transfer.stopped.set()
+        self._order(StopPush(transfer.order.landing_id))
 
     # ------------------------------------------------------------------------------------ connections
 
-    async def _open_way(self, asker: _Asker, target: RankEndpoints, stopped: asyncio.Event) -> _Way | str:
-        """The connection to the asker's arena, or why there is none."""
-        way = asker.way
-        if way is not None and way.target != target:
-            self._close_way(asker, way)
-            way = None
-        if way is None:
-            way = _Way(target, draw_id(), asyncio.get_running_loop().create_future())
-            asker.way = way
-            self._ways[way.connection_id] = asker, way
+    async def _connect(
+        self, requester: _Requester, target: RankEndpoints, stopped: asyncio.Event
+    ) -> _Connection | str:
+        """The connection to the requester's arena, or why there is none."""
+        connection = requester.connection
+        if connection is not None and connection.target != target:
+            self._close_connection(requester, connection)
+            connection = None
+        if connection is None:
+            connection = _Connection(target, draw_id(), asyncio.get_running_loop().create_future())
+            requester.connection = connection
+            self._connections[connection.connection_id] = requester, connection
             self._order(
                 ConnectPeer(
-                    connection_id=way.connection_id,
+                    connection_id=connection.connection_id,
                     writer=self._identity,
-                    peer=asker.identity,
+                    peer=requester.identity,
                     lanes=(Lane(target, GRANULE),),
                     transports=self._settings.transports,
                     min_gb_s=self._settings.remote_min_gb_s,
                 )
             )
-        await _first(way.opened, stopped.wait())
+        await _first(connection.opened, stopped.wait())
         if stopped.is_set():
             return "stopped on request"
-        return way.opened.result() or way
+        return connection.opened.result() or connection
 
-    def _way_opened(self, connection_id: bytes, reason: str) -> None:
-        asker, way = self._ways.get(connection_id, (None, None))
-        if asker is None or way is None:  # closed by us
+    def _connection_opened(self, connection_id: bytes, reason: str) -> None:
+        requester, connection = self._connections.get(connection_id, (None, None))
+        if requester is None or connection is None:  # closed by us
             return
-        if not way.opened.done():
-            way.opened.set_result(reason)
+        if not connection.opened.done():
+            connection.opened.set_result(reason)
         if reason:
-            del self._ways[connection_id]
-            asker.way = None
+            del self._connections[connection_id]
+            requester.connection = None
 
-    def _close_way(self, asker: _Asker, way: _Way) -> None:
-        self._order(ClosePeer(way.connection_id))
-        self._way_opened(way.connection_id, "closed")
+    def _close_connection(self, requester: _Requester, connection: _Connection) -> None:
+        self._order(ClosePeer(connection.connection_id))
+        self._connection_opened(connection.connection_id, "closed")
 
-    # ---------------------------------------------------------------------------------------- sending
+    # ---------------------------------------------------------------------------------------- transfer
 
-    async def _run(self, asker: _Asker, sending: _Sending) -> None:
-        order = sending.order
-        way = await self._open_way(asker, order.target, sending.stopped)
-        if isinstance(way, str):
-            sending.reason = way
+    async def _run(self, requester: _Requester, transfer: _Transfer) -> None:
+        order = transfer.order
+        connection = await self._connect(requester, order.target, transfer.stopped)
+        if isinstance(connection, str):
+            transfer.reason = connection
         else:
-            await self._send(way, sending)
-        del asker.sendings[order.landing_id]
-        asker.tell(RecordsSent(order.landing_id, tuple(sending.sent), sending.reason))
+            await self._send(connection, transfer)
+        del requester.transfers[order.landing_id]
+        requester.tell(RecordsSent(order.landing_id, tuple(transfer.sent), transfer.reason))
 
-    async def _send(self, way: _Way, sending: _Sending) -> None:
+    async def _send(self, connection: _Connection, transfer: _Transfer) -> None:
         """Returns when nothing of it is read here or written there any more."""
         pushes: list[asyncio.Task[None]] = []
         try:
-            for indices in self._chunks(sending.order):
-                if sending.stopped.is_set() or sending.reason:
+            for indices in self._chunks(transfer.order):
+                if transfer.stopped.is_set() or transfer.reason:
                     break
-                pieces = await self._lend(sending.order, indices)
-                pushes.append(asyncio.create_task(self._push(way, sending, pieces)))
-                if len(pushes) >= _CHUNKS_AHEAD:
+                pieces = await self._lend(transfer.order, indices)
+                pushes.append(asyncio.create_task(self._push(connection, transfer, pieces)))
+                if len(pushes) >= _MAX_CHUNKS:
                     await pushes.pop(0)
         finally:
             await asyncio.gather(*pushes)
@@ -289,45 +292,49 @@ class Sender:
                 first, num_bytes = index + 1, 0
 
     async def _lend(self, order: SendRecords, indices: Sequence[int]) -> list[_Piece]:
-        lent = await asyncio.gather(*(self._lender.lend(order.records[index]) for index in indices))
+        lent = await asyncio.gather(*(self._lender.lease_record(order.records[index]) for index in indices))
         pieces: list[_Piece] = []
         for index, each in zip(indices, lent, strict=True):
             if each is None:
                 continue
             if len(order.granules[index]) == self._num_granules(each):
                 pieces.append(_Piece(index, each, order.granules[index]))
-            else:  # the asker takes it for another size
-                self._lender.give_back(each)
+            else:  # the requester takes it for another size
+                self._lender.release_record(each)
         return pieces
 
-    async def _push(self, way: _Way, sending: _Sending, pieces: Sequence[_Piece]) -> None:
+    async def _push(self, connection: _Connection, transfer: _Transfer, pieces: Sequence[_Piece]) -> None:
         """Push these records and end their leases."""
         try:
-            if pieces and not sending.stopped.is_set():
-                await self._push_moves(way, sending, pieces)
+            if pieces and not transfer.stopped.is_set():
+                await self._push_moves(connection, transfer, pieces)
         finally:
             for piece in pieces:
-                self._lender.give_back(piece.lent)
+                self._lender.release_record(piece.lent)
 
-    async def _push_moves(self, way: _Way, sending: _Sending, pieces: Sequence[_Piece]) -> None:
+    async def _push_moves(
+        self, connection: _Connection, transfer: _Transfer, pieces: Sequence[_Piece]
+    ) -> None:
         push_id = next(self._push_ids)
         future: asyncio.Future[PushDone | PushFailed] = asyncio.get_running_loop().create_future()
         self._pushes[push_id] = future
         moves = tuple(itertools.chain.from_iterable(self._moves(piece) for piece in pieces))
-        self._order(PushOrder(push_id, way.connection_id, sending.order.landing_id, moves, "prefetch"))
+        self._order(
+            PushOrder(push_id, connection.connection_id, transfer.order.landing_id, moves, "prefetch")
+        )
         result = await future
         if isinstance(result, PushFailed):
-            sending.reason = sending.reason or result.reason
+            transfer.reason = transfer.reason or result.reason
             return
         self.num_sent_bytes += result.num_bytes
-        sending.sent += [(piece.number, piece.lent.checksum) for piece in pieces]
+        transfer.sent += [(piece.number, piece.lent.checksum) for piece in pieces]
 
     def _moves(self, piece: _Piece) -> Iterator[BlockMove]:
         first = piece.lent.offset // self._settings.granule_bytes
         for number, granule in enumerate(piece.granules):
             yield BlockMove(first + number, granule, granule)
 
-    def _num_granules(self, lent: Lent) -> int:
+    def _num_granules(self, lent: LeasedRecord) -> int:
         return -(-image_bytes(lent.num_bytes) // self._settings.granule_bytes)
 
 

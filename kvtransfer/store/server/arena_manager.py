@@ -18,8 +18,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
-from kvtransfer.store.dram.arena import Arena, arena_bytes
-from kvtransfer.store.dram.prefault import Prefault
+from kvtransfer.store.dram.arena import Arena, Prefault, arena_bytes
 from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.store_listener import (
@@ -37,7 +36,7 @@ OFFER_WAIT_S = 1.0
 # one that a rank offers later goes before it.
 SPARE_WAIT_S = 1.0
 # And uses it then, to serve other nodes and administrators.
-LONELY_WAIT_S = 10.0
+UNUSED_WAIT_S = 10.0
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -87,7 +86,7 @@ class ArenaManager:
         """Whether any rank of the session has the arena mapped."""
         return any(each.session == session for each in self._ranks)
 
-    async def make_when_lonely(self) -> None:
+    async def make_without_ranks(self) -> None:
         """Have an arena in the end, also when no rank comes."""
         await self._clock.sleep(SPARE_WAIT_S)
         if self.arena is not None:
@@ -98,7 +97,7 @@ class ArenaManager:
             _log.error("the node has no host tier: %s", error)
             return
         ahead.top_up(at_once=True)  # nobody computes here yet whom it would slow down
-        await self._clock.sleep(LONELY_WAIT_S - SPARE_WAIT_S)
+        await self._clock.sleep(UNUSED_WAIT_S - SPARE_WAIT_S)
         if self.arena is None:
             self._take(arena, ahead)
 
@@ -108,26 +107,26 @@ class ArenaManager:
             self._spare[0].close()
             self._spare = None
 
-    async def serve(self, visitor: PeerConnection, hello: RankHello) -> None:
+    async def serve(self, peer: PeerConnection, hello: RankHello) -> None:
         """A rank's connection, until its end. `StoreError` when the host refuses the memory."""
-        if not visitor.is_local or hello.protocol != STORE_PROTOCOL:
-            await refuse(visitor, f"expected a rank of this node with protocol {STORE_PROTOCOL}")
+        if not peer.is_local or hello.protocol != STORE_PROTOCOL:
+            await refuse(peer, f"expected a rank of this node with protocol {STORE_PROTOCOL}")
             return
         if hello.arena:
-            self._consider(hello, await receive_descriptor(visitor.sock))
+            self._consider(hello, await receive_descriptor(peer.sock))
         try:
             arena = self.arena or await self._decided()
         except StoreError as error:
-            await refuse(visitor, str(error))
+            await refuse(peer, str(error))
             raise
-        mapped = MappedRank(hello.session, hello.rank, _process_of(visitor.sock))
+        mapped = MappedRank(hello.session, hello.rank, _process_of(peer.sock))
         self._ranks.add(mapped)
         try:
             is_yours = hello.arena == arena.id
-            await tell(visitor.sock, ArenaGrant(arena.id, arena.num_bytes, is_yours))
+            await tell(peer.sock, ArenaGrant(arena.id, arena.num_bytes, is_yours))
             if not is_yours:
-                send_descriptor(visitor.sock, arena.fd)
-            await await_end(visitor.sock)
+                send_descriptor(peer.sock, arena.fd)
+            await await_end(peer.sock)
         finally:
             self._ranks.discard(mapped)
             self._on_left(mapped)

@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple
 
 from kvtransfer.blocks.layout import BlockLayout, intersect, shard_size, without
 from kvtransfer.messages import ITEM_BYTES, BlocksStored, CompatibilityRecord, Shard
-from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.dram.record_table import Held
+from kvtransfer.store.dram.catalog import Catalog, Held
 from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import FromOwner, RecordId, Tier, TierEvents
 from kvtransfer.store.record import space_id
@@ -21,7 +20,7 @@ _TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
 # Of what other nodes hold only the shape is known before it is here.
 
 
-class Take(NamedTuple):
+class PlannedRead(NamedTuple):
     """Rank `rank` needs `piece` of the record of `shard`."""
 
     rank: int
@@ -29,11 +28,11 @@ class Take(NamedTuple):
     piece: Shard
 
 
-class Plan(NamedTuple):
+class FetchPlan(NamedTuple):
     """How a block is assembled for all ranks, and the slowest of the tiers from which that is."""
 
     tier: Tier
-    takes: tuple[Take, ...]
+    takes: tuple[PlannedRead, ...]
 
 
 class CatalogView:
@@ -59,13 +58,13 @@ class CatalogView:
         self._learned: OrderedDict[bytes, tuple[Holder, ...]] = OrderedDict()
         self._watchers: list[Callable[[FromOwner], None]] = []
         keys = [each.info.id.key for each in catalog.records() if each.info.id.space == self.space]
-        self._view = TierView(self.shards, self._held, keys)
+        self._changes = TierChanges(self.shards, self._held, keys)
 
     # ------------------------------------------------------------------------------------------ events
 
     def watch(self, tell: Callable[[FromOwner], None]) -> None:
         """Tell all there is, then what changes."""
-        for events in self._view.snapshot():
+        for events in self._changes.snapshot():
             tell(events)
         self._watchers.append(tell)
 
@@ -79,11 +78,11 @@ class CatalogView:
 
     def changed(self, record: RecordId) -> None:
         """A record of this space came, went or moved."""
-        self._view.changed(record.key)
+        self._changes.changed(record.key)
 
     def publish(self) -> None:
         """Tell what changed since the last time."""
-        for events in self._view.take():
+        for events in self._changes.take():
             for tell in self._watchers:
                 tell(events)
 
@@ -101,7 +100,7 @@ class CatalogView:
         return tuple(tiers)
 
     def tiers(self, keys: Sequence[bytes]) -> tuple[Tier, ...]:
-        """The same, with what other nodes have as far as `learn` was told."""
+        """The same, with what other nodes have as far as `learn` was sent."""
         tiers: list[Tier] = []
         for key in keys:
             held = self._held(key)
@@ -134,7 +133,7 @@ class CatalogView:
         """What was learnt of the block is wrong."""
         self._learned.pop(key, None)
 
-    def plan(self, key: bytes) -> Plan | None:
+    def plan(self, key: bytes) -> FetchPlan | None:
         """From the cheapest tiers that suffice for each rank; None when the block cannot be had."""
         held = self._held(key)
         choices = [
@@ -142,7 +141,7 @@ class CatalogView:
             set(held),
             {*held, *(holder.shard for holder in self.holders(key))},
         ]
-        takes: list[Take] = []
+        takes: list[PlannedRead] = []
         slowest = 0
         for rank, needed in enumerate(self.shards):
             covers = (cover(needed, shards) for shards in choices)
@@ -150,8 +149,8 @@ class CatalogView:
             if pieces is None:
                 return None
             slowest = max(slowest, tier)
-            takes += [Take(rank, shard, piece) for shard, piece in pieces]
-        return Plan(_TIERS[slowest], tuple(takes))
+            takes += [PlannedRead(rank, shard, piece) for shard, piece in pieces]
+        return FetchPlan(_TIERS[slowest], tuple(takes))
 
     def payload_bytes(self, shard: Shard) -> int:
         """What a block's record of that shard holds; 0 when it cannot be known."""
@@ -164,22 +163,22 @@ class CatalogView:
 
 
 # ----------------------------------------------------------------------------------------------
-# In which tier of the node a replica's blocks lie, as told to its brain: by differences, sans-I/O.
+# In which tier of the node a replica's blocks lie, as sent to its brain: by differences, sans-I/O.
 
 LocalTier = Literal["dram", "nvme"]
 _LOCAL_TIERS: tuple[LocalTier, ...] = ("dram", "nvme")
-# Blocks told in one message.
+# Blocks sent in one message.
 _EVENTS_BLOCKS = 4096
 
 
-class Told(NamedTuple):
-    """What brains were told of a block."""
+class BlockLocation(NamedTuple):
+    """What brains were sent of a block."""
 
     tier: LocalTier
     parent: bytes
 
 
-class TierView:
+class TierChanges:
     """One space as seen by replicas of one shape: a block is in a tier when it covers all their shards."""
 
     def __init__(
@@ -188,7 +187,7 @@ class TierView:
         """`lookup(key)` are the records of a block; `keys` those there are now."""
         self._shards = frozenset(shards)
         self._lookup = lookup
-        self._told: dict[bytes, Told] = {}
+        self._sent: dict[bytes, BlockLocation] = {}
         self._changed: set[bytes] = set(keys)
         self.take()
 
@@ -198,30 +197,30 @@ class TierView:
 
     def take(self) -> list[TierEvents]:
         """What changed since the last time; [] when nothing did."""
-        stored: dict[bytes, Told] = {}
+        stored: dict[bytes, BlockLocation] = {}
         removed: list[bytes] = []
         for key in self._changed:
             now = self._find(key)
-            if now == self._told.get(key):
+            if now == self._sent.get(key):
                 continue
             if now is None:
                 removed.append(key)
-                del self._told[key]
+                del self._sent[key]
             else:
-                stored[key] = self._told[key] = now
+                stored[key] = self._sent[key] = now
         self._changed.clear()
         return _messages(stored, removed)
 
     def snapshot(self) -> list[TierEvents]:
-        """All there is, as told so far; at least one message."""
-        return _messages(self._told, []) or [TierEvents((), ())]
+        """All there is, as sent so far; at least one message."""
+        return _messages(self._sent, []) or [TierEvents((), ())]
 
-    def _find(self, key: bytes) -> Told | None:
+    def _find(self, key: bytes) -> BlockLocation | None:
         held = self._lookup(key)
         if not held:
             return None
         tier = tier_of(self._shards, held)
-        return None if tier is None else Told(tier, next(iter(held.values())).info.parent)
+        return None if tier is None else BlockLocation(tier, next(iter(held.values())).info.parent)
 
 
 def tier_of(shards: Iterable[Shard], held: Mapping[Shard, Held]) -> LocalTier | None:
@@ -236,7 +235,7 @@ def tier_of(shards: Iterable[Shard], held: Mapping[Shard, Held]) -> LocalTier | 
     return _LOCAL_TIERS[slowest]
 
 
-def _messages(stored: Mapping[bytes, Told], removed: list[bytes]) -> list[TierEvents]:
+def _messages(stored: Mapping[bytes, BlockLocation], removed: list[bytes]) -> list[TierEvents]:
     messages: list[TierEvents] = []
     chains: list[BlocksStored] = []
     num_blocks = 0
@@ -251,14 +250,14 @@ def _messages(stored: Mapping[bytes, Told], removed: list[bytes]) -> list[TierEv
     return messages
 
 
-def _chains(stored: Mapping[bytes, Told]) -> Iterable[BlocksStored]:
+def _chains(stored: Mapping[bytes, BlockLocation]) -> Iterable[BlocksStored]:
     """As few chains as one pass finds: each block follows its parent where both are in the same tier."""
     children: dict[bytes, list[bytes]] = {}
     starts: list[bytes] = []
-    for key, told in stored.items():
-        before = stored.get(told.parent)
-        if before is not None and before.tier == told.tier:
-            children.setdefault(told.parent, []).append(key)
+    for key, sent in stored.items():
+        before = stored.get(sent.parent)
+        if before is not None and before.tier == sent.tier:
+            children.setdefault(sent.parent, []).append(key)
         else:
             starts.append(key)
     while starts:

@@ -19,28 +19,27 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import HELD, REFUSED, RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, decode_header
-from kvtransfer.store.remote.exchange import Exchange
-from kvtransfer.store.remote.fetch import Wanted
+from kvtransfer.store.remote.exchange import Exchange, Wanted
 from kvtransfer.store.server.disk import Disk
 
 # The record is not where it was thought to be, or could not be read.
 GONE = -1
 # There is no room for it in the host tier.
-NO_ROOM = -2
+NO_SPACE = -2
 
 _REMOTE_BATCH = 16
 # Batches under way from one node: the second one's question travels while the first one's bytes do.
 _REMOTE_PARALLEL = 2
 
 
-class Arrived(NamedTuple):
-    """A record in the host tier, leased for who wanted it; or `offset` is `GONE` or `NO_ROOM`."""
+class LoadedRecord(NamedTuple):
+    """A record in the host tier, leased for who wanted it; or `offset` is `GONE` or `NO_SPACE`."""
 
     offset: int
     info: RecordInfo
 
 
-class Remote(NamedTuple):
+class RemoteHolder(NamedTuple):
     """A node that is thought to hold a record."""
 
     holder: ReplicaIdentity
@@ -52,8 +51,8 @@ class _Load:
     """One record on its way. `remote` None: from NVMe."""
 
     info: RecordInfo
-    remote: Remote | None
-    waiters: list[asyncio.Future[Arrived]] = field(default_factory=list)
+    remote: RemoteHolder | None
+    waiters: list[asyncio.Future[LoadedRecord]] = field(default_factory=list)
     is_running: bool = False
 
     @property
@@ -61,7 +60,7 @@ class _Load:
         return any(not waiter.done() for waiter in self.waiters)
 
 
-class Loads:
+class RecordLoader:
     """All loads of one node. `others` is given as soon as there is an exchange."""
 
     def __init__(self, catalog: Catalog, disk: Disk, max_reads: int, spawn: Spawn) -> None:
@@ -76,18 +75,20 @@ class Loads:
         self._urgent: deque[_Load] = deque()
         self._lazy: deque[_Load] = deque()
         self._num_reading = 0
-        self._remote: dict[Remote, deque[_Load]] = {}
-        self._num_asking: dict[Remote, int] = {}
+        self._remote: dict[RemoteHolder, deque[_Load]] = {}
+        self._num_fetching: dict[RemoteHolder, int] = {}
 
     @property
     def num_waiting(self) -> int:
         """Records that are wanted and not here yet."""
         return len(self._loads)
 
-    def want(self, info: RecordInfo, remote: Remote | None, *, is_urgent: bool) -> asyncio.Future[Arrived]:
+    def want(
+        self, info: RecordInfo, remote: RemoteHolder | None, *, is_urgent: bool
+    ) -> asyncio.Future[LoadedRecord]:
         """`info` is that of the record on NVMe, or as much as is known of it (`remote`): its id and size. A
         future that is cancelled leases nothing. `forget` one that is not awaited to its end."""
-        waiter: asyncio.Future[Arrived] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[LoadedRecord] = asyncio.get_running_loop().create_future()
         load = self._loads.get(info.id)
         if load is None:
             load = self._loads[info.id] = _Load(info, remote)
@@ -101,7 +102,7 @@ class Loads:
         self._pump()
         return waiter
 
-    def forget(self, waiter: asyncio.Future[Arrived]) -> None:
+    def forget(self, waiter: asyncio.Future[LoadedRecord]) -> None:
         """Whoever waited does not want it any more."""
         if not waiter.done():
             waiter.cancel()
@@ -119,11 +120,11 @@ class Loads:
                 self._num_reading += 1
                 self._spawn(self._read(load, offset), "store-read")
         for remote, waiting in list(self._remote.items()):
-            if self._num_asking.get(remote, 0) < _REMOTE_PARALLEL:
+            if self._num_fetching.get(remote, 0) < _REMOTE_PARALLEL:
                 self._ask(remote, waiting)
 
     def _begin(self, load: _Load) -> int | None:
-        """Room for it; None when it is done with, or was begun before."""
+        """Reservation for it; None when it is done with, or was begun before."""
         if load.is_running or self._loads.get(load.info.id) is not load:
             return None
         if not load.is_wanted:
@@ -131,7 +132,7 @@ class Loads:
             return None
         offset = self._catalog.begin_read(load.info)
         if offset in (HELD, REFUSED):
-            self._finish(load, GONE if offset == HELD else NO_ROOM)
+            self._finish(load, GONE if offset == HELD else NO_SPACE)
             return None
         load.is_running = True
         return offset
@@ -148,7 +149,7 @@ class Loads:
         self._finish(load, GONE)
         self._pump()
 
-    def _ask(self, remote: Remote, waiting: deque[_Load]) -> None:
+    def _ask(self, remote: RemoteHolder, waiting: deque[_Load]) -> None:
         batch: dict[int, _Load] = {}
         while waiting and len(batch) < _REMOTE_BATCH:
             load = waiting.popleft()
@@ -158,19 +159,19 @@ class Loads:
         if not waiting:
             del self._remote[remote]
         if batch:
-            self._num_asking[remote] = self._num_asking.get(remote, 0) + 1
+            self._num_fetching[remote] = self._num_fetching.get(remote, 0) + 1
             self._spawn(self._fetch(remote, batch), "store-fetch-remote")
 
-    async def _fetch(self, remote: Remote, batch: dict[int, _Load]) -> None:
-        """The exchange frees the slots of what did not come (`Node.slot_free`)."""
+    async def _fetch(self, remote: RemoteHolder, batch: dict[int, _Load]) -> None:
+        """The exchange frees the slots of what did not come (`StoreNode.slot_free`)."""
         assert self.others is not None
         wanted = [Wanted(load.info.id, offset, load.info.num_bytes) for offset, load in batch.items()]
         try:
             sums = await self.others.fetch(remote.holder, remote.address, wanted)
         finally:
-            self._num_asking[remote] -= 1
-            if not self._num_asking[remote]:
-                del self._num_asking[remote]
+            self._num_fetching[remote] -= 1
+            if not self._num_fetching[remote]:
+                del self._num_fetching[remote]
         for offset, load in batch.items():
             checksum = sums.get(load.info.id)
             if checksum is None:
@@ -203,6 +204,6 @@ class Loads:
                 continue
             held, offset = self._catalog.find(load.info.id), self._catalog.lease(load.info.id)
             if held is None or offset is None:
-                waiter.set_result(Arrived(failure, load.info))
+                waiter.set_result(LoadedRecord(failure, load.info))
             else:
-                waiter.set_result(Arrived(offset, held.info))
+                waiter.set_result(LoadedRecord(offset, held.info))

@@ -11,18 +11,15 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
-from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.dram.prefault import Prefault
-from kvtransfer.store.dram.record_table import Purged
+from kvtransfer.store.dram.arena import Arena, Prefault
+from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
-from kvtransfer.store.remote.exchange import Exchange, Lent, arena_pool
+from kvtransfer.store.remote.exchange import Exchange, LeasedRecord, arena_pool
 from kvtransfer.store.server.catalog_view import CatalogView
-from kvtransfer.store.server.disk import Disk
-from kvtransfer.store.server.loader import GONE, Arrived, Loads, Remote
-from kvtransfer.store.server.write_behind import WriteBehind
+from kvtransfer.store.server.disk import Disk, WriteBehind
+from kvtransfer.store.server.loader import GONE, LoadedRecord, RecordLoader, RemoteHolder
 
 _log = logging.getLogger("tandem.store")
 
@@ -31,8 +28,8 @@ _log = logging.getLogger("tandem.store")
 _SLOW_PERIOD_S, _SLOW_TRIAL_S = 30.0, 1.0
 
 
-class Node:
-    """See the module. Hears the catalog (`CatalogEvents`), lends records to other nodes (`ExchangeRoom`).
+class StoreNode:
+    """See the module. Hears the catalog (`CatalogEvents`), lends records to other nodes (`LocalRecords`).
 
     Changes are taken in all at once at the end of the loop's turn, by `run`.
     """
@@ -44,19 +41,19 @@ class Node:
         self._spawn = spawn
         self.catalog = Catalog(None, clock, faults, self, settings.tenant_share)
         self.disk = Disk(settings, self.catalog, clock, faults, self._moved)
-        self.loads = Loads(self.catalog, self.disk, settings.io_threads, spawn)
+        self.loads = RecordLoader(self.catalog, self.disk, settings.io_threads, spawn)
         self.loads.on_missed = self._missed
         self.writes = WriteBehind(
             self.catalog, self.disk, settings.write_queue, spawn, lambda: self._has_news.set()
         )
         self.index: Index | None = None
         self.exchange: Exchange | None = None
-        self._sights: dict[tuple[bytes, tuple[Shard, ...]], CatalogView] = {}
+        self._views: dict[tuple[bytes, tuple[Shard, ...]], CatalogView] = {}
         self._changed: set[RecordId] = set()
         self._announced: dict[RecordId, RecordInfo] = {}
         self._judged: list[tuple[RecordInfo, bool]] = []
         self._has_news = asyncio.Event()
-        self._ahead: Prefault | None = None
+        self._prefault: Prefault | None = None
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -75,7 +72,7 @@ class Node:
     def attach(self, arena: Arena, ahead: Prefault) -> None:
         """The host tier is this from now on; other nodes' records can come into it."""
         self.catalog.attach(arena)
-        self._ahead = ahead
+        self._prefault = ahead
         pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
         self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
         self.loads.others = self.exchange
@@ -88,8 +85,8 @@ class Node:
             self._has_news.clear()
             self._settle()
             self.make_room()
-            if self._ahead is not None:
-                self._ahead.top_up()
+            if self._prefault is not None:
+                self._prefault.top_up()
 
     def make_room(self) -> None:
         """Compact NVMe, if it is time."""
@@ -125,36 +122,36 @@ class Node:
 
     # ------------------------------------------------------------------------------------------- sights
 
-    def sight(self, compatibility: CompatibilityRecord, shards: Sequence[Shard]) -> CatalogView:
+    def view(self, compatibility: CompatibilityRecord, shards: Sequence[Shard]) -> CatalogView:
         """The view of replicas of this shape, shared by all of them."""
         key = space_id(compatibility), tuple(shards)
-        sight = self._sights.get(key)
-        if sight is None:
-            sight = self._sights[key] = CatalogView(
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = CatalogView(
                 compatibility, shards, self.catalog, lambda: self.index, self.usable
             )
-        return sight
+        return view
 
-    def forget(self, sight: CatalogView) -> None:
+    def forget(self, view: CatalogView) -> None:
         """Nobody watches any more."""
-        if not sight.is_watched:
-            del self._sights[sight.space, sight.shards]
+        if not view.is_watched:
+            del self._views[view.space, view.shards]
 
     # -------------------------------------------------------------------------------------------- blocks
 
     def bring(
         self, record: RecordInfo, holders: Sequence[Holder], *, is_urgent: bool
-    ) -> asyncio.Future[Arrived]:
+    ) -> asyncio.Future[LoadedRecord]:
         """Have a record brought into the host tier: from NVMe, else from one of these nodes; `record` says
-        which, and its size. The future is `Loads.want`'s."""
+        which, and its size. The future is `RecordLoader.want`'s."""
         held = self.catalog.find(record.id)
         if held is not None and held.nvme_info is not None:
             return self.loads.want(held.nvme_info, None, is_urgent=is_urgent)
         remote = self._choose(holders)
         if remote is not None:
             return self.loads.want(record, remote, is_urgent=is_urgent)
-        gone: asyncio.Future[Arrived] = asyncio.get_running_loop().create_future()
-        gone.set_result(Arrived(GONE, record))
+        gone: asyncio.Future[LoadedRecord] = asyncio.get_running_loop().create_future()
+        gone.set_result(LoadedRecord(GONE, record))
         return gone
 
     def usable(self, holders: Sequence[Holder]) -> tuple[Holder, ...]:
@@ -180,7 +177,7 @@ class Node:
         await self.writes.passed()
         return failure, purged
 
-    def _choose(self, holders: Sequence[Holder]) -> Remote | None:
+    def _choose(self, holders: Sequence[Holder]) -> RemoteHolder | None:
         exchange = self.exchange
         if exchange is None:
             return None
@@ -190,13 +187,13 @@ class Node:
         for each in sorted(holders, key=lambda holder: holder.tier != "dram"):
             identity = ReplicaIdentity(each.node_id, each.epoch)
             if not exchange.is_cooling(identity):
-                return Remote(identity, each.address)
+                return RemoteHolder(identity, each.address)
         return None
 
     def _missed(self, record: RecordId) -> None:
-        for sight in self._sights.values():
-            if sight.space == record.space:
-                sight.forget(record.key)
+        for view in self._views.values():
+            if view.space == record.space:
+                view.forget(record.key)
 
     # ------------------------------------------------------------- what the catalog tells (CatalogEvents)
 
@@ -226,11 +223,11 @@ class Node:
     def _settle(self) -> None:
         """Take in all changes since the last time."""
         changed, self._changed = self._changed, set()
-        for sight in self._sights.values():
+        for view in self._views.values():
             for record in changed:
-                if record.space == sight.space:
-                    sight.changed(record)
-            sight.publish()
+                if record.space == view.space:
+                    view.changed(record)
+            view.publish()
         if self.index is not None:
             for record in changed:
                 self._announce(self.index, record)
@@ -250,9 +247,9 @@ class Node:
     def _everything(self) -> Iterator[tuple[RecordInfo, Tier]]:
         return ((held.info, held.tiers[0]) for held in self.catalog.records())
 
-    # -------------------------------------------------------------- records for other nodes (ExchangeRoom)
+    # -------------------------------------------------------------- records for other nodes (LocalRecords)
 
-    async def lend(self, record: RecordId) -> Lent | None:
+    async def lease_record(self, record: RecordId) -> LeasedRecord | None:
         held = self.catalog.find(record)
         if held is None:
             return None
@@ -266,9 +263,9 @@ class Node:
                 raise
             if offset < 0:
                 return None
-        return Lent(offset, info.num_bytes, info.checksum)
+        return LeasedRecord(offset, info.num_bytes, info.checksum)
 
-    def give_back(self, lent: Lent) -> None:
+    def release_record(self, lent: LeasedRecord) -> None:
         self.catalog.release(lent.offset)
 
     def slot_free(self, offset: int) -> None:

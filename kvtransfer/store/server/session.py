@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.messages import Shard
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     REFUSED,
@@ -32,9 +32,9 @@ from kvtransfer.store.messages import (
     Source,
 )
 from kvtransfer.store.server.arena_manager import ArenaManager, writer_of
-from kvtransfer.store.server.catalog_view import CatalogView, Plan
-from kvtransfer.store.server.loader import NO_ROOM, Arrived
-from kvtransfer.store.server.node import Node
+from kvtransfer.store.server.catalog_view import CatalogView, FetchPlan
+from kvtransfer.store.server.loader import NO_SPACE, LoadedRecord
+from kvtransfer.store.server.node import StoreNode
 
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_FETCHES = 4096
@@ -48,15 +48,20 @@ class EngineSession:
     """One proven brain, from its hello to the end of its connection."""
 
     def __init__(
-        self, hello: EngineHello, stream: FrameStream, hall: ArenaManager, node: Node, spawn: Spawn
+        self,
+        hello: EngineHello,
+        stream: FrameStream,
+        arena_manager: ArenaManager,
+        node: StoreNode,
+        spawn: Spawn,
     ) -> None:
         self.id = hello.session
         self._hello = hello
         self._stream = stream
-        self._hall = hall
+        self._arena_manager = arena_manager
         self._node = node
         self._spawn = spawn
-        self._sight = node.sight(hello.compatibility, hello.shards)
+        self._view = node.view(hello.compatibility, hello.shards)
         self._fetches: dict[int, Fetch] = {}
         self._finds: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -76,16 +81,16 @@ class EngineSession:
 
     async def serve(self) -> None:
         """Answer until the connection ends (`PeerGoneError`), or it says what it must not (`WireError`)."""
-        self._sight.watch(self.send)
+        self._view.watch(self.send)
         try:
             while True:
-                frame = await self._stream.receive()
+                frame = await self._stream.next_frame()
                 if self._is_closed:
                     raise PeerGoneError("its connection was closed")
                 self._handle(TO_OWNER_CODEC.decode(frame))
         finally:
-            self._sight.unwatch(self.send)
-            self._node.forget(self._sight)
+            self._view.unwatch(self.send)
+            self._node.forget(self._view)
             self._stream.abort()
             for task in self._finds:
                 task.cancel()
@@ -121,7 +126,7 @@ class EngineSession:
         """Only for a shard of its own, and only while a rank that holds it has the arena mapped."""
         if new.shard not in self._hello.shards:
             return REFUSED
-        process_id = self._hall.writer_of(self.id, self._hello.shards.index(new.shard))
+        process_id = self._arena_manager.writer_of(self.id, self._hello.shards.index(new.shard))
         writer = None if process_id is None else writer_of(process_id, self.id)
         if writer is None:
             return REFUSED
@@ -129,7 +134,7 @@ class EngineSession:
             self.id,
             request.tenant,
             request.chain,
-            self._sight.space,
+            self._view.space,
             self._hello.compatibility.model_fingerprint,
             new,
             writer,
@@ -145,7 +150,7 @@ class EngineSession:
     # ------------------------------------------------------------------------------------------- gets
 
     def _find(self, request: FindRequest) -> None:
-        tiers = self._sight.local_tiers(request.keys)
+        tiers = self._view.local_tiers(request.keys)
         if len(tiers) == len(request.keys) or self._node.index is None:
             self.send(FindAnswer(request.number, tiers))
             return
@@ -154,15 +159,15 @@ class EngineSession:
         task.add_done_callback(self._finds.discard)
 
     async def _find_remote(self, request: FindRequest, num_local: int) -> None:
-        await self._sight.learn(request.chain, request.keys[num_local:])
-        self.send(FindAnswer(request.number, self._sight.tiers(request.keys)))
+        await self._view.learn(request.chain, request.keys[num_local:])
+        self.send(FindAnswer(request.number, self._view.tiers(request.keys)))
 
     def _fetch(self, request: FetchRequest) -> None:
         if not request.to_device and len(self._fetches) >= _MAX_PREFETCHES:
             return
         if request.number in self._fetches or len(self._fetches) >= _MAX_FETCHES:
             raise WireError(f"fetch {request.number} is not new, or there are too many")
-        fetch = Fetch(request, self._sight, self._node, self.send)
+        fetch = Fetch(request, self._view, self._node, self.send)
         self._fetches[request.number] = fetch
         fetch.start(self._spawn, lambda: self._fetched(request))
 
@@ -180,14 +185,14 @@ class EngineSession:
 # ----------------------------------------------------------------------------------------------
 # One fetch of a brain: walks a chain, has its blocks brought in ahead of need, and tells them in order.
 
-# Loads that one fetch keeps waiting, for each that can run at once.
-_AHEAD = 2
+# RecordLoader that one fetch keeps waiting, for each that can run at once.
+_LOADS_PER_THREAD = 2
 # Told in one message.
 _MAX_BLOCKS = 512
 # So often a block whose record vanished is looked for again.
 _MAX_PLANS = 3
 _MISSING = "not in any tier"
-_NO_ROOM = "no room in the host tier"
+_NO_SPACE = "no room in the host tier"
 
 
 @dataclass(eq=False)
@@ -195,9 +200,9 @@ class _Block:
     """A block on its way: those of its records that are here, leased, and the `loads` of the others."""
 
     index: int
-    plan: Plan
-    here: dict[Shard, Arrived]
-    loads: dict[Shard, asyncio.Future[Arrived]]
+    plan: FetchPlan
+    here: dict[Shard, LoadedRecord]
+    loads: dict[Shard, asyncio.Future[LoadedRecord]]
     num_plans: int = 1
 
     @property
@@ -211,15 +216,15 @@ class Fetch:
     def __init__(
         self,
         request: FetchRequest,
-        sight: CatalogView,
-        node: Node,
+        view: CatalogView,
+        node: StoreNode,
         send: Callable[[FromOwner], None],
     ) -> None:
         self._request = request
-        self._sight = sight
+        self._view = view
         self._node = node
         self._send = send
-        self._max_loads = _AHEAD * node.settings.io_threads
+        self._max_loads = _LOADS_PER_THREAD * node.settings.io_threads
         self._position = 0
         self._window: deque[_Block] = deque()
         self._leases: list[int] = []
@@ -228,7 +233,7 @@ class Fetch:
 
     def start(self, spawn: Spawn, on_done: Callable[[], None]) -> None:
         """Begin; `on_done` is called when nothing more of it will be told."""
-        self._task = spawn(self._walk(), "store-fetch")
+        self._task = spawn(self._run(), "store-fetch")
         self._task.add_done_callback(lambda task: on_done())
 
     def end(self, bad: Iterable[int] = ()) -> None:
@@ -248,10 +253,10 @@ class Fetch:
 
     # -------------------------------------------------------------------------------------------- inside
 
-    async def _walk(self) -> None:
+    async def _run(self) -> None:
         is_last, first, reason = False, 0, ""
         while not is_last:
-            reason = reason or await self._look_ahead()
+            reason = reason or await self._fill_window()
             if self._window:
                 await self._arrival(self._window[0])
             blocks, failed = self._take()
@@ -262,12 +267,12 @@ class Fetch:
                 self._window.clear()
             is_last = not self._window and (bool(reason) or self._position == len(self._request.keys))
             if self._request.to_device:
-                self._tell(first, blocks, is_last, reason)
+                self._send_blocks(first, blocks, is_last, reason)
             else:
                 self._keep(blocks)
             first += len(blocks)
 
-    async def _look_ahead(self) -> str:
+    async def _fill_window(self) -> str:
         """Have the next blocks brought, as far ahead as is good; why it stopped for good, or ""."""
         keys = self._request.keys
         while self._position < len(keys) and len(self._window) < _MAX_BLOCKS:
@@ -283,32 +288,32 @@ class Fetch:
     async def _open(self, index: int) -> _Block | None:
         """Lease and order what the block needs."""
         key = self._request.keys[index]
-        plan = self._sight.plan(key)
+        plan = self._view.plan(key)
         if plan is None and not self._has_learned:
             self._has_learned = True
-            await self._sight.learn(self._request.chain, self._request.keys[index:])
-            plan = self._sight.plan(key)
+            await self._view.learn(self._request.chain, self._request.keys[index:])
+            plan = self._view.plan(key)
         return None if plan is None else self._order(index, plan)
 
-    def _order(self, index: int, plan: Plan) -> _Block:
+    def _order(self, index: int, plan: FetchPlan) -> _Block:
         block = _Block(index, plan, {}, {})
         parent = self._request.keys[index - 1] if index else b""
         for shard in dict.fromkeys(take.shard for take in plan.takes):
-            record = RecordId(self._sight.space, self._request.keys[index], shard)
+            record = RecordId(self._view.space, self._request.keys[index], shard)
             held, offset = self._node.catalog.find(record), self._node.catalog.lease(record)
             if held is not None and offset is not None:
-                block.here[shard] = Arrived(offset, held.info)
+                block.here[shard] = LoadedRecord(offset, held.info)
             else:
                 block.loads[shard] = self._bring(record, parent)
         self._node.catalog.count_misses(len(block.loads))
         return block
 
-    def _bring(self, record: RecordId, parent: bytes) -> asyncio.Future[Arrived]:
-        sight = self._sight
+    def _bring(self, record: RecordId, parent: bytes) -> asyncio.Future[LoadedRecord]:
+        view = self._view
         info = RecordInfo(
-            record, parent, self._request.chain, "", sight.model, sight.payload_bytes(record.shard), 0
+            record, parent, self._request.chain, "", view.model, view.payload_bytes(record.shard), 0
         )
-        holders = [each for each in sight.holders(record.key) if each.shard == record.shard]
+        holders = [each for each in view.holders(record.key) if each.shard == record.shard]
         return self._node.bring(info, holders, is_urgent=self._request.to_device)
 
     async def _arrival(self, block: _Block) -> None:
@@ -316,9 +321,9 @@ class Fetch:
         while block.loads:
             await asyncio.wait(block.loads.values())
             offsets = [load.result().offset for load in block.loads.values()]
-            if all(offset >= 0 for offset in offsets) or NO_ROOM in offsets or block.num_plans == _MAX_PLANS:
+            if all(offset >= 0 for offset in offsets) or NO_SPACE in offsets or block.num_plans == _MAX_PLANS:
                 return
-            plan = self._sight.plan(self._request.keys[block.index])
+            plan = self._view.plan(self._request.keys[block.index])
             if plan is None:
                 return
             self._let_go(block)
@@ -335,14 +340,14 @@ class Fetch:
             if any(offset < 0 for offset in offsets):
                 if taken:
                     return taken, ""  # looked for again when it is its turn
-                return taken, _NO_ROOM if NO_ROOM in offsets else _MISSING
+                return taken, _NO_SPACE if NO_SPACE in offsets else _MISSING
             block.here |= {shard: load.result() for shard, load in block.loads.items()}
             block.loads = {}
             self._leases += [arrived.offset for arrived in block.here.values()]
             taken.append(self._window.popleft())
         return taken, ""
 
-    def _tell(self, first: int, blocks: list[_Block], is_last: bool, reason: str) -> None:
+    def _send_blocks(self, first: int, blocks: list[_Block], is_last: bool, reason: str) -> None:
         arena = self._node.catalog.arena
         told = FetchedBlocks(
             self._request.number,

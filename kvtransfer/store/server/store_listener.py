@@ -16,7 +16,6 @@ from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_from, send_to
 from kvtransfer.rpc.listener import ProvenListener
-from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.messages import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner, StoreRefusal, ToOwner
 
 _HELLO_BYTES = 64 << 10
@@ -33,7 +32,7 @@ class PeerConnection(NamedTuple):
 
 
 class StoreListener:
-    """One listening socket. `serve(visitor)` runs for the life of a connection, which is closed after it."""
+    """One listening socket. `serve(peer)` runs for the life of a connection, which is closed after it."""
 
     def __init__(
         self,
@@ -57,16 +56,9 @@ class StoreListener:
         await self._serve(PeerConnection(sock, name, hello, self._is_local))
 
 
-async def stream_of(visitor: PeerConnection) -> FrameStream:
-    """Frames from here on; the stream takes the connection over."""
-    sock = visitor.sock
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
-    return FrameStream(reader, writer)
-
-
-async def refuse(visitor: PeerConnection, reason: str) -> None:
+async def refuse(peer: PeerConnection, reason: str) -> None:
     """Tell why, once."""
-    await tell(visitor.sock, StoreRefusal(reason))
+    await tell(peer.sock, StoreRefusal(reason))
 
 
 async def tell(sock: socket.socket, message: FromOwner) -> None:

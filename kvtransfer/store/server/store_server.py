@@ -1,9 +1,9 @@
 """The store process of a node: decides what lies where in DRAM and on NVMe; ranks copy.
 
-    brains, ranks, admins of the node --unix--> StoreListener --> EngineSession | ArenaManager | Admin --+
-    other owners, remote admins --------TCP---> StoreListener --> Exchange | Admin -------------+--> Node: catalog,
+    brains, ranks, admins of the node --unix--> StoreListener --> EngineSession | ArenaManager | AdminService --+
+    other owners, remote admins --------TCP---> StoreListener --> Exchange | AdminService -------------+--> StoreNode: catalog,
                                                                                            disk, index
-`python -m kvtransfer.store.server.store_server` reads an `OwnerSpec` frame from standard input.
+`python -m kvtransfer.store.server.store_server` reads an `StoreServerSpec` frame from standard input.
 """
 
 from __future__ import annotations
@@ -14,28 +14,51 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
+from msgspec.structs import replace
+
+from kvtransfer.blocks.checksum import checksum
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
+from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.rpc.stream import FrameStream, frame_stream
+from kvtransfer.store.dram.catalog import is_meant
 from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
     STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    AdminAnswer,
+    AdminFailed,
     AdminHello,
     EngineHello,
+    IndexStat,
+    ListedRecord,
+    ListRequest,
     OwnerHello,
+    PurgeRequest,
+    PurgeResult,
     RankHello,
+    RecordId,
+    StatRequest,
+    StoreListing,
     StoreStat,
     StoreWelcome,
+    TierStat,
+    ToOwner,
+    VerifyRequest,
+    VerifyResult,
 )
 from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank, is_running
-from kvtransfer.store.server.node import Node
+from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
-from kvtransfer.store.server.store_admin import Admin
-from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse, stream_of
+from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse
 
 _TICK_S = 0.25
 # Brains are told a rate again when it changed by more than this part.
@@ -46,7 +69,7 @@ _LENGTH = struct.Struct("<I")
 _log = logging.getLogger("tandem.store")
 
 
-class StoreOwner:
+class StoreServer:
     """One node's store. Built plain, run by `start` and `stop` on one event loop.
 
     `address` (host:port, after `start`) is where other owners and remote admins connect. An error of ours
@@ -62,10 +85,10 @@ class StoreOwner:
         self._clock = clock
         self._faults = faults
         self._offer_wait_s = offer_wait_s
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._doors: list[StoreListener] = []
+        self._tasks = SupervisedTasks(self._broke)
+        self._listeners: list[StoreListener] = []
         self._sessions: dict[bytes, EngineSession] = {}
-        self._told_gb_s: dict[str, float] = {}
+        self._sent_gb_s: dict[str, float] = {}
         self._error: BaseException | None = None
         self._is_stopping = False
         self._has_ended = asyncio.Event()
@@ -75,45 +98,43 @@ class StoreOwner:
     async def start(self) -> None:
         """Listen at the node's socket and over TCP; `OSError` when one of them is taken. What NVMe holds is
         found meanwhile."""
-        self._node = Node(self._settings, self._clock, self._faults, self._spawn)
-        self._hall = ArenaManager(
+        self._node = StoreNode(self._settings, self._clock, self._faults, self._tasks.spawn)
+        self._arena_manager = ArenaManager(
             self._settings,
             self._clock,
             self._offer_wait_s,
             self._node.attach,
             self._rank_left,
-            self._spawn,
+            self._tasks.spawn,
         )
-        self._admin = Admin(self.identity, self._node, self._clock, lambda: len(self._sessions))
+        self._admin = AdminService(self.identity, self._node, self._clock, lambda: len(self._sessions))
         remote = socket.create_server((self._settings.host, 0), backlog=_BACKLOG)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.bind(f"\0{self._settings.name}")
         local.listen(_BACKLOG)
         self.address = f"{self._settings.host}:{remote.getsockname()[1]}"
-        self._spawn(self._node.run(), "store-node")
-        self._spawn(self._node.open(self.address), "store-open")
-        self._spawn(self._hall.make_when_lonely(), "store-lonely")
-        self._spawn(self._tick_forever(), "store-tick")
+        self._tasks.spawn(self._node.run(), "store-node")
+        self._tasks.spawn(self._node.open(self.address), "store-open")
+        self._tasks.spawn(self._arena_manager.make_without_ranks(), "store-lonely")
+        self._tasks.spawn(self._tick_forever(), "store-tick")
         for sock in (local, remote):
             sock.setblocking(False)
-            self._doors.append(
-                StoreListener(sock, self._settings.secret, self._serve, self._spawn, self._clock)
+            self._listeners.append(
+                StoreListener(sock, self._settings.secret, self._serve, self._tasks.spawn, self._clock)
             )
 
     async def stop(self) -> None:
         """Write admitted records to NVMe for at most `flush_s`, then end every connection and close."""
         self._is_stopping = True
-        for door in self._doors:
+        for door in self._listeners:
             door.close()
         for session in self._sessions.values():
             session.close()
         if self._error is None:
             await self._node.close(self._settings.flush_s)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._admin.close()
-        self._hall.close()
+        self._arena_manager.close()
         await self._node.release()
         self._has_ended.set()
 
@@ -133,31 +154,37 @@ class StoreOwner:
 
     # --------------------------------------------------------------------------------------- connections
 
-    async def _serve(self, visitor: PeerConnection) -> None:
-        match visitor.hello:
+    async def _serve(self, peer: PeerConnection) -> None:
+        match peer.hello:
             case EngineHello():
-                await self._serve_brain(visitor, visitor.hello)
+                await self._serve_engine_core(peer, peer.hello)
             case RankHello():
-                await self._hall.serve(visitor, visitor.hello)
+                await self._arena_manager.serve(peer, peer.hello)
             case AdminHello(protocol) if protocol == STORE_PROTOCOL:
-                await self._admin.serve(await stream_of(visitor))
+                await self._admin.serve(await frame_stream(peer.sock, peer.name))
             case OwnerHello():
                 exchange = self._node.exchange
                 if exchange is None:
-                    await refuse(visitor, "the node has no host tier yet")
+                    await refuse(peer, "the node has no host tier yet")
                 else:
-                    await exchange.serve(await stream_of(visitor), visitor.hello)
+                    await exchange.serve(await frame_stream(peer.sock, peer.name), peer.hello)
             case _:
-                await refuse(visitor, f"expected a hello of protocol {STORE_PROTOCOL}")
+                await refuse(peer, f"expected a hello of protocol {STORE_PROTOCOL}")
 
-    async def _serve_brain(self, visitor: PeerConnection, hello: EngineHello) -> None:
-        if not visitor.is_local or hello.protocol != STORE_PROTOCOL:
-            await refuse(visitor, f"expected a brain of this node with protocol {STORE_PROTOCOL}")
+    async def _serve_engine_core(self, peer: PeerConnection, hello: EngineHello) -> None:
+        if not peer.is_local or hello.protocol != STORE_PROTOCOL:
+            await refuse(peer, f"expected a brain of this node with protocol {STORE_PROTOCOL}")
             return
         earlier = self._sessions.get(hello.session)
         if earlier is not None:
             earlier.close()
-        session = EngineSession(hello, await stream_of(visitor), self._hall, self._node, self._spawn)
+        session = EngineSession(
+            hello,
+            await frame_stream(peer.sock, peer.name),
+            self._arena_manager,
+            self._node,
+            self._tasks.spawn,
+        )
         self._sessions[hello.session] = session
         self._node.catalog.session_opened(hello.session)
         session.send(StoreWelcome(self.identity, self._node.gb_s()))
@@ -167,11 +194,11 @@ class StoreOwner:
             if self._sessions.get(hello.session) is session:
                 del self._sessions[hello.session]
                 self._node.catalog.session_lost(hello.session)
-                if not self._hall.has_ranks(hello.session):
+                if not self._arena_manager.has_ranks(hello.session):
                     self._node.catalog.writers_gone(hello.session)
 
     def _rank_left(self, rank: MappedRank) -> None:
-        if not self._hall.has_ranks(rank.session):
+        if not self._arena_manager.has_ranks(rank.session):
             self._node.catalog.writers_gone(rank.session)
 
     # ------------------------------------------------------------------------------------------- upkeep
@@ -181,36 +208,194 @@ class StoreOwner:
             await self._clock.sleep(_TICK_S)
             self._node.catalog.free_orphans(is_running)
             self._node.make_room()
-            self._tell_rates()
+            self._send_rates()
 
-    def _tell_rates(self) -> None:
+    def _send_rates(self) -> None:
         rates = self._node.gb_s()
         changed = any(
-            abs(rate - self._told_gb_s.get(tier, 0.0)) > _RATE_CHANGE * rate for tier, rate in rates.items()
+            abs(rate - self._sent_gb_s.get(tier, 0.0)) > _RATE_CHANGE * rate for tier, rate in rates.items()
         )
         if changed:
-            self._told_gb_s = rates
+            self._sent_gb_s = rates
             for session in self._sessions.values():
                 session.send(StoreWelcome(self.identity, rates))
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
+    def _broke(self, error: BaseException) -> None:
+        if self._error is None:
             _log.error("the store of %s failed", self.identity.replica_id, exc_info=error)
             self._error = error
             self._has_ended.set()
 
 
+# ----------------------------------------------------------------------------------------------
+# What administrators ask of a node's store: figures, records, a check of every byte, and deletion.
+
+_MAX_LISTED = 10_000
+# While records are awaited by readers, a check of all of them pauses before each, so often for so long.
+_YIELD_S, _MAX_YIELDS = 0.005, 200
+
+
+class AdminService:
+    """Answers administrators; any number of connections, one check of all records at a time."""
+
+    def __init__(
+        self, identity: ReplicaIdentity, node: StoreNode, clock: Clock, num_sessions: Callable[[], int]
+    ) -> None:
+        self._identity = identity
+        self._node = node
+        self._clock = clock
+        self._num_sessions = num_sessions
+        self._thread = ThreadPoolExecutor(1, "store-verify")
+        self._verifying = asyncio.Lock()
+
+    def close(self) -> None:
+        """Nothing is under way any more."""
+        self._thread.shutdown()
+
+    async def serve(self, stream: FrameStream) -> None:
+        """Answer one administrator until the connection ends."""
+        try:
+            while True:
+                answer = await self._answer(TO_OWNER_CODEC.decode(await stream.next_frame()))
+                stream.send(FROM_OWNER_CODEC.encode(answer))
+        finally:
+            stream.abort()
+
+    async def _answer(self, request: ToOwner) -> AdminAnswer:
+        match request:
+            case StatRequest():
+                return self.stat()
+            case ListRequest():
+                return self._list(request)
+            case VerifyRequest():
+                async with self._verifying:
+                    return await self._verify(request)
+            case PurgeRequest():
+                return await self._purge(request)
+            case _:
+                raise WireError(f"an administrator sent {type(request).__name__}")
+
+    # -------------------------------------------------------------------------------------------- asking
+
+    def stat(self) -> StoreStat:
+        """All tiers of the node."""
+        node = self._node
+        nvme = node.disk.stat()
+        tiers = [node.catalog.stat()]
+        if nvme is not None:
+            waiting = node.writes.num_waiting, nvme.num_refused + node.writes.num_dropped
+            tiers.append(replace(nvme, num_queued=waiting[0], num_refused=waiting[1]))
+        if node.index is not None:
+            tiers.append(self._remote())
+        return StoreStat(
+            self._identity,
+            tuple(tiers),
+            IndexStat("off") if node.index is None else node.index.stat(),
+            node.catalog.bytes_by_tenant(),
+            self._num_sessions(),
+        )
+
+    def _remote(self) -> TierStat:
+        exchange = self._node.exchange
+        if exchange is None:
+            return TierStat("remote", 0, 0, 0)
+        seen = exchange.stat()
+        return TierStat(
+            "remote",
+            0,
+            0,
+            0,
+            num_hits=seen.num_hits,
+            num_misses=seen.num_misses,
+            num_hit_bytes=seen.num_hit_bytes,
+            num_written_bytes=seen.num_sent_bytes,
+            num_io_errors=seen.num_failures,
+            num_quarantined=seen.num_quarantined,
+            read_gb_s=seen.gb_s,
+            latency_s=seen.latency_s,
+            note=seen.note,
+        )
+
+    def _list(self, request: ListRequest) -> StoreListing:
+        matching = [
+            held
+            for held in self._node.catalog.records()
+            if is_meant(held.info, request.tenant, request.model)
+        ]
+        limit = min(max(request.limit, 0), _MAX_LISTED)
+        listed = (ListedRecord(held.info, held.tiers, held.num_hits) for held in matching[:limit])
+        return StoreListing(tuple(listed), len(matching))
+
+    # -------------------------------------------------------------------------------------------- verify
+
+    async def _verify(self, request: VerifyRequest) -> VerifyResult:
+        started_at = self._clock.now()
+        num_read = {"dram": 0, "nvme": 0}
+        num_bad = {"dram": 0, "nvme": 0}
+        num_bytes = 0
+        meant = [
+            (held.info.id, held.info.num_bytes)
+            for held in self._node.catalog.records()
+            if is_meant(held.info, request.tenant, request.model)
+        ]
+        for record, size in meant:
+            await self._give_way()
+            for tier, check in (("dram", self._check_dram), ("nvme", self._check_nvme)):
+                is_good = await check(record)
+                if is_good is not None:
+                    num_read[tier] += 1
+                    num_bad[tier] += not is_good
+                    num_bytes += size
+        return VerifyResult(num_read, num_bad, num_bytes, self._clock.now() - started_at)
+
+    async def _give_way(self) -> None:
+        for _ in range(_MAX_YIELDS):
+            if not self._node.loads.num_waiting:
+                return
+            await self._clock.sleep(_YIELD_S)
+
+    async def _check_dram(self, record: RecordId) -> bool | None:
+        """None: it is not there."""
+        catalog = self._node.catalog
+        offset, arena = catalog.lease(record, is_hit=False), catalog.arena
+        if offset is None or arena is None:
+            return None
+        try:
+            held = catalog.find(record)
+            if held is None or held.offset != offset:
+                return None
+            info = held.info
+            payload = arena.payload(offset, info.num_bytes)
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, checksum, payload)
+            if found == info.checksum:
+                return True
+            self._node.bad(offset)
+            return False
+        finally:
+            catalog.release(offset)
+
+    async def _check_nvme(self, record: RecordId) -> bool | None:
+        """None: it is not there."""
+        held = self._node.catalog.find(record)
+        if held is None or held.nvme_info is None:
+            return None
+        return await self._node.disk.examine(record)
+
+    # --------------------------------------------------------------------------------------------- purge
+
+    async def _purge(self, request: PurgeRequest) -> PurgeResult | AdminFailed:
+        """Not found from here on; deleted when this answers, but for what is being read or written."""
+        failure, purged = await self._node.purge(request.tenant, request.model)
+        if failure:
+            return AdminFailed(failure)
+        _log.info("purged: tenant %s, model %s: %s", request.tenant, request.model, purged.num_records)
+        return PurgeResult(purged.num_records, purged.num_bytes, purged.num_pending)
+
+
 # ----------------------------------------------------------------------------------------------- process
 
 
-class OwnerSpec(Message, frozen=True):
+class StoreServerSpec(Message, frozen=True):
     """What an owner process is started with, on its standard input."""
 
     settings: StoreSettings
@@ -218,19 +403,19 @@ class OwnerSpec(Message, frozen=True):
     offer_wait_s: float = OFFER_WAIT_S
 
 
-SPEC_CODEC: Codec[OwnerSpec] = Codec(OwnerSpec)
+SPEC_CODEC: Codec[StoreServerSpec] = Codec(StoreServerSpec)
 
 
-async def run_owner(spec: OwnerSpec, stdin: BinaryIO) -> None:
+async def run_store_server(spec: StoreServerSpec, stdin: BinaryIO) -> None:
     """Serve until standard input ends, or SIGTERM; the first line printed is the owner's address."""
-    owner = StoreOwner(spec.settings, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
+    owner = StoreServer(spec.settings, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
     await owner.start()
     print(owner.address, flush=True)
     loop = asyncio.get_running_loop()
-    told_to_end = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, told_to_end.set)
-    loop.add_reader(stdin, told_to_end.set)  # nothing is said on it but its end
-    ends = [asyncio.create_task(told_to_end.wait()), asyncio.create_task(owner.wait_ended())]
+    stop_requested = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop_requested.set)
+    loop.add_reader(stdin, stop_requested.set)  # nothing is said on it but its end
+    ends = [asyncio.create_task(stop_requested.wait()), asyncio.create_task(owner.wait_ended())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     loop.remove_reader(stdin)
     owner.check_health()
@@ -243,7 +428,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     stdin = sys.stdin.buffer
     (length,) = _LENGTH.unpack(stdin.read(_LENGTH.size))
-    asyncio.run(run_owner(SPEC_CODEC.decode(stdin.read(length)), stdin))
+    asyncio.run(run_store_server(SPEC_CODEC.decode(stdin.read(length)), stdin))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles `kernels.cpp` (`kvtransfer.native.build`) at first use, and binds it to tensors.
+"""Compiles `kernels.cpp` (`kvtransfer.common.compiler`) at first use, and binds it to tensors.
 
 `load()` is called by `workers.model.layers` and `attention`. Without a compiler, or on another device or
 dtype, the torch code beside each call is used: the same numbers up to rounding, more memory traffic.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvtransfer.native.build import compile_library
+from kvtransfer.common.compiler import compile_library
 
 _log = logging.getLogger("tandem.native")
 

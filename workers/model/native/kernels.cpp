@@ -155,7 +155,7 @@ void gather_blocks(const T* kv, int64_t block_stride, int64_t layer_offset, cons
   }
 }
 
-// Counter noise as in `workers/engine/noise.py`.
+// Counter noise as in `workers/rank/noise.py`.
 inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;

@@ -1,4 +1,4 @@
-// Copies the runs of many blocks and sums the copied bytes in the same pass, as kvtransfer/checksum.py defines.
+// Copies the runs of many blocks and sums the copied bytes in the same pass, as kvtransfer/blocks/checksum.py defines.
 #include <cstdint>
 #include <cstring>
 

@@ -11,15 +11,15 @@ from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.rpc.store_stream import FrameStream, open_tcp
+from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
-    AdminDown,
+    AdminAnswer,
     AdminFailed,
     AdminHello,
-    AdminUp,
+    AdminRequest,
     IndexStat,
     ListedRecord,
     ListRequest,
@@ -120,7 +120,7 @@ class StoreAdmin:
 
     async def _ask_all(
         self,
-        request: AdminDown,
+        request: AdminRequest,
         expected: type[T],
         translate: Callable[[pb.StoreMember, T], Any],
         failed: Callable[..., Any],
@@ -137,7 +137,7 @@ class StoreAdmin:
 
         return await asyncio.gather(*(ask(record) for record in self._members()))
 
-    async def _ask(self, address: str, request: AdminDown, limit_s: float | None) -> AdminUp | str:
+    async def _ask(self, address: str, request: AdminRequest, limit_s: float | None) -> AdminAnswer | str:
         """The store's answer, or in words why there is none, and whether it may have begun."""
         try:
             async with asyncio.timeout(_CONNECT_S if limit_s is None else min(_CONNECT_S, limit_s)):
@@ -155,10 +155,10 @@ class StoreAdmin:
             stream.abort()
 
 
-async def _exchange(stream: FrameStream, request: AdminDown) -> AdminUp | str:
+async def _exchange(stream: FrameStream, request: AdminRequest) -> AdminAnswer | str:
     stream.send(TO_OWNER_CODEC.encode(AdminHello(STORE_PROTOCOL)))
     stream.send(TO_OWNER_CODEC.encode(request))
-    answer = FROM_OWNER_CODEC.decode(await stream.receive())
+    answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
     if isinstance(answer, AdminFailed):
         return f"failed: {answer.reason}"
     if isinstance(answer, StoreRefusal):

@@ -1,4 +1,7 @@
-"""Compiles C++ with the machine's compiler, once per source, flags and CPU, into a private folder."""
+"""Compile C++ with the machine's compiler, once per source, flags and CPU, into a private folder.
+
+Used by `kvtransfer.blocks.runs` and `workers.model.native`, which bind the libraries.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ _COMPILE_TIMEOUT_S = 120
 
 
 def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
-    """The shared library of `source`, compiled now if this machine has not done so before; None where there
-    is no compiler. `OSError` or `subprocess.SubprocessError` when it could not be built or must not be
-    loaded."""
+    """Return the shared library of `source`, compiled now unless this machine has compiled it before; None
+    without a compiler. Raises `OSError` or `subprocess.SubprocessError` if the build fails or the library must
+    not be loaded."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if platform.system() != "Linux" or compiler is None:
         return None
@@ -30,7 +33,7 @@ def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built, shared = Path(scratch) / "built.o", Path(scratch) / "built.so"
             _run([compiler, *flags, "-fPIC", "-c", str(source), "-o", str(built)])
-            # Linked without the flags: what a library needs of OpenMP is loaded before it.
+            # Linked without the flags: the caller loads OpenMP before the library, where it needs it.
             _run([compiler, "-shared", "-o", str(shared), str(built)])
             shared.replace(path)
     return path

@@ -1,0 +1,177 @@
+"""Exports the statistics of gateways, replicas and stores: each metric names the field that it shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from cluster.metrics.definitions import BATCH_SIZE, SECTIONS, STORES
+from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters
+from cluster.metrics.histogram import cumulative
+from cluster.metrics.registry import MetricsRegistry
+from cluster.proto import tandem_pb2 as pb
+from kvtransfer.store.messages import StoreStat
+from workers.messages import PathMeasure, ReplicaStats
+
+_GB = 1e9
+_REQUESTS = [metric for metric in SECTIONS["Requests"] if metric.field]
+_GATEWAY = [metric for metric in _REQUESTS if "replica" not in metric.labels]
+_SERVED = [metric for metric in _REQUESTS if "replica" in metric.labels]
+_REPLICA = [m for title in ("Engines", "KV", "Transfer") for m in SECTIONS[title] if m.field]
+_TIERS = [metric for metric in STORES if metric.field and "tier" in metric.labels]
+_INDEX = [metric for metric in STORES if metric.field and "tier" not in metric.labels]
+
+# Begin at 0; others when they first happen.
+_ENDS = (
+    ("finished", "ok"),
+    ("cancelled", "cancelled"),
+    ("failed", "unavailable"),
+    ("failed", "deadline_exceeded"),
+    ("failed", "resource_exhausted"),
+    ("refused", "invalid_argument"),
+    ("refused", "resource_exhausted"),
+    ("refused", "unavailable"),
+)
+_CACHE_TIERS = ("device", "dram", "nvme", "remote")
+_REPLICA_STATES = ("ready", "connecting", "leaving", "refused")
+_MOVERS = ("operator", "autoscaler", "deploy")
+_INDEX_STATES = ("off", "up", "slow", "down")
+
+
+class GatewayMetrics:
+    """Exports the counters of one gateway, whose id and model the registry knows."""
+
+    def __init__(self, registry: MetricsRegistry, path_floor_gb_s: float) -> None:
+        self._registry = registry
+        self._path_floor = path_floor_gb_s * _GB
+        self._num_moves: Counter[tuple[str, str]] = Counter()
+        # Unix time of the latest move that is counted; None: before the first look.
+        self._moves_seen_to: float | None = None
+
+    def update(self, counters: GatewayCounters, status: pb.StatusResponse, now: float) -> Iterator[None]:
+        """Set and count everything, a part at each step: the event loop may have other work in between. `now`
+        is the counters' clock."""
+        registry = self._registry
+        counters.advance(now)
+        registry.export(_GATEWAY, counters)
+        for state, code in {*_ENDS, *counters.num_requests}:
+            registry.total("requests_total", counters.num_requests[state, code], state=state, code=code)
+        for tier in _CACHE_TIERS:
+            registry.total("cached_prompt_tokens_total", counters.num_cached_tokens[tier], tier=tier)
+        self._update_pools(counters, status)
+        self._update_moves(status)
+        registry.set("path_floor_bytes_per_second", self._path_floor)
+        yield
+        for tenant, use in counters.tenants.series().items():
+            registry.export(SECTIONS["Tenants"], use, tenant=tenant)
+        yield
+        for replica_id, replica in list(counters.replicas.items()):
+            self._update_replica(replica_id, replica)
+            yield
+
+    def _update_replica(self, replica_id: str, replica: ReplicaCounters) -> None:
+        labels = {"pool": replica.pool, "replica": replica_id}
+        self._registry.export(_SERVED, replica, **labels)
+        for name, histogram in replica.histograms.items():
+            if histogram.num_values:
+                self._registry.histogram(name, histogram.cumulative(), histogram.total, **labels)
+
+    def _update_pools(self, counters: GatewayCounters, status: pb.StatusResponse) -> None:
+        counts = Counter((replica.pool, replica.state) for replica in status.replicas)
+        for pool in status.pools:
+            for state in _REPLICA_STATES:
+                self._registry.set("pool_replicas", counts[pool.name, state], pool=pool.name, state=state)
+            self._registry.set("pool_desired_replicas", pool.desired, pool=pool.name)
+            self._registry.set("pool_pinned", float(pool.pinned), pool=pool.name)
+            self._registry.set("pool_lent_replicas", pool.num_lent, pool=pool.name)
+            self._registry.total("replica_losses_total", counters.num_losses[pool.name], pool=pool.name)
+
+    def _update_moves(self, status: pb.StatusResponse) -> None:
+        latest = max((move.at for move in status.moves), default=0.0)
+        if self._moves_seen_to is not None:  # what is older than this gateway is not counted
+            new = [(move.pool, move.by) for move in status.moves if move.at > self._moves_seen_to]
+            self._num_moves.update(new)
+        self._moves_seen_to = max(latest, self._moves_seen_to or 0.0)
+        for pool in status.pools:
+            for by in _MOVERS:
+                total = self._num_moves[pool.name, by]
+                self._registry.total("scaling_moves_total", total, pool=pool.name, by=by)
+
+
+class ReplicaMetrics:
+    """Exports the statistics of one replica, whose pool, id and model the registry knows."""
+
+    def __init__(self, registry: MetricsRegistry, block_tokens: int) -> None:
+        self._registry = registry
+        self._block_tokens = block_tokens
+        self._paths: dict[tuple[str, ...], dict[str, str]] = {}
+        self._role = ""
+
+    def update(self, stats: ReplicaStats, role: str) -> None:
+        """Set and count every statistic; `role` is the one that is in effect."""
+        registry = self._registry
+        registry.export(_REPLICA, stats)
+        for rank, memory in enumerate(stats.memory):
+            registry.set("device_memory_used_bytes", memory.used_bytes, rank=str(rank))
+            registry.set("device_memory_total_bytes", memory.total_bytes, rank=str(rank))
+        if stats.num_steps_by_batch:
+            batches = cumulative(BATCH_SIZE, stats.num_steps_by_batch)
+            registry.histogram("batch_size", batches, stats.num_batched_sequences)
+        self._update_kv(stats)
+        self._update_role(role)
+        self._update_paths(stats)
+
+    def _update_kv(self, stats: ReplicaStats) -> None:
+        num_held = stats.num_total_blocks - stats.num_free_blocks - stats.num_quarantined_blocks
+        num_slots = (num_held + stats.num_offloaded_blocks) * self._block_tokens
+        usage = num_held / stats.num_total_blocks if stats.num_total_blocks else 0.0
+        fragmentation = min(1.0, stats.num_unfilled_tokens / num_slots) if num_slots else 0.0
+        self._registry.set("kv_usage_ratio", usage)
+        self._registry.set("kv_fragmentation_ratio", fragmentation)
+
+    def _update_role(self, role: str) -> None:
+        if self._role and self._role != role:
+            self._registry.set("replica_role", 0, role=self._role)
+        self._role = role
+        self._registry.set("replica_role", 1, role=role)
+
+    def _update_paths(self, stats: ReplicaStats) -> None:
+        gone, self._paths = self._paths, {}
+        for path in stats.paths:
+            labels = _path_labels(path)
+            self._paths[tuple(labels.values())] = labels
+            self._registry.set("path_bytes_per_second", path.gb_s * _GB, **labels)
+            self._registry.set("path_latency_seconds", path.latency_us * 1e-6, **labels)
+        for key, labels in gone.items():
+            if key not in self._paths:  # 0 until Ray forgets the series: it carries nothing
+                self._registry.set("path_bytes_per_second", 0.0, **labels)
+                self._registry.set("path_latency_seconds", 0.0, **labels)
+
+
+class StoreMetrics:
+    """Exports the statistics of one node's store, whose node the registry knows."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self._registry = registry
+
+    def update(self, stat: StoreStat) -> None:
+        """Set and count every statistic."""
+        registry = self._registry
+        for tier in stat.tiers:
+            registry.export(_TIERS, tier, tier=tier.tier)
+            if tier.tier == "nvme":  # the host tier is also written when blocks are read from another tier
+                amplification = tier.num_written_bytes / tier.num_put_bytes if tier.num_put_bytes else 0.0
+                registry.set("store_write_amplification", amplification)
+        registry.export(_INDEX, stat.index)
+        for state in _INDEX_STATES:
+            registry.set("store_index_state", float(state == stat.index.state), state=state)
+
+
+def _path_labels(path: PathMeasure) -> dict[str, str]:
+    return {
+        "peer": path.peer.replica_id,
+        "rank": str(path.rank),
+        "peer_rank": str(path.peer_rank),
+        "transport": path.transport or "none",
+        "device": path.device,
+    }

@@ -1,0 +1,44 @@
+"""Converts the statistics of a replica to the public `tandem.v1.Load`, and back, field by field of one name."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from cluster.proto import tandem_pb2 as pb
+from workers.messages import ReplicaStats
+
+
+class _Renamed(NamedTuple):
+    """A field of `Load` that has another name and unit than its statistic."""
+
+    stat: str
+    scale: float
+
+
+RENAMED = {"decode_step_ms": _Renamed("decode_step_s", 1e3)}
+# Of the report, not of the replica.
+AGE = "age_s"
+SHARED = tuple(
+    field.name for field in pb.Load.DESCRIPTOR.fields if field.name in ReplicaStats.__struct_fields__
+)
+_values_of = operator.attrgetter(*SHARED)
+_MAPS = frozenset(name for name in SHARED if isinstance(getattr(ReplicaStats(), name), dict))
+
+
+def load_of(stats: ReplicaStats) -> pb.Load:
+    """The message without its age."""
+    values: dict[str, Any] = dict(zip(SHARED, _values_of(stats), strict=True))
+    for name, (stat, scale) in RENAMED.items():
+        values[name] = getattr(stats, stat) * scale
+    return pb.Load(**values)
+
+
+def stats_of(load: pb.Load) -> dict[str, Any]:
+    """The fields of `ReplicaStats` that the message has."""
+    values = dict(zip(SHARED, _values_of(load), strict=True))
+    for name in _MAPS:
+        values[name] = dict(values[name])
+    for name, (stat, scale) in RENAMED.items():
+        values[stat] = getattr(load, name) / scale
+    return values

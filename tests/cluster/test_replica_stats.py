@@ -1,0 +1,93 @@
+"""Every statistic of a replica reaches metrics and status by its name, and comes back from the status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from cluster.metrics.definitions import SECTIONS
+from cluster.metrics.replica_stats import AGE, RENAMED, load_of, stats_of
+from cluster.proto import tandem_pb2 as pb
+from router.messages import ReplicaLoad
+from workers.messages import LoadReport, ReplicaStats
+from workers.replica.stats import StepStats
+
+# Statistics that no metric shows by itself, with the metrics that the exporter makes of them.
+COMPUTED = {
+    "paths": "path_bytes_per_second",
+    "memory": "device_memory_used_bytes",
+    "num_steps_by_batch": "batch_size",
+    "num_batched_sequences": "batch_size",
+    "num_unfilled_tokens": "kv_fragmentation_ratio",
+    # Shown by the status alone, as a part of the landings.
+    "num_waiting_landings": "landings",
+}
+# What the router knows of a replica beside its statistics.
+ROUTER_ONLY = {"identity", "received_at", "transfer_tok_s", "max_local_tokens"}
+FIELDS = set(ReplicaStats.__struct_fields__)
+
+
+def filled() -> ReplicaStats:
+    """Every field has another value."""
+    defaults = msgspec.structs.asdict(ReplicaStats())
+    scalars: dict[type, Callable[[int], object]] = {
+        int: lambda n: n,
+        float: lambda n: n + 0.5,
+        dict: lambda n: {"a": n},
+    }
+    values: dict[str, Any] = {
+        name: scalars[type(default)](number)
+        for number, (name, default) in enumerate(defaults.items(), 1)
+        if type(default) in scalars
+    }
+    return ReplicaStats(**values)
+
+
+def test_every_statistic_is_exported_by_its_name_or_named_as_an_exception() -> None:
+    metrics = [metric for title in ("Engines", "KV", "Transfer") for metric in SECTIONS[title]]
+    exported = {metric.field for metric in metrics if metric.field}
+    assert exported <= FIELDS
+    assert exported.isdisjoint(COMPUTED)
+    assert exported | COMPUTED.keys() == FIELDS
+    assert set(COMPUTED.values()) <= {metric.name for metric in metrics}
+
+
+def test_a_mapping_is_exported_under_the_last_label_of_its_metric() -> None:
+    stats = ReplicaStats()
+    for metric in (metric for title in ("Engines", "KV", "Transfer") for metric in SECTIONS[title]):
+        if metric.field:
+            is_mapping = isinstance(getattr(stats, metric.field), dict)
+            assert is_mapping == (metric.labels[-1] in ("tier", "cause", "class", "transport")), metric.name
+
+
+def test_every_field_of_a_load_has_its_source() -> None:
+    names = {field.name for field in pb.Load.DESCRIPTOR.fields}
+    renamed = {renamed.stat for renamed in RENAMED.values()}
+    assert renamed <= FIELDS
+    assert names - FIELDS == {*RENAMED, AGE}
+    message = load_of(filled())
+    assert {field.name for field, _ in message.ListFields()} == names - {AGE}
+
+
+def test_what_the_status_says_comes_back_as_the_same_statistics() -> None:
+    stats = filled()
+    values = stats_of(load_of(stats))
+    assert values == {name: getattr(stats, name) for name in values}
+    assert values.keys() <= FIELDS
+
+
+def test_the_router_reads_statistics_by_their_names() -> None:
+    assert set(ReplicaLoad.__struct_fields__) - FIELDS == ROUTER_ONLY
+
+
+def test_a_report_is_the_statistics_with_a_sender_and_a_number() -> None:
+    assert set(LoadReport.__struct_fields__) - FIELDS == {"identity", "sequence"}
+
+
+def test_the_totals_of_the_steps_are_statistics() -> None:
+    totals = StepStats().totals()
+    assert totals.keys() <= FIELDS
+    assert {"num_steps_by_batch", "num_hit_tokens", "mfu", "memory", "busy_s"} <= totals.keys()
+    assert all(type(totals[name]) is type(getattr(ReplicaStats(), name)) for name in totals)
