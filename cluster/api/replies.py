@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -18,6 +17,7 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestManager, RequestRecord
 from cluster.gateway.sample_output import OutputDelta
+from cluster.metrics.demand import demand_message
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.metrics.replica_stats import load_of
@@ -117,9 +117,9 @@ class StatusService:
             uptime_s=now - self._started_at,
             versions=self._versions,
             num_running_requests=self._requests.num_running,
-            num_finished_requests=counters.num_finished,
-            num_failed_requests=counters.num_failed,
-            num_cancelled_requests=counters.num_cancelled,
+            num_finished_requests=counters.num_ended("finished"),
+            num_failed_requests=counters.num_ended("failed"),
+            num_cancelled_requests=counters.num_ended("cancelled"),
             ready=self._connections.has_route(),
             wall_time_s=self._clock.wall(),
             recent=self._history.recent(),
@@ -128,7 +128,7 @@ class StatusService:
             pools=pools_of(self._config, self._connections),
             moves=moves_of(self._connections.roster_view),
             traffic=self._connections.roster_view.traffic,
-            demand=pb.Demand(**dataclasses.asdict(self._requests.meters.demand)),
+            demand=demand_message(counters.demand),
         )
 
     def explain(self, request_id: str) -> pb.ExplainResponse:

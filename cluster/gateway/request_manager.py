@@ -63,15 +63,6 @@ class RequestRecord:
     ended_at: float = 0.0
 
 
-@dataclass(slots=True)
-class Counters:
-    """Ended requests since the gateway's start."""
-
-    num_finished: int = 0
-    num_failed: int = 0
-    num_cancelled: int = 0
-
-
 class Accepted(NamedTuple):
     """A running request."""
 
@@ -97,7 +88,7 @@ class RequestManager:
         clock: Clock,
         max_requests: int,
         on_members: Callable[[], None],
-        meters: GatewayCounters,
+        counters: GatewayCounters,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._preprocessor = preprocessor
@@ -106,8 +97,8 @@ class RequestManager:
         self._clock = clock
         self._max_requests = max_requests
         self._members_changed = on_members
-        self._observers = (meters.ended, *observers)
-        self.meters = meters
+        self._observers = (counters.ended, *observers)
+        self.counters = counters
         self._tasks: dict[str, RequestTask] = {}
         # Running, by the client's request id.
         self._latest: dict[str, RequestTask] = {}
@@ -115,7 +106,6 @@ class RequestManager:
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._num_arriving = 0
         self._is_leaving = False
-        self.counters = Counters()
 
     @property
     def num_running(self) -> int:
@@ -216,21 +206,21 @@ class RequestManager:
         now = self._clock.now()
         for report in frame.prefills:
             if (task := self._current(source, report.request_id, report.attempt)) is not None:
-                self.meters.prefilled(report, now)
+                self.counters.prefilled(report, now)
                 task.apply(task.state.on_prefilled, report)
         for joined in frame.hand_overs:
             if (task := self._current(source, joined.request_id, joined.attempt)) is not None:
                 task.apply(task.state.on_handed_over, source, joined)
         for delta in frame.deltas:
             if (task := self._current(source, delta.request_id, delta.attempt)) is not None:
-                self.meters.streamed(source.replica_id, delta, now)
+                self.counters.streamed(source.replica_id, delta, now)
                 task.apply(task.state.on_delta, source, delta)
         for isolated in frame.isolations:
             if (task := self._tasks.get(isolated.request_id)) is not None:
                 task.apply(task.state.on_isolated, source, isolated)
         for failure in frame.failures:
             if (task := self._tasks.get(failure.request_id)) is not None:
-                self.meters.attempt_failed(source.replica_id, failure.code, now)
+                self.counters.attempt_failed(source.replica_id, failure.code, now)
                 task.apply(task.state.on_failed, source, failure)
         for ended in frame.moves:
             if (task := self._tasks.get(ended.request_id)) is not None:
@@ -240,7 +230,7 @@ class RequestManager:
         """Report to every request that a replica is lost."""
         view = self._connections.find(source.replica_id)
         if view is not None and not view.record.leaving:
-            self.meters.lost(view.record.pool)
+            self.counters.lost(view.record.pool)
         for task in list(self._tasks.values()):
             task.apply(task.state.on_lost, source, reason)
 
@@ -297,7 +287,7 @@ class RequestManager:
             started_at=now,
         )
         self._tasks[prepared.request_id] = self._latest[request_id] = task
-        self.meters.arrived(prepared, now)
+        self.counters.arrived(prepared, now)
         task.begin()
         return task
 
@@ -309,13 +299,10 @@ class RequestManager:
         reason = str(error) if error else ""
         if error is None:
             state = "finished"
-            self.counters.num_finished += 1
         elif isinstance(error, AbandonedError):
             state = "cancelled"
-            self.counters.num_cancelled += 1
         else:
             state = "failed"
-            self.counters.num_failed += 1
             _log.info("request %s failed: %s", request_id, error, extra={"request_id": request_id})
         self._records.pop(request_id, None)
         now = self._clock.now()

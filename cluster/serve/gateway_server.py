@@ -22,9 +22,9 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
-from cluster.metrics.access_log import log_access, log_relayed
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
+from cluster.metrics.logs import log_access, log_relayed
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
@@ -122,7 +122,7 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             on_members=self._on_members,
             observers=observers,
-            meters=GatewayCounters(
+            counters=GatewayCounters(
                 self._pool_of,
                 self._token_bytes,
                 ttft_slo_s=config.scaling.ttft_slo_s,

@@ -38,8 +38,7 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
-from kvtransfer.protocol.fence import PushFence
-from kvtransfer.protocol.gate import Gate
+from kvtransfer.protocol.fence import Gate, PushFence
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank
 

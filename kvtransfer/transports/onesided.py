@@ -17,7 +17,7 @@ from typing import ClassVar
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.protocol.gate import RecentIds
+from kvtransfer.protocol.fence import RecentIds
 from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.transports.base import Channel, Listener, WriterRank
 from kvtransfer.transports.connection import ACK_CODEC, Ack, ChannelHello, Connection, Stopped

@@ -267,7 +267,7 @@ async def test_64_streams_at_once_do_not_mix(pair: Pair) -> None:
     results = await asyncio.gather(*jobs)
     for index, (prompt, done) in enumerate(zip(prompts, results, strict=True)):
         assert list(done.token_ids[0]) == expected(index, 24, prompt)
-    assert pair.gateway.requests.counters.num_finished == 64
+    assert pair.gateway.requests.counters.num_ended("finished") == 64
     assert pair.gateway.requests.num_running == 0
 
 

@@ -36,13 +36,22 @@ from kvtransfer.messages import (
     TransferReport,
     WriterGone,
 )
-from kvtransfer.protocol.gate import Gate
+from kvtransfer.protocol.fence import Gate
 from kvtransfer.rpc.handshake import draw_id, draw_secret
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.connection import HELLO_CODEC
-from kvtransfer.transports.cuda_driver import HANDLE_BYTES, Exported, Grid, cuda_driver, halves, piece_grid
-from kvtransfer.transports.cuda_ipc import REQUEST_CODEC, CudaIpcListener, Unmapped
+from kvtransfer.transports.cuda_ipc import (
+    HANDLE_BYTES,
+    REQUEST_CODEC,
+    CudaIpcListener,
+    Exported,
+    Grid,
+    Unmapped,
+    cuda_driver,
+    halves,
+    piece_grid,
+)
 from kvtransfer.transports.onesided import Begin
 
 SHARD = LAYOUT.shard

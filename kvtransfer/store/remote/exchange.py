@@ -54,7 +54,7 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.remote.serve import LeasedRecord, Lender, RecordSender, granule_layout
 
-__all__ = ["Exchange", "LocalRecords", "ExchangeStat", "LeasedRecord", "Wanted", "arena_pool"]
+__all__ = ["Exchange", "ExchangeStat", "LeasedRecord", "LocalRecords", "Wanted", "arena_pool"]
 
 _PATIENCE_S = 3.0
 # A fetch is given up after so many seconds and what its bytes take at this rate: before the brains that
