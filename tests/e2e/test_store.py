@@ -120,9 +120,9 @@ async def test_any_shape_reads_what_any_shape_wrote(
         heard = await run(harness, replica, shape, prompt(3))
         assert heard.sequence() == wanted
         assert loaded(heard) == (NUM_FULL_BLOCKS * BLOCK_TOKENS if shape == shapes[1] else 0)
-        await until(
-            lambda: replica.core.connector is not None and replica.core.connector.is_idle, "it is written"
-        )  # noqa: B023
+        connector = replica.core.connector
+        assert connector is not None
+        await until(lambda store=connector: store.is_idle, "it is written")  # type: ignore[misc]
     await harness.quiet()
 
 
