@@ -34,8 +34,8 @@ import torch
 from cluster.api.client import Client, GenerateOptions
 from cluster.config import parse_config
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
-from cluster.roster.remote import VIEW_CODEC
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.blocks.keys import block_keys

@@ -1,6 +1,7 @@
 """The gateway: the gRPC server in front of a desk, its Links and its router, all in this process.
 
-No Ray and no torch here: `cluster.serve.app` runs a `Gateway` in a Serve replica; tests and benchmarks anywhere.
+No Ray and no torch here: `cluster.serve.app` runs a `Gateway` in a Serve replica; tests and benchmarks
+anywhere.
 """
 
 from __future__ import annotations

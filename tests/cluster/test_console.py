@@ -149,7 +149,7 @@ async def test_an_order_reaches_the_dashboard_with_the_operators_token(
 ) -> None:
     caplog.set_level("DEBUG")
     status, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
-    assert (status, fields) == (200, {"message": "pool decode shall have 3 replicas"})
+    assert (status, fields) == (200, {"message": "pool decode will have 3 replicas"})
     assert front.dashboard.orders == [("Pool-decode", 3)]
     status, fields = await page.order("release", {"pool": "decode"})
     assert (status, fields) == (200, {"message": "pool decode is released"})

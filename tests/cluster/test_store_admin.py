@@ -204,7 +204,7 @@ async def test_bad_records_fail_verify(stores: Nodes) -> None:
     [
         ("gone", "not purged: not reached, nothing was done"),
         ("stranger", "not purged: not reached, nothing was done: .*secret"),
-        ("silent", "not purged: no answer within .* it may go on"),
+        ("silent", "not purged: no answer within .* it may still complete"),
         ("hangs up", "not purged: lost before it answered, which part was done is not known"),
         ("failed", "not purged: failed: disk on fire"),
         ("refusal", "not purged: refused, nothing was done: another protocol"),
