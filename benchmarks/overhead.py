@@ -307,7 +307,10 @@ async def play_gateway(order: dict[str, Any]) -> None:
     secret = bytes.fromhex(order["secret"])
     gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, secret=secret, clock=CLOCK)
     port = await gateway.start()
-    while not all(view.takes_requests for view in gateway.links.views()) or not gateway.links.has_route():
+    while (
+        not all(view.takes_requests for view in gateway.connections.views())
+        or not gateway.connections.has_route()
+    ):
         await CLOCK.sleep(0.01)
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -300,7 +300,7 @@ class GatewayActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            counters = self._gateway.desk.counters
+            counters = self._gateway.requests.counters
             status = await self._gateway.status()
             for _ in self._metrics.update(counters, status, self._clock.now()):
                 await self._clock.sleep(0)

@@ -267,7 +267,7 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(h
         view = await house.roster.view(-1, 0.0)
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
         await house.roster.register_gateway(record)
-        await until(lambda: bool(gateway.links.gateways), "the gateway knows itself")
+        await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
         text = await CommandHouse(dashboard, address).scale("decode=1", dry_run=True)
         assert "decode has this target already, and is pinned to it" in text
         assert (await house.roster.view(-1, 0.0)).pinned == view.pinned

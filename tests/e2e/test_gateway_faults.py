@@ -316,7 +316,7 @@ async def test_soak(stage: Stage, tmp_path: Path) -> None:
             num_finished += call.finished is not None
             await check_ask(stage, ask, call)
         assert num_finished >= 150
-        assert front.gateway.desk.num_running == 0
+        assert front.gateway.requests.num_running == 0
 
 
 async def check_ask(stage: Stage, ask: Ask, call: Call) -> None:

@@ -141,7 +141,7 @@ async def test_a_decode_replica_becomes_a_prefill_replica_and_back(stage: Stage)
         assert {end.decode_replica for end in ends} == {"d0"}
         guest.core.set_role("decode", 8)
         name = guest.core.identity.replica_id
-        await until(lambda: front.gateway.links.views()[1].role == "decode", "it is known")
+        await until(lambda: front.gateway.connections.views()[1].role == "decode", "it is known")
         again = stage.calls(front, 620, 6, 8)
         await stage.all_right(again, 620, 8)
         assert name in {call.finished.decode_replica for call in again if call.finished}

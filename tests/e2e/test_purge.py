@@ -161,7 +161,7 @@ async def test_what_is_on_its_way_to_the_store_never_comes_there(
         for tenant in ("a", "b"):
             await world.front.complete(prompt(8, NUM_PROMPT_TOKENS), tenant=tenant)
         await until(lambda: len(held) >= 2, "ranks have copied, and nobody knows it")
-        links = world.front.gateway.links
+        links = world.front.gateway.connections
         for view in links.views():
             await links.purge(view, "a")  # not the store
     for writer, rank, done in held:
@@ -191,14 +191,16 @@ async def test_a_replica_that_does_not_answer_is_named(world: Purged) -> None:
     await world.front.forget(world.replica("p0"))
     await world.replica("p0").core.stop()
     await until(
-        lambda: not any(view.stream for view in world.front.gateway.links.views() if view.role == "prefill"),
+        lambda: (
+            not any(view.stream for view in world.front.gateway.connections.views() if view.role == "prefill")
+        ),
         "the link is down",
     )
     reply = await world.purge(tenant="a")
     errors = {it.replica_id: it.error for it in reply.replicas}
     assert errors.pop("d0") == ""
     assert all(error.startswith("not purged for certain: ") for error in errors.values())
-    gone = await world.front.gateway.links.purge(world.front.gateway.links.views()[0], None)
+    gone = await world.front.gateway.connections.purge(world.front.gateway.connections.views()[0], None)
     assert gone.num_requests == 0
 
 
