@@ -44,7 +44,7 @@ async def test_the_status_is_that_of_the_command_line(
 ) -> None:
     path = PathMeasure(front.house.replicas["d0"].identity, 0, 0, "shm", 5.5, 3.0, "memory", "")
     front.house.replicas["p0"].report([path])
-    await until(lambda: any(view.paths for view in front.gateway.links.views()), "the path is known")
+    await until(lambda: any(view.paths for view in front.gateway.connections.views()), "the path is known")
     await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     await calls.status(front.address, Terminal(), as_json=True)
     told = json.loads(capsys.readouterr().out)
@@ -64,7 +64,7 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     stream, collector = aiter(client.generate(PROMPT, options)), Collector()
     while collector.num_tokens < 5:
         collector.add(await anext(stream))
-    assert front.gateway.desk.recent(1)[0].num_output_tokens == 5
+    assert front.gateway.requests.recent(1)[0].num_output_tokens == 5
     (shown,) = (await page.get("/console/api/requests"))["requests"]
     assert (shown["request_id"], shown["state"], shown["tenant"]) == ("slow-one", "running", "them")
     assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (len(encode(PROMPT)), 5)
@@ -86,7 +86,7 @@ async def test_the_latest_requests_come_first(front: ConsoleHouse, page: Page, c
         await client.complete(PROMPT, GenerateOptions(max_tokens=1, request_id=name))
     shown = [request["request_id"] for request in (await page.get("/console/api/requests"))["requests"]]
     assert shown == ["three", "two", "one"]
-    assert [record.request_id for record in front.gateway.desk.recent(2)] == ["three", "two"]
+    assert [record.request_id for record in front.gateway.requests.recent(2)] == ["three", "two"]
 
 
 async def test_a_failed_request_says_why(front: ConsoleHouse, page: Page, client: Client) -> None:
@@ -99,7 +99,7 @@ async def test_a_failed_request_says_why(front: ConsoleHouse, page: Page, client
 
     with pytest.raises(CallError):
         await cancel_at_once()
-    await until(lambda: front.gateway.desk.num_running == 0, "the request is over")
+    await until(lambda: front.gateway.requests.num_running == 0, "the request is over")
     (shown,) = (await page.get("/console/api/requests"))["requests"]
     assert shown["state"] == "cancelled"
     assert "cancelled the call" in shown["reason"]
@@ -149,7 +149,7 @@ async def test_an_order_reaches_the_dashboard_with_the_operators_token(
 ) -> None:
     caplog.set_level("DEBUG")
     status, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
-    assert (status, fields) == (200, {"message": "pool decode shall have 3 replicas"})
+    assert (status, fields) == (200, {"message": "pool decode will have 3 replicas"})
     assert front.dashboard.orders == [("Pool-decode", 3)]
     status, fields = await page.order("release", {"pool": "decode"})
     assert (status, fields) == (200, {"message": "pool decode is released"})

@@ -105,7 +105,7 @@ async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHouse
         browser.wait_text("#token-why", "did not accept this token")
         assert front.dashboard.orders == []
         browser.type("#token-input", TOKEN)
-        browser.wait_text("#told", "pool decode shall have 2 replicas")
+        browser.wait_text("#message", "pool decode will have 2 replicas")
         assert browser.text(".pool:nth-child(2) .desired").startswith("2")
 
     await look(order)
@@ -116,14 +116,14 @@ async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHouse
     def order_again() -> None:
         browser.open(f"{front.page.url}/console")  # the same tab: it still has the token
         browser.click(more)
-        browser.wait_text("#told", "pool decode shall have 2 replicas")
+        browser.wait_text("#message", "pool decode will have 2 replicas")
         browser.click("#token-button")
         browser.click("#token-forget")
         browser.open(f"{front.page.url}/console")
         browser.click(more)
         browser.wait_text("#token-why", "wants your token")
         browser.press(Keys.ESCAPE)
-        browser.wait_text("#told", "Nothing was changed")
+        browser.wait_text("#message", "Nothing was changed")
 
     await look(order_again)
     assert front.dashboard.orders == [("Pool-decode", 2)] * 2
@@ -146,7 +146,7 @@ async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHouse, 
         browser.click("#token-button")
         browser.type("#token-input", TOKEN)
         browser.click('.pool:nth-child(2) [data-act="more"]')
-        browser.wait_text("#told", "pool decode shall have 2 replicas")
+        browser.wait_text("#message", "pool decode will have 2 replicas")
         less = '.pool:nth-child(2) [data-act="less"]'
         browser.click(less)
         browser.wait_text("#fewer-what", "decode from 2 to 1")
@@ -155,7 +155,7 @@ async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHouse, 
         assert browser.text(".pool:nth-child(2) .desired").startswith("2")
         browser.click(less)
         browser.click("#fewer-yes")
-        browser.wait_text("#told", "pool decode shall have 1 replica")
+        browser.wait_text("#message", "pool decode will have 1 replica")
         browser.run("sessionStorage.clear()")
 
     await look(order)
@@ -170,7 +170,7 @@ async def test_a_refused_order_says_why(front: ConsoleHouse, browser: Browser) -
         browser.click("#token-button")
         browser.type("#token-input", TOKEN)
         browser.click('.pool:nth-child(2) [data-act="more"]')
-        browser.wait_text("#told", "external_scaler_enabled=false")
+        browser.wait_text("#message", "external_scaler_enabled=false")
         assert browser.text(".pool:nth-child(2) .desired") == "1"
         browser.run("sessionStorage.clear()")
         browser.errors()

@@ -135,8 +135,8 @@ async def test_a_cancel_reaches_both_replicas(pair: Pair) -> None:
     await until(lambda: pair.decode.is_idle(), "the decode replica stops")
     assert pair.decode.cancels
     assert pair.prefill.cancels
-    await until(lambda: pair.gateway.desk.num_running == 0, "the gateway forgets it")
-    assert pair.gateway.desk.record(stream.request_id).state == "cancelled"
+    await until(lambda: pair.gateway.requests.num_running == 0, "the gateway forgets it")
+    assert pair.gateway.requests.record(stream.request_id).state == "cancelled"
 
 
 async def test_leaving_the_iteration_cancels(pair: Pair) -> None:
@@ -267,8 +267,8 @@ async def test_64_streams_at_once_do_not_mix(pair: Pair) -> None:
     results = await asyncio.gather(*jobs)
     for index, (prompt, done) in enumerate(zip(prompts, results, strict=True)):
         assert list(done.token_ids[0]) == expected(index, 24, prompt)
-    assert pair.gateway.desk.counters.num_ended("finished") == 64
-    assert pair.gateway.desk.num_running == 0
+    assert pair.gateway.requests.counters.num_ended("finished") == 64
+    assert pair.gateway.requests.num_running == 0
 
 
 async def test_a_client_that_does_not_read_holds_up_nobody(pair: Pair) -> None:
@@ -343,7 +343,7 @@ async def test_a_leaving_replica_gets_nothing_new(house: GatewayHouse) -> None:
     await house.add_replica("d1", "decode")
     gateway, address = await house.add_gateway()
     first.leave()
-    leaving = lambda: [it.state for it in gateway.links.views()] == ["leaving", "ready"]  # noqa: E731
+    leaving = lambda: [it.state for it in gateway.connections.views()] == ["leaving", "ready"]  # noqa: E731
     await until(leaving, "it leaves")
     client = house.client(address)
     for _ in range(4):

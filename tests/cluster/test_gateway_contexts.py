@@ -17,7 +17,7 @@ async def test_a_prompt_too_long_for_a_prefill_replica_goes_around_it(house: Gat
     decode = await house.add_replica("d0", "decode")
     gateway, address = await house.add_gateway()
     client = house.client(address)
-    assert (await client.status()).model.max_context_tokens == gateway.links.max_context_tokens == 512
+    assert (await client.status()).model.max_context_tokens == gateway.connections.max_context_tokens == 512
     near = await client.complete([5] * 100, SHORT)
     assert (near.finished.prefill_replica, near.finished.decode_replica) == ("p0", "d0")
     far = await client.complete([6] * 300, SHORT)

@@ -210,7 +210,7 @@ def ended(
         prefill=PrefillReport("r", 1, len(tokens), cached, times),
         hand_over=HandOverReport("r", 1, 0, 4096, 0, "shm", 4096 / 0.04 / 1e9, moved),
     )
-    return EndedRequest("r", "r", "t", Caller(), state, "OK", "", start, clock.now(), summary, plan=plan)
+    return EndedRequest("r", "r", "t", Caller(), state, "OK", "", start, clock.now(), summary, prepared=plan)
 
 
 def test_the_times_are_those_of_the_requests() -> None:
@@ -299,7 +299,7 @@ async def test_every_gateway_is_asked_and_one_that_is_gone_is_told(house: Gatewa
     gateway, address = await house.add_gateway()
     for gateway_id, where in (("g0", address), ("g1", "127.0.0.1:1")):
         await house.roster.register_gateway(GatewayRecord(gateway_id, 1, where, 1))
-    await until(lambda: len(gateway.links.gateways) == 2, "both gateways are known")
+    await until(lambda: len(gateway.connections.gateways) == 2, "both gateways are known")
     live = await look(address, 0.0, Expected.of(None), "", SystemClock())
     assert [reply.status is not None for reply in live.gateways] == [True, False]
     assert said(members.gateways, live)[0][0] is Severity.WARNING

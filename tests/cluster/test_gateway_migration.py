@@ -53,7 +53,7 @@ async def test_it_waits_for_a_place_to_move_to(house: GatewayHouse) -> None:
     gateway, address, first = await pair(house)
     stream = await decoding(house, address, first)
     first.leave()
-    await until(lambda: str(gateway.links.views()[0].state) == "leaving", "it is known")
+    await until(lambda: str(gateway.connections.views()[0].state) == "leaving", "it is known")
     assert first.moves == []
     await house.add_replica("d1", "decode")
     done = await stream
@@ -99,7 +99,7 @@ async def test_a_replica_that_becomes_a_prefill_replica_loses_its_streams_and_ge
     }
     first.script.stop_after = None
     house.replicas["d1"].broadcast(RoleChanged("prefill", 1))
-    await until(lambda: not gateway.links.has_route(), "nobody decodes")
+    await until(lambda: not gateway.connections.has_route(), "nobody decodes")
     first.broadcast(RoleChanged("decode", 4))
     done = await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     assert done.finished.decode_replica == "d0"

@@ -72,8 +72,8 @@ class Rolling:
         await gateway.start()
         await self.house.roster.register_gateway(GatewayRecord(name, 1, self.address, process_id=1))
         if self.num_gateways == 1:  # those that follow wait by themselves
-            await until(gateway.links.has_route, "the replica is connected")
-        await until(lambda: any(it.gateway_id == name for it in gateway.links.gateways), "it is listed")
+            await until(gateway.connections.has_route, "the replica is connected")
+        await until(lambda: any(it.gateway_id == name for it in gateway.connections.gateways), "it is listed")
         return gateway
 
     async def stop(self, gateway: Gateway, number: int) -> None:
@@ -96,9 +96,13 @@ async def test_no_call_fails_while_gateways_are_replaced(rolling: Rolling) -> No
         before = [client.num_done for client in clients]
         following = await rolling.start()
         await rolling.stop(running, number)
-        assert not running.desk.num_running
-        assert following.desk.counters.num_ended("finished"), "calls go to the one that follows"
-        assert running.desk.counters.num_ended("failed") == running.desk.counters.num_ended("cancelled") == 0
+        assert not running.requests.num_running
+        assert following.requests.counters.num_ended("finished"), "calls go to the one that follows"
+        assert (
+            running.requests.counters.num_ended("failed")
+            == running.requests.counters.num_ended("cancelled")
+            == 0
+        )
         await until(
             lambda: all(client.num_done > done for client, done in zip(clients, before, strict=True)),  # noqa: B023
             "every client goes on",
@@ -130,8 +134,8 @@ async def test_a_stream_ends_where_it_began(rolling: Rolling) -> None:
         await until(lambda: fresh.num_done > 0, "new calls are answered meanwhile")
         await fresh.end()
         await leaving
-    assert running.desk.counters.num_ended("finished") == 1
-    assert following.desk.counters.num_ended("finished") >= 1
+    assert running.requests.counters.num_ended("finished") == 1
+    assert following.requests.counters.num_ended("finished") >= 1
     await rolling.stop(following, 2)
 
 

@@ -14,7 +14,7 @@ from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents
 
 
 def states(gateway: Gateway) -> list[str]:
-    return [str(view.state) for view in gateway.links.views()]
+    return [str(view.state) for view in gateway.connections.views()]
 
 
 async def test_a_snapshot_is_asked_for_on_connect_and_after_a_gap(house: GatewayHouse) -> None:
@@ -50,16 +50,16 @@ async def test_another_block_size_is_refused(house: GatewayHouse, monkeypatch: p
     monkeypatch.setattr("gateway_harness.BLOCK_TOKENS", 64)
     await house.add_replica("d0", "decode")
     await until(lambda: states(gateway) == ["refused"], "it is refused")
-    assert gateway.links.views()[0].note == "block_tokens 64, configured 16"
+    assert gateway.connections.views()[0].note == "block_tokens 64, configured 16"
 
 
 async def test_a_replica_that_does_not_know_the_secret_is_not_used(house: GatewayHouse) -> None:
     gateway, _ = await house.add_gateway()
     house.secret = b"x" * 32
     await house.add_replica("d0", "decode")
-    await until(lambda: any("secret" in view.note for view in gateway.links.views()), "the proof fails")
+    await until(lambda: any("secret" in view.note for view in gateway.connections.views()), "the proof fails")
     assert states(gateway) == ["connecting"]
-    assert not gateway.links.has_route()
+    assert not gateway.connections.has_route()
 
 
 async def test_a_restarted_replica_is_used_again(house: GatewayHouse) -> None:
@@ -77,7 +77,7 @@ async def test_a_hung_earlier_life_is_left_when_the_roster_names_a_later_one(hou
     old = await house.add_replica("d0", "decode", epoch=1)
     gateway, address = await house.add_gateway()
     new = await house.add_replica("d0", "decode", epoch=2)
-    await until(lambda: gateway.links.views()[0].epoch == 2, "the new life is linked")
+    await until(lambda: gateway.connections.views()[0].epoch == 2, "the new life is linked")
     await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
     assert not old.submissions
     assert new.submissions
@@ -91,7 +91,7 @@ async def test_a_replica_that_left_the_roster_serves_on_until_its_link_ends(hous
     done = await house.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     assert list(done.token_ids[0]) == expected(1, 3)
     await replica.die()
-    await until(lambda: gateway.links.views() == [], "it is forgotten")
+    await until(lambda: gateway.connections.views() == [], "it is forgotten")
 
 
 async def test_a_replica_is_told_to_stop_what_nobody_wants(house: GatewayHouse) -> None:
@@ -106,7 +106,7 @@ async def test_a_replica_is_told_to_stop_what_nobody_wants(house: GatewayHouse) 
     await until(lambda: bool(replica.cancels), "a cancel arrives")
     await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=3))
     assert [(it.request_id, it.attempt) for it in replica.cancels] == [(first.request_id, 1)]
-    assert gateway.desk.num_running == 0
+    assert gateway.requests.num_running == 0
 
 
 async def test_a_replica_that_falls_silent_is_left_and_found_again(
@@ -125,5 +125,5 @@ async def test_a_replica_that_falls_silent_is_left_and_found_again(
     assert [*first.token_ids, *rest] == expected(3, 8)
     assert other.submissions
     note = "nothing was heard for 0.5 s"
-    await until(lambda: any(view.note == note for view in gateway.links.views()), "the reason is told")
+    await until(lambda: any(view.note == note for view in gateway.connections.views()), "the reason is told")
     await until(lambda: len(silent.snapshot_requests) > 1, "it is connected again")

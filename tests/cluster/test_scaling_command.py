@@ -34,7 +34,7 @@ from cluster.errors import ConfigError, DashboardError, PinError, ScaleTimeoutEr
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord
 from cluster.scaling.serve_client import AppTargets, PoolTarget
-from cluster.serve.capacity import make_room
+from cluster.serve.capacity import make_headroom
 from kvtransfer.common.clock import SystemClock
 
 RUNNING = ["RUNNING"]
@@ -102,18 +102,18 @@ def test_orders_are_read_and_a_pool_is_ordered_once() -> None:
 
 
 def test_free_resources_are_what_nodes_have_less_what_groups_and_actors_take() -> None:
-    room = make_room("tandem", *rows())
+    room = make_headroom("tandem", *rows())
     assert room.total_free("CPU") == pytest.approx(2.0 - 0.55 - 0.05 - 0.1)
     assert room.total == ({"CPU": 2.0},)
     assert room.needed("decode", 2) == {"CPU": pytest.approx(1.1)}
     assert room.shortages({"decode": 2}) == []
     assert room.shortages({"decode": 3}) == ["CPU: 1.65 wanted, 1.3 free of 2 in the cluster"]
     assert room.needed("prefill", 1) == {}
-    assert make_room("other", *rows()).needed("prefill", 1) == {"CPU": 0.05}
+    assert make_headroom("other", *rows()).needed("prefill", 1) == {"CPU": 0.05}
 
 
 def test_a_plan_says_what_is_needed_and_what_does_not_fit() -> None:
-    room = make_room("tandem", *rows())
+    room = make_headroom("tandem", *rows())
     plan = plan_scale(targets(decode=1, prefill=1), status(), room, {"decode": 4}, ())
     text = shown(plan_view(plan))
     assert "CPU: 1.65 needed, 1.3 free" in text
@@ -226,10 +226,10 @@ async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
     assert "no gateway answers" in text
 
 
-async def test_it_gives_up_waiting_and_says_that_it_goes_on() -> None:
+async def test_it_gives_up_waiting_and_says_that_serve_continues() -> None:
     async with FakeDashboard(two_pools()) as dashboard:
         house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
-        with pytest.raises(ScaleTimeoutError, match="goes on"):
+        with pytest.raises(ScaleTimeoutError, match="Serve continues"):
             await house.scale("decode=2", wait_s=0.001)
         assert dashboard.orders == [("decode", 2)]
 
@@ -267,7 +267,7 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(h
         view = await house.roster.view(-1, 0.0)
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
         await house.roster.register_gateway(record)
-        await until(lambda: bool(gateway.links.gateways), "the gateway knows itself")
+        await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
         text = await CommandHouse(dashboard, address).scale("decode=1", dry_run=True)
         assert "decode has this target already, and is pinned to it" in text
         assert (await house.roster.view(-1, 0.0)).pinned == view.pinned

@@ -62,7 +62,7 @@ class Nodes:
             )
         gateway, self.address = await self.house.add_gateway()
         self.client = self.house.client(self.address)
-        await until(lambda: len(gateway.links.stores) == 2, "the gateway knows the stores")
+        await until(lambda: len(gateway.connections.stores) == 2, "the gateway knows the stores")
 
     async def stop(self) -> None:
         await asyncio.gather(self.a.stop(), self.b.stop())
@@ -156,11 +156,11 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
     silent.purged = None
     with pytest.raises(StoreAwayError, match=r"^replica d1 no answer within 1.0 s; it may still"):
         await purge_records(stores.address, chosen, 2.0, nowhere(), as_json=False)
-    assert not any(view.purges for view in house.gateways[0].links.views()), "nobody waits any more"
+    assert not any(view.purges for view in house.gateways[0].connections.views()), "nobody waits any more"
     silent.purged = (0, 0, 0)
     purging = asyncio.create_task(stores.client.store_purge(pb.StorePurgeRequest(all=True)))
     silent.purged = None
-    await until(lambda: any(view.purges for view in house.gateways[0].links.views()), "it was asked")
+    await until(lambda: any(view.purges for view in house.gateways[0].connections.views()), "it was asked")
     await silent.die()
     (error,) = [it.error for it in (await purging).replicas if it.error]
     assert error.startswith("not purged for certain: ")
@@ -204,7 +204,7 @@ async def test_bad_records_fail_verify(stores: Nodes) -> None:
     [
         ("gone", "not purged: not reached, nothing was done"),
         ("stranger", "not purged: not reached, nothing was done: .*secret"),
-        ("silent", "not purged: no answer within .* it may go on"),
+        ("silent", "not purged: no answer within .* it may still complete"),
         ("hangs up", "not purged: lost before it answered, which part was done is not known"),
         ("failed", "not purged: failed: disk on fire"),
         ("refusal", "not purged: refused, nothing was done: another protocol"),
@@ -276,7 +276,7 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
 
     _, address = await house.add_gateway()
     gateway = await register()
-    await until(lambda: bool(gateway.links.stores), "the gateway knows the store")
+    await until(lambda: bool(gateway.connections.stores), "the gateway knows the store")
     client = house.client(address)
     listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
     assert sorted(item.tenant for item in listed.records) == ["alice"] * 3 + ["bob"] * 2
@@ -292,7 +292,7 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
     await store.stop()
     await store.start()
     await register()
-    await until(lambda: gateway.links.stores[0].address == store.address, "the new life is known")
+    await until(lambda: gateway.connections.stores[0].address == store.address, "the new life is known")
     await store.until("nvme", lambda stat: stat.num_records == 2, "the rest is found again")
     listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
     assert [(item.tenant, list(item.tiers)) for item in listed.records] == [("bob", ["nvme"])] * 2

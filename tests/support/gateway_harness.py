@@ -360,7 +360,7 @@ class GatewayHouse:
         return gateway, address
 
     def is_connected(self, gateway: Gateway) -> bool:
-        connected = [view for view in gateway.links.views() if view.takes_requests]
+        connected = [view for view in gateway.connections.views() if view.takes_requests]
         return len(connected) == len(self.replicas)
 
     def busy(self) -> list[ScriptedReplica]:
