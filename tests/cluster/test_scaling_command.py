@@ -165,7 +165,7 @@ def test_the_dashboard_and_the_token_are_found_as_ray_finds_them(tmp_path: Path)
         read_token("", tmp_path / "missing")
 
 
-class CommandHouse:
+class CommandHarness:
     """A dashboard, and what the command printed."""
 
     def __init__(self, dashboard: FakeDashboard, gateway: str, app: str = "tandem") -> None:
@@ -188,7 +188,7 @@ async def test_a_dry_run_orders_nothing_and_shows_the_cluster(house: GatewayHous
     await house.add_replica("d0", "decode")
     _, address = await house.add_gateway()
     async with FakeDashboard(two_pools()) as dashboard:
-        text = await CommandHouse(dashboard, address).scale("decode=3", dry_run=True)
+        text = await CommandHarness(dashboard, address).scale("decode=3", dry_run=True)
         assert dashboard.orders == []
     assert "nothing was changed" in text
     assert "what the Ray cluster has free is not known" in text
@@ -214,8 +214,8 @@ async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dash
 async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
     app = two_pools()
     async with FakeDashboard(app) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
-        working = asyncio.create_task(house.scale("decode=2", "prefill=1", wait_s=60.0))
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
+        working = asyncio.create_task(harness.scale("decode=2", "prefill=1", wait_s=60.0))
         while not dashboard.orders:
             await asyncio.sleep(0)
         app.pools["decode"].states = ["RUNNING", "STARTING"]
@@ -228,17 +228,17 @@ async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
 
 async def test_it_gives_up_waiting_and_says_that_serve_continues() -> None:
     async with FakeDashboard(two_pools()) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
         with pytest.raises(ScaleTimeoutError, match="Serve continues"):
-            await house.scale("decode=2", wait_s=0.001)
+            await harness.scale("decode=2", wait_s=0.001)
         assert dashboard.orders == [("decode", 2)]
 
 
 async def test_an_order_that_is_overruled_while_it_waits_is_told() -> None:
     app = two_pools()
     async with FakeDashboard(app) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
-        working = asyncio.create_task(house.scale("decode=2", wait_s=60.0))
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
+        working = asyncio.create_task(harness.scale("decode=2", wait_s=60.0))
         while not dashboard.orders:
             await asyncio.sleep(0)
         app.pools["decode"].target = 5
@@ -248,9 +248,9 @@ async def test_an_order_that_is_overruled_while_it_waits_is_told() -> None:
 
 async def test_an_application_that_does_not_run_is_named() -> None:
     async with FakeDashboard(two_pools()) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}", app="other")
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}", app="other")
         with pytest.raises(UnknownPoolError, match="no application 'other'; --app"):
-            await house.scale("decode=2")
+            await harness.scale("decode=2")
 
 
 async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(house: GatewayHouse) -> None:
@@ -268,14 +268,14 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(h
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
         await house.roster.register_gateway(record)
         await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
-        text = await CommandHouse(dashboard, address).scale("decode=1", dry_run=True)
+        text = await CommandHarness(dashboard, address).scale("decode=1", dry_run=True)
         assert "decode has this target already, and is pinned to it" in text
         assert (await house.roster.view(-1, 0.0)).pinned == view.pinned
-        text = await CommandHouse(dashboard, address).scale("decode=1", "prefill=2")
+        text = await CommandHarness(dashboard, address).scale("decode=1", "prefill=2")
         assert dashboard.orders == [("prefill", 2)]
         told = await house.roster.view(-1, 0.0)
         assert (dict(told.desired), set(told.pinned)) == ({"decode": 1}, {"decode"})
-        stranger = CommandHouse(dashboard, address)
+        stranger = CommandHarness(dashboard, address)
         stranger.door = stranger.door._replace(token="another")
         with pytest.raises(DashboardError, match="token"):
             await stranger.scale("decode=1")
