@@ -259,7 +259,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
 
 
 async def play_brain(order: dict[str, Any]) -> None:
-    core = EngineCore(
+    core = await EngineCore.launch(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
         role=order["role"],
@@ -273,7 +273,6 @@ async def play_brain(order: dict[str, Any]) -> None:
         clock=CLOCK,
         host="127.0.0.1",
     )
-    await core.start()
     record = ReplicaRecord(
         identity=core.identity,
         pool=order["role"],

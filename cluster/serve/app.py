@@ -142,7 +142,8 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._engine_core = EngineCore(
+        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
+        self._engine_core = await EngineCore.launch(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,
@@ -158,8 +159,6 @@ class ReplicaActor:
             faults=config.debug.fault_rules,
             store=own_store_name(config, life),
         )
-        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
-        await self._engine_core.start()
         registry = ray_registry(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from rich.console import Console
 from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
@@ -183,10 +183,10 @@ def two_pools() -> FakeApp:
     return FakeApp({"decode": FakePool(1, 1, list(RUNNING)), "prefill": FakePool(1, 1, list(RUNNING))})
 
 
-async def test_a_dry_run_orders_nothing_and_shows_the_cluster(house: GatewayHouse) -> None:
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway()
+async def test_a_dry_run_orders_nothing_and_shows_the_cluster(harness: GatewayHarness) -> None:
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
     async with FakeDashboard(two_pools()) as dashboard:
         text = await CommandHarness(dashboard, address).scale("decode=3", dry_run=True)
         assert dashboard.orders == []
@@ -196,11 +196,11 @@ async def test_a_dry_run_orders_nothing_and_shows_the_cluster(house: GatewayHous
 
 
 async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dashboard_is_asked(
-    house: GatewayHouse,
+    harness: GatewayHarness,
 ) -> None:
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway()
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
     work = ScaleWork(
         ScaleTarget(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
         Console(file=io.StringIO()),
@@ -253,27 +253,29 @@ async def test_an_application_that_does_not_run_is_named() -> None:
             await harness.scale("decode=2")
 
 
-async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(house: GatewayHouse) -> None:
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
+async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(
+    harness: GatewayHarness,
+) -> None:
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
     async with FakeDashboard(two_pools()) as dashboard:
 
         async def url() -> str:
             return dashboard.url
 
-        pin = functools.partial(house.roster.set_desired, pinned=True)
-        operations = Operations(url, pin, house.roster.release)
-        gateway, address = await house.add_gateway(house.config(console_port=0), operations)
-        view = await house.roster.view(-1, 0.0)
+        pin = functools.partial(harness.roster.set_desired, pinned=True)
+        operations = Operations(url, pin, harness.roster.release)
+        gateway, address = await harness.add_gateway(harness.config(console_port=0), operations)
+        view = await harness.roster.view(-1, 0.0)
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
-        await house.roster.register_gateway(record)
+        await harness.roster.register_gateway(record)
         await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
         text = await CommandHarness(dashboard, address).scale("decode=1", dry_run=True)
         assert "decode has this target already, and is pinned to it" in text
-        assert (await house.roster.view(-1, 0.0)).pinned == view.pinned
+        assert (await harness.roster.view(-1, 0.0)).pinned == view.pinned
         text = await CommandHarness(dashboard, address).scale("decode=1", "prefill=2")
         assert dashboard.orders == [("prefill", 2)]
-        told = await house.roster.view(-1, 0.0)
+        told = await harness.roster.view(-1, 0.0)
         assert (dict(told.desired), set(told.pinned)) == ({"decode": 1}, {"decode"})
         stranger = CommandHarness(dashboard, address)
         stranger.door = stranger.door._replace(token="another")
@@ -281,9 +283,9 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(h
             await stranger.scale("decode=1")
 
 
-async def test_releasing_without_a_console_says_what_to_set(house: GatewayHouse) -> None:
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway()
+async def test_releasing_without_a_console_says_what_to_set(harness: GatewayHarness) -> None:
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
     async with FakeDashboard(two_pools()) as dashboard:
         door = ScaleTarget(address, dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)
