@@ -70,7 +70,7 @@ class LinkedReplicas:
         store: str | None = None,
     ) -> EngineCore:
         """A started replica with a Link to it."""
-        core = EngineCore(
+        core = await EngineCore.launch(
             identity=ReplicaIdentity(name, 1),
             pool=role,
             role=role,
@@ -85,7 +85,6 @@ class LinkedReplicas:
             host="127.0.0.1",
             store=store,
         )
-        await core.start()
         stream = await open_link(core.address, "link", self._secret, "benchmark")
         stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
         self._cores[name] = core, stream

@@ -14,9 +14,8 @@ from scaling_harness import config, decoding, demand, history_of, prefilling
 
 from cluster.metrics.demand import Demand
 from cluster.roster.messages import ScalingMove
-from cluster.scaling.forecast import Moments
-from cluster.scaling.forecast_replicas import Load, both_need, decode_need, floors, prefill_need
-from cluster.scaling.rates import (
+from cluster.scaling.forecast import (
+    Moments,
     Rates,
     Sizes,
     StepCost,
@@ -25,6 +24,7 @@ from cluster.scaling.rates import (
     measured_work,
     step_cost,
 )
+from cluster.scaling.forecast_replicas import Load, both_need, decode_need, floors, prefill_need
 from cluster.scaling.samples import DemandMeter, History, ReplicaSample, Sample, last_changes
 
 RATES = Rates(
