@@ -1,4 +1,4 @@
-"""Tandem's service. The Python client is here: `from cluster import Client, BlockingClient, GenerateOptions`."""
+"""Tandem's service, and its Python client: `from cluster import Client, BlockingClient, GenerateOptions`."""
 
 from __future__ import annotations
 
