@@ -159,7 +159,7 @@ async def test_a_node_whose_lease_ended_holds_nothing(url: str, client: redis.Re
         await until_found(b, [1], [set()])
 
 
-async def test_a_node_that_goes_on_after_its_lease_had_ended_tells_all_again(
+async def test_a_node_that_continues_after_its_lease_had_ended_announces_all_again(
     url: str, client: redis.Redis
 ) -> None:
     clock = ManualClock()
@@ -190,7 +190,7 @@ async def test_a_node_that_leaves_holds_nothing_at_once(url: str, client: redis.
         assert await nodes(b, [1]) == [set()]
 
 
-async def test_what_an_earlier_owner_told_is_not_believed(url: str, client: redis.Redis) -> None:
+async def test_what_an_earlier_owner_announced_is_not_believed(url: str, client: redis.Redis) -> None:
     first, b = make_index(url, "a", epoch=1), make_index(url, "b")
     async with running(first, b):
         first.announce(record(1), "dram")
@@ -221,7 +221,7 @@ async def test_an_owner_that_was_replaced_announces_no_more(url: str) -> None:
             assert old.stat().num_announced == num_announced
 
 
-async def test_all_that_is_held_is_told_at_the_first_contact_and_refreshed(
+async def test_all_that_is_held_is_announced_at_the_first_contact_and_refreshed(
     url: str, client: redis.Redis
 ) -> None:
     clock = ManualClock()
@@ -240,7 +240,7 @@ async def test_all_that_is_held_is_told_at_the_first_contact_and_refreshed(
         assert a.stat().num_rebuilds == 0
 
 
-async def test_a_record_that_goes_while_all_is_told_does_not_come_back(url: str) -> None:
+async def test_a_record_that_goes_while_all_is_announced_does_not_come_back(url: str) -> None:
     clock = ManualClock()
     limits = QUICK._replace(batch=1, rebuild_pause_s=5.0)
     a, b = make_index(url, "a", clock=clock, limits=limits), make_index(url, "b")
@@ -254,7 +254,7 @@ async def test_a_record_that_goes_while_all_is_told_does_not_come_back(url: str)
         assert await nodes(b, [1, 2, 3]) == [{"a"}, set(), {"a"}]
 
 
-async def test_what_finds_no_room_is_dropped_and_told_later(url: str) -> None:
+async def test_what_does_not_fit_in_the_queue_is_dropped_and_announced_later(url: str) -> None:
     a = make_index(url, "a", limits=QUICK._replace(max_queued=3, batch=2))
     b = make_index(url, "b")
     held = [(record(number), "dram") for number in range(10)]

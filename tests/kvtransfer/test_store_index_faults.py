@@ -96,7 +96,7 @@ async def test_a_server_that_is_stopped_is_not_waited_for(server: RawRedis) -> N
         await until_found(b, [1, 2], [{"a"}, {"a"}])
 
 
-async def test_after_a_kill_and_a_restart_all_is_told_again(server: RawRedis) -> None:
+async def test_after_a_kill_and_a_restart_all_is_announced_again(server: RawRedis) -> None:
     a, b = make_index(server.url, "a", lease_s=3.0), make_index(server.url, "b")
     a.on_rebuild = lambda: [(record(1), "dram"), (record(2), "nvme")]
     async with running(a, b):
@@ -122,7 +122,7 @@ async def test_an_idle_index_notices_that_the_server_is_gone(server: RawRedis) -
         await until(lambda: index.stat().state == "up")
 
 
-async def test_after_a_flush_all_is_told_again(server: RawRedis) -> None:
+async def test_after_a_flush_all_is_announced_again(server: RawRedis) -> None:
     a, b = make_index(server.url, "a", lease_s=0.3), make_index(server.url, "b")
     held = [(record(number), "dram") for number in range(600)]
     a.on_rebuild = lambda: held  # type: ignore[assignment,return-value]
@@ -134,7 +134,7 @@ async def test_after_a_flush_all_is_told_again(server: RawRedis) -> None:
         await until_found(b, numbers, [{"a"}] * 600)
 
 
-async def test_a_server_that_lost_its_last_seconds_is_told_again(server: RawRedis) -> None:
+async def test_a_server_that_lost_its_last_seconds_is_filled_again(server: RawRedis) -> None:
     a, b = make_index(server.url, "a", lease_s=1.5), make_index(server.url, "b")
     a.on_rebuild = lambda: [(record(1), "dram")]
     async with running(a, b):
@@ -164,7 +164,7 @@ async def test_a_server_that_is_there_late_gets_all(tmp_path: Path) -> None:
     server.close()
 
 
-async def test_a_full_server_is_read_and_told_later(tmp_path: Path) -> None:
+async def test_a_full_server_is_read_and_written_later(tmp_path: Path) -> None:
     server = RawRedis(tmp_path, maxmemory="8mb", maxmemory_policy="noeviction")
     a, b = make_index(server.url, "a", lease_s=600.0), make_index(server.url, "b", lease_s=600.0)
     with server.client() as client:

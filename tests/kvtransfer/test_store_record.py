@@ -107,7 +107,7 @@ def test_half_a_page_is_an_error() -> None:
         decode_header(PAGE[:-1])
 
 
-def test_another_version_is_told_apart_from_damage() -> None:
+def test_another_version_is_distinguished_from_damage() -> None:
     rest = struct.pack("<II", 2, 3) + b"new"
     page = (PAGE[:8] + struct.pack("<Q", checksum(rest)) + rest).ljust(HEADER_BYTES, b"\0")
     with pytest.raises(OtherVersionError, match="version 2; this is version 1"):

@@ -1,4 +1,4 @@
-"""Both ends of a brain's wires to the store, played by a test."""
+"""Both ends of a engine_core's wires to the store, played by a test."""
 
 from __future__ import annotations
 

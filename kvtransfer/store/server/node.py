@@ -84,11 +84,11 @@ class StoreNode:
             await self._has_news.wait()
             self._has_news.clear()
             self._settle()
-            self.make_room()
+            self.compact_if_needed()
             if self._prefault is not None:
                 self._prefault.top_up()
 
-    def make_room(self) -> None:
+    def compact_if_needed(self) -> None:
         """Compact NVMe, if it is time."""
         if self.disk.needs_compaction:
             self._spawn(self.disk.compact(), "store-compact")

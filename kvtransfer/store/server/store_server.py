@@ -203,7 +203,7 @@ class StoreServer:
         while True:
             await self._clock.sleep(_TICK_S)
             self._node.catalog.free_orphans(is_running)
-            self._node.make_room()
+            self._node.compact_if_needed()
             self._send_rates()
 
     def _send_rates(self) -> None:
