@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from cluster.cli.bench_scaling import compare, outcome_json
+from cluster.cli.bench_traces import compare, scaling_json
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.rates import StepCost
 from cluster.scaling.simulation import Arrival, ServiceModel
@@ -53,7 +53,7 @@ def main() -> None:
     base_s = runs[0][1].total_replica_s
     for name, run in runs:
         ratio = round(run.total_replica_s / base_s, 2)
-        print(json.dumps({**outcome_json(name, run), "ratio": ratio}), flush=True)
+        print(json.dumps({**scaling_json(name, run), "ratio": ratio}), flush=True)
 
 
 if __name__ == "__main__":

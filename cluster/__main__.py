@@ -1,4 +1,4 @@
-"""Where the command `tandem` begins: a Ctrl-C or SIGTERM during the first seconds ends it without a word."""
+"""The entry point of `tandem` and `python -m cluster`; a signal during its imports ends it silently."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """The console script. The command line itself takes a second or more to import, and a signal in that time
-    has nothing to clean up."""
+    """Run the command line. Its imports take a second or more, and leave nothing to clean up on a signal."""
     numbers = signal.SIGINT, signal.SIGTERM
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():

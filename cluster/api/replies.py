@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from cluster.api.status import StatusThread
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.gateway.actions import Emit
 from cluster.gateway.history import RequestHistory
@@ -21,7 +22,6 @@ from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView
-from cluster.stores.store_admin import StoreAdmin
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from router.messages import Decision

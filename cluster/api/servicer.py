@@ -11,12 +11,12 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from cluster.api.replies import Reporter, delta_of, finished_of
+from cluster.api.store_admin import StoreAdmin
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError, to_grpc_status
 from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto import tandem_pb2 as pb
-from cluster.stores.store_admin import StoreAdmin
 from cluster.text.preprocess import Preprocessor
 from cluster.text.validation import Limits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run

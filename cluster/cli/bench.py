@@ -7,19 +7,43 @@ a request is sent is an argument, so the figures are tested without a cluster.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import grpc
 import numpy as np
+import plotext
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
-from cluster.errors import CallError
-from kvtransfer.common.clock import Clock
+from cluster.api.client import Client, GenerateOptions
+from cluster.cli.terminal import (
+    DEFAULT_ADDRESS,
+    NONE,
+    Address,
+    AsJson,
+    bundled_model,
+    err,
+    made_table,
+    out,
+    run,
+)
+from cluster.errors import BenchError, CallError
+from cluster.proto import tandem_pb2 as pb
+from kvtransfer.common.clock import Clock, SystemClock
+
+cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
 PERCENTILES = (50, 90, 99)
 # The knee of a sweep: the highest offered rate of which at least this share was good.
 KNEE_SHARE = 0.9
+_NUM_BINS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +86,7 @@ _OUTCOMES = {
 }
 
 
-class RequestRecord(NamedTuple):
+class BenchRequest(NamedTuple):
     """One request as its client saw it. `token_times` has one entry per output token (seconds)."""
 
     sent_at: float
@@ -95,7 +119,7 @@ class Objectives(NamedTuple):
     ttft_ms: float
     tpot_ms: float
 
-    def kept_by(self, record: RequestRecord) -> bool:
+    def kept_by(self, record: BenchRequest) -> bool:
         if record.outcome != "ok" or not record.token_times:
             return False
         tpot_s = record.tpot_s
@@ -103,13 +127,13 @@ class Objectives(NamedTuple):
 
 
 async def run_workload(
-    workload: Workload, send: Sender, clock: Clock, on_done: Callable[[RequestRecord], None]
-) -> list[RequestRecord]:
+    workload: Workload, send: Sender, clock: Clock, on_done: Callable[[BenchRequest], None]
+) -> list[BenchRequest]:
     """Send everything; returns the records in the order of sending."""
     slots = asyncio.Semaphore(workload.concurrency) if workload.concurrency > 0 else None
     started_at = clock.now()
 
-    async def one(prompt: list[int], arrival_s: float) -> RequestRecord:
+    async def one(prompt: list[int], arrival_s: float) -> BenchRequest:
         if (delay_s := started_at + arrival_s - clock.now()) > 0:
             await clock.sleep(delay_s)
         if slots is None:
@@ -128,8 +152,8 @@ async def _record(
     prompt: list[int],
     send: Sender,
     clock: Clock,
-    on_done: Callable[[RequestRecord], None],
-) -> RequestRecord:
+    on_done: Callable[[BenchRequest], None],
+) -> BenchRequest:
     sent_at, outcome, reason = clock.now(), "ok", ""
     times: list[float] = []
     try:
@@ -139,12 +163,12 @@ async def _record(
             outcome, reason = "failed", "it ended without a token"
     except CallError as error:
         outcome, reason = _OUTCOMES.get(error.code, "failed"), str(error)
-    record = RequestRecord(sent_at, clock.now(), len(prompt), tuple(times), outcome, reason)
+    record = BenchRequest(sent_at, clock.now(), len(prompt), tuple(times), outcome, reason)
     on_done(record)
     return record
 
 
-def summarize(records: Sequence[RequestRecord], objectives: Objectives) -> dict[str, Any]:
+def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, Any]:
     """The figures of one run as JSON values: milliseconds, tokens and requests a second.
 
     Latencies are of the requests that finished; `itl_ms` is over all gaps between consecutive tokens (tokens
@@ -199,3 +223,215 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     values = np.percentile(np.asarray(seconds), PERCENTILES) * 1e3
     figures = {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, values, strict=True)}
     return {**figures, "mean": float(np.mean(seconds)) * 1e3}
+
+
+# ----------------------------------------------------------------------------------------------
+# `tandem bench serve` and `tandem bench engine`: the commands, and what they show.
+
+
+async def run_serving_bench(
+    address: str,
+    workloads: Sequence[Workload],
+    objectives: Objectives,
+    timeout_s: float,
+    clock: Clock,
+    console: Console,
+    *,
+    as_json: bool,
+) -> None:
+    """Run the workloads one after the other; a table, a plot and with several rates the knee, or JSON lines.
+
+    A workload's `vocab_size` 0 becomes the served model's.
+    """
+    runs: list[tuple[str, dict[str, Any]]] = []
+    records: list[BenchRequest] = []
+    async with Client(address) as client:
+        model = (await client.models())[0]
+        for workload in workloads:
+            drawn = replace(workload, vocab_size=workload.vocab_size or model.vocab_size)
+            label = f"{drawn.rate_per_s:g} req/s" if drawn.rate_per_s > 0 else f"{drawn.concurrency} at once"
+            records = await _run_one(client, drawn, timeout_s, clock, console, label)
+            figures = {
+                "what": "serve",
+                "model": model.name,
+                "offered_per_s": drawn.rate_per_s or None,
+                "concurrency": drawn.concurrency or None,
+                "input_tokens": drawn.input_tokens,
+                "output_tokens": drawn.output_tokens,
+                "shared_prefix_tokens": drawn.shared_prefix_tokens,
+                "prefix_groups": drawn.num_groups,
+                **summarize(records, objectives),
+            }
+            runs.append((label, figures))
+            if as_json:
+                print(json.dumps(figures), flush=True)
+    reasons = [figures["first_reason"] for _, figures in runs if figures["first_reason"]]
+    if reasons and not any(figures["num_ok"] for _, figures in runs):
+        raise BenchError(f"no request finished; the first: {reasons[0]}")
+    rates = [(figures["offered_per_s"], figures["good_share"]) for _, figures in runs]
+    is_sweep = len(runs) > 1
+    if is_sweep and as_json:
+        print(json.dumps({"what": "knee", "offered_per_s": knee(rates)}))
+    if as_json:
+        return
+    console.print(bench_table(runs))
+    if reasons:
+        console.print(f"not every request finished; the first: {reasons[0]}", markup=False, soft_wrap=True)
+    if is_sweep:
+        points = [(figures["offered_per_s"], figures["goodput_per_s"]) for _, figures in runs]
+        console.print(sweep_plot(points, min(console.width, 100)))
+        best = knee(rates)
+        console.print(f"knee: {'below the lowest rate' if best is None else f'{best:g} req/s'}")
+    elif ttfts := [record.ttft_s * 1e3 for record in records if record.outcome == "ok"]:
+        console.print(histogram("TTFT", ttfts, min(console.width, 100)))
+
+
+async def _run_one(
+    client: Client, workload: Workload, timeout_s: float, clock: Clock, console: Console, label: str
+) -> list[BenchRequest]:
+    async def send(prompt: list[int], num_tokens: int) -> AsyncIterator[int]:
+        options = GenerateOptions(max_tokens=num_tokens, ignore_eos=True, seed=workload.seed)
+        events = aiter(client.generate(prompt, options, timeout_s=timeout_s, resume=False))
+        async for event in events:
+            if isinstance(event, pb.Delta) and event.token_ids:
+                yield len(event.token_ids)
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=workload.num_requests)
+        return await run_workload(workload, send, clock, lambda _: progress.advance(task))
+
+
+def engine_line(figures: dict[str, Any]) -> str:
+    """A line of the engine's benchmark: `prefill  tokens 512  batch 1  ...`."""
+    rest = "  ".join(f"{name} {value}" for name, value in figures.items() if name != "what")
+    return f"{figures['what']:<8} {rest}"
+
+
+def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    """One column a run of `cluster.cli.bench.summarize`, headed by its load."""
+    table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
+    figures = [figure for _, figure in runs]
+    table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in figures))
+    for name, key in (("refused", "num_refused"), ("timed out", "num_timed_out"), ("failed", "num_failed")):
+        if any(run[key] for run in figures):
+            table.add_row(name, *(str(run[key]) for run in figures))
+    for name, key in (
+        ("requests/s", "requests_per_s"),
+        ("input tokens/s", "input_tok_s"),
+        ("output tokens/s", "output_tok_s"),
+    ):
+        table.add_row(name, *(f"{run[key]:.1f}" for run in figures))
+    for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms")):
+        for rank in PERCENTILES:
+            cells = (f"{run[key][f'p{rank}']:.1f}" if run[key] else NONE for run in figures)
+            table.add_row(f"{name} p{rank}, ms", *cells)
+    table.add_row("goodput, requests/s", *(f"{run['goodput_per_s']:.1f}" for run in figures))
+    table.add_row("good", *(f"{run['good_share']:.0%}" for run in figures))
+    return table
+
+
+def histogram(name: str, values_ms: Sequence[float], width: int) -> Text:
+    """The distribution of a latency, in text."""
+    figure = _empty_figure(f"{name}, ms", width, 12)
+    figure.draw(figure.hist(list(values_ms), bins=_NUM_BINS))
+    return Text(plotext.uncolorize(str(figure.build())))
+
+
+def sweep_plot(points: Sequence[tuple[float, float]], width: int) -> Text:
+    """Goodput against offered load, both in requests a second, beside the line where they are equal."""
+    rates = [rate for rate, _ in points]
+    figure = _empty_figure("goodput against offered load, requests/s", width, 16)
+    for label, values, marker in (("offered", rates, "."), ("good", [good for _, good in points], "o")):
+        figure.draw(figure.signal(rates, values, marker=marker).lines().label(label))
+    return Text(plotext.uncolorize(str(figure.build())))
+
+
+def _empty_figure(title: str, width: int, height: int) -> Any:
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, height)
+    figure.title(title)
+    return figure
+
+
+@cli.command("serve")
+def bench_serve(
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, without a rate.")] = 8,
+    rate: Annotated[float, typer.Option(min=0, help="Poisson arrivals a second, without a limit.")] = 0.0,
+    sweep: Annotated[str, typer.Option(help="Rates to run one after the other: 1,2,4,8.")] = "",
+    input_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that a group of prompts shares.")] = 0,
+    prefix_groups: Annotated[int, typer.Option(min=1)] = 1,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0)] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 100.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds; a later answer is lost.")] = 60.0,
+) -> None:
+    """Load a running cluster; latencies, throughput and goodput."""
+    rates = [_positive(part) for part in sweep.split(",")] if sweep else [rate]
+    workloads = [
+        Workload(
+            num_requests=requests,
+            concurrency=0 if value > 0 else concurrency,
+            rate_per_s=value,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            shared_prefix_tokens=shared_prefix,
+            num_groups=prefix_groups,
+            seed=seed + index,
+            vocab_size=0,
+        )
+        for index, value in enumerate(rates)
+    ]
+    objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
+    console = err if as_json else out
+    run(run_serving_bench(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json))
+
+
+@cli.command("engine")
+def bench_engine(
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2048",
+    decode_batch: Annotated[str, typer.Option(help="Sequences a step.")] = "1,4,8,16",
+    context: Annotated[int, typer.Option(min=1, help="Prompt length of the decode figures.")] = 128,
+    repeat: Annotated[int, typer.Option(min=1)] = 3,
+    block_tokens: Annotated[int, typer.Option()] = 64,
+    device: Annotated[str, typer.Option()] = "cpu",
+    peer: Annotated[str, typer.Option(help='"transformers": measured beside, in the same run.')] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits."""
+    from workers.rank.engine_bench import run_engine_bench  # here: it imports torch
+
+    if peer not in ("", "transformers"):
+        raise typer.BadParameter("only transformers", param_hint="--peer")
+    run_engine_bench(
+        model or bundled_model(),
+        dtype,
+        threads,
+        [int(_positive(part)) for part in prefill.split(",")],
+        [int(_positive(part)) for part in decode_batch.split(",")],
+        context,
+        lambda line: print(json.dumps(line) if as_json else engine_line(line), flush=True),
+        repeat,
+        peer=bool(peer),
+        block_tokens=block_tokens,
+        device=device,
+    )
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
+    return value

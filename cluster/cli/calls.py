@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
-from cluster.cli.bench import Objectives, RequestRecord, Workload, knee, run_workload, summarize
-from cluster.cli.display import bench_table, explain_view, histogram, status_view, sweep_plot
-from cluster.errors import BenchError
+from cluster.cli.store import members_table, tiers_table
+from cluster.cli.terminal import NONE, made_table, traffic_line
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.validation import check_values
-from kvtransfer.common.clock import Clock
 
 
 async def generate(
@@ -98,74 +98,238 @@ async def explain(address: str, request_id: str, console: Console, *, as_json: b
         console.print(explain_view(reply))
 
 
-async def bench_serve(
-    address: str,
-    workloads: Sequence[Workload],
-    objectives: Objectives,
-    timeout_s: float,
-    clock: Clock,
-    console: Console,
-    *,
-    as_json: bool,
-) -> None:
-    """Run the workloads one after the other; a table, a plot and with several rates the knee, or JSON lines.
+# ----------------------------------------------------------------------------------------------
+# What the commands show: tables, the matrix of paths. Messages of the API in, rich objects out.
 
-    A workload's `vocab_size` 0 becomes the served model's.
-    """
-    runs: list[tuple[str, dict[str, Any]]] = []
-    records: list[RequestRecord] = []
-    async with Client(address) as client:
-        model = (await client.models())[0]
-        for workload in workloads:
-            drawn = replace(workload, vocab_size=workload.vocab_size or model.vocab_size)
-            label = f"{drawn.rate_per_s:g} req/s" if drawn.rate_per_s > 0 else f"{drawn.concurrency} at once"
-            records = await _run(client, drawn, timeout_s, clock, console, label)
-            figures = {
-                "what": "serve",
-                "model": model.name,
-                "offered_per_s": drawn.rate_per_s or None,
-                "concurrency": drawn.concurrency or None,
-                "input_tokens": drawn.input_tokens,
-                "output_tokens": drawn.output_tokens,
-                "shared_prefix_tokens": drawn.shared_prefix_tokens,
-                "prefix_groups": drawn.num_groups,
-                **summarize(records, objectives),
-            }
-            runs.append((label, figures))
-            if as_json:
-                print(json.dumps(figures), flush=True)
-    reasons = [figures["first_reason"] for _, figures in runs if figures["first_reason"]]
-    if reasons and not any(figures["num_ok"] for _, figures in runs):
-        raise BenchError(f"no request finished; the first: {reasons[0]}")
-    rates = [(figures["offered_per_s"], figures["good_share"]) for _, figures in runs]
-    is_sweep = len(runs) > 1
-    if is_sweep and as_json:
-        print(json.dumps({"what": "knee", "offered_per_s": knee(rates)}))
-    if as_json:
-        return
-    console.print(bench_table(runs))
-    if reasons:
-        console.print(f"not every request finished; the first: {reasons[0]}", markup=False, soft_wrap=True)
-    if is_sweep:
-        points = [(figures["offered_per_s"], figures["goodput_per_s"]) for _, figures in runs]
-        console.print(sweep_plot(points, min(console.width, 100)))
-        best = knee(rates)
-        console.print(f"knee: {'below the lowest rate' if best is None else f'{best:g} req/s'}")
-    elif ttfts := [record.ttft_s * 1e3 for record in records if record.outcome == "ok"]:
-        console.print(histogram("TTFT", ttfts, min(console.width, 100)))
+# Columns of a table's own at its sides.
+_EDGES = 2
+# Replicas report several times a second; an older report is worth a note.
+_LATE_S = 3.0
 
 
-async def _run(
-    client: Client, workload: Workload, timeout_s: float, clock: Clock, console: Console, label: str
-) -> list[RequestRecord]:
-    async def send(prompt: list[int], num_tokens: int) -> AsyncIterator[int]:
-        options = GenerateOptions(max_tokens=num_tokens, ignore_eos=True, seed=workload.seed)
-        events = aiter(client.generate(prompt, options, timeout_s=timeout_s, resume=False))
-        async for event in events:
-            if isinstance(event, pb.Delta) and event.token_ids:
-                yield len(event.token_ids)
+def status_view(
+    status: pb.StatusResponse,
+    stores: Sequence[pb.StoreNodeStat] = (),
+    paths: Sequence[pb.ReplicaPaths] = (),
+) -> Group:
+    """The pools, the replicas, the matrix of measured paths between them, the stores and their tiers, the
+    gateways."""
+    model = status.model
+    head = Text(
+        f"{model.name}: {'ready' if status.ready else 'not ready'}; "
+        f"context {model.max_context_tokens} tokens, blocks of {model.block_tokens}\n"
+        f"requests: {status.num_running_requests} running, {status.num_finished_requests} finished, "
+        f"{status.num_cancelled_requests} cancelled, {status.num_failed_requests} failed\n"
+    )
+    parts: list[RenderableType] = [head, *pool_parts(status), _replica_table(status.replicas)]
+    by_replica = {replica.replica_id: replica.paths for replica in paths}
+    parts += [
+        Text(f"{replica.replica_id}: {note}")
+        for replica in status.replicas
+        for note in _replica_notes(replica, by_replica.get(replica.replica_id, ()))
+    ]
+    if any(by_replica.values()):
+        parts.append(_PathMatrix(paths))
+    if status.stores:
+        parts.append(members_table(status.stores))
+    if stores:
+        parts.append(tiers_table(stores))
+    if len(status.traffic) > 1:
+        parts.append(Text(f"traffic: {traffic_line(status.traffic)}\n"))
+    gateways = made_table("gateways", "gateway", "address", "process", "console")
+    for gateway in status.gateways:
+        console = f"http://{gateway.console}/console" if gateway.console else NONE
+        gateways.add_row(gateway.gateway_id, gateway.address, str(gateway.process_id), console)
+    return Group(*parts, gateways)
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(label, total=workload.num_requests)
-        return await run_workload(workload, send, clock, lambda _: progress.advance(task))
+
+def explain_view(explained: pb.ExplainResponse) -> Group:
+    """Every decision with all its candidates, the chosen ones marked, and what happened when."""
+    end = f"{explained.state}: {explained.reason}" if explained.reason else explained.state
+    parts: list[RenderableType] = [Text(f"{explained.request_id}: {end}\n")]
+    for decision in explained.decisions:
+        parts += [_candidate_table(decision)]
+        parts += [
+            Text(f"{candidate.replica_id} ({candidate.side}): {candidate.note}")
+            for candidate in decision.candidates
+            if candidate.note
+        ]
+    timeline = made_table("timeline", "ms", "event", "detail")
+    for event in explained.timeline:
+        timeline.add_row(f"{event.at_ms:.1f}", event.name, event.detail)
+    return Group(*parts, timeline)
+
+
+def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
+    numbers = "run/\nwait", "free\nblocks", "cached", "prefill\ntok/s", "step\nms", "moved\nGB/s"
+    table = made_table("replicas", "replica", "role", "state", numbers=numbers)
+    for replica in replicas:
+        load = replica.load
+        table.add_row(
+            replica.replica_id,
+            f"{_roles(replica)}\n{_shape(replica)}".strip(),
+            replica.state,
+            f"{load.num_running}/{load.num_waiting}",
+            f"{load.num_free_blocks}/{load.num_total_blocks}",
+            str(load.num_cached_blocks),
+            _rate(load.prefill_tok_s, 0),
+            _rate(load.decode_step_ms, 1),
+            _rate(load.transfer_gb_s, 2),
+        )
+    return table
+
+
+def _roles(replica: pb.Replica) -> str:
+    """`decode`, or `decode (of prefill)` while it is lent."""
+    is_lent = replica.home_role not in ("", replica.role)
+    return f"{replica.role} (of {replica.home_role})" if is_lent else replica.role
+
+
+def _shape(replica: pb.Replica) -> str:
+    """`2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
+    layers = replica.stage_layers
+    if replica.tp * len(layers) <= 1:
+        return ""
+    split = f" ({'+'.join(map(str, layers))})" if len(layers) > 1 else ""
+    return f"{replica.tp}x{len(layers)}{split}"
+
+
+def _replica_notes(replica: pb.Replica, paths: Iterable[pb.Path]) -> list[str]:
+    """What should not be: each a line, and none for a healthy replica."""
+    load = replica.load
+    counts = (
+        (load.num_checksum_failures, "pieces failed their checksum and were computed again"),
+        (load.num_quarantined_blocks, "blocks in quarantine"),
+        (load.num_leaked_blocks, "blocks referenced although nothing runs"),
+        (load.num_unstored_blocks.get("failed", 0), "finished blocks could not be written to the store"),
+        (load.num_store_checksum_failures, "records of the store failed their checksum and were computed"),
+    )
+    notes = [replica.note] if replica.note else []
+    if load.age_s > _LATE_S:
+        notes.append(f"its last report is {load.age_s:.0f} s old")
+    notes += [_path_note(path) for path in paths if path.instead_of]
+    return notes + [f"{number} {meaning}" for number, meaning in counts if number]
+
+
+def _path_note(path: pb.Path) -> str:
+    if not path.transport:
+        return f"cannot write to {path.peer_replica_id}: {path.instead_of}"
+    return (
+        f"rank {path.rank} writes to {path.peer_replica_id} rank {path.peer_rank} over {path.transport} "
+        f"({path.device}), {path.gb_s:.2f} GB/s: {path.instead_of}"
+    )
+
+
+def _candidate_table(decision: pb.Decision) -> Table:
+    title = f"attempt {decision.attempt}, policy {decision.policy}: {decision.reason}"
+    numbers = "matched", "uncached", "backlog", "transfer", "pressure", "cost"
+    table = made_table(title, "", "replica", "side", numbers=numbers)
+    chosen = {("prefill", decision.prefill), ("decode" if decision.prefill else "local", decision.decode)}
+    for candidate in decision.candidates:
+        table.add_row(
+            "[green]*[/]" if (candidate.side, candidate.replica_id) in chosen else "",
+            candidate.replica_id,
+            candidate.side,
+            str(candidate.matched_tokens),
+            str(candidate.uncached_tokens),
+            f"{candidate.backlog_tokens:.0f}",
+            f"{candidate.transfer_tokens:.0f}",
+            f"{candidate.pressure_tokens:.0f}",
+            f"{candidate.cost:.1f}",
+        )
+    return table
+
+
+class _PathMatrix:
+    """Rows write, columns receive; each cell sums up the paths between the ranks of the two. As many columns
+    a table as the width allows."""
+
+    def __init__(self, replicas: Sequence[pb.ReplicaPaths]) -> None:
+        cells: dict[tuple[str, str], list[pb.Path]] = {}
+        for replica in replicas:
+            for path in replica.paths:
+                cells.setdefault((replica.replica_id, path.peer_replica_id), []).append(path)
+        self._sources = sorted({source for source, _ in cells})
+        self._targets = sorted({target for _, target in cells})
+        self._cells = {pair: _path_cell(paths) for pair, paths in cells.items()}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left = list(self._targets)
+        while left:
+            shown, left = self._split(left, options.max_width)
+            table = made_table("paths (rows write to columns; the slowest of several)", "from", *shown)
+            for source in self._sources:
+                table.add_row(source, *(self._cells.get((source, target), NONE) for target in shown))
+            yield table
+
+    def _split(self, targets: list[str], width: int) -> tuple[list[str], list[str]]:
+        """Those that fit beside the sources (at least one), and the others."""
+        left = width - _EDGES - max(len(source) for source in self._sources)
+        for index, target in enumerate(targets):
+            cells = (self._cells.get((source, target), "") for source in self._sources)
+            lines = (Text.from_markup(cell).plain.split("\n") for cell in cells)
+            left -= 1 + max(len(target), *(len(line) for cell in lines for line in cell))
+            if left < 0 and index > 0:
+                return targets[:index], targets[index:]
+        return targets, []
+
+
+def _path_cell(paths: Sequence[pb.Path]) -> str:
+    """A line `shm memory x3` for each transport, then `5.80 GB/s 3 us`; warnings are yellow."""
+    if not all(path.transport for path in paths):
+        return "[red]none[/]"
+    kinds = Counter(f"{path.transport} {path.device}" for path in paths)
+    lines = [f"{kind} x{count}" if len(paths) > 1 else kind for kind, count in sorted(kinds.items())]
+    gb_s, latency_us = min(path.gb_s for path in paths), max(path.latency_us for path in paths)
+    cell = "\n".join([*lines, f"{gb_s:.2f} GB/s {latency_us:.0f} us"])
+    return f"[yellow]{cell}[/]" if any(path.instead_of for path in paths) else cell
+
+
+def _rate(value: float, num_digits: int) -> str:
+    return f"{value:.{num_digits}f}" if value else NONE
+
+
+# ----------------------------------------------------------------------------------------------
+# The pools as `tandem status` shows them: what is wanted, what there is, and what changed lately.
+
+_NUM_MOVES = 5
+
+
+def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
+    """A table of the pools, then the latest changes, oldest first."""
+    if not status.pools:
+        return []
+    parts: list[RenderableType] = [_table(status.pools)]
+    parts += [Text(move_line(move)) for move in status.moves[-_NUM_MOVES:]]
+    return [*parts, Text("")] if status.moves else parts
+
+
+def move_line(move: pb.ScalingMove) -> str:
+    """`2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
+    at = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    counts = f" {move.before} -> {move.after}" if move.before != move.after else ""
+    return f"{at} {move.pool}{counts} by {move.by}: {move.reason}"
+
+
+def _table(pools: Sequence[pb.Pool]) -> Table:
+    numbers = "configured", "desired", "ready", "lent", "limits"
+    table = made_table("pools", "pool", "role", "chosen by", numbers=numbers)
+    for pool in pools:
+        late = pool.num_ready != pool.desired
+        table.add_row(
+            pool.name,
+            pool.role,
+            _chosen_by(pool),
+            str(pool.configured),
+            str(pool.desired),
+            f"[yellow]{pool.num_ready}[/]" if late else str(pool.num_ready),
+            str(pool.num_lent) if pool.num_lent else NONE,
+            f"{pool.min}-{pool.max}" if pool.max else NONE,
+        )
+    return table
+
+
+def _chosen_by(pool: pb.Pool) -> str:
+    if pool.pinned:
+        return "operator (pinned)"
+    return "autoscaler" if pool.max else "configuration" if pool.desired == pool.configured else "nobody now"

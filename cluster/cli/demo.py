@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from cluster.api.client import Client, Collector, GenerateOptions
-from cluster.cli.display import DemoRow, demo_table, progress_line, stages
+from cluster.cli.store import loaded_text
+from cluster.cli.terminal import NONE, made_table, progress_line, stages
 from cluster.config import default_config
 from cluster.errors import StartError
 from cluster.proto import tandem_pb2 as pb
@@ -147,3 +151,42 @@ async def _send(client: Client, prompt: str, console: Console) -> DemoRow:
         transport=timing.transport,
         loaded=loaded,
     )
+
+
+class DemoRow(NamedTuple):
+    """One request of the demonstration. Times are milliseconds, rates 1e9 bytes a second."""
+
+    prefill: str
+    decode: str
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    itl_ms: float
+    transfer_gb_s: float
+    transport: str
+    # Of the cached tokens: those that a tier of the store had.
+    loaded: dict[str, int] = {}
+
+
+def demo_table(rows: Sequence[DemoRow]) -> Table:
+    """What the requests of the demonstration met, one row each."""
+    numbers = "cached\ntokens", "TTFT\nms", "ITL\nms", "transfer\nGB/s"
+    table = made_table(
+        "requests that share a prefix", "", "prefill replica", "decode replica", numbers=numbers
+    )
+    if any(row.prefill == row.decode for row in rows):
+        table.caption = "the same replica twice: it held most of the prompt and computed the rest itself"
+        table.caption_justify = "left"
+    for number, row in enumerate(rows, 1):
+        cached = f"{row.cached_tokens} of {row.prompt_tokens}"
+        loaded = loaded_text(row.loaded)
+        table.add_row(
+            str(number),
+            row.prefill,
+            row.decode,
+            (f"[green]{cached}[/]" if row.cached_tokens else cached) + (f"\n{loaded}" if loaded else ""),
+            f"{row.ttft_ms:.1f}",
+            f"{row.itl_ms:.1f}",
+            f"{row.transfer_gb_s:.2f} {row.transport}" if row.transport else NONE,
+        )
+    return table

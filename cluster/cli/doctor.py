@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.terminal import AsJson, err, out, run
+from cluster.cli.terminal import BUNDLED_MODEL, AsJson, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
 from cluster.doctor.checks import Finding, Severity, as_json, exit_status, worst_first
 from cluster.errors import CallError, ConfigError
@@ -22,7 +22,6 @@ from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
 from workers.model.model_config import read_model_config
 
-_BUNDLED_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 _STYLES = {
     Severity.OK: "green",
     Severity.NOTE: "cyan",
@@ -102,13 +101,13 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def _add(table: Table, finding: Finding) -> None:
-    verdict, style = finding.verdict, _STYLES[finding.severity]
+    result, style = finding.result, _STYLES[finding.severity]
     dim = "dim" if finding.severity is Severity.OK else ""
-    table.add_row(Text(str(finding.severity), style), Text(finding.check, dim), Text(verdict.seen, dim))
-    if verdict.why:
-        table.add_row("", "", Text(verdict.why, "dim"))
-    if verdict.remedy:
-        table.add_row("", "", Text(f"-> {verdict.remedy}"))
+    table.add_row(Text(str(finding.severity), style), Text(finding.check, dim), Text(result.seen, dim))
+    if result.why:
+        table.add_row("", "", Text(result.why, "dim"))
+    if result.remedy:
+        table.add_row("", "", Text(f"-> {result.remedy}"))
 
 
 def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfig | None, list[Finding]]:
@@ -118,9 +117,9 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
     try:
         if file is not None:
             config = load_config(file)
-        elif _BUNDLED_MODEL.is_dir():
-            context_tokens = read_model_config(_BUNDLED_MODEL).max_context_tokens
-            config = default_config(_BUNDLED_MODEL, context_tokens=context_tokens)
+        elif BUNDLED_MODEL.is_dir():
+            context_tokens = read_model_config(BUNDLED_MODEL).max_context_tokens
+            config = default_config(BUNDLED_MODEL, context_tokens=context_tokens)
         elif address:
             return None, []
         else:
@@ -135,7 +134,7 @@ def _machine(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
 ) -> list[Finding]:
     from cluster.doctor.checks import CheckContext
-    from cluster.doctor.run_checks import examine_machine
+    from cluster.doctor.run_checks import run_machine_checks
     from cluster.serve.machine import Machine
     from cluster.serve.memory import needs_of
 
@@ -143,7 +142,7 @@ def _machine(
         needs = needs_of(config)
     except CheckpointError:
         needs = None  # the checks of the model say so
-    case = CheckContext(
+    context = CheckContext(
         machine=Machine(),
         config=config,
         needs=needs,
@@ -152,15 +151,15 @@ def _machine(
         ray_address=ray_address,
         is_running=is_running,
     )
-    return examine_machine(case)
+    return run_machine_checks(context)
 
 
 async def _cluster(
     address: str, seconds: float, config: ClusterConfig | None, findings: list[Finding]
 ) -> None:
     """Adds to `findings`."""
-    from cluster.doctor.live import Expected, look
-    from cluster.doctor.run_checks import examine_cluster, unreachable
+    from cluster.doctor.checks import Expected, look
+    from cluster.doctor.run_checks import run_cluster_checks, unreachable
 
     try:
         version = importlib.metadata.version("tandem-serve")
@@ -173,4 +172,4 @@ async def _cluster(
     except CallError as problem:
         findings.append(unreachable(address, str(problem)))
         return
-    findings += examine_cluster(live)
+    findings += run_cluster_checks(live)

@@ -1,8 +1,7 @@
-"""The command line, `tandem`; the only module that reads the environment. `python -m cluster` is the same."""
+"""The command line, `tandem`; the only module that reads the environment."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -13,11 +12,8 @@ import typer
 
 from cluster.api.client import GenerateOptions, Turn
 from cluster.cli import calls
-from cluster.cli.bench import Objectives, Workload
-from cluster.cli.bench_scaling import bench_scaling
-from cluster.cli.bench_store import DEFAULT_DEVICE_BLOCKS, DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS
-from cluster.cli.bench_store import bench_store as run_store_bench
-from cluster.cli.display import engine_line, progress_line, stages
+from cluster.cli.bench import cli as bench_cli
+from cluster.cli.bench_traces import bench_scaling, bench_store
 from cluster.cli.doctor import doctor
 from cluster.cli.scale import scale
 from cluster.cli.store import cli as store_cli
@@ -26,25 +22,23 @@ from cluster.cli.terminal import (
     Address,
     AsJson,
     Timeout,
+    bundled_model,
     catch_signals,
     die,
     die_at_once,
     err,
     out,
+    progress_line,
     run,
     show_version,
+    stages,
 )
-from cluster.cli.traffic import traffic
-from cluster.cli.update import HOST_HELP, serve_config, update
+from cluster.cli.update import HOST_HELP, serve_config, traffic, update
 from cluster.config import ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 
-_TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
-_DRAM_BLOCKS, _NVME_BLOCKS = (
-    ",".join(map(str, sizes)) for sizes in (DEFAULT_DRAM_BLOCKS, DEFAULT_NVME_BLOCKS)
-)
 _HELP = "Serve a large language model on Ray, with prefill and decode in separate pools."
 # For Ray and for every process below this one, where the environment does not say otherwise.
 _ENVIRONMENT = {
@@ -67,9 +61,9 @@ cli = typer.Typer(
     help=_HELP,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
-cli.add_typer(bench, name="bench")
-bench.command("scaling")(bench_scaling)
+cli.add_typer(bench_cli, name="bench")
+bench_cli.command("store")(bench_store)
+bench_cli.command("scaling")(bench_scaling)
 cli.add_typer(store_cli, name="store")
 cli.command()(update)
 cli.command()(traffic)
@@ -123,7 +117,7 @@ def serve(
     from cluster.serve.launcher import Service  # here: only this command and the demo need Ray
 
     config = serve_config(
-        file, model or (None if file else _bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
+        file, model or (None if file else bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
     )
     config = _with_redis(config)
     service = Service(config, SystemClock(), ray_address=ray_address)
@@ -161,7 +155,7 @@ def demo() -> None:
     from cluster.cli.demo import run_demo  # here, as above
 
     try:
-        run_demo(_bundled_model(), SystemClock(), interrupted, out)
+        run_demo(bundled_model(), SystemClock(), interrupted, out)
     except StartError as error:
         if interrupted.is_set():
             die(str(error), interrupted.status)
@@ -232,105 +226,10 @@ def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson
     run(calls.explain(address, request_id, out, as_json=as_json))
 
 
-@bench.command("serve")
-def bench_serve(
-    address: Address = DEFAULT_ADDRESS,
-    as_json: AsJson = False,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, without a rate.")] = 8,
-    rate: Annotated[float, typer.Option(min=0, help="Poisson arrivals a second, without a limit.")] = 0.0,
-    sweep: Annotated[str, typer.Option(help="Rates to run one after the other: 1,2,4,8.")] = "",
-    input_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that a group of prompts shares.")] = 0,
-    prefix_groups: Annotated[int, typer.Option(min=1)] = 1,
-    slo_ttft_ms: Annotated[float, typer.Option(min=0)] = 1000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 100.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds; a later answer is lost.")] = 60.0,
-) -> None:
-    """Load a running cluster; latencies, throughput and goodput."""
-    rates = [_positive(part) for part in sweep.split(",")] if sweep else [rate]
-    workloads = [
-        Workload(
-            num_requests=requests,
-            concurrency=0 if value > 0 else concurrency,
-            rate_per_s=value,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            shared_prefix_tokens=shared_prefix,
-            num_groups=prefix_groups,
-            seed=seed + index,
-            vocab_size=0,
-        )
-        for index, value in enumerate(rates)
-    ]
-    objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
-    console = err if as_json else out
-    run(calls.bench_serve(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json))
-
-
-@bench.command("engine")
-def bench_engine(
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    threads: Annotated[int, typer.Option(min=1)] = 2,
-    prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2048",
-    decode_batch: Annotated[str, typer.Option(help="Sequences a step.")] = "1,4,8,16",
-    context: Annotated[int, typer.Option(min=1, help="Prompt length of the decode figures.")] = 128,
-    repeat: Annotated[int, typer.Option(min=1)] = 3,
-    block_tokens: Annotated[int, typer.Option()] = 64,
-    device: Annotated[str, typer.Option()] = "cpu",
-    peer: Annotated[str, typer.Option(help='"transformers": measured beside, in the same run.')] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits."""
-    from workers.rank.engine_bench import run_engine_bench  # here: it imports torch
-
-    if peer not in ("", "transformers"):
-        raise typer.BadParameter("only transformers", param_hint="--peer")
-    run_engine_bench(
-        model or _bundled_model(),
-        dtype,
-        threads,
-        [int(_positive(part)) for part in prefill.split(",")],
-        [int(_positive(part)) for part in decode_batch.split(",")],
-        context,
-        lambda line: print(json.dumps(line) if as_json else engine_line(line), flush=True),
-        repeat,
-        peer=bool(peer),
-        block_tokens=block_tokens,
-        device=device,
-    )
-
-
-@bench.command("store")
-def bench_store(
-    trace: Annotated[
-        Path, typer.Option(help="Requests with their blocks, in Mooncake's format (JSON lines).")
-    ],
-    device_blocks: Annotated[
-        int, typer.Option(min=0, help="What the replicas hold.")
-    ] = DEFAULT_DEVICE_BLOCKS,
-    dram_blocks: Annotated[str, typer.Option(help="Sizes of the host tier.")] = _DRAM_BLOCKS,
-    nvme_blocks: Annotated[str, typer.Option(help="Sizes of the NVMe tier.")] = _NVME_BLOCKS,
-    as_json: AsJson = False,
-) -> None:
-    """Replay a trace through the store's policies, without a cluster: hit rates against the ideal, writes."""
-    sizes = _whole_numbers(dram_blocks), _whole_numbers(nvme_blocks)
-    run_store_bench(trace, device_blocks, *sizes, err if as_json else out, as_json=as_json)
-
-
 def _with_redis(config: ClusterConfig) -> ClusterConfig:
     """The index server of the environment, where the file names none."""
     url = config.store.redis_url or os.environ.get("REDIS_URL", "")
     return config.model_copy(update={"store": config.store.model_copy(update={"redis_url": url})})
-
-
-def _bundled_model() -> Path:
-    if not _TINY.is_dir():
-        raise typer.BadParameter("no model is bundled with this installation; name one", param_hint="--model")
-    return _TINY
 
 
 def _standard_input() -> str:
@@ -346,23 +245,3 @@ def _token_place() -> str:
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return "none: RAY_AUTH_MODE is disabled"
     return f"in {os.environ.get('RAY_AUTH_TOKEN_PATH') or Path.home() / '.ray' / 'auth_token'}"
-
-
-def _whole_numbers(text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = [-1]
-    if min(values) < 0:
-        raise typer.BadParameter(f"expected whole numbers from 0 between commas, not {text!r}")
-    return values
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
-    return value

@@ -1,15 +1,22 @@
-"""`tandem store`: what the tiers of all nodes hold, whether it is whole, and deleting it."""
+"""`tandem store`: list, measure, verify and purge what the tiers of all nodes hold."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
-from cluster.cli import store_calls
-from cluster.cli.store_calls import Selection
-from cluster.cli.terminal import DEFAULT_ADDRESS, Address, AsJson, Timeout, out, run
-from cluster.stores.store_admin import DEFAULT_LIMIT, MAX_LIMIT
+from cluster.api.client import Client
+from cluster.api.json_text import as_dict
+from cluster.api.store_admin import DEFAULT_LIMIT, MAX_LIMIT
+from cluster.cli.terminal import DEFAULT_ADDRESS, NONE, Address, AsJson, Timeout, made_table, out, run
+from cluster.errors import StoreAwayError
+from cluster.proto import tandem_pb2 as pb
 
 cli = typer.Typer(no_args_is_help=True, help="The tiered store of every node: list, measure, verify, purge.")
 
@@ -28,13 +35,13 @@ def list_records(
     limit: Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records of each node.")] = DEFAULT_LIMIT,
 ) -> None:
     """Records, the most recently used first."""
-    run(store_calls.list_records(address, Selection(tenant, model), limit, out, as_json=as_json))
+    run(show_records(address, Selection(tenant, model), limit, out, as_json=as_json))
 
 
 @cli.command()
 def stat(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Every tier of every node: room, hits, writes, failures; the index; what each tenant holds."""
-    run(store_calls.stat(address, out, as_json=as_json))
+    run(show_stat(address, out, as_json=as_json))
 
 
 @cli.command()
@@ -46,7 +53,7 @@ def verify(
     timeout: Timeout = None,
 ) -> None:
     """Read every record of every tier, compare checksums; bad ones are dropped, and fail the command."""
-    run(store_calls.verify(address, Selection(tenant, model), timeout, out, as_json=as_json))
+    run(verify_records(address, Selection(tenant, model), timeout, out, as_json=as_json))
 
 
 @cli.command()
@@ -68,4 +75,337 @@ def purge(
         typer.confirm(
             f"Delete {selection.text()} from every tier of every node and replica?", abort=True, err=True
         )
-    run(store_calls.purge(address, selection, timeout, out, as_json=as_json))
+    run(purge_records(address, selection, timeout, out, as_json=as_json))
+
+
+# ----------------------------------------------------------------------------------------------
+# The calls. A gateway passes each on to every node. A node that did not answer is named on standard error with
+# what was not done there, and fails the command after the answers of the others were shown.
+
+
+class Selection(NamedTuple):
+    """Which records; None: of all."""
+
+    tenant: str | None
+    model: str | None
+
+    @property
+    def is_everything(self) -> bool:
+        return self.tenant is None and self.model is None
+
+    def text(self) -> str:
+        """`all records of tenant 'a' and model m`."""
+        named = [f"tenant {self.tenant!r}"] if self.tenant is not None else []
+        named += [f"model {self.model}"] if self.model is not None else []
+        return f"all records of {' and '.join(named)}" if named else "all records of all tenants and models"
+
+
+async def show_records(
+    address: str, selection: Selection, limit: int, console: Console, *, as_json: bool
+) -> None:
+    """Print the records of every node."""
+    async with Client(address) as client:
+        asked = pb.StoreListRequest(filter=await _filter(client, selection), limit=limit)
+        reply = await client.store_list(asked)
+    _show(reply, as_json, console, listing_view)
+    _check(reply.nodes, "not listed")
+
+
+async def show_stat(address: str, console: Console, *, as_json: bool) -> None:
+    """Print what every tier of every node reports."""
+    async with Client(address) as client:
+        reply = await client.store_stat()
+    _show(reply, as_json, console, stat_view)
+    _check(reply.nodes, "not shown")
+
+
+async def verify_records(
+    address: str, selection: Selection, timeout_s: float | None, console: Console, *, as_json: bool
+) -> None:
+    """Have every node read its records; `StoreAwayError` when one was bad."""
+    async with Client(address) as client:
+        asked = pb.StoreVerifyRequest(filter=await _filter(client, selection))
+        reply = await client.store_verify(asked, timeout_s)
+    _show(reply, as_json, console, verified_view)
+    _check(reply.nodes, "not verified")
+    num_bad = sum(sum(node.num_bad.values()) for node in reply.nodes)
+    if num_bad:
+        raise StoreAwayError(f"{num_bad} records had a wrong checksum and were dropped")
+
+
+async def purge_records(
+    address: str, selection: Selection, timeout_s: float | None, console: Console, *, as_json: bool
+) -> None:
+    """Delete the records from every node and replica."""
+    async with Client(address) as client:
+        chosen = await _filter(client, selection)
+        asked = pb.StorePurgeRequest(filter=chosen, all=selection.is_everything)
+        reply = await client.store_purge(asked, timeout_s)
+    _show(reply, as_json, console, purged_view)
+    failures = [f"replica {it.replica_id} {it.error}" for it in reply.replicas if it.error]
+    if reply.nodes or not reply.replicas:
+        failures += _failures(reply.nodes, "not purged")
+    if failures:
+        raise StoreAwayError("\n".join(failures))
+
+
+async def _filter(client: Client, selection: Selection) -> pb.StoreFilter:
+    """A served model's name becomes its fingerprint."""
+    chosen = pb.StoreFilter()
+    if selection.tenant is not None:
+        chosen.tenant = selection.tenant
+    if selection.model is not None:
+        named = {model.name: model.fingerprint for model in await client.models() if model.fingerprint}
+        chosen.model = named.get(selection.model, selection.model)
+    return chosen
+
+
+def _show(reply: Any, as_json: bool, console: Console, view: Any) -> None:
+    if as_json:
+        print(json.dumps(as_dict(reply)))
+    else:
+        console.print(view(reply))
+
+
+def _check(nodes: Sequence[Any], what: str) -> None:
+    """`StoreAwayError` names every node whose store did not do what was asked."""
+    if lines := _failures(nodes, what):
+        raise StoreAwayError("\n".join(lines))
+
+
+def _failures(nodes: Sequence[Any], what: str) -> list[str]:
+    if not nodes:
+        return ["no store is registered in this cluster"]
+    return [
+        f"node {node.member.node_id} ({node.member.host}, {node.member.address}) {what}: {node.error}"
+        for node in nodes
+        if node.error
+    ]
+
+
+# ----------------------------------------------------------------------------------------------
+# What `tandem store` and `tandem status` show of the tiers: messages of the API in, rich objects out.
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_KEY_CHARS = 12
+_MODEL_CHARS = 8
+_MAX_TENANTS = 20
+
+
+def members_table(members: Sequence[pb.StoreMember]) -> Table:
+    """The store processes, as registered."""
+    table = made_table("stores", "node", "host", "address", numbers=("process",))
+    for member in members:
+        table.add_row(member.node_id, member.host or NONE, member.address, str(member.process_id))
+    return table
+
+
+def tiers_table(nodes: Sequence[pb.StoreNodeStat]) -> Group:
+    """One row a tier, for `tandem status`; below it what should not be."""
+    table = made_table("store", "node", "tier", numbers=("used", "of", "records", "hits", "index"))
+    for node in nodes:
+        for tier in node.tiers:
+            table.add_row(
+                node.member.node_id,
+                tier.tier,
+                size(tier.num_bytes),
+                _capacity(tier),
+                str(tier.num_records),
+                hit_rate(tier),
+                _index_cell(node.index) if tier.tier == "dram" else "",
+            )
+    return _group([table], notes(nodes))
+
+
+def stat_view(reply: pb.StoreStatResponse) -> Group:
+    """All figures of every tier, of the index, and of the tenants."""
+    tiers = made_table(
+        "tiers", "node", "tier", numbers=("used", "of", "records", "hits", "evicted", "refused", "queue")
+    )
+    work = made_table(
+        "work",
+        "node",
+        "tier",
+        numbers=("put", "written\nper put", "read\nGB/s", "write\nGB/s", "ms", "leases"),
+    )
+    for node, tier in _each_tier(reply.nodes):
+        place = node.member.node_id, tier.tier
+        tiers.add_row(
+            *place,
+            size(tier.num_bytes),
+            _capacity(tier),
+            str(tier.num_records),
+            hit_rate(tier),
+            str(tier.num_evictions),
+            str(tier.num_refused),
+            str(tier.num_queued),
+        )
+        work.add_row(
+            *place,
+            size(tier.num_put_bytes),
+            _amplification(tier),
+            f"{tier.read_gb_s:.2f}" if tier.read_gb_s else NONE,
+            f"{tier.write_gb_s:.2f}" if tier.write_gb_s else NONE,
+            f"{tier.latency_ms:.2f}" if tier.latency_ms else NONE,
+            str(tier.num_leases),
+        )
+    index = made_table("index", "node", "state", numbers=("look-ups", "late", "errors", "announced", "ms"))
+    for node in reply.nodes:
+        if not node.error:
+            seen = node.index
+            counts = seen.num_lookups, seen.num_late, seen.num_errors, seen.num_announced
+            index.add_row(node.member.node_id, _index_cell(seen), *map(str, counts), f"{seen.latency_ms:.2f}")
+    parts = [tiers, work, index]
+    if tenants := _by_tenant(reply.nodes):
+        held = made_table("tenants", "tenant", numbers=("used",))
+        for tenant, num_bytes in tenants[:_MAX_TENANTS]:
+            held.add_row(tenant or "(none)", size(num_bytes))
+        if len(tenants) > _MAX_TENANTS:
+            held.caption = f"and {len(tenants) - _MAX_TENANTS} tenants that hold less"
+        parts.append(held)
+    return _group(parts, notes(node for node in reply.nodes if not node.error))  # those fail the command
+
+
+def listing_view(reply: pb.StoreListResponse) -> Group:
+    """The records of every node, and how many more there are."""
+    parts = []
+    for node in reply.nodes:
+        if node.error:
+            continue
+        table = made_table(
+            f"node {node.member.node_id}: {len(node.records)} of {node.num_matching} records",
+            "key",
+            "tenant",
+            "model",
+            "layers",
+            "heads",
+            "tiers",
+            numbers=("size", "hits"),
+        )
+        for record in node.records:
+            table.add_row(
+                record.key[:_KEY_CHARS],
+                record.tenant or "(none)",
+                record.model[:_MODEL_CHARS],
+                f"{record.layer_start}-{record.layer_end - 1}",
+                f"{record.head_start}-{record.head_end - 1}",
+                ", ".join(record.tiers),
+                size(record.num_bytes),
+                str(record.num_hits),
+            )
+        parts.append(table)
+    return Group(*parts)  # also those without a record: their node was asked
+
+
+def verified_view(reply: pb.StoreVerifyResponse) -> Group:
+    """What was read, and what of it was bad."""
+    table = made_table("verified", "node", "tier", numbers=("records", "bad"))
+    texts = []
+    for node in reply.nodes:
+        if node.error:
+            continue
+        for tier in sorted(node.num_read):
+            table.add_row(node.member.node_id, tier, str(node.num_read[tier]), str(node.num_bad.get(tier, 0)))
+        rate = f", {node.num_bytes / node.seconds / 1e9:.2f} GB/s" if node.seconds else ""
+        texts.append(f"{node.member.node_id}: {size(node.num_bytes)} in {node.seconds:.1f} s{rate}")
+    return _group([table], texts)
+
+
+def purged_view(reply: pb.StorePurgeResponse) -> Group:
+    """What was deleted, and what goes when its last user is done."""
+    table = made_table("purged", "node or replica", "tier", numbers=("records", "size"))
+    texts = []
+    for replica in reply.replicas:
+        if replica.error:
+            continue
+        table.add_row(replica.replica_id, "device", str(replica.num_blocks), "")
+        if replica.num_requests:
+            left = (
+                f"{replica.num_requests} requests are under way and hold {replica.num_held} of these blocks"
+            )
+            texts.append(f"{replica.replica_id}: {left} until they end; purge again then, to be certain")
+    for node in reply.nodes:
+        if node.error:
+            continue
+        for tier in sorted(node.num_records):
+            num_bytes = node.num_bytes.get(tier, 0)
+            table.add_row(node.member.node_id, tier, str(node.num_records[tier]), size(num_bytes))
+        if node.num_pending:
+            left = (
+                f"{node.num_pending} of them are in use: found by nobody, deleted when their users are done"
+            )
+            texts.append(f"{node.member.node_id}: {left}")
+    return _group([table], texts)
+
+
+def notes(nodes: Iterable[pb.StoreNodeStat]) -> list[str]:
+    """What should not be: each a line, and none for healthy stores."""
+    lines = []
+    for node in nodes:
+        if node.error:
+            lines.append(f"store of node {node.member.node_id} at {node.member.address}: {node.error}")
+        if node.index.note:
+            lines.append(f"index of node {node.member.node_id}: {node.index.note}")
+        for tier in node.tiers:
+            counts = (
+                (tier.num_checksum_failures, "records had a wrong checksum and were dropped"),
+                (tier.num_io_errors, "reads or writes failed"),
+                (tier.num_quarantined, "places in quarantine: somebody could still write there"),
+            )
+            found = [f"{count} {meaning}" for count, meaning in counts if count]
+            where = f"{tier.tier} of node {node.member.node_id}: "
+            lines += [where + note for note in ([tier.note] if tier.note else []) + found]
+    return lines
+
+
+def size(num_bytes: float) -> str:
+    """`1.5 GB`, in units of 1000."""
+    unit = 0
+    while num_bytes >= 1000 and unit < len(_UNITS) - 1:
+        num_bytes, unit = num_bytes / 1000, unit + 1
+    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
+
+
+def hit_rate(tier: pb.StoreTier) -> str:
+    """Of the blocks that were asked for there."""
+    asked = tier.num_hits + tier.num_misses
+    return f"{tier.num_hits / asked:.0%}" if asked else NONE
+
+
+def loaded_text(loaded: Mapping[str, int]) -> str:
+    """`1024 dram, 64 nvme`; empty when nothing came from the store."""
+    return ", ".join(f"{num} {tier}" for tier, num in loaded.items() if num)
+
+
+def _group(tables: Iterable[Table], texts: Iterable[str]) -> Group:
+    """Tables that have a row, then the texts."""
+    return Group(*(table for table in tables if table.row_count), *(Text(text) for text in texts))
+
+
+def _amplification(tier: pb.StoreTier) -> str:
+    """Of NVMe only: the host tier is also written when blocks are read from elsewhere."""
+    if tier.tier != "nvme" or not tier.num_put_bytes:
+        return NONE
+    return f"{tier.num_written_bytes / tier.num_put_bytes:.2f}"
+
+
+def _capacity(tier: pb.StoreTier) -> str:
+    return size(tier.capacity_bytes) if tier.capacity_bytes else NONE
+
+
+def _index_cell(index: pb.StoreIndex) -> str:
+    colour = {"up": "green", "slow": "yellow", "down": "red"}.get(index.state)
+    return f"[{colour}]{index.state}[/]" if colour else index.state or NONE
+
+
+def _each_tier(nodes: Iterable[pb.StoreNodeStat]) -> Iterable[tuple[pb.StoreNodeStat, pb.StoreTier]]:
+    return ((node, tier) for node in nodes for tier in node.tiers)
+
+
+def _by_tenant(nodes: Iterable[pb.StoreNodeStat]) -> list[tuple[str, int]]:
+    """All nodes together, the largest first."""
+    total: dict[str, int] = {}
+    for node in nodes:
+        for tenant, num_bytes in node.bytes_by_tenant.items():
+            total[tenant] = total.get(tenant, 0) + num_bytes
+    return sorted(total.items(), key=lambda item: (-item[1], item[0]))

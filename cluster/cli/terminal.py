@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -29,6 +31,8 @@ JoinedRay = Annotated[
     str, typer.Option("--ray-address", help='The Ray cluster, host:port; "auto": the one of this host.')
 ]
 DEFAULT_ADDRESS = "127.0.0.1:8780"
+# The model that a source checkout or an image has beside the packages.
+BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
 
 def show_version(wanted: bool) -> None:
@@ -96,3 +100,42 @@ def made_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+# ----------------------------------------------------------------------------------------------
+# What is going on while a command waits.
+
+
+def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:
+    """`loading: prefill 1 of 1, decode 0 of 1`; `ready` is pool name to (replicas ready, wanted)."""
+    pools = ", ".join(f"{name} {num} of {wanted}" for name, (num, wanted) in ready.items())
+    return f"{stage}: {pools}" if pools else stage
+
+
+@contextlib.contextmanager
+def stages(console: Console, first: str) -> Iterator[Callable[[str], None]]:
+    """Tell what is going on: by a spinner on a terminal, elsewhere by a line whenever it changes."""
+    if console.is_terminal:
+        with console.status(first) as status:
+            yield status.update
+        return
+    told: list[str] = []
+
+    def tell(stage: str) -> None:
+        if told[-1:] != [stage]:
+            told.append(stage)
+            console.print(stage, soft_wrap=True, highlight=False)
+
+    tell(first)
+    yield tell
+
+
+def traffic_line(shares: Mapping[str, float]) -> str:
+    """`tandem 90 %, tandem-v2 10 %`"""
+    return ", ".join(f"{name} {100 * share:g} %" for name, share in sorted(shares.items()))
+
+
+def bundled_model() -> Path:
+    if not BUNDLED_MODEL.is_dir():
+        raise typer.BadParameter("no model is bundled with this installation; name one", param_hint="--model")
+    return BUNDLED_MODEL

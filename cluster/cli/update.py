@@ -10,8 +10,7 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from cluster.cli.display import progress_line, stages
-from cluster.cli.terminal import AsJson, JoinedRay, catch_signals, err, made_table, out
+from cluster.cli.terminal import AsJson, JoinedRay, catch_signals, err, made_table, out, progress_line, stages
 from cluster.config import load_config
 from kvtransfer.common.clock import SystemClock
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.serve.update import UpdatePlan
 
 
+from cluster.cli.terminal import traffic_line
 from cluster.config import ClusterConfig, default_config
 from workers.model.model_config import read_model_config
 
@@ -144,3 +144,34 @@ def listening_at(config: ClusterConfig, host: str | None, port: int | None) -> C
     if host is None and port is None:
         return config
     return config.model_copy(update={"gateway": config.gateway.at(host, port)})
+
+
+# ----------------------------------------------------------------------------------------------
+# `tandem traffic`: which share of an application's requests each application of the Ray cluster answers.
+
+
+def traffic(
+    shares: Annotated[
+        list[str] | None, typer.Argument(metavar="[APP=WEIGHT]...", help="Such as tandem=90 tandem-v2=10.")
+    ] = None,
+    app: Annotated[str, typer.Option(help="The application whose gateways clients call.")] = "tandem",
+    ray_address: JoinedRay = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Split an application's requests between it and others, such as another version of the model beside it.
+
+    Without shares, show those that hold. `tandem traffic tandem=100` takes all back.
+    """
+    from cluster.serve.update import connect, parse_shares, read_shares, set_shares  # here: they need Ray
+
+    try:
+        wanted = parse_shares(shares) if shares else {}
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="APP=WEIGHT") from error
+    with stages(err, "connecting to Ray"):
+        connect(ray_address)
+    holding = set_shares(app, wanted) if wanted else read_shares(app)
+    if as_json:
+        print(json.dumps({"app": app, "traffic": holding}))
+    else:
+        out.print(f"requests to {app}: {traffic_line(holding)}", highlight=False)

@@ -14,12 +14,12 @@ from aiohttp import web
 
 from cluster.api.grpc_server import check_free
 from cluster.api.replies import Reporter
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, GatewayConfig
 from cluster.console.console_data import ConsoleApi
 from cluster.console.orders import Answer, Operations, Order, Orders, ReleaseOrder, ScaleOrder
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.request_manager import RequestManager
-from cluster.stores.store_admin import StoreAdmin
 from kvtransfer.common.clock import Clock
 
 PATH = "/console"

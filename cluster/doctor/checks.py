@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from cluster.api.client import Client
 from cluster.config import ClusterConfig
+from cluster.errors import CallError
+from cluster.proto import tandem_pb2 as pb
+from cluster.scaling.config import ScalingConfig
 from cluster.serve.machine import Machine
 from cluster.serve.memory import Needs
 from kvtransfer.common.clock import Clock
+from kvtransfer.config import TransferConfig
 
 Figure = int | float | str | bool
 Figures = dict[str, Figure]
@@ -31,7 +37,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     """`seen` has the figures in words, `figures` for programs, with the unit in each name."""
 
     severity: Severity
@@ -43,31 +49,31 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A verdict with the name and the group of the check that gave it."""
+    """A result with the name and the group of the check that gave it."""
 
     check: str
     group: str
-    verdict: Verdict
+    result: CheckResult
 
     @property
     def severity(self) -> Severity:
-        return self.verdict.severity
+        return self.result.severity
 
 
-def ok(seen: str, /, **figures: Figure) -> Verdict:
-    return Verdict(Severity.OK, seen, figures=figures)
+def ok(seen: str, /, **figures: Figure) -> CheckResult:
+    return CheckResult(Severity.OK, seen, figures=figures)
 
 
-def note(seen: str, why: str = "", remedy: str = "", /, **figures: Figure) -> Verdict:
-    return Verdict(Severity.NOTE, seen, why, remedy, figures)
+def note(seen: str, why: str = "", remedy: str = "", /, **figures: Figure) -> CheckResult:
+    return CheckResult(Severity.NOTE, seen, why, remedy, figures)
 
 
-def warning(seen: str, why: str, remedy: str, /, **figures: Figure) -> Verdict:
-    return Verdict(Severity.WARNING, seen, why, remedy, figures)
+def warning(seen: str, why: str, remedy: str, /, **figures: Figure) -> CheckResult:
+    return CheckResult(Severity.WARNING, seen, why, remedy, figures)
 
 
-def error(seen: str, why: str, remedy: str, /, **figures: Figure) -> Verdict:
-    return Verdict(Severity.ERROR, seen, why, remedy, figures)
+def error(seen: str, why: str, remedy: str, /, **figures: Figure) -> CheckResult:
+    return CheckResult(Severity.ERROR, seen, why, remedy, figures)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -87,13 +93,13 @@ def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
     counts = {str(severity): 0 for severity in Severity}
     for finding in ordered:
         counts[finding.severity] += 1
-    listed = [{"check": item.check, "group": item.group, **_fields(item.verdict)} for item in ordered]
+    listed = [{"check": item.check, "group": item.group, **_fields(item.result)} for item in ordered]
     return {"ok": not exit_status(ordered), "counts": counts, "findings": listed}
 
 
-def _fields(verdict: Verdict) -> dict[str, Any]:
-    fields = asdict(verdict)
-    return {**fields, "severity": str(verdict.severity), "figures": dict(verdict.figures)}
+def _fields(result: CheckResult) -> dict[str, Any]:
+    fields = asdict(result)
+    return {**fields, "severity": str(result.severity), "figures": dict(result.figures)}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -124,7 +130,119 @@ class Check(NamedTuple, Generic[C]):
     group: str
     # For the documentation: what is looked at.
     question: str
-    look: Callable[[C], Iterable[Verdict]]
+    look: Callable[[C], Iterable[CheckResult]]
 
-    def findings(self, case: C) -> list[Finding]:
-        return [Finding(self.name, self.group, verdict) for verdict in self.look(case)]
+    def findings(self, context: C) -> list[Finding]:
+        return [Finding(self.name, self.group, result) for result in self.look(context)]
+
+
+# ----------------------------------------------------------------------------------------------
+# A running cluster as its gateways tell of it: twice, some seconds apart, so that what grows now is seen.
+
+_ANSWER_S = 5.0
+_TLS = "tls://"
+
+
+class GatewayReply(NamedTuple):
+    """What one gateway said; `status` None: nothing, see `error`. `skew_s` is its clock's lead over ours,
+    give or take half of `round_trip_s`."""
+
+    address: str
+    status: pb.StatusResponse | None
+    error: str = ""
+    skew_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
+class Expected(NamedTuple):
+    """What the configuration asks for, or its defaults where no file is given."""
+
+    ttft_slo_s: float
+    itl_slo_s: float
+    min_gb_s: float
+    growth_reserve: float
+
+    @staticmethod
+    def of(config: ClusterConfig | None) -> Expected:
+        scaling = config.scaling if config else ScalingConfig()
+        transfer = config.transfer if config else TransferConfig()
+        return Expected(scaling.ttft_slo_s, scaling.itl_slo_s, transfer.min_gb_s, transfer.growth_reserve)
+
+
+@dataclass(frozen=True)
+class Live:
+    """`before` is the same as `status`, earlier; `stores` and `stores_before` likewise."""
+
+    status: pb.StatusResponse
+    before: pb.StatusResponse
+    stores: Sequence[pb.StoreNodeStat]
+    stores_before: Sequence[pb.StoreNodeStat]
+    gateways: Sequence[GatewayReply]
+    expected: Expected
+    # Of this command.
+    version: str = ""
+    paths: Sequence[pb.ReplicaPaths] = ()
+
+    def growth(self, count: Callable[[pb.Load], int]) -> dict[str, int]:
+        """By replica: how much a counter grew between the two looks; a replica that is new has none."""
+        earlier = {(item.replica_id, item.epoch): count(item.load) for item in self.before.replicas}
+        return {
+            item.replica_id: count(item.load) - earlier[item.replica_id, item.epoch]
+            for item in self.status.replicas
+            if (item.replica_id, item.epoch) in earlier
+        }
+
+    def tiers(self) -> Iterator[tuple[str, pb.StoreTier, pb.StoreTier]]:
+        """Host, each tier of its store, and the same tier before."""
+        earlier = {
+            (node.member.node_id, node.member.epoch, tier.tier): tier
+            for node in self.stores_before
+            for tier in node.tiers
+        }
+        for node in self.stores:
+            for tier in node.tiers:
+                before = earlier.get((node.member.node_id, node.member.epoch, tier.tier), tier)
+                yield node.member.host, tier, before
+
+    def of_role(self, *roles: str) -> list[pb.Replica]:
+        return [item for item in self.status.replicas if item.role in roles and item.state == "ready"]
+
+
+async def look(
+    address: str,
+    interval_s: float,
+    expected: Expected,
+    version: str,
+    clock: Clock,
+) -> Live:
+    """Ask the gateway at `address`, wait, ask it again, and once the others it names. `CallError` when it
+    does not answer."""
+    async with Client(address, clock) as client:
+        before, stores_before = await _ask(client)
+        await clock.sleep(interval_s)
+        status, stores = await _ask(client)
+        paths = await client.paths()
+    scheme = _TLS if address.startswith(_TLS) else ""
+    others = [f"{scheme}{item.address}" for item in status.gateways]
+    replies = await asyncio.gather(*(_reply(each, clock) for each in others or [address]))
+    return Live(status, before, stores, stores_before, replies, expected, version, paths)
+
+
+async def _ask(client: Client) -> tuple[pb.StatusResponse, list[pb.StoreNodeStat]]:
+    status = await client.status()
+    return status, list((await client.store_stat()).nodes) if status.stores else []
+
+
+async def _reply(address: str, clock: Clock) -> GatewayReply:
+    try:
+        async with Client(address, clock) as client, asyncio.timeout(_ANSWER_S):
+            await client.status()  # opens the connection, which is not to be measured
+            asked_at, wall = clock.now(), clock.wall()
+            status = await client.status()
+            round_trip_s = clock.now() - asked_at
+    except CallError as problem:
+        return GatewayReply(address, None, str(problem))
+    except TimeoutError:
+        return GatewayReply(address, None, f"no answer within {_ANSWER_S:g} s")
+    skew_s = status.wall_time_s - (wall + round_trip_s / 2) if status.wall_time_s else 0.0
+    return GatewayReply(address, status, "", skew_s, round_trip_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.doctor.network import LOOPBACK
 from cluster.serve.machine import read
 from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed, gb
@@ -20,12 +20,12 @@ _RAY_SHM_BYTES = 128 << 20
 _DEVICE_SHARE = 0.9
 
 
-def open_files(case: CheckContext) -> Iterator[Verdict]:
-    limits = case.machine.limit("Max open files")
-    if case.needs is None or limits is None:
+def open_files(context: CheckContext) -> Iterator[CheckResult]:
+    limits = context.machine.limit("Max open files")
+    if context.needs is None or limits is None:
         return
     soft, hard = limits
-    usable, needed = max(soft, min(hard, _RAY_RAISES_TO)), case.needs.open_files
+    usable, needed = max(soft, min(hard, _RAY_RAISES_TO)), context.needs.open_files
     seen = f"{_count(usable)} open files allowed to a process (soft {_count(soft)}, hard {_count(hard)})"
     figures: Figures = {"allowed": _finite(usable), "needed": needed}
     if usable < needed:
@@ -40,9 +40,9 @@ def open_files(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"{seen}; the busiest process may need {needed}", **figures)
 
 
-def processes(case: CheckContext) -> Iterator[Verdict]:
-    limits = case.machine.limit("Max processes")
-    allowed = min(limits[0] if limits else float("inf"), case.machine.group_limit("pids", "pids.max"))
+def processes(context: CheckContext) -> Iterator[CheckResult]:
+    limits = context.machine.limit("Max processes")
+    allowed = min(limits[0] if limits else float("inf"), context.machine.group_limit("pids", "pids.max"))
     if allowed < _MIN_PROCESSES:
         yield warning(
             f"{_count(allowed)} processes and threads allowed",
@@ -54,9 +54,9 @@ def processes(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"{_count(allowed)} processes and threads allowed")
 
 
-def shared_memory(case: CheckContext) -> Iterator[Verdict]:
-    path = case.machine.root / "dev/shm"
-    space = case.machine.space(path) if path.exists() else None
+def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
+    path = context.machine.root / "dev/shm"
+    space = context.machine.space(path) if path.exists() else None
     if space is None:
         yield error(
             "there is no /dev/shm",
@@ -77,25 +77,25 @@ def shared_memory(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"{seen}; only Ray's object store lies there, KV does not", **figures)
 
 
-def memory(case: CheckContext) -> Iterator[Verdict]:
+def memory(context: CheckContext) -> Iterator[CheckResult]:
     """Free memory while nothing of it runs yet, all memory while it does."""
-    total, free = case.machine.memory("MemTotal"), case.machine.memory("MemAvailable")
-    if case.needs is None or total is None or free is None:
+    total, free = context.machine.memory("MemTotal"), context.machine.memory("MemAvailable")
+    if context.needs is None or total is None or free is None:
         return
-    usable, source = (total, "memory") if case.is_running else (free, "free memory")
-    group = case.machine.memory_limit()
-    if group is not None and group[0] - (0 if case.is_running else group[1]) < usable:
-        usable = group[0] - (0 if case.is_running else group[1])
+    usable, source = (total, "memory") if context.is_running else (free, "free memory")
+    group = context.machine.memory_limit()
+    if group is not None and group[0] - (0 if context.is_running else group[1]) < usable:
+        usable = group[0] - (0 if context.is_running else group[1])
         source = f"the control group's limit of {gb(group[0])}"
-    store_bytes = 0 if _huge_pages_suffice(case) else case.needs.store_bytes
-    largest = RAY_BYTES + store_bytes + max(pool.stage_bytes for pool in case.needs.pools)
-    needed = case.needs.host_bytes - case.needs.store_bytes + store_bytes
+    store_bytes = 0 if _huge_pages_suffice(context) else context.needs.store_bytes
+    largest = RAY_BYTES + store_bytes + max(pool.stage_bytes for pool in context.needs.pools)
+    needed = context.needs.host_bytes - context.needs.store_bytes + store_bytes
     seen = f"{gb(usable)} of {source}; all that is configured takes about {gb(needed)}"
-    detail = _breakdown(case.needs)
+    detail = _breakdown(context.needs)
     figures: Figures = {"usable_bytes": usable, "needed_bytes": needed}
     why = f"with too little the kernel ends a process, at the start or when the store fills: {detail}"
     remedy = "lower kv_tokens, replicas, store.dram_gb or engine.offload_tokens, or use more machines"
-    alone = case.config.transfer.data_host in LOOPBACK
+    alone = context.config.transfer.data_host in LOOPBACK
     if usable < (needed if alone else largest):
         what = "" if alone else f", and the largest part that must be on one node {gb(largest)}"
         yield error(seen + what, why, remedy, **figures)
@@ -105,17 +105,17 @@ def memory(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"{seen} ({detail})", **figures)
 
 
-def huge_pages(case: CheckContext) -> Iterator[Verdict]:
+def huge_pages(context: CheckContext) -> Iterator[CheckResult]:
     """Reserved ones for the store; transparent ones for what else is shared."""
-    if not case.needs or not case.needs.store_bytes or not case.config.store.huge_pages:
+    if not context.needs or not context.needs.store_bytes or not context.config.store.huge_pages:
         return
-    if case.machine.memory("Hugepagesize") is None:
+    if context.machine.memory("Hugepagesize") is None:
         return
-    num_free = case.machine.memory("HugePages_Free") or 0
-    needed = -(-case.needs.store_bytes // HUGE_PAGE_BYTES)
+    num_free = context.machine.memory("HugePages_Free") or 0
+    needed = -(-context.needs.store_bytes // HUGE_PAGE_BYTES)
     figures: Figures = {"free_pages": num_free, "needed_pages": needed}
-    advised = read(case.machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
-    if _huge_pages_suffice(case):
+    advised = read(context.machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
+    if _huge_pages_suffice(context):
         yield ok(f"{num_free} huge pages of 2 MiB are free; the store takes {needed}", **figures)
         return
     has_advice = any(f"[{mode}]" in advised for mode in ("always", "advise", "within_size", "force"))
@@ -131,24 +131,24 @@ def huge_pages(case: CheckContext) -> Iterator[Verdict]:
     )
 
 
-def _huge_pages_suffice(case: CheckContext) -> bool:
+def _huge_pages_suffice(context: CheckContext) -> bool:
     """The store's memory then is none of the free memory."""
-    if case.needs is None or not case.config.store.huge_pages:
+    if context.needs is None or not context.config.store.huge_pages:
         return False
-    num_free = case.machine.memory("HugePages_Free") or 0
-    is_usual = case.machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
-    return is_usual and num_free * HUGE_PAGE_BYTES >= case.needs.store_bytes
+    num_free = context.machine.memory("HugePages_Free") or 0
+    is_usual = context.machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
+    return is_usual and num_free * HUGE_PAGE_BYTES >= context.needs.store_bytes
 
 
-def locked_memory(case: CheckContext) -> Iterator[Verdict]:
+def locked_memory(context: CheckContext) -> Iterator[CheckResult]:
     """RDMA and pinned device copies lock the pool in memory."""
-    limits = case.machine.limit("Max locked memory")
-    uses_rdma = "rdma" in case.config.transfer.transports and any(
-        (case.machine.sys / "class/infiniband").glob("*")
+    limits = context.machine.limit("Max locked memory")
+    uses_rdma = "rdma" in context.config.transfer.transports and any(
+        (context.machine.sys / "class/infiniband").glob("*")
     )
-    if limits is None or case.needs is None or not uses_rdma:
+    if limits is None or context.needs is None or not uses_rdma:
         return
-    needed = max(rank.kv_bytes for pool in case.needs.pools for rank in pool.ranks)
+    needed = max(rank.kv_bytes for pool in context.needs.pools for rank in pool.ranks)
     if limits[0] < needed:
         yield error(
             f"{gb(limits[0])} may be locked in memory; the largest rank registers {gb(needed)} for RDMA",
@@ -161,11 +161,11 @@ def locked_memory(case: CheckContext) -> Iterator[Verdict]:
         yield ok("enough memory may be locked for RDMA", needed_bytes=needed)
 
 
-def device_memory(case: CheckContext) -> Iterator[Verdict]:
+def device_memory(context: CheckContext) -> Iterator[CheckResult]:
     """Compare a rank's weights and KV with the memory of the smallest GPU. Activations, the CUDA context and
     NCCL's buffers are not counted."""
-    pools = [] if case.needs is None else [pool for pool in case.needs.pools if _is_on_gpu(pool)]
-    shown = case.machine.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    pools = [] if context.needs is None else [pool for pool in context.needs.pools if _is_on_gpu(pool)]
+    shown = context.machine.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) << 20 for line in (shown or "").split() if line.isdecimal()]
     for pool in pools:
         needed = max(rank.device_bytes for rank in pool.ranks if rank.device == "cuda")

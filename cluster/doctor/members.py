@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, Figures, Verdict, error, note, ok, warning
-from cluster.doctor.live import Live
+from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
 from cluster.proto import tandem_pb2 as pb
 
 GROUP = "members"
@@ -17,7 +16,7 @@ _SETTLED_S = 600.0
 _MAX_SKEW_S = 1.0
 
 
-def replicas(live: Live) -> Iterator[Verdict]:
+def replicas(live: Live) -> Iterator[CheckResult]:
     num_good = 0
     for replica in live.status.replicas:
         name = f"{replica.replica_id} ({replica.role})"
@@ -49,7 +48,7 @@ def replicas(live: Live) -> Iterator[Verdict]:
         yield ok(f"{num_good} replicas are ready and report", num_replicas=num_good)
 
 
-def flapping(live: Live) -> Iterator[Verdict]:
+def flapping(live: Live) -> Iterator[CheckResult]:
     """An epoch is the time at which that life of a replica began, in milliseconds."""
     before = {(item.replica_id, item.epoch) for item in live.before.replicas}
     came = [item.replica_id for item in live.status.replicas if (item.replica_id, item.epoch) not in before]
@@ -64,7 +63,7 @@ def flapping(live: Live) -> Iterator[Verdict]:
             yield from _young(live, pool)
 
 
-def _young(live: Live, pool: str) -> Iterator[Verdict]:
+def _young(live: Live, pool: str) -> Iterator[CheckResult]:
     now = live.status.wall_time_s
     ages = [now - item.epoch / 1000 for item in live.status.replicas if item.pool == pool]
     young = [age for age in ages if age < _YOUNG_S]
@@ -82,7 +81,7 @@ def _pools_of(live: Live, replica_ids: list[str]) -> set[str]:
     return {item.pool for item in live.status.replicas if item.replica_id in replica_ids}
 
 
-def pools(live: Live) -> Iterator[Verdict]:
+def pools(live: Live) -> Iterator[CheckResult]:
     for pool in live.status.pools:
         seen = f"pool {pool.name}: {pool.num_ready} of {pool.desired} replicas are ready"
         figures: Figures = {"pool": pool.name, "ready": pool.num_ready, "desired": pool.desired}
@@ -110,7 +109,7 @@ def live_autoscales(pool: pb.Pool) -> bool:
     return pool.max > 0
 
 
-def gateways(live: Live) -> Iterator[Verdict]:
+def gateways(live: Live) -> Iterator[CheckResult]:
     """Each answers; there is more than one; their clocks agree with ours."""
     answering = [reply for reply in live.gateways if reply.status is not None]
     for reply in live.gateways:
@@ -130,7 +129,7 @@ def gateways(live: Live) -> Iterator[Verdict]:
         yield ok(f"{len(answering)} of {len(live.gateways)} gateways answer")
 
 
-def clocks(live: Live) -> Iterator[Verdict]:
+def clocks(live: Live) -> Iterator[CheckResult]:
     told = [reply for reply in live.gateways if reply.status is not None and reply.status.wall_time_s]
     for reply in told:
         beyond = abs(reply.skew_s) - reply.round_trip_s / 2
@@ -148,7 +147,7 @@ def clocks(live: Live) -> Iterator[Verdict]:
         yield ok(f"clocks agree with ours within {1e3 * largest:.1f} ms ({len(told)} gateways)")
 
 
-def versions(live: Live) -> Iterator[Verdict]:
+def versions(live: Live) -> Iterator[CheckResult]:
     """Of the gateways among each other, and of this command. Replicas of another protocol are refused."""
     told = {reply.address: dict(reply.status.versions) for reply in live.gateways if reply.status is not None}
     packages = sorted({package for found in told.values() for package in found})
@@ -174,7 +173,7 @@ def versions(live: Live) -> Iterator[Verdict]:
         yield ok(f"all gateways have {known}")
 
 
-def traffic(live: Live) -> Iterator[Verdict]:
+def traffic(live: Live) -> Iterator[CheckResult]:
     shares = dict(live.status.traffic)
     if shares:
         told = ", ".join(f"{name} {share:g}" for name, share in sorted(shares.items()))

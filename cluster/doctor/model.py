@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config import PoolConfig
-from cluster.doctor.checks import Check, CheckContext, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.serve.memory import gb
 from cluster.text.chat_template import load_chat_template
@@ -27,17 +27,17 @@ GROUP = "model"
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout as `model`"
 
 
-def config_json(case: CheckContext) -> Iterator[Verdict]:
+def config_json(context: CheckContext) -> Iterator[CheckResult]:
     try:
-        model = read_model_config(case.config.model)
+        model = read_model_config(context.config.model)
     except CheckpointError as problem:
         yield error(str(problem), "no replica can load it", _FOLDER)
         return
     shape = f"{model.num_layers} layers, {model.num_heads} heads ({model.num_kv_heads} of KV)"
     yield ok(
-        f"{case.config.model.name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context"
+        f"{context.config.model.name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context"
     )
-    for key, why in ignored_keys(case.config.model).items():
+    for key, why in ignored_keys(context.config.model).items():
         yield warning(
             f"config.json has {key}, which is ignored",
             f"{why}; the model's makers may have measured other results",
@@ -45,13 +45,13 @@ def config_json(case: CheckContext) -> Iterator[Verdict]:
         )
 
 
-def weights(case: CheckContext) -> Iterator[Verdict]:
+def weights(context: CheckContext) -> Iterator[CheckResult]:
     """Every file that the index names is there, and as long as its header says."""
     try:
-        files = weight_files(case.config.model)
+        files = weight_files(context.config.model)
         problems = [problem for file in files if (problem := file_problem(file))]
         num_bytes = sum(file.stat().st_size for file in files)
-        problems += _missing_tensors(case.config.model, files)
+        problems += _missing_tensors(context.config.model, files)
     except (CheckpointError, OSError) as problem:
         yield error(
             str(problem), "no replica can load it", "download the checkpoint again, with all its files"
@@ -63,15 +63,15 @@ def weights(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"{len(files)} files of weights, {gb(num_bytes)}, all whole", num_bytes=num_bytes)
 
 
-def tokenizer(case: CheckContext) -> Iterator[Verdict]:
+def tokenizer(context: CheckContext) -> Iterator[CheckResult]:
     try:
-        ModelText.load(case.config.model)
+        ModelText.load(context.config.model)
     except CheckpointError as problem:
         remedy = "save it as tokenizer.json (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         yield error(str(problem), "gateways do not start", remedy)
         return
     try:
-        template = load_chat_template(case.config.model)
+        template = load_chat_template(context.config.model)
     except CheckpointError as problem:
         yield error(str(problem), "gateways do not start", "correct that file")
         return
@@ -81,22 +81,22 @@ def tokenizer(case: CheckContext) -> Iterator[Verdict]:
         yield ok("tokenizer and chat template are there")
 
 
-def split(case: CheckContext) -> Iterator[Verdict]:
+def split(context: CheckContext) -> Iterator[CheckResult]:
     """What `tandem serve` would refuse, and what it would serve less well than asked."""
     try:
-        model = read_model_config(case.config.model)
+        model = read_model_config(context.config.model)
     except CheckpointError:
         return  # told already
     problems = 0
-    for pool in case.config.pools:
-        for verdict in _pool_verdicts(pool, model):
+    for pool in context.config.pools:
+        for result in _pool_results(pool, model):
             problems += 1
-            yield verdict
+            yield result
     if not problems:
         yield ok("the model can be split as every pool wants")
 
 
-def _pool_verdicts(pool: PoolConfig, model: ModelConfig) -> Iterator[Verdict]:
+def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]:
     try:
         pool.check_model(model)
         refuse_empty_parts(model.num_heads, model.intermediate_size, model.vocab_size, pool.tp)

@@ -1,14 +1,18 @@
-"""Ports and addresses of this machine, its clock, and the Ray cluster that is to be joined."""
+"""Ports, addresses and clock of this machine, the Ray cluster to join, the secret, the gateway's certificate."""
 
 from __future__ import annotations
 
 import errno
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
-from cluster.doctor.checks import Check, CheckContext, Verdict, error, note, ok, warning
+from cryptography import x509
+
+from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
 
 GROUP = "network and Ray"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -16,14 +20,14 @@ _REACH_S = 5.0
 MIN_TOKEN_CHARS = 16
 
 
-def ports(case: CheckContext) -> Iterator[Verdict]:
+def ports(context: CheckContext) -> Iterator[CheckResult]:
     """The gateway's and the console's, and the addresses to listen on."""
-    gateway = case.config.gateway
+    gateway = context.config.gateway
     for name in ("port", "console_port", "health_port"):
         if port := getattr(gateway, name):
             host = "0.0.0.0" if gateway.host == "auto" else gateway.host
-            yield from _port(case, f"gateway.{name}", host, port)
-    host = case.config.transfer.data_host
+            yield from _port(context, f"gateway.{name}", host, port)
+    host = context.config.transfer.data_host
     if host != "auto" and _bind(host, 0) == errno.EADDRNOTAVAIL:
         yield error(
             f"transfer.data_host: {host} is not an address of this machine",
@@ -32,15 +36,15 @@ def ports(case: CheckContext) -> Iterator[Verdict]:
         )
 
 
-def _port(case: CheckContext, field: str, host: str, port: int) -> Iterator[Verdict]:
+def _port(context: CheckContext, field: str, host: str, port: int) -> Iterator[CheckResult]:
     problem = _bind(host, port)
     if problem == 0:
         yield ok(f"{field}: {host}:{port} is free", port=port)
     elif problem == errno.EADDRINUSE:
-        users = [item for item in case.machine.listeners() if item.port == port]
+        users = [item for item in context.machine.listeners() if item.port == port]
         names = {f"{item.process} (process {item.process_id})" for item in users if item.process}
         user = ", ".join(sorted(names)) or "a process of another user"
-        if case.is_running:
+        if context.is_running:
             yield ok(f"{field}: {host}:{port} is used by {user}, while the cluster runs", port=port)
             return
         yield error(
@@ -59,9 +63,9 @@ def _port(case: CheckContext, field: str, host: str, port: int) -> Iterator[Verd
         )
 
 
-def clock(case: CheckContext) -> Iterator[Verdict]:
+def clock(context: CheckContext) -> Iterator[CheckResult]:
     """Whether something keeps this machine's clock right. Live, the clocks of the hosts are compared."""
-    kernel = case.machine.kernel_clock()
+    kernel = context.machine.kernel_clock()
     if kernel is None:
         return
     if kernel.is_synchronized:
@@ -70,13 +74,13 @@ def clock(case: CheckContext) -> Iterator[Verdict]:
     seen = "nothing keeps the clock of this machine right (adjtimex says: not synchronized)"
     why = "no token depends on it; but logs, traces and metrics of different hosts do not fit together"
     remedy = "run chrony or systemd-timesyncd; in a container that is the host's"
-    say = note if case.config.transfer.data_host in LOOPBACK else warning
+    say = note if context.config.transfer.data_host in LOOPBACK else warning
     yield say(seen, why, remedy)
 
 
-def ray_token(case: CheckContext) -> Iterator[Verdict]:
+def ray_token(context: CheckContext) -> Iterator[CheckResult]:
     """Ray's token authentication: whoever has the token runs code on every node."""
-    mode = case.environment.get("RAY_AUTH_MODE", "token").lower()
+    mode = context.environment.get("RAY_AUTH_MODE", "token").lower()
     if mode != "token":
         yield warning(
             f"RAY_AUTH_MODE is {mode}",
@@ -84,14 +88,14 @@ def ray_token(case: CheckContext) -> Iterator[Verdict]:
             "unset it (tandem sets it to token), or let nothing but the cluster reach those ports",
         )
         return
-    if "RAY_AUTH_TOKEN" in case.environment:
-        yield from _token_text(case.environment["RAY_AUTH_TOKEN"], "RAY_AUTH_TOKEN", "the environment")
+    if "RAY_AUTH_TOKEN" in context.environment:
+        yield from _token_text(context.environment["RAY_AUTH_TOKEN"], "RAY_AUTH_TOKEN", "the environment")
         return
-    named = case.environment.get("RAY_AUTH_TOKEN_PATH", "")
-    path = Path(named) if named else case.machine.home / ".ray" / "auth_token"
+    named = context.environment.get("RAY_AUTH_TOKEN_PATH", "")
+    path = Path(named) if named else context.machine.home / ".ray" / "auth_token"
     if path.is_file():
         yield from _token_file(path)
-    elif named or case.ray_address not in ("auto", "local"):
+    elif named or context.ray_address not in ("auto", "local"):
         yield error(
             f"there is no Ray token: {path} is missing",
             "a Ray cluster that is running already refuses a client without its token",
@@ -101,7 +105,7 @@ def ray_token(case: CheckContext) -> Iterator[Verdict]:
         yield note(f"there is no Ray token yet; Ray writes one to {path} when it starts here")
 
 
-def _token_file(path: Path) -> Iterator[Verdict]:
+def _token_file(path: Path) -> Iterator[CheckResult]:
     try:
         text, mode = path.read_text(), stat.S_IMODE(path.stat().st_mode)
     except OSError as problem:
@@ -123,7 +127,7 @@ def _token_file(path: Path) -> Iterator[Verdict]:
     yield from _token_text(text, str(path), "that file")
 
 
-def _token_text(text: str, place: str, where: str) -> Iterator[Verdict]:
+def _token_text(text: str, place: str, where: str) -> Iterator[CheckResult]:
     if not text.strip():
         remedy = f"put the cluster's token into {where}, or remove it"
         yield error(f"the Ray token in {place} is empty", "Ray refuses to start or to connect", remedy)
@@ -137,9 +141,9 @@ def _token_text(text: str, place: str, where: str) -> Iterator[Verdict]:
         yield ok(f"the Ray token is in {place}")
 
 
-def ray_cluster(case: CheckContext) -> Iterator[Verdict]:
+def ray_cluster(context: CheckContext) -> Iterator[CheckResult]:
     """Whether something answers at the address to join; nothing is joined."""
-    address = case.ray_address
+    address = context.ray_address
     if address in ("auto", "local"):
         return
     host, _, port = address.rpartition(":")
@@ -148,7 +152,7 @@ def ray_cluster(case: CheckContext) -> Iterator[Verdict]:
         yield error(f"the Ray address {address!r} is none", "there is nothing to join", remedy)
         return
     try:
-        started_at = case.clock.now()
+        started_at = context.clock.now()
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except (OSError, OverflowError) as problem:
         yield error(
@@ -157,14 +161,14 @@ def ray_cluster(case: CheckContext) -> Iterator[Verdict]:
             "`ray start --head` there, open the port, or correct --ray-address",
         )
         return
-    reached_ms = 1e3 * (case.clock.now() - started_at)
+    reached_ms = 1e3 * (context.clock.now() - started_at)
     yield ok(
         f"something listens at {address} ({reached_ms:.1f} ms); whether it is Ray shows when it is joined"
     )
 
 
-def secret(case: CheckContext) -> Iterator[Verdict]:
-    path = case.config.secret_file
+def secret(context: CheckContext) -> Iterator[CheckResult]:
+    path = context.config.secret_file
     if path is None:
         return
     try:
@@ -190,20 +194,6 @@ def secret(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"secret_file: {path} has {num_bytes} bytes")
 
 
-CHECKS = (
-    Check(
-        "ports",
-        GROUP,
-        "Ports of gateway, console and health free, or by whom they are taken; addresses",
-        ports,
-    ),
-    Check("clock", GROUP, "Whether the clock is synchronized", clock),
-    Check("ray-token", GROUP, "Ray's token: there, not empty, readable by its owner only", ray_token),
-    Check("ray-cluster", GROUP, "Whether something answers at the Ray address to join", ray_cluster),
-    Check("secret", GROUP, "The cluster's secret file", secret),
-)
-
-
 def _bind(host: str, port: int) -> int:
     """0, or the number of the error; a port that is only closing counts as free, as for the gateway."""
     try:
@@ -224,3 +214,80 @@ def _error_text(number: int) -> str:
     return {errno.EADDRNOTAVAIL: "no such address here", errno.EACCES: "not allowed to this user"}.get(
         number, errno.errorcode.get(number, str(number))
     )
+
+
+# ----------------------------------------------------------------------------------------------
+# The gateway's certificate: readable, with its key, valid, and for which names.
+
+_SOON_DAYS = 14.0
+_DAY_S = 86_400.0
+_NOT_STARTED = "the gateways do not start"
+
+
+def tls(context: CheckContext) -> Iterator[CheckResult]:
+    gateway = context.config.gateway
+    cert_file, key_file = gateway.tls_cert_file, gateway.tls_key_file
+    if cert_file is None or key_file is None:
+        if gateway.host not in LOOPBACK:
+            yield note(
+                f"the gateways speak no TLS, and listen on {gateway.host}",
+                "prompts and answers can be read on the way, and whoever reaches the port is served",
+                "gateway.tls_cert_file and tls_key_file, or a network that only clients reach",
+            )
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file)
+        leaf = x509.load_pem_x509_certificates(cert_file.read_bytes())[0]
+        mode = stat.S_IMODE(key_file.stat().st_mode)
+    except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
+        yield error(
+            f"gateway.tls_cert_file {cert_file} with tls_key_file {key_file}: {problem}",
+            _NOT_STARTED,
+            "name a PEM chain, the gateway's own first, and the PEM key of that one, without a password",
+        )
+        return
+    if mode & 0o007:
+        yield warning(
+            f"gateway.tls_key_file {key_file} has the mode {mode:04o}",
+            "every user of this machine can read the key, and pass for the gateway",
+            f"`chmod 600 {key_file}`",
+        )
+    yield from _validity(leaf, datetime.fromtimestamp(context.clock.wall(), UTC))
+
+
+def _validity(leaf: x509.Certificate, now: datetime) -> Iterator[CheckResult]:
+    begins, ends = leaf.not_valid_before_utc, leaf.not_valid_after_utc
+    days = (ends - now).total_seconds() / _DAY_S
+    seen = f"the gateway's certificate is for {_names(leaf)}, valid until {ends:%Y-%m-%d}"
+    why, remedy = "clients refuse it", "renew the files: a running gateway reads them again"
+    if days <= 0:
+        yield error(f"{seen}: expired", why, remedy, days_left=round(days, 1))
+    elif begins > now:
+        yield error(f"{seen}: not valid before {begins:%Y-%m-%d %H:%M} UTC", why, "see to the clock, or wait")
+    elif days < _SOON_DAYS:
+        yield warning(f"{seen}, {days:.0f} days from now", f"then {why}", remedy, days_left=round(days, 1))
+    else:
+        yield ok(seen, days_left=round(days, 1))
+
+
+def _names(leaf: x509.Certificate) -> str:
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return "no name (it has no subjectAltName, so that most clients refuse it)"
+    return ", ".join(str(name.value) for name in names)
+
+
+CHECKS = (
+    Check(
+        "ports",
+        GROUP,
+        "Ports of gateway, console and health free, or by whom they are taken; addresses",
+        ports,
+    ),
+    Check("clock", GROUP, "Whether the clock is synchronized", clock),
+    Check("ray-token", GROUP, "Ray's token: there, not empty, readable by its owner only", ray_token),
+    Check("ray-cluster", GROUP, "Whether something answers at the Ray address to join", ray_cluster),
+    Check("secret", GROUP, "The cluster's secret file", secret),
+    Check("tls", GROUP, "The gateway's certificate and key: a pair, readable, not expired", tls),
+)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.serve.memory import gb
-from cluster.stores.settings import check_redis_url, smallest_record_bytes
+from cluster.stores import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
@@ -61,17 +61,17 @@ async def ask_index(url: str, clock: Clock) -> IndexReply:
     return IndexReply(info, tuple(sorted(lookups)), skew_s)
 
 
-def server(case: CheckContext) -> Iterator[Verdict]:
+def server(context: CheckContext) -> Iterator[CheckResult]:
     """Reached, new enough, quick enough, with room for the index."""
-    store = case.config.store
+    store = context.config.store
     if not store.index or not store.dram_gb:
         return
     if not store.redis_url:
-        yield from _own_server(case)
+        yield from _own_server(context)
         return
     try:
         check_redis_url(store)
-        reply = asyncio.run(ask_index(store.redis_url, case.clock))
+        reply = asyncio.run(ask_index(store.redis_url, context.clock))
     except (ConfigError, IndexAwayError) as problem:
         yield error(
             str(problem),
@@ -82,11 +82,11 @@ def server(case: CheckContext) -> Iterator[Verdict]:
     place = redacted(store.redis_url)
     yield from version(place, reply.info)
     yield from speed(place, reply.lookups_ms, store.lookup_budget_ms)
-    yield from room(place, reply.info, index_bytes(case))
+    yield from headroom(place, reply.info, index_bytes(context))
     yield from lead(place, reply.skew_s)
 
 
-def version(place: str, info: Mapping[str, Any]) -> Iterator[Verdict]:
+def version(place: str, info: Mapping[str, Any]) -> Iterator[CheckResult]:
     name = str(info.get("server_name") or "redis")
     text = str(info.get(f"{name}_version") or info.get("redis_version") or "")
     compatible = str(info.get("redis_version") or text)
@@ -103,7 +103,7 @@ def version(place: str, info: Mapping[str, Any]) -> Iterator[Verdict]:
         yield ok(f"{place} is {name} {text}")
 
 
-def speed(place: str, lookups_ms: tuple[float, ...], budget_ms: float) -> Iterator[Verdict]:
+def speed(place: str, lookups_ms: tuple[float, ...], budget_ms: float) -> Iterator[CheckResult]:
     median, slow = lookups_ms[len(lookups_ms) // 2], lookups_ms[len(lookups_ms) * 9 // 10]
     seen = f"a look-up of {_BLOCKS_A_LOOKUP} blocks at {place} takes {median:.2f} ms (90 %: {slow:.2f} ms)"
     figures: Figures = {"median_ms": round(median, 3), "p90_ms": round(slow, 3), "budget_ms": budget_ms}
@@ -118,16 +118,18 @@ def speed(place: str, lookups_ms: tuple[float, ...], budget_ms: float) -> Iterat
         yield ok(f"{seen}, within store.lookup_budget_ms {budget_ms:g}", **figures)
 
 
-def index_bytes(case: CheckContext) -> int:
+def index_bytes(context: CheckContext) -> int:
     """What the index takes when one node's tiers are full; 0 where the model cannot be read."""
-    if case.needs is None:
+    if context.needs is None:
         return 0
-    store = case.config.store
+    store = context.config.store
     held_bytes = (store.dram_gb + store.nvme_gb) * 1e9
-    return round(held_bytes / smallest_record_bytes(case.config.pools, case.config.model) * _BYTES_A_BLOCK)
+    return round(
+        held_bytes / smallest_record_bytes(context.config.pools, context.config.model) * _BYTES_A_BLOCK
+    )
 
 
-def room(place: str, info: Mapping[str, Any], bytes_a_node: int) -> Iterator[Verdict]:
+def headroom(place: str, info: Mapping[str, Any], bytes_a_node: int) -> Iterator[CheckResult]:
     """What happens when the index grows. An eviction policy is never the remedy for a given server: it may
     drop Ray's control state with the index."""
     policy, limit = str(info.get("maxmemory_policy") or ""), int(info.get("maxmemory") or 0)
@@ -162,7 +164,7 @@ def room(place: str, info: Mapping[str, Any], bytes_a_node: int) -> Iterator[Ver
         )
 
 
-def lead(place: str, skew_s: float) -> Iterator[Verdict]:
+def lead(place: str, skew_s: float) -> Iterator[CheckResult]:
     if abs(skew_s) > _MAX_SKEW_S:
         yield warning(
             f"the clock of {place} is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} ours",
@@ -172,7 +174,7 @@ def lead(place: str, skew_s: float) -> Iterator[Verdict]:
         )
 
 
-def _own_server(case: CheckContext) -> Iterator[Verdict]:
+def _own_server(context: CheckContext) -> Iterator[CheckResult]:
     try:
         binary = find_binary()
     except StoreError as problem:

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.doctor import (
-    cache,
-    certificate,
-    devices,
-    limits,
-    members,
-    model,
-    network,
-    processors,
-    redis,
-    reuse,
-    serving,
-    storage,
-    transfer,
-)
-from cluster.doctor.checks import C, Check, CheckContext, Finding, error
-from cluster.doctor.live import Live
+from cluster.doctor import hardware, limits, members, model, network, redis, serving, storage, store, transfer
+from cluster.doctor.checks import C, Check, CheckContext, Finding, Live, error
 
 MACHINE_CHECKS: tuple[Check[CheckContext], ...] = (
     *model.CHECKS,
     *limits.CHECKS,
-    *processors.CHECKS,
-    *devices.CHECKS,
+    *hardware.CHECKS,
     *storage.CHECKS,
     *network.CHECKS,
-    *certificate.CHECKS,
     *redis.CHECKS,
 )
 LIVE_CHECKS: tuple[Check[Live], ...] = (
     *serving.CHECKS,
-    *reuse.CHECKS,
     *transfer.CHECKS,
-    *cache.CHECKS,
+    *store.CHECKS,
     *members.CHECKS,
 )
 # Before all others: the file itself, one finding for each field that is wrong.
@@ -45,11 +27,11 @@ CONFIG_CHECK = "config"
 REACH_CHECK = "gateway"
 
 
-def examine_machine(case: CheckContext) -> list[Finding]:
-    return _run(MACHINE_CHECKS, case)
+def run_machine_checks(context: CheckContext) -> list[Finding]:
+    return _run(MACHINE_CHECKS, context)
 
 
-def examine_cluster(live: Live) -> list[Finding]:
+def run_cluster_checks(live: Live) -> list[Finding]:
     return _run(LIVE_CHECKS, live)
 
 
@@ -70,5 +52,5 @@ def unreachable(address: str, problem: str) -> Finding:
     return Finding(REACH_CHECK, "members", error(f"no gateway answers at {address}: {problem}", why, remedy))
 
 
-def _run(checks: Iterable[Check[C]], case: C) -> list[Finding]:
-    return [finding for check in checks for finding in check.findings(case)]
+def _run(checks: Iterable[Check[C]], context: C) -> list[Finding]:
+    return [finding for check in checks for finding in check.findings(context)]

@@ -1,12 +1,11 @@
-"""Symptoms of serving: time to first token, pace of decoding, refusals, preemptions, and their causes."""
+"""Symptoms of serving and their causes: time to first token, pace of decoding, failures, reuse of prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cluster.doctor.checks import Check, Figures, Verdict, error, note, ok, warning
-from cluster.doctor.live import Live
+from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
 from cluster.proto import tandem_pb2 as pb
 
 GROUP = "serving"
@@ -25,7 +24,7 @@ class Cause(NamedTuple):
     remedy: str
 
 
-def route(live: Live) -> Iterator[Verdict]:
+def route(live: Live) -> Iterator[CheckResult]:
     status = live.status
     if status.ready:
         num_ready = sum(item.state == "ready" for item in status.replicas)
@@ -39,7 +38,7 @@ def route(live: Live) -> Iterator[Verdict]:
     )
 
 
-def ttft(live: Live) -> Iterator[Verdict]:
+def ttft(live: Live) -> Iterator[CheckResult]:
     """Where the time to first token goes: the parts are measured for each request."""
     for gateway, recent in _recents(live):
         slo_ms = 1e3 * live.expected.ttft_slo_s
@@ -111,7 +110,7 @@ def ttft_cause(live: Live, recent: pb.RecentRequests) -> Cause:
     )
 
 
-def decode_pace(live: Live) -> Iterator[Verdict]:
+def decode_pace(live: Live) -> Iterator[CheckResult]:
     """Time per token after the first, and why it is long: offloading is the first suspect."""
     for gateway, recent in _recents(live):
         slo_ms = 1e3 * live.expected.itl_slo_s
@@ -173,7 +172,7 @@ def decode_cause(live: Live) -> Cause:
     )
 
 
-def offloading(live: Live) -> Iterator[Verdict]:
+def offloading(live: Live) -> Iterator[CheckResult]:
     for replica in live.status.replicas:
         if replica.load.num_offloaded_blocks:
             yield note(
@@ -185,7 +184,7 @@ def offloading(live: Live) -> Iterator[Verdict]:
             )
 
 
-def preemptions(live: Live) -> Iterator[Verdict]:
+def preemptions(live: Live) -> Iterator[CheckResult]:
     for name, count in live.growth(lambda load: load.num_preemptions).items():
         if count:
             yield warning(
@@ -196,7 +195,7 @@ def preemptions(live: Live) -> Iterator[Verdict]:
             )
 
 
-def failures(live: Live) -> Iterator[Verdict]:
+def failures(live: Live) -> Iterator[CheckResult]:
     """Of the gateway that was asked."""
     num_failed = live.status.num_failed_requests - live.before.num_failed_requests
     total = live.status.num_failed_requests
@@ -214,23 +213,6 @@ def failures(live: Live) -> Iterator[Verdict]:
         )
     else:
         yield ok(f"no request failed of {live.status.num_finished_requests} since the gateway started")
-
-
-CHECKS = (
-    Check("route", GROUP, "Whether any request can be served", route),
-    Check(
-        "ttft", GROUP, "Time to first token, and whether queue, landing, transfer or computing makes it", ttft
-    ),
-    Check(
-        "decode-pace",
-        GROUP,
-        "Time per token, and whether offloading, preemption or batches make it",
-        decode_pace,
-    ),
-    Check("offloading", GROUP, "Blocks of running sequences in host memory", offloading),
-    Check("preemptions", GROUP, "Sequences preempted just now", preemptions),
-    Check("failures", GROUP, "Requests that failed", failures),
-)
 
 
 def _recents(live: Live) -> Iterator[tuple[str, pb.RecentRequests]]:
@@ -252,3 +234,96 @@ def _full_decoders(live: Live) -> list[str]:
                 f"{replica.replica_id} has {free:.0%} free, {load.num_waiting_landings} landings wait"
             )
     return full
+
+
+# ----------------------------------------------------------------------------------------------
+# The hit rate of each tenant's prompts, and why it is not higher.
+
+_MIN_PROMPTS = 10
+# A hit rate above this is nothing to look into.
+_GOOD_RATE = 0.5
+# Of the prompts' tokens: known, but computed all the same.
+_LOST_SHARE = 0.2
+# Of the prompts' tokens: behind one place where they diverge, although they repeat.
+_BEHIND_SHARE = 0.2
+
+
+def hit_rate(live: Live) -> Iterator[CheckResult]:
+    """By tenant and gateway, from the prompts themselves."""
+    for reply in live.gateways:
+        for reuse in reply.status.prefixes if reply.status is not None else ():
+            if reuse.num_prompts >= _MIN_PROMPTS and reuse.num_finished_tokens:
+                yield _reuse_result(reuse)
+
+
+def _reuse_result(reuse: pb.PrefixReuse) -> CheckResult:
+    total = reuse.num_finished_tokens
+    rate, known = reuse.num_cached_tokens / total, reuse.num_finished_known_tokens / total
+    tenant = f"tenant {reuse.tenant!r}" if reuse.tenant else "requests without a tenant"
+    seen = (
+        f"{tenant}: {rate:.0%} of the prompt tokens were cached; {known:.0%} were in a prefix of earlier "
+        f"prompts (last {reuse.num_prompts} prompts)"
+    )
+    figures: Figures = {
+        "tenant": reuse.tenant,
+        "hit_rate": round(rate, 4),
+        "known_rate": round(known, 4),
+        "diverge_at_token": reuse.diverge_at,
+    }
+    repeated_share = reuse.num_repeated_behind / max(reuse.num_prompt_tokens, 1)
+    if rate >= _GOOD_RATE and known - rate < _LOST_SHARE:
+        return ok(seen, **figures)
+    if repeated_share >= _BEHIND_SHARE and repeated_share > known - rate:
+        return _diverging(reuse, tenant, rate, figures)
+    if known - rate >= _LOST_SHARE:
+        return warning(
+            f"{seen}: {known - rate:.0%} were known once and computed again",
+            "their KV was evicted, or is at a replica that these requests do not go to",
+            "a larger store.dram_gb, an NVMe tier, or engine.kv_tokens; `tandem store stat` has evictions",
+            cause="evicted",
+            **figures,
+        )
+    return note(
+        f"{seen}: the prompts have little in common",
+        "no cache can do more for prompts like these",
+        cause="little in common",
+        **figures,
+    )
+
+
+def _diverging(reuse: pb.PrefixReuse, tenant: str, rate: float, figures: Figures) -> CheckResult:
+    """The block that begins at `diverge_at` is the first that is new."""
+    behind = reuse.num_tokens_behind / max(reuse.num_diverging, 1)
+    repeated = reuse.num_repeated_behind / max(reuse.num_tokens_behind, 1)
+    return warning(
+        f"{tenant}: {reuse.num_diverging} of {reuse.num_prompts} prompts diverge from all earlier ones in "
+        f"the block at token {reuse.diverge_at}; about {repeated:.0%} of the {behind:.0f} tokens behind that "
+        f"are in earlier prompts too (hit rate {rate:.0%})",
+        "KV is reused for equal beginnings only: whatever follows a difference is computed again",
+        f"look at what stands near token {reuse.diverge_at} and changes with every request (a date, an id, a "
+        "name, the order of documents), and move it behind what stays the same",
+        cause="diverging",
+        num_diverging=reuse.num_diverging,
+        repeated_behind=round(repeated, 4),
+        **figures,
+    )
+
+
+CHECKS = (
+    Check("route", GROUP, "Whether any request can be served", route),
+    Check(
+        "ttft", GROUP, "Time to first token, and whether queue, landing, transfer or computing makes it", ttft
+    ),
+    Check(
+        "decode-pace",
+        GROUP,
+        "Time per token, and whether offloading, preemption or batches make it",
+        decode_pace,
+    ),
+    Check("offloading", GROUP, "Blocks of running sequences in host memory", offloading),
+    Check("preemptions", GROUP, "Sequences preempted just now", preemptions),
+    Check("failures", GROUP, "Requests that failed", failures),
+    Check(
+        "hit-rate", "reuse", "Hit rate by tenant: at which token prompts diverge, what was evicted", hit_rate
+    ),
+)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
+from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.serve.memory import gb
 
 GROUP = "disk"
@@ -18,16 +18,16 @@ _PAGE_BYTES = 4096
 _LOCAL = "name a folder on a local NVMe disk in store.nvme_path"
 
 
-def room(case: CheckContext) -> Iterator[Verdict]:
+def free_space(context: CheckContext) -> Iterator[CheckResult]:
     """For what the store may still take, or has taken already."""
-    folder = case.config.store.nvme_path
+    folder = context.config.store.nvme_path
     if folder is None:
         return
-    space = case.machine.space(folder)
+    space = context.machine.space(folder)
     if space is None:
         yield error(f"{folder} cannot be looked at", "the NVMe tier stays empty", _LOCAL)
         return
-    taken, wanted = _taken_bytes(folder), round(case.config.store.nvme_gb * 1e9)
+    taken, wanted = _taken_bytes(folder), round(context.config.store.nvme_gb * 1e9)
     missing = wanted - taken - space.free_bytes
     seen = f"{gb(space.free_bytes)} free at {folder}; store.nvme_gb asks for {gb(wanted)}"
     seen += f", {gb(taken)} of it there already" if taken else ""
@@ -41,9 +41,9 @@ def room(case: CheckContext) -> Iterator[Verdict]:
         yield ok(seen, **figures)
 
 
-def direct_io(case: CheckContext) -> Iterator[Verdict]:
+def direct_io(context: CheckContext) -> Iterator[CheckResult]:
     """One page is written and read with O_DIRECT, as the store does; the file is removed."""
-    folder = case.config.store.nvme_path
+    folder = context.config.store.nvme_path
     if folder is None:
         return
     try:
@@ -73,9 +73,9 @@ def direct_io(case: CheckContext) -> Iterator[Verdict]:
         )
 
 
-def kind(case: CheckContext) -> Iterator[Verdict]:
-    folder = case.config.store.nvme_path
-    mount = None if folder is None else case.machine.mount(folder)
+def kind(context: CheckContext) -> Iterator[CheckResult]:
+    folder = context.config.store.nvme_path
+    mount = None if folder is None else context.machine.mount(folder)
     if folder is None or mount is None:
         return
     seen = f"{folder} is on {mount.kind} (mounted at {mount.point})"
@@ -91,7 +91,7 @@ def kind(case: CheckContext) -> Iterator[Verdict]:
             "loading a block then takes longer than computing it, and a hanging server holds up reads",
             f"{_LOCAL}; nodes share what they hold over the index, not over a file system",
         )
-    elif case.machine.is_rotational(mount):
+    elif context.machine.is_rotational(mount):
         yield warning(
             f"{seen}: a turning disk",
             "a block takes about 10 ms to find there; most would be computed faster",
@@ -108,7 +108,7 @@ def kind(case: CheckContext) -> Iterator[Verdict]:
 
 
 CHECKS = (
-    Check("nvme-room", GROUP, "Free space at `store.nvme_path` against `store.nvme_gb`", room),
+    Check("nvme-room", GROUP, "Free space at `store.nvme_path` against `store.nvme_gb`", free_space),
     Check("nvme-direct-io", GROUP, "Whether O_DIRECT works there, by one page written and read", direct_io),
     Check("nvme-kind", GROUP, "Network, turning or memory file system there", kind),
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, Figures, Verdict, error, note, ok, warning
-from cluster.doctor.live import Live
+from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
 
 GROUP = "transfer"
 
 
-def paths(live: Live) -> Iterator[Verdict]:
+def paths(live: Live) -> Iterator[CheckResult]:
     """Each measured path: there at all, not below the floor, over the transport that is preferred."""
     num_good = 0
     for replica in live.paths:
@@ -51,7 +50,7 @@ def paths(live: Live) -> Iterator[Verdict]:
         yield ok(f"{num_good} paths are as they should be", num_paths=num_good)
 
 
-def checksums(live: Live) -> Iterator[Verdict]:
+def checksums(live: Live) -> Iterator[CheckResult]:
     grown = live.growth(lambda load: load.num_checksum_failures)
     for replica in live.status.replicas:
         total = replica.load.num_checksum_failures
@@ -65,7 +64,7 @@ def checksums(live: Live) -> Iterator[Verdict]:
         yield say(f"{seen}, {growth} of them while we looked", why, remedy, total=total, growth=growth)
 
 
-def blocks(live: Live) -> Iterator[Verdict]:
+def blocks(live: Live) -> Iterator[CheckResult]:
     """Only what lasts from one look to the next."""
     earlier = {(item.replica_id, item.epoch): item.load for item in live.before.replicas}
     for replica in live.status.replicas:
@@ -88,7 +87,7 @@ def blocks(live: Live) -> Iterator[Verdict]:
             )
 
 
-def landings(live: Live) -> Iterator[Verdict]:
+def landings(live: Live) -> Iterator[CheckResult]:
     for replica in live.status.replicas:
         load = replica.load
         if load.num_waiting_landings:

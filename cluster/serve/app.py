@@ -39,7 +39,7 @@ from cluster.serve.ray_private import with_version
 from cluster.serve.rollout import gateway_version, pool_version, with_replicas
 from cluster.serve.scaler_actor import ScalerReports, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
-from cluster.stores.settings import draw_life
+from cluster.stores import draw_life
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import Parallel

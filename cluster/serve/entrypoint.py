@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig, parse_config
+from cluster.config import ClusterConfig, parse_config, read_cluster_secret, read_redis_url
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.roster.actor import await_roster
 from cluster.scaling.counts import KnownCounts, RememberedCounts, counts_key, counts_of, counts_to_deploy
@@ -24,8 +24,7 @@ from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared
 from cluster.serve.app import build_application
 from cluster.serve.ray_private import deployed_config
 from cluster.serve.rollout import with_replicas
-from cluster.serve.secret_files import read_cluster_secret, read_redis_url
-from cluster.stores.settings import NODE_ID_CHARS, check_redis_url
+from cluster.stores import NODE_ID_CHARS, check_redis_url
 from cluster.text.tokenizer import ModelText
 from kvtransfer.errors import WireError
 from kvtransfer.store.index.redis_client import IndexAwayError

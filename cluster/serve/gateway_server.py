@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.api.grpc_server import ClientPort, bind, open_health, open_server
 from cluster.api.replies import Reporter
 from cluster.api.servicer import InferenceServicer, TextCalls
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.http_server import open_console
 from cluster.console.orders import Operations
@@ -30,7 +31,6 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
-from cluster.stores.store_admin import StoreAdmin
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults

@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig, PoolConfig, read_cluster_secret
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.metrics.tracing import check_tracing
@@ -36,10 +36,8 @@ from cluster.serve.rank_actors import node_host
 from cluster.serve.ray_private import free_resources, session_logs
 from cluster.serve.rollout import Deployed, forget, remember
 from cluster.serve.scaler_actor import stop_scaler
-from cluster.serve.secret_files import read_cluster_secret
 from cluster.serve.store_actors import stop_stores
-from cluster.stores.index_server import IndexServer
-from cluster.stores.settings import check_redis_url, check_store, draw_life
+from cluster.stores import IndexServer, check_redis_url, check_store, draw_life
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags

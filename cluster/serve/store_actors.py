@@ -23,7 +23,7 @@ from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered
 from cluster.serve.rank_actors import node_host
-from cluster.stores.settings import NODE_ID_CHARS, Node, NvmeFolder, store_name, store_settings
+from cluster.stores import NODE_ID_CHARS, Node, NvmeFolder, store_name, store_settings
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import TransferError

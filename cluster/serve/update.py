@@ -8,19 +8,20 @@ What `tandem serve` drew and settled (secret, life, CPU shares, index server) st
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig, PoolConfig, read_cluster_secret
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
-from cluster.roster.actor import await_roster, read_roster
+from cluster.roster.actor import await_roster, find_roster, read_roster
 from cluster.roster.messages import RosterView
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
@@ -39,7 +40,6 @@ from cluster.serve.rollout import (
     recall,
     remember,
 )
-from cluster.serve.secret_files import read_cluster_secret
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import Clock
 from workers.model.model_config import read_model_config
@@ -235,3 +235,52 @@ def _check(config: ClusterConfig, deployed: Deployed) -> None:
         raise ConfigError(
             "secret_file: it holds another secret than the application uses; stop it and start it anew"
         )
+
+
+# ----------------------------------------------------------------------------------------------
+# `tandem traffic`: the share of an application's requests that each application answers.
+
+
+def read_shares(app: str) -> dict[str, float]:
+    """By application; all to `app` where nothing was set. `StartError` where it does not run."""
+    _check_runs(app)
+    return read_roster(app).traffic or {app: 1.0}
+
+
+def set_shares(app: str, shares: Mapping[str, float]) -> dict[str, float]:
+    """Of the requests to `app`; returns what holds then. `StartError` where an application that is to get
+    requests does not run, `RosterAwayError` where the shares could not be recorded.
+
+    Applications that got requests so far and are no longer named keep a share of 0, while they run: streams
+    that began there and are resumed still find them.
+    """
+    for name in (app, *(name for name, share in shares.items() if share > 0)):
+        _check_runs(name)
+    before = [name for name in read_roster(app).traffic if read_roster(name).gateways]
+    complete = {name: shares.get(name, 0.0) for name in sorted({*before, *shares, app})}
+    asyncio.run(find_roster(app).set_traffic(complete))
+    return complete
+
+
+def parse_shares(texts: Sequence[str]) -> dict[str, float]:
+    """`["tandem=90", "tandem-v2=10"]` as shares that sum up to 1; `ValueError` where that is not what they
+    say."""
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if not name or name in weights or not 0 <= weight < float("inf"):
+            raise ValueError(f"expected APPLICATION=WEIGHT, each once, with a weight from 0; not {text!r}")
+        weights[name] = weight
+    total = sum(weights.values())
+    if total <= 0:
+        raise ValueError("at least one application needs a weight above 0")
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def _check_runs(app: str) -> None:
+    if not read_roster(app).gateways:
+        raise StartError(f"no gateway of an application {app!r} serves in this Ray cluster")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from cluster.cli.bench import (
+    BenchRequest,
     Objectives,
-    RequestRecord,
     Workload,
+    bench_table,
     knee,
     run_workload,
     summarize,
 )
-from cluster.cli.display import bench_table
 from cluster.errors import CallError
 from kvtransfer.common.clock import ManualClock
 
@@ -53,9 +53,9 @@ def test_poisson_arrivals_have_the_rate() -> None:
     assert np.std(gaps) == pytest.approx(1 / 50, rel=0.1)
 
 
-def record(ttft_s: float, gaps_s: list[float], outcome: str = "ok", sent_at: float = 10.0) -> RequestRecord:
+def record(ttft_s: float, gaps_s: list[float], outcome: str = "ok", sent_at: float = 10.0) -> BenchRequest:
     times = tuple(float(time) for time in np.cumsum([sent_at + ttft_s, *gaps_s]))
-    return RequestRecord(sent_at, times[-1], 100, times, outcome)
+    return BenchRequest(sent_at, times[-1], 100, times, outcome)
 
 
 def test_figures_of_known_records() -> None:
@@ -75,7 +75,7 @@ def test_what_did_not_finish_is_never_good() -> None:
     records = [
         record(0.01, [0.01]),
         record(0.01, [0.01], "timed out"),
-        RequestRecord(10, 11, 1, (), "refused"),
+        BenchRequest(10, 11, 1, (), "refused"),
     ]
     figures = summarize(records, Objectives(1000, 1000))
     assert (figures["num_ok"], figures["num_timed_out"], figures["num_refused"]) == (1, 1, 1)
@@ -84,7 +84,7 @@ def test_what_did_not_finish_is_never_good() -> None:
 
 
 def test_a_run_without_a_success_has_no_percentiles() -> None:
-    figures = summarize([RequestRecord(0, 1, 1, (), "failed")], Objectives(1, 1))
+    figures = summarize([BenchRequest(0, 1, 1, (), "failed")], Objectives(1, 1))
     assert figures["ttft_ms"] is None
     assert figures["requests_per_s"] == 0
 
@@ -113,7 +113,7 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
             running -= 1
 
     refused = LOAD.prompts()[3]
-    done: list[RequestRecord] = []
+    done: list[BenchRequest] = []
     run = asyncio.create_task(run_workload(LOAD, send, clock, done.append))
     while not run.done():
         await asyncio.sleep(0)

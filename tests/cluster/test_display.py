@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from cluster.cli.display import DemoRow, demo_table, stages, status_view
-from cluster.cli.store_display import size
+from cluster.cli.calls import status_view
+from cluster.cli.demo import DemoRow, demo_table
+from cluster.cli.store import size
+from cluster.cli.terminal import stages
 from cluster.proto import tandem_pb2 as pb
 
 

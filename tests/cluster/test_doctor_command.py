@@ -64,8 +64,8 @@ def test_names_are_given_once() -> None:
 
 
 def test_findings_are_ordered_counted_and_decide_the_status() -> None:
-    verdicts = [ok("fine", a=1), note("hm"), error("broken", "why", "do"), warning("slow", "why", "do")]
-    findings = [Finding(f"c{number}", "g", verdict) for number, verdict in enumerate(verdicts)]
+    results = [ok("fine", a=1), note("hm"), error("broken", "why", "do"), warning("slow", "why", "do")]
+    findings = [Finding(f"c{number}", "g", result) for number, result in enumerate(results)]
     assert [item.severity for item in worst_first(findings)] == list(reversed(Severity))
     assert exit_status(findings) == 1
     assert exit_status([item for item in findings if item.severity is not Severity.ERROR]) == 0
@@ -101,7 +101,7 @@ def test_people_see_the_worst_group_first_and_every_remedy() -> None:
 
 def test_the_lines_of_a_wrong_file_are_findings() -> None:
     findings = config_findings("f: pools[0].tp: bad\nf: gateway.port: bad")
-    assert [item.verdict.seen for item in findings] == ["f: pools[0].tp: bad", "f: gateway.port: bad"]
+    assert [item.result.seen for item in findings] == ["f: pools[0].tp: bad", "f: gateway.port: bad"]
 
 
 def test_this_very_machine_is_looked_at() -> None:

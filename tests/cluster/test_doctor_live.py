@@ -8,17 +8,16 @@ import pytest
 from doctor_harness import only, said
 from doctor_live import live, replica
 
-from cluster.doctor import reuse, serving, transfer
-from cluster.doctor.checks import Severity, Verdict
-from cluster.doctor.live import GatewayReply
-from cluster.doctor.run_checks import LIVE_CHECKS, examine_cluster
+from cluster.doctor import serving, transfer
+from cluster.doctor.checks import CheckResult, GatewayReply, Severity
+from cluster.doctor.run_checks import LIVE_CHECKS, run_cluster_checks
 from cluster.proto import tandem_pb2 as pb
 
 OK, NOTE, WARNING, ERROR = Severity
 
 
 def test_a_good_cluster_has_no_symptom() -> None:
-    found = examine_cluster(live())
+    found = run_cluster_checks(live())
     assert {finding.severity for finding in found} == {OK}
     assert {"route", "ttft", "decode-pace", "paths", "stores", "store-index", "replicas"} <= {
         finding.check for finding in found
@@ -30,9 +29,9 @@ def test_no_route_is_an_error_that_tells_the_states() -> None:
         status.ready = False
         status.replicas[1].state = "connecting"
 
-    verdict = only(serving.route, live(broken))
-    assert verdict.severity is ERROR
-    assert "d0 connecting" in verdict.seen
+    result = only(serving.route, live(broken))
+    assert result.severity is ERROR
+    assert "d0 connecting" in result.seen
 
 
 # --------------------------------------------------------------------------------- time to first token
@@ -55,7 +54,7 @@ def slow(**parts: float) -> Callable[[pb.StatusResponse], None]:
     return change
 
 
-def ttft_verdict(*changes: Callable[[pb.StatusResponse], object]) -> Verdict:
+def ttft_result(*changes: Callable[[pb.StatusResponse], object]) -> CheckResult:
     def change(status: pb.StatusResponse) -> None:
         for each in changes:
             each(status)
@@ -63,9 +62,9 @@ def ttft_verdict(*changes: Callable[[pb.StatusResponse], object]) -> Verdict:
     def silent(status: pb.StatusResponse) -> None:
         status.recent.CopyFrom(pb.RecentRequests())
 
-    verdicts = list(serving.ttft(live(change, other=silent)))
-    assert verdicts[1].severity is NOTE  # the other gateway has seen too few requests
-    return verdicts[0]
+    results = list(serving.ttft(live(change, other=silent)))
+    assert results[1].severity is NOTE  # the other gateway has seen too few requests
+    return results[0]
 
 
 def test_a_queue_at_prefill_is_told_from_a_lack_of_room_at_decode() -> None:
@@ -77,11 +76,11 @@ def test_a_queue_at_prefill_is_told_from_a_lack_of_room_at_decode() -> None:
         status.replicas[1].load.num_free_blocks = 80
         status.replicas[1].load.num_waiting_landings = 3
 
-    queueing = ttft_verdict(slow(slow_queue_ms=3500), backlog)
+    queueing = ttft_result(slow(slow_queue_ms=3500), backlog)
     assert queueing.figures["cause"] == "prompts queue at prefill"
     assert "7 requests wait there, with 9000 tokens" in queueing.why
-    landing = ttft_verdict(slow(slow_queue_ms=3500), backlog, full)
-    calm = ttft_verdict(slow(slow_queue_ms=3500))
+    landing = ttft_result(slow(slow_queue_ms=3500), backlog, full)
+    calm = ttft_result(slow(slow_queue_ms=3500))
     assert calm.why.endswith("none waits there at this moment")
     assert landing.figures["cause"] == "prompts wait for room at the decode replicas"
     assert "d0 has 8% free, 3 landings wait" in landing.why
@@ -92,16 +91,16 @@ def test_slow_transfers_that_hold_landings_open_are_the_cause() -> None:
     def waiting(status: pb.StatusResponse) -> None:
         status.replicas[1].load.num_waiting_landings = 1
 
-    verdict = ttft_verdict(slow(slow_queue_ms=3500, transfer_p90_ms=2500), waiting)
-    assert "slow transfers" in str(verdict.figures["cause"])
-    assert "2500 ms" in verdict.why
+    result = ttft_result(slow(slow_queue_ms=3500, transfer_p90_ms=2500), waiting)
+    assert "slow transfers" in str(result.figures["cause"])
+    assert "2500 ms" in result.why
 
 
 def test_computing_retries_and_the_gateway_are_told_apart() -> None:
-    assert "computing" in str(ttft_verdict(slow(slow_prefill_ms=3000)).figures["cause"])
-    assert "600 of 1000 tokens" in ttft_verdict(slow(slow_prefill_ms=3000)).why
-    assert "attempts" in str(ttft_verdict(slow(num_retried=60)).figures["cause"])
-    assert "outside" in str(ttft_verdict(slow(num_retried=3)).figures["cause"])
+    assert "computing" in str(ttft_result(slow(slow_prefill_ms=3000)).figures["cause"])
+    assert "600 of 1000 tokens" in ttft_result(slow(slow_prefill_ms=3000)).why
+    assert "attempts" in str(ttft_result(slow(num_retried=60)).figures["cause"])
+    assert "outside" in str(ttft_result(slow(num_retried=3)).figures["cause"])
 
 
 def test_the_target_is_the_configurations() -> None:
@@ -117,16 +116,16 @@ def test_slow_decoding_is_put_down_to_offloading_first() -> None:
         status.recent.tpot_p90_ms = 500
         status.replicas[1].load.num_offloaded_blocks = 40
 
-    verdict = next(iter(serving.decode_pace(live(offloading))))
-    assert verdict.severity is WARNING
-    assert verdict.figures["cause"] == "offloading is active"
-    assert "40 blocks of d0" in verdict.why
+    result = next(iter(serving.decode_pace(live(offloading))))
+    assert result.severity is WARNING
+    assert result.figures["cause"] == "offloading is active"
+    assert "40 blocks of d0" in result.why
     assert only(serving.offloading, live(offloading)).severity is NOTE
     assert not said(serving.offloading, live())
 
 
 def test_other_causes_of_slow_decoding() -> None:
-    def pace(change: Callable[[pb.StatusResponse], object], before: bool = True) -> Verdict:
+    def pace(change: Callable[[pb.StatusResponse], object], before: bool = True) -> CheckResult:
         def now(status: pb.StatusResponse) -> None:
             status.recent.tpot_p90_ms = 500
             change(status)
@@ -213,24 +212,24 @@ def reused(**figures: int) -> Callable[[pb.StatusResponse], None]:
     ],
 )
 def test_a_low_hit_rate_has_one_of_three_causes(figures: dict[str, int], cause: str) -> None:
-    verdict = next(iter(reuse.hit_rate(live(reused(**figures)))))
-    assert verdict.figures["cause"] == cause
-    assert verdict.severity is (NOTE if cause == "little in common" else WARNING)
-    assert "acme" in verdict.seen
+    result = next(iter(serving.hit_rate(live(reused(**figures)))))
+    assert result.figures["cause"] == cause
+    assert result.severity is (NOTE if cause == "little in common" else WARNING)
+    assert "acme" in result.seen
 
 
 def test_prompts_that_diverge_name_the_token_and_what_is_lost() -> None:
     change = reused(num_finished_known_tokens=12_800, num_cached_tokens=12_000, num_repeated_behind=70_200)
-    verdict = next(iter(reuse.hit_rate(live(change))))
-    assert "90 of 100 prompts diverge" in verdict.seen
-    assert "at token 128; about 90% of the 867 tokens behind" in verdict.seen
-    assert "near token 128" in verdict.remedy
+    result = next(iter(serving.hit_rate(live(change))))
+    assert "90 of 100 prompts diverge" in result.seen
+    assert "at token 128; about 90% of the 867 tokens behind" in result.seen
+    assert "near token 128" in result.remedy
 
 
 def test_a_good_hit_rate_and_few_prompts_need_no_look() -> None:
     good = reused(num_finished_known_tokens=90_000, num_cached_tokens=85_000)
-    assert {severity for severity, _ in said(reuse.hit_rate, live(good))} == {OK}
-    assert not said(reuse.hit_rate, live(reused(num_prompts=5)))
+    assert {severity for severity, _ in said(serving.hit_rate, live(good))} == {OK}
+    assert not said(serving.hit_rate, live(reused(num_prompts=5)))
 
 
 # --------------------------------------------------------------------------------------------- transfer

@@ -1,4 +1,4 @@
-"""The checks of limits, memory and processors, on prepared machines: each says well and not well."""
+"""The checks of limits, memory and hardware, on prepared machines: each says well and not well."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-from doctor_harness import FakeMachine, case_of, config_of, only, said
+from doctor_harness import FakeMachine, config_of, context_of, only, said
 
-from cluster.doctor import limits, processors
+from cluster.doctor import hardware, limits
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine, numbers, run_command
 from cluster.serve.memory import BRAIN_BYTES, RANK_BYTES, RAY_BYTES, needs_of
@@ -29,17 +29,17 @@ def test_open_files_count_the_hard_limit_that_ray_raises_to(
     tmp_path: Path, soft: str, hard: str, severity: Severity
 ) -> None:
     machine = FakeMachine(tmp_path, {"proc/self/limits": limits_text("Max open files", soft, hard)})
-    verdict = only(limits.open_files, case_of(machine.view()))
-    assert verdict.severity is severity
+    result = only(limits.open_files, context_of(machine.view()))
+    assert result.severity is severity
     # 256 of any process, a connection for each of the 1024 requests, and two for each replica.
-    assert verdict.figures["needed"] == 256 + 1024 + 2 * 2
+    assert result.figures["needed"] == 256 + 1024 + 2 * 2
 
 
 def test_more_requests_need_more_files(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, {"proc/self/limits": limits_text("Max open files", "4096", "4096")})
     many = config_of(gateway={"max_requests": 8192})
-    assert only(limits.open_files, case_of(machine.view())).severity is OK
-    assert only(limits.open_files, case_of(machine.view(), many)).severity is ERROR
+    assert only(limits.open_files, context_of(machine.view())).severity is OK
+    assert only(limits.open_files, context_of(machine.view(), many)).severity is ERROR
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_more_requests_need_more_files(tmp_path: Path) -> None:
 def test_processes_are_limited_by_the_user_and_by_the_group(
     tmp_path: Path, files: dict[str, str], severity: Severity
 ) -> None:
-    assert only(limits.processes, case_of(FakeMachine(tmp_path, files).view())).severity is severity
+    assert only(limits.processes, context_of(FakeMachine(tmp_path, files).view())).severity is severity
 
 
 def test_without_shm_ray_does_not_start(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, {"dev/shm/nothing": None}).view()
-    assert only(limits.shared_memory, case_of(machine)).severity is ERROR
+    assert only(limits.shared_memory, context_of(machine)).severity is ERROR
     (tmp_path / "dev/shm").mkdir(parents=True)
-    verdict = only(limits.shared_memory, case_of(machine))
-    assert verdict.severity is OK
-    assert "KV does not" in verdict.seen
+    result = only(limits.shared_memory, context_of(machine))
+    assert result.severity is OK
+    assert "KV does not" in result.seen
 
 
 def test_what_is_needed_is_counted_rank_by_rank() -> None:
@@ -102,20 +102,20 @@ def test_memory_is_compared_with_what_is_free_or_with_the_groups_limit(tmp_path:
     config = config_of(store={"dram_gb": 40})
     needed = needs_of(config).host_bytes
     enough = FakeMachine(tmp_path / "a").view()
-    assert only(limits.memory, case_of(enough, config)).severity is OK
+    assert only(limits.memory, context_of(enough, config)).severity is OK
     small = f"MemTotal: 67108864 kB\nMemAvailable: {needed // 1024 - 1000} kB\n"
     little = FakeMachine(tmp_path / "b", {"proc/meminfo": small}).view()
-    verdict = only(limits.memory, case_of(little, config))
-    assert verdict.severity is ERROR
-    assert verdict.figures["needed_bytes"] == needed
+    result = only(limits.memory, context_of(little, config))
+    assert result.severity is ERROR
+    assert result.figures["needed_bytes"] == needed
     # While it runs, what is free is what it left.
-    assert only(limits.memory, case_of(little, config, is_running=True)).severity is OK
+    assert only(limits.memory, context_of(little, config, is_running=True)).severity is OK
     limited = FakeMachine(
         tmp_path / "c",
         {"sys/fs/cgroup/memory.max": f"{needed - 1}\n", "sys/fs/cgroup/memory.current": "0\n"},
     ).view()
-    assert only(limits.memory, case_of(limited, config)).severity is ERROR
-    assert "control group" in only(limits.memory, case_of(limited, config)).seen
+    assert only(limits.memory, context_of(limited, config)).severity is ERROR
+    assert "control group" in only(limits.memory, context_of(limited, config)).seen
 
 
 def test_what_a_group_can_take_back_counts_as_free(tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_several_nodes_may_hold_what_one_cannot(tmp_path: Path) -> None:
     assert one + RAY_BYTES + 1_000_000_000 < all_of_it // 2
     half = f"MemTotal: 67108864 kB\nMemAvailable: {all_of_it // 2048} kB\n"
     machine = FakeMachine(tmp_path / "half", {"proc/meminfo": half}).view()
-    assert only(limits.memory, case_of(machine, config)).severity is NOTE
+    assert only(limits.memory, context_of(machine, config)).severity is NOTE
     alone = config_of(pools=[pool])
-    assert only(limits.memory, case_of(machine, alone)).severity is ERROR
+    assert only(limits.memory, context_of(machine, alone)).severity is ERROR
     tiny = FakeMachine(tmp_path / "tiny", {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 9 kB\n"}).view()
-    assert only(limits.memory, case_of(tiny, config)).severity is ERROR
+    assert only(limits.memory, context_of(tiny, config)).severity is ERROR
 
 
 def test_huge_pages_are_asked_for_where_the_store_uses_them(tmp_path: Path) -> None:
@@ -157,14 +157,15 @@ def test_huge_pages_are_asked_for_where_the_store_uses_them(tmp_path: Path) -> N
 
     needed = -(-1_000_000_000 // (2 << 20))
     some = FakeMachine(tmp_path / "some", meminfo(needed - 1)).view()
-    verdict = only(limits.huge_pages, case_of(some))
-    assert verdict.severity is NOTE
-    assert f"vm.nr_hugepages={needed}" in verdict.remedy
+    result = only(limits.huge_pages, context_of(some))
+    assert result.severity is NOTE
+    assert f"vm.nr_hugepages={needed}" in result.remedy
     assert (
-        only(limits.huge_pages, case_of(FakeMachine(tmp_path / "all", meminfo(needed)).view())).severity is OK
+        only(limits.huge_pages, context_of(FakeMachine(tmp_path / "all", meminfo(needed)).view())).severity
+        is OK
     )
-    assert not said(limits.huge_pages, case_of(some, config_of(store={"huge_pages": False})))
-    assert not said(limits.huge_pages, case_of(some, config_of(store={"dram_gb": 0})))
+    assert not said(limits.huge_pages, context_of(some, config_of(store={"huge_pages": False})))
+    assert not said(limits.huge_pages, context_of(some, config_of(store={"dram_gb": 0})))
 
 
 def test_a_store_in_reserved_huge_pages_takes_none_of_the_free_memory(tmp_path: Path) -> None:
@@ -174,24 +175,24 @@ def test_a_store_in_reserved_huge_pages_takes_none_of_the_free_memory(tmp_path: 
         text = f"MemTotal: 9999999 kB\nMemAvailable: {left // 1024 + 1} kB\n"
         text += f"HugePages_Free: {num_pages}\nHugepagesize: 2048 kB\n"
         machine = FakeMachine(tmp_path / str(num_pages), {"proc/meminfo": text}).view()
-        assert only(limits.memory, case_of(machine, config)).severity is severity
+        assert only(limits.memory, context_of(machine, config)).severity is severity
 
 
 def test_transparent_huge_pages_are_told_apart(tmp_path: Path) -> None:
     setting = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     advise = FakeMachine(tmp_path / "a", {setting: "always within_size [advise] never deny force\n"}).view()
     never = FakeMachine(tmp_path / "b", {setting: "always within_size advise [never] deny force\n"}).view()
-    assert "transparent huge pages" in only(limits.huge_pages, case_of(advise)).seen
-    assert "pages of 4 KiB" in only(limits.huge_pages, case_of(never)).seen
+    assert "transparent huge pages" in only(limits.huge_pages, context_of(advise)).seen
+    assert "pages of 4 KiB" in only(limits.huge_pages, context_of(never)).seen
 
 
 def test_rdma_needs_memory_that_may_be_locked(tmp_path: Path) -> None:
     files: dict[str, str | None] = {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"}
     tight = files | {"proc/self/limits": limits_text("Max locked memory", "65536", "65536")}
-    assert only(limits.locked_memory, case_of(FakeMachine(tmp_path / "a", tight).view())).severity is ERROR
-    assert only(limits.locked_memory, case_of(FakeMachine(tmp_path / "b", files).view())).severity is OK
+    assert only(limits.locked_memory, context_of(FakeMachine(tmp_path / "a", tight).view())).severity is ERROR
+    assert only(limits.locked_memory, context_of(FakeMachine(tmp_path / "b", files).view())).severity is OK
     without = {"proc/self/limits": limits_text("Max locked memory", "65536", "65536")}
-    assert not said(limits.locked_memory, case_of(FakeMachine(tmp_path / "c", without).view()))
+    assert not said(limits.locked_memory, context_of(FakeMachine(tmp_path / "c", without).view()))
 
 
 def test_weights_and_kv_must_fit_into_a_gpu(tmp_path: Path) -> None:
@@ -200,14 +201,16 @@ def test_weights_and_kv_must_fit_into_a_gpu(tmp_path: Path) -> None:
     question = "nvidia-smi --query-gpu=memory.total "
     large = FakeMachine(tmp_path / "a", commands={question: "81559\n143771\n"}).view()
     small = FakeMachine(tmp_path / "b", commands={question: "81559\n1024\n"}).view()
-    assert only(limits.device_memory, case_of(large, config)).severity is OK
-    assert only(limits.device_memory, case_of(small, config)).severity is ERROR
-    needed_mib = int(only(limits.device_memory, case_of(large, config)).figures["needed_bytes"]) / (1 << 20)
+    assert only(limits.device_memory, context_of(large, config)).severity is OK
+    assert only(limits.device_memory, context_of(small, config)).severity is ERROR
+    needed_mib = int(only(limits.device_memory, context_of(large, config)).figures["needed_bytes"]) / (
+        1 << 20
+    )
     for share, severity in ((0.88, OK), (0.92, WARNING), (0.999, WARNING)):
         gpu = FakeMachine(tmp_path / str(share), commands={question: f"{math.ceil(needed_mib / share)}\n"})
-        assert only(limits.device_memory, case_of(gpu.view(), config)).severity is severity, share
-    assert not said(limits.device_memory, case_of(FakeMachine(tmp_path / "c").view(), config))
-    assert not said(limits.device_memory, case_of(small))
+        assert only(limits.device_memory, context_of(gpu.view(), config)).severity is severity, share
+    assert not said(limits.device_memory, context_of(FakeMachine(tmp_path / "c").view(), config))
+    assert not said(limits.device_memory, context_of(small))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_processors_are_those_of_the_process_and_its_group(
     tmp_path: Path, allowed: str, quota: str, severity: Severity
 ) -> None:
     files = {"proc/self/status": f"Cpus_allowed_list:\t{allowed}\n", "sys/fs/cgroup/cpu.max": quota}
-    assert only(processors.cores, case_of(FakeMachine(tmp_path, files).view())).severity is severity
+    assert only(hardware.cores, context_of(FakeMachine(tmp_path, files).view())).severity is severity
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_processors_are_those_of_the_process_and_its_group(
 def test_the_cpu_can_what_the_dtype_wants(tmp_path: Path, flags: str, dtype: str, severity: Severity) -> None:
     machine = FakeMachine(tmp_path, {"proc/cpuinfo": f"flags\t: fpu {flags}\n"}).view()
     config = config_of(pools=[{"name": "d", "role": "decode", "dtype": dtype}])
-    assert only(processors.features, case_of(machine, config)).severity is severity
+    assert only(hardware.features, context_of(machine, config)).severity is severity
 
 
 @pytest.mark.parametrize(
@@ -252,13 +255,13 @@ def test_a_dtype_that_the_cpu_emulates_is_told_with_the_measured_factor(
 ) -> None:
     rates = {dtype: 10e9, better: factor * 10e9}
     machine = FakeMachine(tmp_path, {"proc/cpuinfo": f"flags\t: fpu {flags}\n"}).view(product_rates=rates)
-    verdict = only(
-        processors.features,
-        case_of(machine, config_of(pools=[{"name": "d", "role": "decode", "dtype": dtype}])),
+    result = only(
+        hardware.features,
+        context_of(machine, config_of(pools=[{"name": "d", "role": "decode", "dtype": dtype}])),
     )
-    assert verdict.severity is WARNING
-    assert f"products of {dtype} take {factor} times as long as those of {better}" in verdict.seen
-    assert verdict.figures["factor"] == factor
+    assert result.severity is WARNING
+    assert f"products of {dtype} take {factor} times as long as those of {better}" in result.seen
+    assert result.figures["factor"] == factor
 
 
 def test_products_are_measured_on_the_machine_itself() -> None:
@@ -270,16 +273,16 @@ def test_products_are_measured_on_the_machine_itself() -> None:
 def test_arm_is_known_by_its_own_names(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, {"proc/cpuinfo": "Features\t: fp asimd bf16 sve\n"}).view()
     config = config_of(pools=[{"name": "d", "role": "decode"}])
-    assert only(processors.features, case_of(machine, config)).severity is OK
+    assert only(hardware.features, context_of(machine, config)).severity is OK
 
 
 def test_a_compiler_is_missed_by_pools_on_cpus_only(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
-    assert only(processors.compiler, case_of(machine.view())).severity is OK
-    assert only(processors.compiler, case_of(machine.view(programs=["g++"]))).severity is OK
-    assert only(processors.compiler, case_of(machine.view(programs=[]))).severity is WARNING
+    assert only(hardware.compiler, context_of(machine.view())).severity is OK
+    assert only(hardware.compiler, context_of(machine.view(programs=["g++"]))).severity is OK
+    assert only(hardware.compiler, context_of(machine.view(programs=[]))).severity is WARNING
     on_gpu = config_of(pools=[{"name": "d", "role": "decode", "device": "cuda"}])
-    assert not said(processors.compiler, case_of(machine.view(programs=[]), on_gpu))
+    assert not said(hardware.compiler, context_of(machine.view(programs=[]), on_gpu))
 
 
 def test_a_governor_that_saves_power_is_slow_unless_the_processor_decides(tmp_path: Path) -> None:
@@ -288,19 +291,19 @@ def test_a_governor_that_saves_power_is_slow_unless_the_processor_decides(tmp_pa
     fast = FakeMachine(tmp_path / "b", {name: "performance\n"}).view()
     status = "sys/devices/system/cpu/intel_pstate/status"
     managed = FakeMachine(tmp_path / "c", {name: "powersave\n", status: "active\n"}).view()
-    assert only(processors.governor, case_of(slow)).severity is WARNING
-    assert only(processors.governor, case_of(fast)).severity is OK
-    assert only(processors.governor, case_of(managed)).severity is OK
-    assert not said(processors.governor, case_of(FakeMachine(tmp_path / "d").view()))
+    assert only(hardware.governor, context_of(slow)).severity is WARNING
+    assert only(hardware.governor, context_of(fast)).severity is OK
+    assert only(hardware.governor, context_of(managed)).severity is OK
+    assert not said(hardware.governor, context_of(FakeMachine(tmp_path / "d").view()))
 
 
 def test_numa_nodes_are_told(tmp_path: Path) -> None:
     one = FakeMachine(tmp_path / "a").view()
     two = FakeMachine(tmp_path / "b", {"sys/devices/system/node/node1/cpulist": "16-31\n"}).view()
-    assert only(processors.numa, case_of(one)).severity is OK
-    verdict = only(processors.numa, case_of(two))
-    assert verdict.severity is NOTE
-    assert "node1: CPUs 16-31" in verdict.seen
+    assert only(hardware.numa, context_of(one)).severity is OK
+    result = only(hardware.numa, context_of(two))
+    assert result.severity is NOTE
+    assert "node1: CPUs 16-31" in result.seen
 
 
 def test_ranges_of_the_kernel_are_read() -> None:
@@ -317,7 +320,7 @@ def test_commands_that_fail_or_are_missing_say_nothing() -> None:
 
 def test_a_machine_that_tells_nothing_breaks_nothing(tmp_path: Path) -> None:
     """Other systems, and containers that hide /proc or /sys."""
-    case = case_of(Machine(root=tmp_path, run=lambda _: None, home=tmp_path))
-    for check in (*limits.CHECKS, *processors.CHECKS):
-        for verdict in check.look(case):
-            assert check.name in ("shared-memory", "processes", "compiler"), verdict
+    context = context_of(Machine(root=tmp_path, run=lambda _: None, home=tmp_path))
+    for check in (*limits.CHECKS, *hardware.CHECKS):
+        for result in check.look(context):
+            assert check.name in ("shared-memory", "processes", "compiler"), result

@@ -6,9 +6,8 @@ import pytest
 from doctor_harness import only, said
 from doctor_live import NOW, live
 
-from cluster.doctor import cache, members
-from cluster.doctor.checks import Severity
-from cluster.doctor.live import GatewayReply
+from cluster.doctor import members, store
+from cluster.doctor.checks import GatewayReply, Severity
 from cluster.proto import tandem_pb2 as pb
 
 OK, NOTE, WARNING, ERROR = Severity
@@ -18,10 +17,10 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
     def away(node: pb.StoreNodeStat) -> None:
         node.error = "not reached, nothing was done: refused"
 
-    verdict = only(cache.stores, live(store=away))
-    assert verdict.severity is ERROR
-    assert "node-a (process 77)" in verdict.seen
-    assert not said(cache.index, live(store=away))
+    result = only(store.stores, live(store=away))
+    assert result.severity is ERROR
+    assert "node-a (process 77)" in result.seen
+    assert not said(store.index, live(store=away))
 
 
 @pytest.mark.parametrize(("state", "severity"), [("slow", WARNING), ("down", WARNING), ("up", OK)])
@@ -30,22 +29,22 @@ def test_the_state_of_the_index_is_told(state: str, severity: Severity) -> None:
         node.index.state = state
         node.index.note = "start it, or correct store.redis_url" if state == "down" else ""
 
-    assert only(cache.index, live(store=change)).severity is severity
+    assert only(store.index, live(store=change)).severity is severity
 
 
 def test_no_index_is_wanted_where_it_is_off() -> None:
     def off(node: pb.StoreNodeStat) -> None:
         node.index.state = "off"
 
-    assert not said(cache.index, live(store=off))
+    assert not said(store.index, live(store=off))
 
 
 def test_late_look_ups_count_while_we_look() -> None:
     def late(node: pb.StoreNodeStat) -> None:
         node.index.num_late = 9
 
-    assert only(cache.index, live(store=late, store_before=lambda node: None)).severity is WARNING
-    assert only(cache.index, live(store=late)).severity is OK
+    assert only(store.index, live(store=late, store_before=lambda node: None)).severity is WARNING
+    assert only(store.index, live(store=late)).severity is OK
 
 
 @pytest.mark.parametrize(
@@ -68,19 +67,19 @@ def test_tiers_tell_what_fails(
         (live(store=change, store_before=lambda node: None), grown),
         (live(store=change), lasting),
     ):
-        assert [severity for severity, _ in said(cache.tiers, seen)] == ([expected] if expected else [])
-    assert not said(cache.tiers, live())
+        assert [severity for severity, _ in said(store.tiers, seen)] == ([expected] if expected else [])
+    assert not said(store.tiers, live())
 
 
 def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
     def unstored(status: pb.StatusResponse) -> None:
         status.replicas[1].load.num_unstored_blocks["queue"] = 12
 
-    verdict = only(cache.unstored, live(unstored, before=lambda status: None))
-    assert verdict.severity is NOTE
-    assert verdict.seen.startswith("d0: 12 finished blocks")
-    assert "engine.write_queue" in verdict.why
-    assert not said(cache.unstored, live(unstored))
+    result = only(store.unstored, live(unstored, before=lambda status: None))
+    assert result.severity is NOTE
+    assert result.seen.startswith("d0: 12 finished blocks")
+    assert "engine.write_queue" in result.why
+    assert not said(store.unstored, live(unstored))
 
 
 # ---------------------------------------------------------------------------------------------- members
@@ -115,10 +114,10 @@ def test_replicas_that_are_replaced_again_and_again_are_told() -> None:
         young(status)
         status.moves.add(at=NOW - 50, pool="decode", before=1, after=2, by="operator")
 
-    verdict = only(members.flapping, live(young))
-    assert verdict.severity is WARNING
-    assert "pool decode: 1 of 1 replicas began" in verdict.seen
-    assert "40 s ago" in verdict.seen
+    result = only(members.flapping, live(young))
+    assert result.severity is WARNING
+    assert "pool decode: 1 of 1 replicas began" in result.seen
+    assert "40 s ago" in result.seen
     assert not said(members.flapping, live(young_gateway))
     assert not said(members.flapping, live(scaled))
     assert not said(members.flapping, live())
@@ -128,8 +127,8 @@ def test_a_replica_that_comes_while_we_look_is_told_once() -> None:
     def came(status: pb.StatusResponse) -> None:
         status.replicas[1].epoch = int(NOW * 1000)
 
-    verdict = only(members.flapping, live(came, before=lambda status: None))
-    assert verdict.seen == "d0 came while we looked"
+    result = only(members.flapping, live(came, before=lambda status: None))
+    assert result.seen == "d0 came while we looked"
 
 
 def test_pools_below_what_is_wanted_pinned_or_lent() -> None:

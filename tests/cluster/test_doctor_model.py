@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from doctor_harness import TINY, case_of, config_of, only, said
+from doctor_harness import TINY, config_of, context_of, only, said
 
 from cluster.doctor import model
 from cluster.doctor.checks import CheckContext, Severity
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return copied
 
 
-def case(folder: Path, *pools: dict[str, object]) -> CheckContext:
+def context(folder: Path, *pools: dict[str, object]) -> CheckContext:
     """Of a folder that may be broken; what it needs is not of interest."""
     config = config_of(folder, pools)
     return CheckContext(Machine(), config, None, {}, SystemClock())
@@ -34,30 +34,30 @@ def case(folder: Path, *pools: dict[str, object]) -> CheckContext:
 
 def test_the_bundled_model_is_well() -> None:
     for check in model.CHECKS:
-        severities = [severity for severity, _ in said(check.look, case_of(Machine()))]
+        severities = [severity for severity, _ in said(check.look, context_of(Machine()))]
         assert severities, check.name
         assert set(severities) <= {OK}, check.name
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path) -> None:
-    assert only(model.config_json, case(tmp_path)).severity is ERROR
-    assert only(model.weights, case(tmp_path)).severity is ERROR
-    assert only(model.tokenizer, case(tmp_path)).severity is ERROR
-    assert not said(model.split, case(tmp_path))
+    assert only(model.config_json, context(tmp_path)).severity is ERROR
+    assert only(model.weights, context(tmp_path)).severity is ERROR
+    assert only(model.tokenizer, context(tmp_path)).severity is ERROR
+    assert not said(model.split, context(tmp_path))
 
 
 def test_an_architecture_that_is_not_supported_is_named(folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}))
-    verdict = only(model.config_json, case(folder))
-    assert verdict.severity is ERROR
-    assert "MambaForCausalLM" in verdict.seen
+    result = only(model.config_json, context(folder))
+    assert result.severity is ERROR
+    assert "MambaForCausalLM" in result.seen
 
 
 def test_a_key_that_changes_results_and_is_ignored_is_named(folder: Path) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"logits_scaling": 8.0}))
-    well, ignored = model.config_json(case(folder))
+    well, ignored = model.config_json(context(folder))
     assert (well.severity, ignored.severity) == (OK, WARNING)
     assert "logits_scaling" in ignored.seen
 
@@ -66,13 +66,13 @@ def test_weights_that_were_cut_short_are_named(folder: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    verdict = only(model.weights, case(folder))
-    assert verdict.severity is ERROR
-    assert file.name in verdict.seen
+    result = only(model.weights, context(folder))
+    assert result.severity is ERROR
+    assert file.name in result.seen
     file.write_bytes(whole[:20])
-    assert only(model.weights, case(folder)).severity is ERROR
+    assert only(model.weights, context(folder)).severity is ERROR
     file.unlink()
-    assert only(model.weights, case(folder)).severity is ERROR
+    assert only(model.weights, context(folder)).severity is ERROR
 
 
 def test_a_tensor_that_the_index_names_must_be_in_its_file(folder: Path) -> None:
@@ -80,20 +80,20 @@ def test_a_tensor_that_the_index_names_must_be_in_its_file(folder: Path) -> None
     part = file.rename(folder / "model-00001-of-00001.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": part.name}}))
-    assert only(model.weights, case(folder)).severity is OK
+    assert only(model.weights, context(folder)).severity is OK
     index.write_text(json.dumps({"weight_map": {"model.none.weight": part.name}}))
-    verdict = only(model.weights, case(folder))
-    assert verdict.severity is ERROR
-    assert "model.none.weight" in verdict.seen
+    result = only(model.weights, context(folder))
+    assert result.severity is ERROR
+    assert "model.none.weight" in result.seen
 
 
 def test_no_chat_template_is_a_note(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({}))
-    assert only(model.tokenizer, case(folder)).severity is NOTE
+    assert only(model.tokenizer, context(folder)).severity is NOTE
     path.write_text("{")
-    assert only(model.tokenizer, case(folder)).severity is ERROR
+    assert only(model.tokenizer, context(folder)).severity is ERROR
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_no_chat_template_is_a_note(folder: Path) -> None:
     ],
 )
 def test_pools_must_suit_the_model(pool: dict[str, object], severity: Severity, word: str) -> None:
-    verdict = only(model.split, case(TINY, {"name": "d", "role": "decode", **pool}))
-    assert verdict.severity is severity
-    assert word in verdict.seen
+    result = only(model.split, context(TINY, {"name": "d", "role": "decode", **pool}))
+    assert result.severity is severity
+    assert word in result.seen
 
 
 def test_a_dtype_that_nobody_names_is_a_warning(folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_dtype_that_nobody_names_is_a_warning(folder: Path) -> None:
     raw = {name: value for name, value in json.loads(path.read_text()).items() if "dtype" not in name}
     path.write_text(json.dumps(raw))
     pools: dict[str, object] = {"name": "d", "role": "decode"}
-    assert only(model.split, case(folder, pools)).severity is WARNING
+    assert only(model.split, context(folder, pools)).severity is WARNING
     assert needs_of(config_of(folder, [pools])).pools[0].ranks[0].weight_bytes > 0
-    named = case(folder, {**pools, "dtype": "bf16"})
+    named = context(folder, {**pools, "dtype": "bf16"})
     assert only(model.split, named).severity is OK

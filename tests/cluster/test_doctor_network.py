@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from certificates import write_certificate
-from doctor_harness import FakeMachine, case_of, config_of, only, said
+from doctor_harness import FakeMachine, config_of, context_of, only, said
 
 from cluster.config import ClusterConfig
-from cluster.doctor import certificate, network
+from cluster.doctor import network
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import KernelClock, Machine, read_kernel_clock
 from kvtransfer.common.clock import ManualClock, SystemClock
@@ -42,48 +42,48 @@ def free_port() -> int:
 
 def test_a_free_port_is_well_and_a_taken_one_names_its_process(listening: socket.socket) -> None:
     taken = listening.getsockname()[1]
-    assert only(network.ports, case_of(Machine(), with_port(free_port()))).severity is OK
-    verdict = only(network.ports, case_of(Machine(), with_port(taken)))
-    assert verdict.severity is ERROR
-    assert f"(process {os.getpid()})" in verdict.seen
-    assert only(network.ports, case_of(Machine(), with_port(taken), is_running=True)).severity is OK
+    assert only(network.ports, context_of(Machine(), with_port(free_port()))).severity is OK
+    result = only(network.ports, context_of(Machine(), with_port(taken)))
+    assert result.severity is ERROR
+    assert f"(process {os.getpid()})" in result.seen
+    assert only(network.ports, context_of(Machine(), with_port(taken), is_running=True)).severity is OK
 
 
 def test_the_port_of_the_console_is_looked_at_too(listening: socket.socket) -> None:
-    found = said(network.ports, case_of(Machine(), with_port(free_port(), listening.getsockname()[1])))
+    found = said(network.ports, context_of(Machine(), with_port(free_port(), listening.getsockname()[1])))
     assert [severity for severity, _ in found] == [OK, ERROR]
     assert found[1][1].startswith("gateway.console_port")
 
 
 def test_the_port_for_probes_is_looked_at_too(listening: socket.socket) -> None:
     gateway = {"port": 0, "console_port": None, "health_port": listening.getsockname()[1]}
-    verdict = only(network.ports, case_of(Machine(), config_of(gateway=gateway)))
-    assert verdict.severity is ERROR
-    assert verdict.seen.startswith("gateway.health_port")
+    result = only(network.ports, context_of(Machine(), config_of(gateway=gateway)))
+    assert result.severity is ERROR
+    assert result.seen.startswith("gateway.health_port")
 
 
 def test_free_ports_of_the_systems_choice_are_not_looked_at() -> None:
-    assert not said(network.ports, case_of(Machine(), with_port(0)))
+    assert not said(network.ports, context_of(Machine(), with_port(0)))
 
 
 def test_addresses_must_be_of_this_machine() -> None:
     elsewhere = "192.0.2.7"  # of no network, by RFC 5737
-    assert only(network.ports, case_of(Machine(), with_port(8780, host=elsewhere))).severity is ERROR
+    assert only(network.ports, context_of(Machine(), with_port(8780, host=elsewhere))).severity is ERROR
     config = config_of(gateway={"port": 0, "console_port": None}, transfer={"data_host": elsewhere})
-    verdict = only(network.ports, case_of(Machine(), config))
-    assert verdict.severity is ERROR
-    assert verdict.seen.startswith("transfer.data_host")
+    result = only(network.ports, context_of(Machine(), config))
+    assert result.severity is ERROR
+    assert result.seen.startswith("transfer.data_host")
 
 
 def test_the_clock_is_synchronized_or_not(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
     good, bad = KernelClock(True, 0.002), KernelClock(False, 16.0)
-    verdict = only(network.clock, case_of(machine.view(clock=good)))
-    assert (verdict.severity, verdict.seen) == (OK, "the clock is synchronized, within 2 ms")
-    assert only(network.clock, case_of(machine.view(clock=bad))).severity is NOTE
+    result = only(network.clock, context_of(machine.view(clock=good)))
+    assert (result.severity, result.seen) == (OK, "the clock is synchronized, within 2 ms")
+    assert only(network.clock, context_of(machine.view(clock=bad))).severity is NOTE
     several = config_of(transfer={"data_host": "auto"})
-    assert only(network.clock, case_of(machine.view(clock=bad), several)).severity is WARNING
-    assert not said(network.clock, case_of(machine.view(clock=None)))
+    assert only(network.clock, context_of(machine.view(clock=bad), several)).severity is WARNING
+    assert not said(network.clock, context_of(machine.view(clock=None)))
 
 
 def test_the_kernel_is_asked_for_its_clock() -> None:
@@ -120,63 +120,63 @@ def token_file(folder: Path, text: str, mode: int) -> dict[str, str]:
 def test_the_token_is_there_and_its_owners_alone(
     open_folder: Path, text: str, mode: int, severities: list[Severity]
 ) -> None:
-    case = case_of(Machine(), environment=token_file(open_folder, text, mode))
-    assert [severity for severity, _ in said(network.ray_token, case)] == severities
+    context = context_of(Machine(), environment=token_file(open_folder, text, mode))
+    assert [severity for severity, _ in said(network.ray_token, context)] == severities
 
 
 def test_a_shut_folder_keeps_a_token_too(tmp_path: Path) -> None:
     shut = tmp_path / "shut"
     shut.mkdir(mode=0o700)
-    case = case_of(Machine(), environment=token_file(shut, TOKEN, 0o644))
-    assert [severity for severity, _ in said(network.ray_token, case)] == [NOTE, OK]
+    context = context_of(Machine(), environment=token_file(shut, TOKEN, 0o644))
+    assert [severity for severity, _ in said(network.ray_token, context)] == [NOTE, OK]
 
 
 def test_a_token_of_the_environment_goes_first(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
-    assert only(network.ray_token, case_of(Machine(), environment=environment)).severity is OK
+    assert only(network.ray_token, context_of(Machine(), environment=environment)).severity is OK
 
 
 def test_no_token_matters_where_a_cluster_is_to_be_joined(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path).view()
-    assert only(network.ray_token, case_of(machine)).severity is NOTE
-    assert only(network.ray_token, case_of(machine, ray_address="head:6379")).severity is ERROR
+    assert only(network.ray_token, context_of(machine)).severity is NOTE
+    assert only(network.ray_token, context_of(machine, ray_address="head:6379")).severity is ERROR
     named = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
-    assert only(network.ray_token, case_of(machine, environment=named)).severity is ERROR
+    assert only(network.ray_token, context_of(machine, environment=named)).severity is ERROR
     home = tmp_path / "root/.ray"
     home.mkdir(parents=True)
     (home / "auth_token").write_text(TOKEN)
     (home / "auth_token").chmod(0o600)
-    assert only(network.ray_token, case_of(machine, ray_address="head:6379")).severity is OK
+    assert only(network.ray_token, context_of(machine, ray_address="head:6379")).severity is OK
 
 
 def test_no_authentication_is_a_warning() -> None:
     assert (
-        only(network.ray_token, case_of(Machine(), environment={"RAY_AUTH_MODE": "disabled"})).severity
+        only(network.ray_token, context_of(Machine(), environment={"RAY_AUTH_MODE": "disabled"})).severity
         is WARNING
     )
 
 
 def test_the_ray_cluster_to_join_answers_or_not(listening: socket.socket) -> None:
     there = f"127.0.0.1:{listening.getsockname()[1]}"
-    assert only(network.ray_cluster, case_of(Machine(), ray_address=there)).severity is OK
+    assert only(network.ray_cluster, context_of(Machine(), ray_address=there)).severity is OK
     away = f"127.0.0.1:{free_port()}"
-    assert only(network.ray_cluster, case_of(Machine(), ray_address=away)).severity is ERROR
-    assert only(network.ray_cluster, case_of(Machine(), ray_address="head")).severity is ERROR
-    assert not said(network.ray_cluster, case_of(Machine()))
+    assert only(network.ray_cluster, context_of(Machine(), ray_address=away)).severity is ERROR
+    assert only(network.ray_cluster, context_of(Machine(), ray_address="head")).severity is ERROR
+    assert not said(network.ray_cluster, context_of(Machine()))
 
 
 def test_the_secret_is_long_enough_and_its_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    case = case_of(Machine(), config_of(secret_file=str(path)))
-    assert only(network.secret, case).severity is ERROR
+    context = context_of(Machine(), config_of(secret_file=str(path)))
+    assert only(network.secret, context).severity is ERROR
     path.write_text("short")
     path.chmod(0o600)
-    assert only(network.secret, case).severity is ERROR
+    assert only(network.secret, context).severity is ERROR
     path.write_text(TOKEN)
-    assert only(network.secret, case).severity is OK
+    assert only(network.secret, context).severity is OK
     path.chmod(0o640)
-    assert only(network.secret, case).severity is WARNING
-    assert not said(network.secret, case_of(Machine()))
+    assert only(network.secret, context).severity is WARNING
+    assert not said(network.secret, context_of(Machine()))
 
 
 @pytest.mark.parametrize(
@@ -195,22 +195,22 @@ def test_a_certificate_is_valid_now_and_for_some_time(
     key_file.chmod(0o600)
     config = config_of(gateway={"tls_cert_file": str(cert_file), "tls_key_file": str(key_file)})
     clock = ManualClock(SystemClock().wall() + 86_400 * in_days)
-    verdict = only(certificate.tls, case_of(Machine(), config, clock=clock))
-    assert verdict.severity is severity
-    assert word in verdict.seen
-    assert "localhost, 127.0.0.1" in verdict.seen
+    result = only(network.tls, context_of(Machine(), config, clock=clock))
+    assert result.severity is severity
+    assert word in result.seen
+    assert "localhost, 127.0.0.1" in result.seen
 
 
 def test_a_certificate_and_its_key_are_a_pair_that_can_be_read(tmp_path: Path) -> None:
     cert_file, key_file = write_certificate(tmp_path, "g", num_days=100)
     config = config_of(gateway={"tls_cert_file": str(cert_file), "tls_key_file": str(key_file)})
     key_file.chmod(0o644)
-    assert [severity for severity, _ in said(certificate.tls, case_of(Machine(), config))] == [WARNING, OK]
+    assert [severity for severity, _ in said(network.tls, context_of(Machine(), config))] == [WARNING, OK]
     (tmp_path / "other").mkdir()
     _, other_key = write_certificate(tmp_path / "other", "h")
     key_file.write_bytes(other_key.read_bytes())
-    assert only(certificate.tls, case_of(Machine(), config)).severity is ERROR
+    assert only(network.tls, context_of(Machine(), config)).severity is ERROR
     key_file.unlink()
-    assert only(certificate.tls, case_of(Machine(), config)).severity is ERROR
-    assert not said(certificate.tls, case_of(Machine()))
-    assert only(certificate.tls, case_of(Machine(), config_of(gateway={"host": "auto"}))).severity is NOTE
+    assert only(network.tls, context_of(Machine(), config)).severity is ERROR
+    assert not said(network.tls, context_of(Machine()))
+    assert only(network.tls, context_of(Machine(), config_of(gateway={"host": "auto"}))).severity is NOTE

@@ -12,9 +12,8 @@ from gateway_harness import GatewayHouse, Pair, until
 from gateway_model import BLOCK_TOKENS
 
 from cluster.api.client import GenerateOptions
-from cluster.doctor import members, reuse, serving
-from cluster.doctor.checks import Severity
-from cluster.doctor.live import Expected, look
+from cluster.doctor import members, serving
+from cluster.doctor.checks import Expected, Severity, look
 from cluster.gateway import history
 from cluster.gateway.history import (
     MAX_AGE_S,
@@ -287,10 +286,10 @@ async def test_a_gateway_tells_where_its_prompts_diverge(pair: Pair) -> None:
     # The scripted replicas say that they queued for 0.25 s and computed for 0.75 s.
     assert live.status.recent.slow_queue_ms == pytest.approx(250.0)
     assert live.status.recent.slow_prefill_ms == pytest.approx(750.0)
-    (verdict,) = [item for item in reuse.hit_rate(live) if item.severity is Severity.WARNING]
-    assert verdict.figures["cause"] == "diverging"
-    assert verdict.figures["diverge_at_token"] == BLOCK_TOKENS
-    assert "acme" in verdict.seen
+    (result,) = [item for item in serving.hit_rate(live) if item.severity is Severity.WARNING]
+    assert result.figures["cause"] == "diverging"
+    assert result.figures["diverge_at_token"] == BLOCK_TOKENS
+    assert "acme" in result.seen
     assert said(members.clocks, live)[0][0] is Severity.OK
     assert said(serving.route, live)[0][0] is Severity.OK
 

@@ -10,7 +10,7 @@ import redis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
 
-from cluster.stores.index_server import IndexServer
+from cluster.stores import IndexServer
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.rpc.handshake import draw_secret
 

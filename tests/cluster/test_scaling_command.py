@@ -17,9 +17,18 @@ from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
 from typer.testing import CliRunner
 
-from cluster.cli.display import move_line, pool_parts
-from cluster.cli.scale import ScaleTarget, ScaleWork, dashboard_url, read_token, scale
-from cluster.cli.scale_plan import parse_orders, plan_json, plan_scale, plan_view
+from cluster.cli.calls import move_line, pool_parts
+from cluster.cli.scale import (
+    ScaleTarget,
+    ScaleWork,
+    dashboard_url,
+    parse_orders,
+    plan_json,
+    plan_scale,
+    plan_view,
+    read_token,
+    scale,
+)
 from cluster.console.orders import Operations
 from cluster.errors import ConfigError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
 from cluster.proto import tandem_pb2 as pb

@@ -21,10 +21,8 @@ from store_replica import COMPATIBILITY, Chain, Replica
 from typer.testing import CliRunner
 
 from cluster.api.client import Client
-from cluster.cli import store_calls
 from cluster.cli.calls import status
-from cluster.cli.store import cli
-from cluster.cli.store_calls import Selection
+from cluster.cli.store import Selection, cli, purge_records, show_records, show_stat, verify_records
 from cluster.errors import CallError, StoreAwayError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
@@ -99,7 +97,7 @@ async def test_every_node_tells_its_tiers(stores: Nodes) -> None:
     assert nvme.latency_ms == pytest.approx(2.0)
     assert (reply.nodes[0].index.state, reply.nodes[0].index.num_lookups) == ("up", 5)
     assert dict(reply.nodes[0].bytes_by_tenant) == {"t": 3000, "u": 3000, "": 3000}
-    text = await shown(lambda console: store_calls.stat(stores.address, console, as_json=False))
+    text = await shown(lambda console: show_stat(stores.address, console, as_json=False))
     for cell in ("9.0 kB", "1.0 GB", "75%", "1.50", "(none)", "up", "nvme of node a: gone"):
         assert cell in text
 
@@ -122,9 +120,7 @@ async def test_records_are_listed_filtered_and_limited(stores: Nodes) -> None:
     unnamed = await stores.client.store_list(pb.StoreListRequest(filter=pb.StoreFilter(tenant=""), limit=5))
     assert [node.num_matching for node in unnamed.nodes] == [1, 0]
     text = await shown(
-        lambda console: store_calls.list_records(
-            stores.address, Selection(None, "000102"), 2, console, as_json=False
-        )
+        lambda console: show_records(stores.address, Selection(None, "000102"), 2, console, as_json=False)
     )
     assert stores.a.requests[-1] == ListRequest(None, "000102", 2)
     assert "node a: 2 of 3 records" in text
@@ -135,12 +131,10 @@ async def test_purge_deletes_of_the_tenant_and_of_nobody_else(
 ) -> None:
     stores.b.num_pending = 1
     chosen = Selection("t", None)
-    text = await shown(
-        lambda console: store_calls.purge(stores.address, chosen, None, console, as_json=False)
-    )
+    text = await shown(lambda console: purge_records(stores.address, chosen, None, console, as_json=False))
     assert "1 of them are in use" in text
     assert [info.tenant for info in stores.a.records + stores.b.records] == ["u", ""]
-    await store_calls.purge(stores.address, EVERYTHING, 30.0, Console(), as_json=True)
+    await purge_records(stores.address, EVERYTHING, 30.0, Console(), as_json=True)
     nodes = json.loads(capsys.readouterr().out)["nodes"]
     assert [node["num_records"] for node in nodes] == [{"dram": 2}, {"dram": 0}]
     assert stores.a.requests[-1] == PurgeRequest(None, None)
@@ -156,14 +150,12 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
     await until(lambda: house.is_connected(house.gateways[0]), "all are connected")
     decode.purged = (40, 12, 2)
     chosen = Selection("t", None)
-    text = await shown(
-        lambda console: store_calls.purge(stores.address, chosen, None, console, as_json=False)
-    )
+    text = await shown(lambda console: purge_records(stores.address, chosen, None, console, as_json=False))
     assert re.search(r"d0 +device +40", text)
     assert "d0: 2 requests are under way and hold 12 of these blocks" in " ".join(text.split())
     silent.purged = None
     with pytest.raises(StoreAwayError, match=r"^replica d1 no answer within 1.0 s; it may still"):
-        await store_calls.purge(stores.address, chosen, 2.0, nowhere(), as_json=False)
+        await purge_records(stores.address, chosen, 2.0, nowhere(), as_json=False)
     assert not any(view.purges for view in house.gateways[0].links.views()), "nobody waits any more"
     silent.purged = (0, 0, 0)
     purging = asyncio.create_task(stores.client.store_purge(pb.StorePurgeRequest(all=True)))
@@ -177,7 +169,7 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
 async def test_without_a_store_replicas_are_purged_all_the_same(house: GatewayHouse) -> None:
     await house.add_replica("d0", "decode")
     _, address = await house.add_gateway()
-    text = await shown(lambda console: store_calls.purge(address, EVERYTHING, None, console, as_json=False))
+    text = await shown(lambda console: purge_records(address, EVERYTHING, None, console, as_json=False))
     assert re.search(r"d0 +device +0", text)
 
 
@@ -203,7 +195,7 @@ async def test_bad_records_fail_verify(stores: Nodes) -> None:
     assert [dict(node.num_read) for node in reply.nodes] == [{"dram": 3}, {"dram": 1}]
     stores.b.num_bad = 1
     with pytest.raises(StoreAwayError, match="1 records had a wrong checksum"):
-        await store_calls.verify(stores.address, EVERYTHING, 30.0, nowhere(), as_json=False)
+        await verify_records(stores.address, EVERYTHING, 30.0, nowhere(), as_json=False)
     assert stores.b.requests[-1] == VerifyRequest(None, None)
 
 
@@ -236,7 +228,7 @@ async def test_a_store_that_does_not_answer_is_named_and_the_others_do_their_par
     stores.a.is_silent, stores.a.hangs_up = trouble == "silent", trouble == "hangs up"
     timeout_s = 1.0 if trouble == "silent" else 30.0
     with pytest.raises(StoreAwayError, match=rf"node a \(host, .*\) {message}"):
-        await store_calls.purge(stores.address, EVERYTHING, timeout_s, nowhere(), as_json=False)
+        await purge_records(stores.address, EVERYTHING, timeout_s, nowhere(), as_json=False)
     assert len(stores.a.records) == 3
     assert stores.b.records == []
 
@@ -255,7 +247,7 @@ async def test_a_node_that_could_not_be_asked_fails_the_command(stores: Nodes) -
 async def test_a_cluster_without_a_store_says_so(house: GatewayHouse) -> None:
     _, address = await house.add_gateway()
     with pytest.raises(StoreAwayError, match="no store is registered"):
-        await store_calls.purge(address, EVERYTHING, None, nowhere(), as_json=False)
+        await purge_records(address, EVERYTHING, None, nowhere(), as_json=False)
 
 
 @pytest.fixture
@@ -328,5 +320,5 @@ def test_purge_asks_before_it_deletes(
 async def test_a_served_models_name_stands_for_its_fingerprint(stores: Nodes) -> None:
     await stores.house.add_replica("d0", "decode")
     await until(lambda: stores.house.is_connected(stores.house.gateways[0]), "the replica is connected")
-    await store_calls.list_records(stores.address, Selection(None, "m"), 5, nowhere(), as_json=False)
+    await show_records(stores.address, Selection(None, "m"), 5, nowhere(), as_json=False)
     assert stores.a.requests[-1] == ListRequest(None, SERVED.hex(), 5)

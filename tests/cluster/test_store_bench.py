@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.cli.bench_store import bench_store
+from cluster.cli.bench_traces import replay_store
 from cluster.errors import BenchError
 
 FIELDS = {"policy", "dram_blocks", "nvme_blocks", "hit_rate", "ideal_hit_rate", "written_per_hit"}
@@ -34,7 +34,7 @@ def trace_file(path: Path) -> Path:
 
 def run(trace: Path, *, as_json: bool) -> str:
     console = Console(file=io.StringIO(), width=140)
-    bench_store(trace, 6, (12,), (0, 64), console, as_json=as_json)
+    replay_store(trace, 6, (12,), (0, 64), console, as_json=as_json)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -11,7 +11,7 @@ from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
-from cluster.stores.settings import (
+from cluster.stores import (
     Node,
     NvmeFolder,
     check_redis_url,

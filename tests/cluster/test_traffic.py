@@ -16,7 +16,7 @@ from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, encode
 
 from cluster.api.client import APPLICATION_KEY, Client, GenerateOptions
-from cluster.cli.display import traffic_line
+from cluster.cli.terminal import traffic_line
 from cluster.errors import CallError
 from cluster.gateway.traffic_splitter import RELAYED_KEY, application_of
 from cluster.metrics.logs import ACCESS_LOGGER
@@ -25,7 +25,7 @@ from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import LocalRoster, RosterClient
 from cluster.serve.gateway_server import Gateway
-from cluster.serve.traffic_shares import parse_shares
+from cluster.serve.update import parse_shares
 
 OWN, OTHER = "tandem", "tandem-v2"
 IDS = [f"request-{number}" for number in range(2000)]

@@ -18,7 +18,7 @@ from serving import TINY, free_port
 
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import GenerateOptions
-from cluster.stores.index_server import IndexServer
+from cluster.stores import IndexServer
 from kvtransfer.common.clock import SystemClock
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]

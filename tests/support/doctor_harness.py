@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.doctor.checks import CheckContext, Severity, Verdict
+from cluster.doctor.checks import CheckContext, CheckResult, Severity
 from cluster.serve.machine import KernelClock, Machine
 from cluster.serve.memory import Needs, needs_of
 from kvtransfer.common.clock import Clock, SystemClock
@@ -88,7 +88,7 @@ def config_of(model: Path = TINY, pools: Sequence[Mapping[str, Any]] = (), **sec
     return parse_config({"model": str(model), "pools": list(pools or default), **sections}, "test")
 
 
-def case_of(
+def context_of(
     machine: Machine,
     config: ClusterConfig | None = None,
     *,
@@ -110,15 +110,15 @@ def case_of(
     )
 
 
-def said(look: Callable[[Any], Iterable[Verdict]], case: Any) -> list[tuple[Severity, str]]:
+def said(look: Callable[[Any], Iterable[CheckResult]], context: Any) -> list[tuple[Severity, str]]:
     """What a check says, in short."""
-    return [(verdict.severity, verdict.seen) for verdict in look(case)]
+    return [(result.severity, result.seen) for result in look(context)]
 
 
-def only(look: Callable[[Any], Iterable[Verdict]], case: Any) -> Verdict:
-    """The one verdict of a check; each that is not well says why and what to do."""
-    (verdict,) = look(case)
-    if verdict.severity in (Severity.WARNING, Severity.ERROR):
-        assert verdict.why
-        assert verdict.remedy
-    return verdict
+def only(look: Callable[[Any], Iterable[CheckResult]], context: Any) -> CheckResult:
+    """The one result of a check; each that is not well says why and what to do."""
+    (result,) = look(context)
+    if result.severity in (Severity.WARNING, Severity.ERROR):
+        assert result.why
+        assert result.remedy
+    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.doctor.live import Expected, GatewayReply, Live
+from cluster.doctor.checks import Expected, GatewayReply, Live
 from cluster.proto import tandem_pb2 as pb
 
 NOW = 1_800_000_000.0

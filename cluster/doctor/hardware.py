@@ -1,18 +1,146 @@
-"""GPUs, network and RDMA devices: their PCI-E links, their clocks, and which of them are near each other."""
+"""The processors, GPUs, network and RDMA devices: their number, capabilities, clocks, PCI-E links, locality."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.doctor.checks import Check, CheckContext, Figures, Verdict, error, note, ok, warning
+from cluster.config import DtypeName
+from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
+from cluster.dtypes import has_native_bf16, resolve_dtype, vector_unit
+from cluster.serve.capacity import ENGINE_CORE_CPUS, GATEWAY_CPUS
 from cluster.serve.machine import Machine, read, whole_number
 
-GROUP = "devices"
+_PROCESSORS, _DEVICES = "processors", "devices"
+_VECTOR_FLAGS = ("avx2", "asimd")
+
+
+def cores(context: CheckContext) -> Iterator[CheckResult]:
+    """All ranks compute at once; what brains, gateways and Ray need beside them is little."""
+    num_cpus = context.machine.cpus()
+    if context.needs is None or num_cpus <= 0:
+        return
+    num_threads = context.needs.num_threads
+    num_brains = sum(pool.num_replicas for pool in context.needs.pools)
+    seen = f"{num_cpus:g} processors for {num_threads} threads of ranks"
+    figures: Figures = {"cpus": num_cpus, "rank_threads": num_threads}
+    others = num_brains * ENGINE_CORE_CPUS + context.needs.num_gateways * GATEWAY_CPUS
+    if num_threads > num_cpus:
+        yield warning(
+            f"{seen} (replicas x ranks x engine.num_threads)",
+            "steps of all replicas get slower together, and a rank that waits for a processor looks like one "
+            "that hangs",
+            "lower engine.num_threads, tp or replicas, or use more nodes",
+            **figures,
+        )
+    elif num_threads + others > num_cpus:
+        yield note(f"{seen}, {num_brains} brains and {context.needs.num_gateways} gateways", **figures)
+    else:
+        yield ok(seen, **figures)
+
+
+def features(context: CheckContext) -> Iterator[CheckResult]:
+    """What the kernels of CPU pools use, by their dtype."""
+    flags = context.machine.cpu_flags()
+    names = [pool.name for pool in context.config.pools if "cpu" in pool.stage_devices]
+    if not names or not flags or context.needs is None:
+        return
+    pools, model = context.config.pools, context.config.model
+    dtype = resolve_dtype(pools, model, [flags])
+    unit = vector_unit(flags) or "no vector unit that is known"
+    seen = f"pool{'s' * (len(names) > 1)} {', '.join(names)}: {dtype} on a CPU with {unit}"
+    if flags.isdisjoint(_VECTOR_FLAGS):
+        yield warning(
+            seen,
+            "the kernels are written for AVX2 and wider; without it every step is several times slower",
+            "use another machine, or let the virtual machine pass the host's CPU through",
+        )
+    elif dtype == "fp32" or (dtype == "bf16" and has_native_bf16(flags)):
+        yield ok(seen)
+    else:
+        yield _slow_dtype(context.machine, dtype, "bf16" if has_native_bf16(flags) else "fp32", seen)
+
+
+def _slow_dtype(machine: Machine, dtype: DtypeName, better: DtypeName, seen: str) -> CheckResult:
+    """How much slower this machine multiplies in `dtype` than in the one that it is made for."""
+    rates = machine.product_rates((dtype, better))
+    factor = rates[better] / rates[dtype]
+    why = (
+        "the compiled kernels serve fp32 and bf16 only"
+        if dtype == "fp16"
+        else "it has no bf16 instructions, and emulates them"
+    )
+    return warning(
+        f"{seen}, where products of {dtype} take {factor:.1f} times as long as those of {better} (measured)",
+        f"{why}: prefill and batched decoding are slower by about as much",
+        f"leave dtype at auto, or set {better} in all pools, which exchange KV",
+        factor=round(factor, 2),
+    )
+
+
+def compiler(context: CheckContext) -> Iterator[CheckResult]:
+    if all("cpu" not in pool.stage_devices for pool in context.config.pools):
+        return
+    found = context.machine.find_program("c++") or context.machine.find_program("g++")
+    if found:
+        yield ok(f"kernels are compiled with {found} when they are first used")
+    else:
+        yield warning(
+            "no C++ compiler was found (c++, g++)",
+            "the kernels for CPUs and transfers are compiled at first use; without them slower code runs",
+            "install g++ on every node or in the image",
+        )
+
+
+def governor(context: CheckContext) -> Iterator[CheckResult]:
+    files = (context.machine.sys / "devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
+    found = Counter(read(file).strip() for file in files)
+    slow = [name for name in found if name in ("powersave", "conservative", "ondemand")]
+    if slow and not _is_hardware_managed(context.machine):
+        yield warning(
+            f"CPU governor {', '.join(slow)} on {sum(found[name] for name in slow)} processors",
+            "short steps end before the clock has risen: latency varies and is higher than it need be",
+            "`cpupower frequency-set -g performance`",
+        )
+    elif found:
+        yield ok(f"CPU governor {', '.join(sorted(found))}")
+
+
+def _is_hardware_managed(machine: Machine) -> bool:
+    """With intel_pstate or amd_pstate in active mode `powersave` leaves the clock to the processor."""
+    return any(
+        read(machine.sys / "devices/system/cpu" / name / "status").strip() == "active"
+        for name in ("intel_pstate", "amd_pstate")
+    )
+
+
+def numa(context: CheckContext) -> Iterator[CheckResult]:
+    """Ranks are not pinned: where there are several nodes, a rank may compute far from its memory."""
+    nodes = sorted((context.machine.sys / "devices/system/node").glob("node[0-9]*"))
+    if len(nodes) < 2:
+        if nodes:
+            yield ok("one NUMA node")
+        return
+    shares = "; ".join(f"{node.name}: CPUs {read(node / 'cpulist').strip()}" for node in nodes)
+    replicas = sum(pool.replicas for pool in context.config.pools if "cpu" in pool.stage_devices)
+    yield note(
+        f"{len(nodes)} NUMA nodes ({shares})",
+        "a rank that computes on one node and has its KV on another reads it at a fraction of the rate",
+        "run one Ray node a NUMA node (`numactl --cpunodebind=N --membind=N ray start ...`)"
+        if replicas
+        else "",
+        nodes=len(nodes),
+    )
+
+
+# ----------------------------------------------------------------------------------------------
+# GPUs, network and RDMA devices.
+
 _GPU_CLASSES = ("0x0300", "0x0302")
 _NETWORK_CLASSES = ("0x0200", "0x0207")
 # NVIDIA, AMD: other display devices are none that compute.
@@ -60,9 +188,9 @@ def pci_devices(machine: Machine) -> list[PciDevice]:
     return found
 
 
-def links(case: CheckContext) -> Iterator[Verdict]:
+def links(context: CheckContext) -> Iterator[CheckResult]:
     """A GPU lowers its link's speed while it idles, so that only the width tells; network devices do not."""
-    for device in pci_devices(case.machine):
+    for device in pci_devices(context.machine):
         if not device.width or not device.max_width:
             continue
         seen = f"{device.name}: PCI-E x{device.width} of x{device.max_width}"
@@ -86,15 +214,15 @@ def links(case: CheckContext) -> Iterator[Verdict]:
             yield ok(seen, **figures)
 
 
-def gpus_present(case: CheckContext) -> Iterator[Verdict]:
+def gpus_present(context: CheckContext) -> Iterator[CheckResult]:
     """For the pools that ask for them; a cluster of several nodes may have them elsewhere."""
     wanted = sum(
         pool.replicas * pool.tp * pool.num_gpus_per_rank * pool.stage_devices.count("cuda")
-        for pool in case.config.pools
+        for pool in context.config.pools
     )
     if not wanted:
         return
-    names = gpu_rows(case.machine, "name")
+    names = gpu_rows(context.machine, "name")
     if names is None:
         yield warning(
             f"{wanted:g} GPUs are configured; nvidia-smi finds none on this machine",
@@ -107,8 +235,8 @@ def gpus_present(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"{len(names)} GPUs: {_models(names)}")
 
 
-def gpu_persistence(case: CheckContext) -> Iterator[Verdict]:
-    rows = gpu_rows(case.machine, "index", "persistence_mode")
+def gpu_persistence(context: CheckContext) -> Iterator[CheckResult]:
+    rows = gpu_rows(context.machine, "index", "persistence_mode")
     off = [index for index, mode in rows or () if mode == "Disabled"]
     if off:
         yield warning(
@@ -120,11 +248,11 @@ def gpu_persistence(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"persistence mode is on ({len(rows)} GPUs)")
 
 
-def gpu_clocks(case: CheckContext) -> Iterator[Verdict]:
+def gpu_clocks(context: CheckContext) -> Iterator[CheckResult]:
     """Whether something holds a clock down now; an idle GPU clocks low by itself, which is no reason."""
-    rows = gpu_rows(case.machine, "index", *(f"clocks_event_reasons.{name}" for name in _THROTTLES))
+    rows = gpu_rows(context.machine, "index", *(f"clocks_event_reasons.{name}" for name in _THROTTLES))
     if rows is None:  # drivers before 535
-        rows = gpu_rows(case.machine, "index", *(f"clocks_throttle_reasons.{name}" for name in _THROTTLES))
+        rows = gpu_rows(context.machine, "index", *(f"clocks_throttle_reasons.{name}" for name in _THROTTLES))
     for index, *states in rows or ():
         active = [name for name, state in zip(_THROTTLES, states, strict=False) if state == "Active"]
         if active:
@@ -137,12 +265,12 @@ def gpu_clocks(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"nothing holds down the clocks of {len(rows)} GPUs")
 
 
-def gpu_capability(case: CheckContext) -> Iterator[Verdict]:
+def gpu_capability(context: CheckContext) -> Iterator[CheckResult]:
     """bf16 needs compute capability 8.0."""
     uses_bf16 = any(
-        "cuda" in pool.stage_devices and pool.dtype in ("auto", "bf16") for pool in case.config.pools
+        "cuda" in pool.stage_devices and pool.dtype in ("auto", "bf16") for pool in context.config.pools
     )
-    rows = gpu_rows(case.machine, "index", "compute_cap")
+    rows = gpu_rows(context.machine, "index", "compute_cap")
     old = [index for index, capability in rows or () if re.match(r"[1-7]\.", capability)]
     if uses_bf16 and old:
         yield warning(
@@ -154,9 +282,9 @@ def gpu_capability(case: CheckContext) -> Iterator[Verdict]:
         yield ok(f"{len(rows)} GPUs compute in bf16")
 
 
-def locality(case: CheckContext) -> Iterator[Verdict]:
+def locality(context: CheckContext) -> Iterator[CheckResult]:
     """GPUs whose NUMA node has no fast network device of its own."""
-    found = [device for device in pci_devices(case.machine) if device.numa_node >= 0]
+    found = [device for device in pci_devices(context.machine) if device.numa_node >= 0]
     networks = [item for item in found if not item.is_gpu and item.max_speed >= _SLOW_LINK_GT_S]
     near = {device.numa_node for device in networks}
     far = [device for device in found if device.is_gpu and device.numa_node not in near]
@@ -171,14 +299,14 @@ def locality(case: CheckContext) -> Iterator[Verdict]:
         yield ok("every GPU has a network device on its NUMA node")
 
 
-def infiniband(case: CheckContext) -> Iterator[Verdict]:
+def infiniband(context: CheckContext) -> Iterator[CheckResult]:
     """Whether `rdma` can be offered, and whether the devices that the configuration names are there."""
-    transfer, folder = case.config.transfer, case.machine.sys / "class/infiniband"
+    transfer, folder = context.config.transfer, context.machine.sys / "class/infiniband"
     if "rdma" not in transfer.transports:
         return
     for name in transfer.rdma_devices:
         device = name.partition(":")[0]
-        if not (folder / device).exists() and not (case.machine.sys / "class/net" / device).exists():
+        if not (folder / device).exists() and not (context.machine.sys / "class/net" / device).exists():
             yield error(
                 f"transfer.rdma_devices names {name}, which this machine does not have",
                 "ranks here do not offer rdma",
@@ -206,17 +334,6 @@ def infiniband(case: CheckContext) -> Iterator[Verdict]:
         )
 
 
-CHECKS = (
-    Check("gpus", GROUP, "GPUs that nvidia-smi finds against those configured", gpus_present),
-    Check("gpu-persistence", GROUP, "Persistence mode of GPUs", gpu_persistence),
-    Check("gpu-clocks", GROUP, "What holds a GPU's clock down: heat, power", gpu_clocks),
-    Check("gpu-capability", GROUP, "Whether GPUs compute in the pools' dtype", gpu_capability),
-    Check("pcie-links", GROUP, "PCI-E width and speed of GPUs and network devices against their own", links),
-    Check("locality", GROUP, "GPUs and network devices on one NUMA node", locality),
-    Check("rdma", GROUP, "RDMA devices, their ports, and NIXL", infiniband),
-)
-
-
 def gpu_rows(machine: Machine, *fields: str) -> list[list[str]] | None:
     """A row a GPU; None without nvidia-smi, or when it does not know a field."""
     shown = machine.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
@@ -238,3 +355,26 @@ def _speed(path: Path) -> float:
 
 def _port(state: Path) -> str:
     return f"{state.parts[-4]}:{state.parts[-2]}"
+
+
+CHECKS = (
+    Check("cores", _PROCESSORS, "Processors against replicas x ranks x threads", cores),
+    Check(
+        "cpu-features",
+        _PROCESSORS,
+        "AVX2, bf16 and AMX against the pools' dtype, and how much slower an emulated one is",
+        features,
+    ),
+    Check("compiler", _PROCESSORS, "A C++ compiler for kernels that are compiled at first use", compiler),
+    Check("governor", _PROCESSORS, "CPU frequency governor", governor),
+    Check("numa", _PROCESSORS, "NUMA nodes against replicas on CPUs", numa),
+    Check("gpus", _DEVICES, "GPUs that nvidia-smi finds against those configured", gpus_present),
+    Check("gpu-persistence", _DEVICES, "Persistence mode of GPUs", gpu_persistence),
+    Check("gpu-clocks", _DEVICES, "What holds a GPU's clock down: heat, power", gpu_clocks),
+    Check("gpu-capability", _DEVICES, "Whether GPUs compute in the pools' dtype", gpu_capability),
+    Check(
+        "pcie-links", _DEVICES, "PCI-E width and speed of GPUs and network devices against their own", links
+    ),
+    Check("locality", _DEVICES, "GPUs and network devices on one NUMA node", locality),
+    Check("rdma", _DEVICES, "RDMA devices, their ports, and NIXL", infiniband),
+)

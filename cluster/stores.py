@@ -1,12 +1,16 @@
-"""The stores of an application: with which settings each node's store process is started. No Ray."""
+"""The stores of an application: the settings and the NVMe folder of each node's store process, and the index
+server. No Ray.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +20,13 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.common.clock import Clock
 from kvtransfer.config import StoreConfig, StoreSettings
+from kvtransfer.errors import StoreError
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
+from kvtransfer.store.index.redis_server import RedisServer
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.model_config import ModelConfig, read_model_config
@@ -34,6 +41,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _GRANULES_A_RECORD = 8
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _GB = 1e9
+_WATCH_S = 0.5
 
 _log = logging.getLogger("tandem.store")
 
@@ -180,3 +188,49 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> 
     num_heads = min(len(kv_heads(model.num_kv_heads, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, num_layers, 0, num_heads)
     return BlockLayout(shard, model.head_dim, pool.engine.block_tokens, item_bytes).block_bytes
+
+
+# ----------------------------------------------------------------------------------------------
+# The index server of an application that names none, kept running by the process that serves.
+
+
+class IndexServer:
+    """A Redis server from construction to `close`; one that dies is started again at the same address.
+
+    The stores notice its loss themselves, and tell the new one all they hold.
+    """
+
+    def __init__(self, host: str, secret: bytes, clock: Clock) -> None:
+        """`StoreError` when there is no server to start, or it does not start."""
+        self._host = host
+        self._secret = secret
+        self._clock = clock
+        self._ended = threading.Event()
+        self._server = asyncio.run(RedisServer.start(host, secret, clock))
+        # With the password: not for logs.
+        self.url = self._server.url
+        self._watching = threading.Thread(target=self._watch, name="index-server", daemon=True)
+        self._watching.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def close(self) -> None:
+        """End the server and wait for its end."""
+        self._ended.set()
+        self._watching.join()
+        self._server.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_S):
+            if self._server.is_running:
+                continue
+            _log.warning("the index server ended; starting another at port %d", self._server.port)
+            self._server.close()
+            try:
+                self._server = asyncio.run(
+                    RedisServer.start(self._host, self._secret, self._clock, port=self._server.port)
+                )
+            except StoreError as error:
+                _log.warning("no index server: %s", error)

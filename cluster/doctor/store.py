@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, Figures, Verdict, error, note, ok, warning
-from cluster.doctor.live import Live
+from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
 
 GROUP = "store"
 
 
-def stores(live: Live) -> Iterator[Verdict]:
+def stores(live: Live) -> Iterator[CheckResult]:
     """Each node's store process answers."""
     for node in live.stores:
         if node.error:
@@ -25,7 +24,7 @@ def stores(live: Live) -> Iterator[Verdict]:
         yield ok(f"{num_good} stores answer", num_stores=num_good)
 
 
-def index(live: Live) -> Iterator[Verdict]:
+def index(live: Live) -> Iterator[CheckResult]:
     earlier = {(node.member.node_id, node.member.epoch): node.index for node in live.stores_before}
     for node in live.stores:
         if node.error:
@@ -57,7 +56,7 @@ def index(live: Live) -> Iterator[Verdict]:
             yield ok(f"{host}: the index answers in {node.index.latency_ms:.2f} ms", **figures)
 
 
-def tiers(live: Live) -> Iterator[Verdict]:
+def tiers(live: Live) -> Iterator[CheckResult]:
     for host, tier, before in live.tiers():
         name = f"{host}, {tier.tier}"
         if tier.note:
@@ -96,7 +95,7 @@ def tiers(live: Live) -> Iterator[Verdict]:
             )
 
 
-def unstored(live: Live) -> Iterator[Verdict]:
+def unstored(live: Live) -> Iterator[CheckResult]:
     """Finished blocks that could not be written through, by cause."""
     for cause, why in (
         ("failed", "the store did not take them: see the findings on stores"),

@@ -1,1 +1,0 @@
-"""The stores of the nodes as the service runs and asks them."""
