@@ -28,6 +28,7 @@ from optional_programs import uses_redis_or_valkey
 from kvtransfer.store.index.index import CHUNK
 from kvtransfer.store.index.redis_client import FAILURE_BUDGET
 from kvtransfer.store.index.values import node_key, node_number
+from kvtransfer.store.messages import RecordInfo, Tier
 
 pytestmark = [pytest.mark.slow, uses_redis_or_valkey]
 
@@ -97,8 +98,8 @@ async def test_a_server_that_is_stopped_is_not_waited_for(server: RawRedis) -> N
 
 
 async def test_after_a_kill_and_a_restart_all_is_announced_again(server: RawRedis) -> None:
-    a, b = make_index(server.url, "a", lease_s=3.0), make_index(server.url, "b")
-    a.on_rebuild = lambda: [(record(1), "dram"), (record(2), "nvme")]
+    held: list[tuple[RecordInfo, Tier]] = [(record(1), "dram"), (record(2), "nvme")]
+    a, b = make_index(server.url, "a", lease_s=3.0, held=held), make_index(server.url, "b")
     async with running(a, b):
         await until_found(b, [1, 2, 3], [{"a"}, {"a"}, set()])
         server.kill()
@@ -123,9 +124,8 @@ async def test_an_idle_index_notices_that_the_server_is_gone(server: RawRedis) -
 
 
 async def test_after_a_flush_all_is_announced_again(server: RawRedis) -> None:
-    a, b = make_index(server.url, "a", lease_s=0.3), make_index(server.url, "b")
-    held = [(record(number), "dram") for number in range(600)]
-    a.on_rebuild = lambda: held  # type: ignore[assignment,return-value]
+    held: list[tuple[RecordInfo, Tier]] = [(record(number), "dram") for number in range(600)]
+    a, b = make_index(server.url, "a", lease_s=0.3, held=held), make_index(server.url, "b")
     async with running(a, b):
         numbers = list(range(600))
         await until_found(b, numbers, [{"a"}] * 600)
@@ -135,8 +135,8 @@ async def test_after_a_flush_all_is_announced_again(server: RawRedis) -> None:
 
 
 async def test_a_server_that_lost_its_last_seconds_is_filled_again(server: RawRedis) -> None:
-    a, b = make_index(server.url, "a", lease_s=1.5), make_index(server.url, "b")
-    a.on_rebuild = lambda: [(record(1), "dram")]
+    held: list[tuple[RecordInfo, Tier]] = [(record(1), "dram")]
+    a, b = make_index(server.url, "a", lease_s=1.5, held=held), make_index(server.url, "b")
     async with running(a, b):
         with server.client() as client:
             name = node_key("tandem", node_number("a"))

@@ -113,7 +113,7 @@ def test_another_version_is_distinguished_from_damage() -> None:
     with pytest.raises(OtherVersionError, match="version 2; this is version 1"):
         decode_header(page)
     damaged = page[:24] + b"N" + page[25:]
-    with pytest.raises(StoreError, match="its sum is wrong") as caught:
+    with pytest.raises(StoreError, match="its checksum is wrong") as caught:
         decode_header(damaged)
     assert not isinstance(caught.value, OtherVersionError)
 

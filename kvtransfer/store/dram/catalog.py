@@ -260,9 +260,10 @@ class Catalog:
 
     # ------------------------------------------------------------------------------------------- admin
 
-    def records(self) -> list[Held]:
-        """All findable records, the most recently used first."""
-        return sorted(self._table, key=lambda held: -held.used_at)
+    def records(self, tenant: str | None = None, model: str | None = None) -> list[Held]:
+        """Return the findable records of this tenant and model (`is_meant`), the most recently used first."""
+        matching = (held for held in self._table if is_meant(held.info, tenant, model))
+        return sorted(matching, key=lambda held: -held.used_at)
 
     def purge(self, tenant: str | None, model: str | None) -> Purged:
         """Take these records (`is_meant`) out of the books; what has a reader or a writer is free after the

@@ -378,6 +378,6 @@ class Fetch:
 
     def _let_go(self, block: _Block) -> None:
         for load in block.loads.values():
-            self._node.loads.forget(load)
+            self._node.loader.forget(load)
         for arrived in block.here.values():
             self._node.catalog.release(arrived.offset)
