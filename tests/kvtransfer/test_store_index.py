@@ -256,7 +256,7 @@ async def test_a_record_that_goes_while_all_is_announced_does_not_come_back(url:
 
 async def test_what_does_not_fit_in_the_queue_is_dropped_and_announced_later(url: str) -> None:
     held: list[tuple[RecordInfo, Tier]] = [(record(number), "dram") for number in range(10)]
-    a = make_index(url, "a", limits=QUICK._replace(max_queued=3, batch=2))
+    a = make_index(url, "a", limits=QUICK._replace(max_queued=3, batch=2), held=held)
     b = make_index(url, "b")
     for info, _ in held:
         a.announce(info, "dram")

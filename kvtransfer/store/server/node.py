@@ -138,7 +138,7 @@ class StoreNode:
 
     # -------------------------------------------------------------------------------------------- blocks
 
-    def bring(
+    def load(
         self, record: RecordInfo, holders: Sequence[Holder], *, is_urgent: bool
     ) -> asyncio.Future[LoadedRecord]:
         """Load a record into the host tier: from NVMe, or else from one of these nodes, for which `record` gives
