@@ -133,7 +133,7 @@ async def test_where_it_cannot_be_prefaulted_a_line_says_so_once(
         assert await top_ups.top_up() == 1
         assert await top_ups.top_up() == 0
     (record,) = caplog.records
-    assert "taken as it is written" in record.message
+    assert "is not populated ahead" in record.message
     assert ("No such device" if what == "descriptor" else "No such file") in record.message
 
 
