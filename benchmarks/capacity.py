@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from cluster.api.client import Client, GenerateOptions
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.observation import Reports
-from cluster.scaling.rates import Rates, measured_rates
-from cluster.scaling.samples import Demand, History
+from cluster.scaling.forecast import Rates, measured_rates
+from cluster.scaling.samples import History, Reports
 
 ROOT = Path(__file__).resolve().parent.parent
 # Tokens are drawn below this.

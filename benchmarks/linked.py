@@ -12,7 +12,7 @@ from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -70,7 +70,7 @@ class LinkedReplicas:
         store: str | None = None,
     ) -> EngineCore:
         """A started replica with a Link to it."""
-        core = EngineCore(
+        core = await EngineCore.launch(
             identity=ReplicaIdentity(name, 1),
             pool=role,
             role=role,
@@ -85,8 +85,7 @@ class LinkedReplicas:
             host="127.0.0.1",
             store=store,
         )
-        await core.start()
-        stream = await open_stream(core.address, "link", self._secret, "benchmark")
+        stream = await open_link(core.address, "link", self._secret, "benchmark")
         stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
         self._cores[name] = core, stream
         self._tasks.append(asyncio.create_task(self._listen(stream)))

@@ -34,8 +34,8 @@ import torch
 from cluster.api.client import Client, GenerateOptions
 from cluster.config import parse_config
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
-from cluster.roster.remote import VIEW_CODEC
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.blocks.keys import block_keys
@@ -43,7 +43,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -259,7 +259,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
 
 
 async def play_brain(order: dict[str, Any]) -> None:
-    core = EngineCore(
+    core = await EngineCore.launch(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
         role=order["role"],
@@ -273,7 +273,6 @@ async def play_brain(order: dict[str, Any]) -> None:
         clock=CLOCK,
         host="127.0.0.1",
     )
-    await core.start()
     record = ReplicaRecord(
         identity=core.identity,
         pool=order["role"],
@@ -307,7 +306,10 @@ async def play_gateway(order: dict[str, Any]) -> None:
     secret = bytes.fromhex(order["secret"])
     gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, secret=secret, clock=CLOCK)
     port = await gateway.start()
-    while not all(view.takes_requests for view in gateway.links.views()) or not gateway.links.has_route():
+    while (
+        not all(view.takes_requests for view in gateway.connections.views())
+        or not gateway.connections.has_route()
+    ):
         await CLOCK.sleep(0.01)
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -329,7 +331,7 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
             for role in ("both", "prefill", "decode")
         }
         (both,) = VIEW_CODEC.decode(bytes.fromhex(views["both"])).replicas
-        link = await open_stream(both.address, "link", secret, "bench")
+        link = await open_link(both.address, "link", secret, "bench")
         link.send(LINK_DOWN_CODEC.encode(GatewayHello("bench", 1)))
         await link.receive()
         one = await parts.enter_async_context(part("gateway", views=[views["both"]], **common))

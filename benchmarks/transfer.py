@@ -43,7 +43,7 @@ from kvtransfer.messages import (
     Shard,
     TransferSettings,
 )
-from kvtransfer.protocol.gate import Gate
+from kvtransfer.protocol.fence import Gate
 from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, TargetRank, WriterRank

@@ -1,1 +1,1 @@
-"""The service: configuration, gateway, pools on Ray Serve, roster, command line."""
+"""The service: API, gateway, roster, scaling, the Ray application, the command line."""

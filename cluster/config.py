@@ -254,7 +254,12 @@ class ClusterConfig(_Settings):
 
     @property
     def model_name(self) -> str:
+        """The name by which clients ask for the model."""
         return self.gateway.model_name or self.model.name
+
+    def with_redis_url(self, url: str) -> Self:
+        """Return a copy whose store keeps its index on this server."""
+        return self.model_copy(update={"store": self.store.model_copy(update={"redis_url": url})})
 
     @model_validator(mode="after")
     def _pools_work_together(self) -> Self:

@@ -31,7 +31,8 @@ ClusterError
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -201,6 +202,8 @@ _MAX_VIOLATIONS = 12
 # The trailing metadata in which gRPC carries a google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
 
+D = TypeVar("D", error_details_pb2.RetryInfo, error_details_pb2.BadRequest)
+
 
 class GrpcStatus(NamedTuple):
     """What `context.abort` takes."""
@@ -229,28 +232,28 @@ def to_grpc_status(error: RequestError) -> GrpcStatus:
 
 def retry_after_s(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> float | None:
     """The delay of a RetryInfo in the trailing metadata of a failed call; None when it has none."""
-    for key, value in trailing_metadata:
-        if key != DETAILS_KEY or not isinstance(value, bytes):
-            continue
-        for detail in status_pb2.Status.FromString(value).details:
-            info = error_details_pb2.RetryInfo()
-            if detail.Unpack(info):
-                seconds: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
-                return seconds
+    for info in _unpacked(trailing_metadata, error_details_pb2.RetryInfo):
+        seconds: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+        return seconds
     return None
 
 
 def bad_fields(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> tuple[FieldViolation, ...]:
     """The fields that a failed call's BadRequest names."""
-    found: list[FieldViolation] = []
+    return tuple(
+        FieldViolation(item.field, item.description)
+        for request in _unpacked(trailing_metadata, error_details_pb2.BadRequest)
+        for item in request.field_violations
+    )
+
+
+def _unpacked(trailing_metadata: tuple[tuple[str, str | bytes], ...], kind: type[D]) -> Iterator[D]:
+    """Yield the details of this kind from the statuses in the metadata."""
     for key, value in trailing_metadata:
-        if key != DETAILS_KEY or not isinstance(value, bytes):
-            continue
-        for detail in status_pb2.Status.FromString(value).details:
-            info = error_details_pb2.BadRequest()
-            if detail.Unpack(info):
-                found.extend(FieldViolation(item.field, item.description) for item in info.field_violations)
-    return tuple(found)
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            for detail in status_pb2.Status.FromString(value).details:
+                if detail.Unpack(found := kind()):
+                    yield found
 
 
 def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:

@@ -24,6 +24,11 @@ from kvtransfer.messages import (
 )
 from kvtransfer.store.messages import StoreOrder, StoreReport
 
+# (request id, attempt).
+RequestKey = tuple[str, int]
+# (gateway id, epoch).
+GatewayKey = tuple[str, int]
+
 # ---------------------------------------------------------------------------------- what is asked for
 
 _GREEDY_TEMPERATURE = 1e-5
@@ -329,6 +334,9 @@ class LoadReport(ReplicaStats, frozen=True, kw_only=True):
 
     identity: ReplicaIdentity
     sequence: int
+
+
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
 
 
 class StepFrame(Message, frozen=True):

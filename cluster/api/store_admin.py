@@ -1,4 +1,5 @@
-"""The gateway's side of `tandem store`: asks the store of every node, and names each that does not answer."""
+"""The gateway's side of `tandem store`: every node's store is asked, and each that does not answer is
+named."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec import structs
+
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.rpc.store_stream import FrameStream, open_tcp
+from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -34,29 +37,30 @@ from kvtransfer.store.messages import (
     VerifyResult,
 )
 
-# No store needs longer to say how it is: one that does hangs.
+# A store that takes longer to report its state hangs.
 STAT_S = 3.0
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 10_000
 _CONNECT_S = 3.0
-# Of the caller's deadline, kept to tell it which stores did not answer in time.
+# Of the caller's deadline, kept for the answer that names the stores that were late.
 _MARGIN_S = 0.5
 
 # (tenant, model, seconds that the caller still waits).
 PurgeCaches = Callable[[str | None, str | None, float | None], Awaitable[list[pb.ReplicaPurged]]]
 
+M = TypeVar("M", pb.StoreTier, pb.StoreIndex)
 T = TypeVar("T", StoreStat, StoreListing, VerifyResult, PurgeResult)
 
 
 class Filter(NamedTuple):
-    """Which records: of this tenant, of models whose fingerprint begins so; None: of all."""
+    """Selects records of a tenant, and of models whose fingerprint begins so; None: of all."""
 
     tenant: str | None
     model: str | None
 
 
 class StoreAdmin:
-    """Every call asks all registered stores at once, over connections of its own."""
+    """Asks all registered stores at once, over new connections for each call."""
 
     def __init__(
         self,
@@ -93,9 +97,7 @@ class StoreAdmin:
     ) -> pb.StoreVerifyResponse:
         wanted = VerifyRequest(*_filter(request.filter))
         return pb.StoreVerifyResponse(
-            nodes=await self._ask_all(
-                wanted, VerifyResult, _verified, pb.StoreNodeVerified, _limit(remaining_s)
-            )
+            nodes=await self._ask_all(wanted, VerifyResult, None, pb.StoreNodeVerified, _limit(remaining_s))
         )
 
     async def purge(self, request: pb.StorePurgeRequest, remaining_s: float | None) -> pb.StorePurgeResponse:
@@ -113,7 +115,7 @@ class StoreAdmin:
             remaining_s = max(0.0, remaining_s - (now() - began_at))
         return pb.StorePurgeResponse(
             nodes=await self._ask_all(
-                PurgeRequest(*wanted), PurgeResult, _purged, pb.StoreNodePurged, _limit(remaining_s)
+                PurgeRequest(*wanted), PurgeResult, None, pb.StoreNodePurged, _limit(remaining_s)
             ),
             replicas=replicas,
         )
@@ -122,23 +124,26 @@ class StoreAdmin:
         self,
         request: AdminRequest,
         expected: type[T],
-        translate: Callable[[pb.StoreMember, T], Any],
-        failed: Callable[..., Any],
+        translate: Callable[[pb.StoreMember, T], Any] | None,
+        message: Callable[..., Any],
         limit_s: float | None,
     ) -> list[Any]:
-        """One message a node, of its answer or of why there is none."""
+        """Return one message a node, with its answer or why there is none. Without `translate` the fields of
+        the answer are those of the message."""
 
         async def ask(record: StoreRecord) -> Any:
             member = _member(record)
             answer = await self._ask(record.address, request, limit_s)
             if isinstance(answer, expected):
-                return translate(member, answer)
-            return failed(member=member, error=answer if isinstance(answer, str) else f"answered {answer!r}")
+                if translate is not None:
+                    return translate(member, answer)
+                return message(member=member, **structs.asdict(answer))
+            return message(member=member, error=answer if isinstance(answer, str) else f"answered {answer!r}")
 
         return await asyncio.gather(*(ask(record) for record in self._members()))
 
     async def _ask(self, address: str, request: AdminRequest, limit_s: float | None) -> AdminAnswer | str:
-        """The store's answer, or in words why there is none, and whether it may have begun."""
+        """Return the store's answer, or in words why there is none and whether it may have begun."""
         try:
             async with asyncio.timeout(_CONNECT_S if limit_s is None else min(_CONNECT_S, limit_s)):
                 stream = await open_tcp(address, self._secret, self._name)
@@ -148,7 +153,7 @@ class StoreAdmin:
             async with asyncio.timeout(limit_s):
                 return await _exchange(stream, request)
         except TimeoutError:
-            return f"no answer within {limit_s:g} s; it may go on with what was asked"
+            return f"no answer within {limit_s:g} s; it may still complete what was asked"
         except TransferError as error:
             return f"lost before it answered, which part was done is not known: {error}"
         finally:
@@ -158,7 +163,7 @@ class StoreAdmin:
 async def _exchange(stream: FrameStream, request: AdminRequest) -> AdminAnswer | str:
     stream.send(TO_OWNER_CODEC.encode(AdminHello(STORE_PROTOCOL)))
     stream.send(TO_OWNER_CODEC.encode(request))
-    answer = FROM_OWNER_CODEC.decode(await stream.receive())
+    answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
     if isinstance(answer, AdminFailed):
         return f"failed: {answer.reason}"
     if isinstance(answer, StoreRefusal):
@@ -169,7 +174,7 @@ async def _exchange(stream: FrameStream, request: AdminRequest) -> AdminAnswer |
 
 
 def _limit(remaining_s: float | None) -> float | None:
-    """For each store, of what the caller still waits."""
+    """Return each store's share of the time that the caller still waits."""
     return None if remaining_s is None else max(remaining_s - _MARGIN_S, remaining_s / 2)
 
 
@@ -196,21 +201,16 @@ def _member(record: StoreRecord) -> pb.StoreMember:
 def _stat(member: pb.StoreMember, stat: StoreStat) -> pb.StoreNodeStat:
     return pb.StoreNodeStat(
         member=member,
-        tiers=[_tier(tier) for tier in stat.tiers],
-        index=_index(stat.index),
+        tiers=[_in_ms(tier, pb.StoreTier) for tier in stat.tiers],
+        index=_in_ms(stat.index, pb.StoreIndex),
         bytes_by_tenant=stat.bytes_by_tenant,
         num_sessions=stat.num_sessions,
     )
 
 
-def _tier(tier: TierStat) -> pb.StoreTier:
-    same = {name: getattr(tier, name) for name in tier.__struct_fields__ if name != "latency_s"}
-    return pb.StoreTier(**same, latency_ms=1e3 * tier.latency_s)
-
-
-def _index(index: IndexStat) -> pb.StoreIndex:
-    same = {name: getattr(index, name) for name in index.__struct_fields__ if name != "latency_s"}
-    return pb.StoreIndex(**same, latency_ms=1e3 * index.latency_s)
+def _in_ms(stat: TierStat | IndexStat, kind: Callable[..., M]) -> M:
+    same = {name: getattr(stat, name) for name in stat.__struct_fields__ if name != "latency_s"}
+    return kind(**same, latency_ms=1e3 * stat.latency_s)
 
 
 def _listing(member: pb.StoreMember, listing: StoreListing) -> pb.StoreNodeList:
@@ -236,23 +236,4 @@ def _record(listed: ListedRecord) -> pb.StoreRecord:
         num_bytes=info.num_bytes,
         tiers=listed.tiers,
         num_hits=listed.num_hits,
-    )
-
-
-def _verified(member: pb.StoreMember, result: VerifyResult) -> pb.StoreNodeVerified:
-    return pb.StoreNodeVerified(
-        member=member,
-        num_read=result.num_read,
-        num_bad=result.num_bad,
-        num_bytes=result.num_bytes,
-        seconds=result.seconds,
-    )
-
-
-def _purged(member: pb.StoreMember, result: PurgeResult) -> pb.StoreNodePurged:
-    return pb.StoreNodePurged(
-        member=member,
-        num_records=result.num_records,
-        num_bytes=result.num_bytes,
-        num_pending=result.num_pending,
     )

@@ -221,8 +221,8 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     values = np.percentile(np.asarray(seconds), PERCENTILES) * 1e3
-    figures = {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, values, strict=True)}
-    return {**figures, "mean": float(np.mean(seconds)) * 1e3}
+    stats = {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, values, strict=True)}
+    return {**stats, "mean": float(np.mean(seconds)) * 1e3}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ async def run_serving_bench(
             drawn = replace(workload, vocab_size=workload.vocab_size or model.vocab_size)
             label = f"{drawn.rate_per_s:g} req/s" if drawn.rate_per_s > 0 else f"{drawn.concurrency} at once"
             records = await _run_one(client, drawn, timeout_s, clock, console, label)
-            figures = {
+            stats = {
                 "what": "serve",
                 "model": model.name,
                 "offered_per_s": drawn.rate_per_s or None,
@@ -262,13 +262,13 @@ async def run_serving_bench(
                 "prefix_groups": drawn.num_groups,
                 **summarize(records, objectives),
             }
-            runs.append((label, figures))
+            runs.append((label, stats))
             if as_json:
-                print(json.dumps(figures), flush=True)
-    reasons = [figures["first_reason"] for _, figures in runs if figures["first_reason"]]
-    if reasons and not any(figures["num_ok"] for _, figures in runs):
+                print(json.dumps(stats), flush=True)
+    reasons = [stats["first_reason"] for _, stats in runs if stats["first_reason"]]
+    if reasons and not any(stats["num_ok"] for _, stats in runs):
         raise BenchError(f"no request finished; the first: {reasons[0]}")
-    rates = [(figures["offered_per_s"], figures["good_share"]) for _, figures in runs]
+    rates = [(stats["offered_per_s"], stats["good_share"]) for _, stats in runs]
     is_sweep = len(runs) > 1
     if is_sweep and as_json:
         print(json.dumps({"what": "knee", "offered_per_s": knee(rates)}))
@@ -278,7 +278,7 @@ async def run_serving_bench(
     if reasons:
         console.print(f"not every request finished; the first: {reasons[0]}", markup=False, soft_wrap=True)
     if is_sweep:
-        points = [(figures["offered_per_s"], figures["goodput_per_s"]) for _, figures in runs]
+        points = [(stats["offered_per_s"], stats["goodput_per_s"]) for _, stats in runs]
         console.print(sweep_plot(points, min(console.width, 100)))
         best = knee(rates)
         console.print(f"knee: {'below the lowest rate' if best is None else f'{best:g} req/s'}")
@@ -302,32 +302,32 @@ async def _run_one(
         return await run_workload(workload, send, clock, lambda _: progress.advance(task))
 
 
-def engine_line(figures: dict[str, Any]) -> str:
+def engine_line(stats: dict[str, Any]) -> str:
     """A line of the engine's benchmark: `prefill  tokens 512  batch 1  ...`."""
-    rest = "  ".join(f"{name} {value}" for name, value in figures.items() if name != "what")
-    return f"{figures['what']:<8} {rest}"
+    rest = "  ".join(f"{name} {value}" for name, value in stats.items() if name != "what")
+    return f"{stats['what']:<8} {rest}"
 
 
 def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """One column a run of `cluster.cli.bench.summarize`, headed by its load."""
     table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
-    figures = [figure for _, figure in runs]
-    table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in figures))
+    stats = [figure for _, figure in runs]
+    table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in stats))
     for name, key in (("refused", "num_refused"), ("timed out", "num_timed_out"), ("failed", "num_failed")):
-        if any(run[key] for run in figures):
-            table.add_row(name, *(str(run[key]) for run in figures))
+        if any(run[key] for run in stats):
+            table.add_row(name, *(str(run[key]) for run in stats))
     for name, key in (
         ("requests/s", "requests_per_s"),
         ("input tokens/s", "input_tok_s"),
         ("output tokens/s", "output_tok_s"),
     ):
-        table.add_row(name, *(f"{run[key]:.1f}" for run in figures))
+        table.add_row(name, *(f"{run[key]:.1f}" for run in stats))
     for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms")):
         for rank in PERCENTILES:
-            cells = (f"{run[key][f'p{rank}']:.1f}" if run[key] else NONE for run in figures)
+            cells = (f"{run[key][f'p{rank}']:.1f}" if run[key] else NONE for run in stats)
             table.add_row(f"{name} p{rank}, ms", *cells)
-    table.add_row("goodput, requests/s", *(f"{run['goodput_per_s']:.1f}" for run in figures))
-    table.add_row("good", *(f"{run['good_share']:.0%}" for run in figures))
+    table.add_row("goodput, requests/s", *(f"{run['goodput_per_s']:.1f}" for run in stats))
+    table.add_row("good", *(f"{run['good_share']:.0%}" for run in stats))
     return table
 
 

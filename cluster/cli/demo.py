@@ -103,9 +103,9 @@ def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: C
     service = Service(config, clock, ray_address="local")
     started_at = clock.now()
     try:
-        with stages(console, "starting") as tell:
+        with stages(console, "starting") as report:
             addresses = service.start(
-                lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
+                lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted
             )
         took_s = clock.now() - started_at
         console.print(f"one prefill and one decode replica serve {config.model_name!r} after {took_s:.0f} s")

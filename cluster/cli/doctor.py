@@ -96,8 +96,8 @@ def findings_view(findings: Sequence[Finding]) -> Group:
 def summary(findings: Sequence[Finding]) -> str:
     """`1 error, 2 warnings, 20 ok`."""
     counts = {severity: sum(item.severity is severity for item in findings) for severity in _PLURALS}
-    told = [f"{count} {_PLURALS[severity][count != 1]}" for severity, count in counts.items() if count]
-    return ", ".join(told) or "nothing was looked at"
+    parts = [f"{count} {_PLURALS[severity][count != 1]}" for severity, count in counts.items() if count]
+    return ", ".join(parts) or "nothing was looked at"
 
 
 def _add(table: Table, finding: Finding) -> None:
@@ -126,8 +126,7 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
             raise typer.BadParameter("name the cluster's file, or --address", param_hint="-f")
     except ConfigError as problem:
         return None, config_findings(str(problem))
-    store = config.store.model_copy(update={"redis_url": config.store.redis_url or redis_url})
-    return config.model_copy(update={"store": store}), []
+    return config.with_redis_url(config.store.redis_url or redis_url), []
 
 
 def _machine(

@@ -122,9 +122,9 @@ def serve(
     config = _with_redis(config)
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
-        with stages(err, "starting") as tell:
+        with stages(err, "starting") as report:
             addresses = service.start(
-                lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted
+                lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted
             )
         for name, place in (
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
@@ -228,8 +228,7 @@ def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson
 
 def _with_redis(config: ClusterConfig) -> ClusterConfig:
     """The index server of the environment, where the file names none."""
-    url = config.store.redis_url or os.environ.get("REDIS_URL", "")
-    return config.model_copy(update={"store": config.store.model_copy(update={"redis_url": url})})
+    return config.with_redis_url(config.store.redis_url or os.environ.get("REDIS_URL", ""))
 
 
 def _standard_input() -> str:

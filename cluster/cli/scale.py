@@ -1,4 +1,4 @@
-"""`tandem scale decode=3`: pull the lever that Ray Serve has for it, say what changes, wait until it has."""
+"""`tandem scale decode=3`: order counts from Ray Serve, show what changes, wait until it has."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from cluster.errors import (
 )
 from cluster.proto import tandem_pb2 as pb
 from cluster.scaling.serve_client import AppTargets, ServeClient
-from cluster.serve.capacity import Room, read_room
+from cluster.serve.capacity import Headroom, add_up, amount_text, read_headroom
 from kvtransfer.common.clock import Clock, SystemClock
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -48,7 +48,7 @@ Dashboard = Annotated[
     str,
     typer.Option(
         envvar="RAY_DASHBOARD_ADDRESS",
-        help="URL of Ray's dashboard, which `tandem serve` tells; default: RAY_ADDRESS where that is one, "
+        help="URL of Ray's dashboard, as `tandem serve` prints it; default: RAY_ADDRESS where that is one, "
         "else http://127.0.0.1:8265.",
     ),
 ]
@@ -77,24 +77,27 @@ def scale(
     token: Token = "",
     as_json: AsJson = False,
 ) -> None:
-    """Set how many replicas pools have; it stays so, over deploys and restarts, until somebody changes it."""
+    """Set how many replicas pools have; the counts hold over deploys and restarts until somebody changes
+    them."""
     if not orders and not release:
         raise typer.BadParameter("name a pool and its count, as in decode=3", param_hint="POOL=REPLICAS")
 
-    door = ScaleTarget(address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app)
-    work = ScaleWork(door, out, SystemClock(), as_json=as_json)
+    target = ScaleTarget(address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app)
+    work = ScaleWork(target, out, SystemClock(), as_json=as_json)
     run(work.scale(orders or (), release or (), dry_run=dry_run, wait_s=timeout if wait else None))
 
 
 def dashboard_url(given: str, ray_address: str) -> str:
-    """`ray_address` may also be that of a Ray cluster, which says nothing here. `ConfigError` for no URL."""
+    """Choose the dashboard's URL; `ray_address` counts only where it is one. `ConfigError` where `given` is
+    none."""
     if given and not given.startswith(_SCHEMES):
         raise ConfigError(f"--dashboard: {given!r} is no URL; give http:// with the host and the port")
     return given or (ray_address if ray_address.startswith(_SCHEMES) else DEFAULT_DASHBOARD)
 
 
 def read_token(token: str, file: Path | None) -> str:
-    """As Ray looks for it: the token itself, else the named file, else Ray's own; "": there is none."""
+    """Find the Ray token as Ray does: the token itself, else the named file, else Ray's own; "": there is
+    none."""
     if token:
         return token.strip()
     try:
@@ -106,29 +109,30 @@ def read_token(token: str, file: Path | None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# What `tandem scale` does: plan, pull the lever, release, wait.
+# What `tandem scale` does: plan, order, release, wait.
 
 _POLL_S = 0.5
 _ANSWER_S = 10.0
 
 
 class ScaleTarget(NamedTuple):
-    """How the cluster is reached: a gateway, and the dashboard with its token."""
+    """Represents the application to scale: a gateway's address, and the dashboard with its token."""
 
     gateway: str
     dashboard: str
     token: str
     app: str
 
-    def lever(self) -> ServeClient:
+    def open(self) -> ServeClient:
+        """Return a client of Serve's scale API."""
         return ServeClient(self.dashboard, self.app, self.token)
 
 
 class ScaleWork:
-    """One call of the command."""
+    """Carries out one call of the command."""
 
-    def __init__(self, door: ScaleTarget, console: Console, clock: Clock, *, as_json: bool) -> None:
-        self._door = door
+    def __init__(self, target: ScaleTarget, console: Console, clock: Clock, *, as_json: bool) -> None:
+        self._target = target
         self._console = console
         self._clock = clock
         self._as_json = as_json
@@ -140,41 +144,41 @@ class ScaleWork:
         status = await self._status()
         if status is not None:
             check_decodes({pool.name: pool.desired for pool in status.pools}, status, orders)
-        async with self._door.lever() as lever:
-            targets = await _application(lever, self._door.app)
-            room = await read_room(lever, self._door.app) if orders else None
-            plan = plan_scale(targets, status, room, orders, released)
+        async with self._target.open() as client:
+            targets = await _application(client, self._target.app)
+            headroom = await read_headroom(client, self._target.app) if orders else None
+            plan = plan_scale(targets, status, headroom, orders, released)
             if not dry_run:
-                await self._pull(plan, lever)
-                await self._tell_roster(plan)
+                await self._order(plan, client)
+                await self._update_roster(plan)
             if not self._as_json:
                 self._console.print(plan_view(plan))
             if not dry_run and wait_s is not None and orders:
-                await self._wait(orders, lever, wait_s)
+                await self._wait(orders, client, wait_s)
         if self._as_json:
             print(json.dumps({"dry_run": dry_run, **plan_json(plan)}))
         elif dry_run:
             self._console.print("nothing was changed: a dry run")
 
-    async def _pull(self, plan: ScalePlan, lever: ServeClient) -> None:
+    async def _order(self, plan: ScalePlan, client: ServeClient) -> None:
         done: list[str] = []
         for change in plan.changes:
             if change.is_pin:
                 continue
             try:
-                await lever.scale(change.pool, change.after)
+                await client.scale(change.pool, change.after)
             except DashboardError as error:
                 if not done:
                     raise
                 raise DashboardError(f"{', '.join(done)} was ordered, {change.pool} not: {error}") from error
             done.append(f"{change.pool}={change.after}")
 
-    async def _tell_roster(self, plan: ScalePlan) -> None:
-        """What Serve has no words for, through a gateway's console; that asks the dashboard whether the token
-        is good."""
+    async def _update_roster(self, plan: ScalePlan) -> None:
+        """Pin and release pools, which Serve cannot, through a gateway's console. The console checks the
+        token with the dashboard."""
         if plan.released and not plan.consoles:
             raise PinError(
-                f"no console of a gateway is known at {self._door.gateway}, and those unpin pools: "
+                f"no console of a gateway is known at {self._target.gateway}, and those unpin pools: "
                 "set gateway.console_port"
             )
         pins = [change for change in plan.changes if change.is_pin and plan.consoles]
@@ -185,7 +189,7 @@ class ScaleWork:
             await self._post(plan, "release", {"pool": pool}, f"pool {pool} was not released")
 
     async def _post(self, plan: ScalePlan, what: str, order: dict[str, Any], failure: str) -> None:
-        headers = {"Authorization": f"Bearer {self._door.token}"} if self._door.token else {}
+        headers = {"Authorization": f"Bearer {self._target.token}"} if self._target.token else {}
         limit = aiohttp.ClientTimeout(total=_ANSWER_S)
         console = plan.consoles[0]
         try:
@@ -193,46 +197,46 @@ class ScaleWork:
                 aiohttp.ClientSession(timeout=limit, headers=headers) as session,
                 session.post(f"http://{console}/console/api/{what}", json=order) as reply,
             ):
-                told = await reply.text(errors="replace")
+                text = await reply.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise PinError(f"the console at {console} cannot be reached: {error!r}") from error
         if reply.status != 200:
-            raise PinError(f"{failure}: {told}")
+            raise PinError(f"{failure}: {text}")
 
-    async def _wait(self, orders: dict[str, int], lever: ServeClient, wait_s: float) -> None:
-        """Until Serve runs as many, and none more is on its way in or out."""
+    async def _wait(self, orders: dict[str, int], client: ServeClient, wait_s: float) -> None:
+        """Return when Serve runs as many, and no replica starts or stops."""
         deadline = self._clock.now() + wait_s
-        with stages(err, "waiting") as tell:
+        with stages(err, "waiting") as report:
             while True:
-                # A dashboard that moves or restarts meanwhile is waited for.
+                # The dashboard may move or restart meanwhile.
                 with contextlib.suppress(DashboardError):
-                    targets = await _application(lever, self._door.app)
+                    targets = await _application(client, self._target.app)
                     pools = {pool: targets.pools[pool] for pool in orders if pool in targets.pools}
                     ready = {pool: (seen.num_running, orders[pool]) for pool, seen in pools.items()}
-                    tell(progress_line("waiting", ready))
+                    report(progress_line("waiting", ready))
                     if all(seen.states == _only_running(orders[pool]) for pool, seen in pools.items()):
                         return
                     if overruled := [pool for pool, seen in pools.items() if seen.target != orders[pool]]:
                         raise ScaleTimeoutError(f"somebody ordered another count of {overruled[0]} meanwhile")
                 if self._clock.now() >= deadline:
                     raise ScaleTimeoutError(
-                        f"not reached within {wait_s:g} s, and goes on: `tandem status` shows how far it is"
+                        f"not reached within {wait_s:g} s; Serve continues (`tandem status` shows how far)"
                     )
                 await self._clock.sleep(_POLL_S)
 
     async def _status(self) -> pb.StatusResponse | None:
-        """None when no gateway answers: the lever does without."""
+        """Return None when no gateway answers: Serve scales without one."""
         try:
-            async with Client(self._door.gateway) as client:
+            async with Client(self._target.gateway) as client:
                 return await client.status()
         except CallError:
             return None
 
 
-async def _application(lever: ServeClient, app: str) -> AppTargets:
-    targets = await lever.application()
+async def _application(client: ServeClient, app: str) -> AppTargets:
+    targets = await client.application()
     if targets is None:
-        raise UnknownPoolError(f"Ray Serve at {lever.url} has no application {app!r}; --app names another")
+        raise UnknownPoolError(f"Ray Serve at {client.url} has no application {app!r}; --app names another")
     return targets
 
 
@@ -241,12 +245,12 @@ def _only_running(num_replicas: int) -> dict[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------
-# What `tandem scale` will change, from what Serve, a gateway and Ray say now: figures and texts, no I/O.
+# The plan: what `tandem scale` will change, from what Serve, a gateway and Ray report. No I/O.
 
 
 class PoolChange(NamedTuple):
-    """One order. `least` and `most` bound how many running requests the leaving replicas have: which of them
-    leave is for Ray Serve to choose. None: no gateway answered."""
+    """Represents one order. `least` and `most` bound the running requests of the replicas that leave, because
+    Ray Serve chooses which do; None: no gateway answered."""
 
     pool: str
     role: str
@@ -262,26 +266,26 @@ class PoolChange(NamedTuple):
 
     @property
     def is_pin(self) -> bool:
-        """Serve has this target already: only the roster can be told to keep it."""
+        """Whether Serve has this target already, so that only the roster can keep it."""
         return self.before == self.after
 
 
 class ScalePlan(NamedTuple):
-    """All of it. `shortages` says why added replicas cannot be placed now."""
+    """Represents all changes of one command. `shortages` says why added replicas cannot be placed now."""
 
     changes: tuple[PoolChange, ...]
     released: tuple[str, ...]
-    # Replicas that play another pool's role and go home first.
+    # Replicas that play another pool's role and return to their own first.
     recalled: tuple[str, ...]
     shortages: tuple[str, ...]
-    room: Room | None
-    # Of gateways: through them pools are pinned at the count that they have, and released.
+    headroom: Headroom | None
+    # Of the gateways: pools are pinned and released through them.
     consoles: tuple[str, ...]
     has_status: bool
 
 
 def parse_orders(texts: Sequence[str]) -> dict[str, int]:
-    """Of `decode=3 prefill=2`; `ConfigError` names the one that is not like that."""
+    """Parse `decode=3 prefill=2`; `ConfigError` names the text that has another form."""
     orders: dict[str, int] = {}
     for text in texts:
         pool, _, count = text.partition("=")
@@ -296,11 +300,11 @@ def parse_orders(texts: Sequence[str]) -> dict[str, int]:
 def plan_scale(
     targets: AppTargets,
     status: pb.StatusResponse | None,
-    room: Room | None,
+    headroom: Headroom | None,
     orders: Mapping[str, int],
     released: Collection[str],
 ) -> ScalePlan:
-    """`ConfigError` names a pool that there is not, or an order that would leave nothing to serve."""
+    """Plan the orders; `ConfigError` names an unknown pool, or an order that leaves no pool that decodes."""
     for pool in (*orders, *released):
         if pool not in targets.pools:
             raise ConfigError(f"there is no pool {pool!r}, but {', '.join(sorted(targets.pools))}")
@@ -311,21 +315,21 @@ def plan_scale(
     return ScalePlan(
         changes=changes,
         released=tuple(released),
-        recalled=_lent(status) if status is not None and has_change else (),
-        shortages=tuple(room.shortages({it.pool: it.num_added for it in changes}) if room else ()),
-        room=room,
+        recalled=_in_other_roles(status) if status is not None and has_change else (),
+        shortages=tuple(headroom.shortages({it.pool: it.num_added for it in changes}) if headroom else ()),
+        headroom=headroom,
         consoles=tuple(it.console for it in status.gateways if it.console) if status is not None else (),
         has_status=status is not None,
     )
 
 
 def plan_view(plan: ScalePlan) -> Group:
-    """For people."""
+    """Render the plan as tables and lines."""
     parts: list[RenderableType] = []
     if plan.changes:
         table = made_table("replicas", "pool", numbers=("running", "target", "wanted", "affected\nrequests"))
         for it in plan.changes:
-            table.add_row(it.pool, str(it.num_running), str(it.before), str(it.after), _moving(it))
+            table.add_row(it.pool, str(it.num_running), str(it.before), str(it.after), _affected(it))
         parts.append(table)
         parts += [Text(line) for line in _notes(plan)]
     parts += [Text(f"{pool} is released: the autoscaler may move it again") for pool in plan.released]
@@ -333,7 +337,7 @@ def plan_view(plan: ScalePlan) -> Group:
 
 
 def plan_json(plan: ScalePlan) -> dict[str, Any]:
-    """For programs."""
+    """Return the plan as one JSON object."""
     return {
         "pools": [
             {
@@ -343,19 +347,20 @@ def plan_json(plan: ScalePlan) -> dict[str, Any]:
                 "num_running": it.num_running,
                 "num_moving_least": it.least,
                 "num_moving_most": it.most,
-                "needed": plan.room.needed(it.pool, it.num_added) if plan.room else None,
+                "needed": plan.headroom.needed(it.pool, it.num_added) if plan.headroom else None,
             }
             for it in plan.changes
         ],
         "released": list(plan.released),
         "recalled": list(plan.recalled),
         "shortages": list(plan.shortages),
-        "free": _free(plan.room) if plan.room else None,
+        "free": _free(plan.headroom) if plan.headroom else None,
     }
 
 
 def check_decodes(counts: Mapping[str, int], status: pb.StatusResponse, orders: Mapping[str, int]) -> None:
-    """`ConfigError` where pools with these counts, changed by `orders`, would have none that decodes."""
+    """Raise `ConfigError` where pools with these counts, changed by `orders`, have no replica that
+    decodes."""
     if not any(count == 0 for count in orders.values()):
         return
     decoding = {pool.name for pool in status.pools if pool.role != "prefill"}
@@ -379,7 +384,7 @@ def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusRespons
     return PoolChange(pool, role, seen.target, after, seen.num_running, least, most)
 
 
-def _lent(status: pb.StatusResponse) -> tuple[str, ...]:
+def _in_other_roles(status: pb.StatusResponse) -> tuple[str, ...]:
     return tuple(
         replica.replica_id
         for replica in status.replicas
@@ -387,7 +392,7 @@ def _lent(status: pb.StatusResponse) -> tuple[str, ...]:
     )
 
 
-def _moving(change: PoolChange) -> str:
+def _affected(change: PoolChange) -> str:
     if change.least is None or change.after >= change.num_running:
         return NONE
     return str(change.most) if change.least == change.most else f"{change.least} to {change.most}"
@@ -409,32 +414,27 @@ def _notes(plan: ScalePlan) -> list[str]:
     if not plan.has_status:
         lines.append("no gateway answers: what runs on the replicas is not known")
     if any(it.num_added for it in plan.changes):
-        lines += _room_lines(plan)
+        lines += _headroom_lines(plan)
     return lines
 
 
-def _room_lines(plan: ScalePlan) -> list[str]:
-    if plan.room is None:
+def _headroom_lines(plan: ScalePlan) -> list[str]:
+    if plan.headroom is None:
         return ["what the Ray cluster has free is not known"]
-    needed: dict[str, float] = {}
-    for it in plan.changes:
-        for name, amount in plan.room.needed(it.pool, it.num_added).items():
-            needed[name] = needed.get(name, 0.0) + amount
+    needed = add_up(plan.headroom.needed(it.pool, it.num_added) for it in plan.changes)
     lines = [
-        f"{name}: {_number(amount)} needed, {_number(plan.room.total_free(name))} free"
+        f"{name}: {amount_text(amount)} needed, {amount_text(plan.headroom.total_free(name))} free"
         for name, amount in sorted(needed.items())
     ]
     lines += [
         f"{it.pool} has no replica now, so what one takes is not known"
         for it in plan.changes
-        if it.num_added and it.pool not in plan.room.bundles
+        if it.num_added and it.pool not in plan.headroom.bundles
     ]
     return lines + [f"does not fit now: {line}" for line in plan.shortages]
 
 
-def _free(room: Room) -> dict[str, float]:
-    return {name: room.total_free(name) for name in sorted({name for node in room.total for name in node})}
-
-
-def _number(amount: float) -> str:
-    return f"{amount:.4f}".rstrip("0").rstrip(".")
+def _free(headroom: Headroom) -> dict[str, float]:
+    return {
+        name: headroom.total_free(name) for name in sorted({name for node in headroom.total for name in node})
+    }

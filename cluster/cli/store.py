@@ -79,8 +79,8 @@ def purge(
 
 
 # ----------------------------------------------------------------------------------------------
-# The calls. A gateway passes each on to every node. A node that did not answer is named on standard error with
-# what was not done there, and fails the command after the answers of the others were shown.
+# The calls. A gateway passes each on to every node. A node that did not answer is named on standard error
+# with what was not done there, and fails the command after the answers of the others were shown.
 
 
 class Selection(NamedTuple):

@@ -119,15 +119,15 @@ def stages(console: Console, first: str) -> Iterator[Callable[[str], None]]:
         with console.status(first) as status:
             yield status.update
         return
-    told: list[str] = []
+    reported: list[str] = []
 
-    def tell(stage: str) -> None:
-        if told[-1:] != [stage]:
-            told.append(stage)
+    def report(stage: str) -> None:
+        if reported[-1:] != [stage]:
+            reported.append(stage)
             console.print(stage, soft_wrap=True, highlight=False)
 
-    tell(first)
-    yield tell
+    report(first)
+    yield report
 
 
 def traffic_line(shares: Mapping[str, float]) -> str:

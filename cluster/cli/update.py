@@ -49,9 +49,9 @@ def update(
     if not as_json:
         out.print(plan_view(change.plan))
     if not (change.plan.does_nothing or dry_run):
-        change.check_room()
-        with stages(err, "rolling") as tell:
-            change.apply(lambda progress: tell(progress_line(progress.stage, progress.ready)), interrupted)
+        change.check_headroom()
+        with stages(err, "rolling") as report:
+            change.apply(lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted)
     if as_json:
         print(json.dumps(plan_json(change.plan, applied=not dry_run)))
     elif interrupted.is_set():

@@ -1,4 +1,4 @@
-"""What the console's page shows, as JSON: taken from the gateway that serves it."""
+"""The console's data as JSON, taken from the gateway that serves the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cluster.api.json_text import as_dict, status_json
-from cluster.api.replies import Fresh, Reporter
+from cluster.api.replies import Fresh, StatusService
 from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.orders import Operations
@@ -24,29 +24,29 @@ MAX_REQUESTS = 100
 _STATUS_AGE_S = 0.5
 _STORES_AGE_S = 2.0
 _PATHS_AGE_S = 5.0
-# In one answer: more make no table that anybody reads.
+# In one answer: a longer table would not be read.
 MAX_PATHS = 10_000
 
 
 class ConsoleApi:
-    """Any number of pages poll this: what costs something is made a few times a second, for all of them."""
+    """Answers the polls of any number of pages: what is costly is made a few times a second, once for all."""
 
     def __init__(
         self,
         *,
         gateway_id: str,
         config: ClusterConfig,
-        reporter: Reporter,
-        desk: RequestManager,
+        status: StatusService,
+        requests: RequestManager,
         stores: StoreAdmin,
         operations: Operations | None,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
         self._config = config
-        self._reporter = reporter
-        self._desk = desk
-        self._meters = desk.meters
+        self._status_service = status
+        self._requests = requests
+        self._counters = requests.counters
         self._operations = operations
         self._clock = clock
         self._status = Fresh(self._make_status, _STATUS_AGE_S, clock)
@@ -56,7 +56,7 @@ class ConsoleApi:
         )
 
     async def about(self) -> dict[str, Any]:
-        """What does not change while the gateway runs, and the dashboard's address."""
+        """Return what does not change while the gateway runs, and the dashboard's address."""
         scaling = self._config.scaling
         return {
             "gateway_id": self._gateway_id,
@@ -68,34 +68,35 @@ class ConsoleApi:
         }
 
     async def status(self) -> str:
-        """JSON, as `tandem status --json` without the paths."""
+        """Return the JSON of `tandem status --json`, without the paths."""
         return await self._status.get()
 
     async def paths(self) -> str:
-        """JSON: the paths of as many replicas as fit into `MAX_PATHS`, and how many others there are."""
+        """Return JSON with the paths of as many replicas as fit into `MAX_PATHS`, and the number of the
+        others."""
         return await self._paths.get()
 
-    def requests(self) -> dict[str, Any]:
-        """Running and recent requests of this gateway, the latest first."""
+    async def requests(self) -> dict[str, Any]:
+        """Return the running and recent requests of this gateway, the latest first."""
         now = self._clock.now()
-        records = self._desk.recent(MAX_REQUESTS)
+        records = self._requests.recent(MAX_REQUESTS)
         return {"requests": [_request(record, now) for record in records]}
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """As `tandem explain --json`; `UnknownRequestError` when it is neither running nor recent."""
-        return as_dict(self._reporter.explain(request_id))
+        """Return what `tandem explain --json` prints; `UnknownRequestError` for an unknown request."""
+        return as_dict(self._status_service.explain(request_id))
 
-    def curves(self) -> dict[str, Any]:
-        """TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is
-        [unix time, median, 90th percentile], in seconds."""
+    async def curves(self) -> dict[str, Any]:
+        """Return TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is
+        [Unix time, median, 90th percentile], in seconds."""
         now, wall = self._clock.now(), self._clock.wall()
-        curves = self._meters.curves(now, wall)
+        curves = self._counters.curves(now, wall)
         return {
             "at": wall,
             "span_s": CURVE_S,
             "ttft": curves.ttft,
             "itl": curves.itl,
-            "minute": msgspec.structs.asdict(self._meters.window(now)),
+            "minute": msgspec.structs.asdict(self._counters.window(now)),
         }
 
     async def _dashboard_url(self) -> str:
@@ -107,15 +108,15 @@ class ConsoleApi:
             return ""
 
     async def _make_status(self) -> str:
-        reply = await self._reporter.status()
+        reply = await self._status_service.status()
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
-        # In a thread: with many replicas it takes longer than the tokens of this loop should wait.
+        # In a thread: with many replicas this would delay the tokens of this event loop.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
 
     async def _make_paths(self) -> str:
         shown: list[pb.ReplicaPaths] = []
         num_paths = num_left_out = 0
-        async for replica in self._reporter.paths(()):
+        async for replica in self._status_service.paths(()):
             if num_paths + len(replica.paths) > MAX_PATHS:
                 num_left_out += 1
                 continue

@@ -1,4 +1,5 @@
-"""The console's HTTP server: the page, its JSON, and orders, in the gateway's own event loop."""
+"""The console's HTTP server, in the gateway's event loop: the page, its JSON, orders, and which requests are
+refused."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from cluster.api.grpc_server import check_free
-from cluster.api.replies import Reporter
+from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, GatewayConfig
 from cluster.console.console_data import ConsoleApi
@@ -33,21 +34,21 @@ AnOrder = TypeVar("AnOrder", bound=Order)
 def open_console(
     gateway_id: str,
     config: ClusterConfig,
-    reporter: Reporter,
-    desk: RequestManager,
+    status: StatusService,
+    requests: RequestManager,
     stores: StoreAdmin,
     operations: Operations | None,
     clock: Clock,
 ) -> Console | None:
-    """The console of a gateway, not yet listening; None where the configuration wants none."""
+    """Return the console of a gateway, not yet listening; None where none is configured."""
     gateway = config.gateway
     if gateway.console_port is None:
         return None
     api = ConsoleApi(
         gateway_id=gateway_id,
         config=config,
-        reporter=reporter,
-        desk=desk,
+        status=status,
+        requests=requests,
         stores=stores,
         operations=operations,
         clock=clock,
@@ -57,7 +58,8 @@ def open_console(
 
 
 class Console:
-    """From `start` to `stop`. Requests are not logged: their headers may carry the operator's token."""
+    """Serves the console from `start` to `stop`. Requests are not logged: headers may carry the operator's
+    token."""
 
     def __init__(self, gateway: GatewayConfig, port: int, api: ConsoleApi, orders: Orders) -> None:
         self._host = gateway.host
@@ -65,21 +67,20 @@ class Console:
         self._takes_over = gateway.takes_over
         self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
         self._api = api
-        self._orders = orders
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.get("/", _to_page),
                 web.get(f"{PATH}/", _to_page),
                 web.get(PATH, _file("index.html")),
-                web.get(f"{PATH}/api/about", self._about),
-                web.get(f"{PATH}/api/status", self._status),
-                web.get(f"{PATH}/api/paths", self._paths),
-                web.get(f"{PATH}/api/requests", self._requests),
+                web.get(f"{PATH}/api/about", _answers(api.about)),
+                web.get(f"{PATH}/api/status", _answers(api.status)),
+                web.get(f"{PATH}/api/paths", _answers(api.paths)),
+                web.get(f"{PATH}/api/requests", _answers(api.requests)),
                 web.get(f"{PATH}/api/explain", self._explain),
-                web.get(f"{PATH}/api/curves", self._curves),
-                web.post(f"{PATH}/api/scale", self._scale),
-                web.post(f"{PATH}/api/release", self._release),
+                web.get(f"{PATH}/api/curves", _answers(api.curves)),
+                web.post(f"{PATH}/api/scale", _obeys(ScaleOrder, orders.scale)),
+                web.post(f"{PATH}/api/release", _obeys(ReleaseOrder, orders.release)),
             ]
         )
         for name in sorted(entry.name for entry in (files("cluster.console") / "static").iterdir()):
@@ -109,7 +110,7 @@ class Console:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse what no page of ours sends; turn every refusal into JSON."""
+        """Refuse what the console's page would not send, and turn every refusal into JSON."""
         response: web.StreamResponse
         if problem := refused_host(request.headers.get("Host"), self._names):
             response = _error(421, problem)
@@ -125,21 +126,6 @@ class Console:
         response.headers.update(HEADERS)
         return response
 
-    async def _about(self, request: web.Request) -> web.Response:
-        return _json(await self._api.about())
-
-    async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(text=await self._api.status(), content_type="application/json")
-
-    async def _paths(self, request: web.Request) -> web.Response:
-        return web.Response(text=await self._api.paths(), content_type="application/json")
-
-    async def _requests(self, request: web.Request) -> web.Response:
-        return _json(self._api.requests())
-
-    async def _curves(self, request: web.Request) -> web.Response:
-        return _json(self._api.curves())
-
     async def _explain(self, request: web.Request) -> web.Response:
         request_id = request.query.get("id", "")
         if not request_id:
@@ -149,24 +135,28 @@ class Console:
         except UnknownRequestError as error:
             return _error(404, str(error))
 
-    async def _scale(self, request: web.Request) -> web.Response:
-        return await _obey(request, ScaleOrder, self._orders.scale)
 
-    async def _release(self, request: web.Request) -> web.Response:
-        return await _obey(request, ReleaseOrder, self._orders.release)
+def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> Handler:
+    """Return a handler that answers with what `read` returns: JSON, or the fields of a JSON object."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return _json(await read())
+
+    return answer
 
 
-async def _obey(
-    request: web.Request, kind: type[AnOrder], obey: Callable[[AnOrder, str], Awaitable[Answer]]
-) -> web.Response:
-    try:
-        order = msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return _error(400, f"the order cannot be read: {error}")
-    answer = await obey(order, bearer_token(request.headers.get("Authorization", "")))
-    if answer.status != 200:
-        return _error(answer.status, answer.text)
-    return _json({"message": answer.text})
+def _obeys(kind: type[AnOrder], obey: Callable[[AnOrder, str], Awaitable[Answer]]) -> Handler:
+    """Return a handler that reads an order of this kind and has it carried out."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            order = msgspec.json.decode(await request.read(), type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return _error(400, f"the order cannot be read: {error}")
+        result = await obey(order, bearer_token(request.headers.get("Authorization", "")))
+        return _json({"message": result.text}) if result.status == 200 else _error(result.status, result.text)
+
+    return answer
 
 
 async def _to_page(request: web.Request) -> web.Response:
@@ -174,7 +164,7 @@ async def _to_page(request: web.Request) -> web.Response:
 
 
 def _file(name: str) -> Handler:
-    """Answers with one file of the page, read once."""
+    """Return a handler that answers with one file of the page, read once."""
     entry = files("cluster.console") / "static" / name
     body, kind = entry.read_bytes(), _KINDS[f".{name.rpartition('.')[2]}"]
 
@@ -184,8 +174,9 @@ def _file(name: str) -> Handler:
     return answer
 
 
-def _json(fields: dict[str, Any]) -> web.Response:
-    return web.Response(text=json.dumps(fields), content_type="application/json")
+def _json(fields: dict[str, Any] | str) -> web.Response:
+    text = fields if isinstance(fields, str) else json.dumps(fields)
+    return web.Response(text=text, content_type="application/json")
 
 
 def _error(status: int, reason: str) -> web.Response:
@@ -195,12 +186,12 @@ def _error(status: int, reason: str) -> web.Response:
 # ----------------------------------------------------------------------------------------------
 # Which HTTP requests the console answers at all: pure functions over headers.
 #
-# Nobody signs in to read, so a page of another site must neither read (DNS rebinding: its name leads here) nor
-# send orders (a form or a script of its own).
+# Reading needs no sign-in, so a page of another site must be kept from reading (DNS rebinding: its name leads
+# here) and from sending orders (by a form or a script).
 
 MAX_BODY_BYTES = 4096
 MAX_TOKEN_CHARS = 4096
-# On every answer: the page loads and reaches nothing but this console, and nobody frames or reads it.
+# On every answer: the page loads and reaches nothing but this console, and no other page frames or reads it.
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -215,10 +206,10 @@ HEADERS: Mapping[str, str] = {
 
 
 def refused_host(host: str | None, names: Collection[str]) -> str:
-    """Why a request with this Host header is not answered; "" when it is.
+    """Return why a request with this Host header is refused; "" when it is not.
 
-    A name that somebody else owns can be made to lead here; an address, `localhost` and the names in
-    `names` (lower case) cannot.
+    A name that somebody else owns can be made to resolve to this host; an address, `localhost` and the names
+    in `names` (lower case) cannot.
     """
     if host is None:
         return "the Host header is missing"
@@ -227,14 +218,14 @@ def refused_host(host: str | None, names: Collection[str]) -> str:
         return f"the Host header {host[:100]!r} is not a host and a port"
     if name == "localhost" or name in names or _is_address(name):
         return ""
-    return f"the console is not known as {name[:100]!r}; if it shall be, add that to gateway.console_hosts"
+    return f"the console is not known as {name[:100]!r}; to allow it, add it to gateway.console_hosts"
 
 
 def refused_order(headers: Mapping[str, str]) -> tuple[int, str] | None:
-    """Why a POST with these headers is not answered, as (status, reason); None when it is.
+    """Return why a POST with these headers is refused, as (status, reason); None when it is not.
 
-    A page of another site can send a POST, but neither of this type nor with this Origin without asking
-    first, which is never allowed here.
+    A page of another site can send a POST, but neither of this type nor with this Origin without a preflight
+    request, which is never granted here.
     """
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -248,7 +239,7 @@ def refused_order(headers: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def bearer_token(authorization: str) -> str:
-    """The token of the Authorization header; "" where there is none, or none that could be one."""
+    """Return the token of the Authorization header; "" where there is none, or none that could be one."""
     scheme, _, token = authorization.strip().partition(" ")
     token = token.strip()
     is_sane = token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARS

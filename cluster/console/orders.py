@@ -1,4 +1,4 @@
-"""Orders of an operator, given with the operator's own Ray token: the console itself may change nothing.
+"""Orders of an operator, given with the operator's Ray token: the console itself may change nothing.
 
 page --POST + token--> gateway --the same token--> Ray's dashboard (`cluster.scaling.serve_client`)
 """
@@ -28,38 +28,38 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScaleOrder(Order, frozen=True):
-    """This pool shall have so many replicas, and stay there until it is released."""
+    """Sets a pool's number of replicas until the pool is released."""
 
     pool: str
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
 
 
 class ReleaseOrder(Order, frozen=True):
-    """The autoscaler may move this pool again."""
+    """Lets the autoscaler change the pool again."""
 
     pool: str
 
 
 class Answer(NamedTuple):
-    """To an order: an HTTP status and what to tell the operator."""
+    """Represents the answer to an order: an HTTP status and a text for the operator."""
 
     status: int
     text: str
 
 
 class Operations(NamedTuple):
-    """What the process around the gateway can do for an operator."""
+    """Represents what the process around the gateway can do for an operator."""
 
     # Such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`.
     dashboard_url: Callable[[], Awaitable[str]]
-    # The pool shall have so many replicas, and no autoscaler moves it; `RosterAwayError` likewise.
+    # Pin the pool at so many replicas, so that the autoscaler leaves it alone; `RosterAwayError` likewise.
     pin: Callable[[str, int], Awaitable[None]]
     # Unpin the pool; `RosterAwayError` when that could not be recorded.
     release: Callable[[str], Awaitable[None]]
 
 
 class Orders:
-    """Hands orders on; `operations` None: to nobody, as in a gateway without Ray."""
+    """Carries out orders; without `operations`, as in a gateway without Ray, none."""
 
     def __init__(self, app: str, pools: Collection[str], operations: Operations | None) -> None:
         self._app = app
@@ -67,25 +67,26 @@ class Orders:
         self._operations = operations
 
     async def scale(self, order: ScaleOrder, token: str) -> Answer:
-        """Serve's target of the pool; `token` "": none was given."""
+        """Set Serve's target of the pool; `token` "": none was given."""
 
-        async def pull(lever: ServeClient, operations: Operations) -> str:
-            seen = await lever.application()
+        async def order_count(client: ServeClient, operations: Operations) -> str:
+            seen = await client.application()
             noun = "replica" if order.replicas == 1 else "replicas"
             pool = seen.pools.get(order.pool) if seen is not None else None
-            if pool is not None and pool.target == order.replicas:  # Serve could not tell the scaler of it
+            if pool is not None and pool.target == order.replicas:  # Serve would not notify the scaler
                 await operations.pin(order.pool, order.replicas)
                 return f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"
-            await lever.scale(order.pool, order.replicas)
-            return f"pool {order.pool} shall have {order.replicas} {noun}"
+            await client.scale(order.pool, order.replicas)
+            return f"pool {order.pool} will have {order.replicas} {noun}"
 
-        return await self._obey(order.pool, token, pull)
+        return await self._obey(order.pool, token, order_count)
 
     async def release(self, order: ReleaseOrder, token: str) -> Answer:
-        """The dashboard knows no pins: it is asked something that it answers to this token only."""
+        """Unpin the pool. The dashboard knows no pins; a request that needs the token checks the
+        operator's."""
 
-        async def unpin(lever: ServeClient, operations: Operations) -> str:
-            await lever.application()
+        async def unpin(client: ServeClient, operations: Operations) -> str:
+            await client.application()
             await operations.release(order.pool)
             return f"pool {order.pool} is released"
 
@@ -102,8 +103,8 @@ class Orders:
             url = await self._operations.dashboard_url()
             if not url:
                 return Answer(503, "this Ray cluster has no dashboard for orders: start its head with one")
-            async with ServeClient(url, self._app, token) as lever:
-                return Answer(200, await obey(lever, self._operations))
+            async with ServeClient(url, self._app, token) as client:
+                return Answer(200, await obey(client, self._operations))
         except TokenRefusedError as error:
             return Answer(403 if token else 401, str(error))
         except UnknownPoolError as error:

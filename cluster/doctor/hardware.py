@@ -1,4 +1,5 @@
-"""The processors, GPUs, network and RDMA devices: their number, capabilities, clocks, PCI-E links, locality."""
+"""The processors, GPUs, network and RDMA devices: their number, capabilities, clocks, PCI-E links,
+locality."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ def cores(context: CheckContext) -> Iterator[CheckResult]:
     if context.needs is None or num_cpus <= 0:
         return
     num_threads = context.needs.num_threads
-    num_brains = sum(pool.num_replicas for pool in context.needs.pools)
+    num_engine_cores = sum(pool.num_replicas for pool in context.needs.pools)
     seen = f"{num_cpus:g} processors for {num_threads} threads of ranks"
     figures: Figures = {"cpus": num_cpus, "rank_threads": num_threads}
-    others = num_brains * ENGINE_CORE_CPUS + context.needs.num_gateways * GATEWAY_CPUS
+    others = num_engine_cores * ENGINE_CORE_CPUS + context.needs.num_gateways * GATEWAY_CPUS
     if num_threads > num_cpus:
         yield warning(
             f"{seen} (replicas x ranks x engine.num_threads)",
@@ -39,7 +40,7 @@ def cores(context: CheckContext) -> Iterator[CheckResult]:
             **figures,
         )
     elif num_threads + others > num_cpus:
-        yield note(f"{seen}, {num_brains} brains and {context.needs.num_gateways} gateways", **figures)
+        yield note(f"{seen}, {num_engine_cores} brains and {context.needs.num_gateways} gateways", **figures)
     else:
         yield ok(seen, **figures)
 

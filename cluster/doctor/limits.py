@@ -1,4 +1,4 @@
-"""Limits of this user's processes, and the memory of this machine against what is configured."""
+"""Limits of this user's processes, and this machine's memory against what is configured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.doctor.network import LOOPBACK
 from cluster.serve.machine import read
-from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed, gb
+from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed, gb, huge_pages_suffice
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 
 GROUP = "limits and memory"
@@ -78,7 +78,7 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def memory(context: CheckContext) -> Iterator[CheckResult]:
-    """Free memory while nothing of it runs yet, all memory while it does."""
+    """Compare the needs with free memory, or with all memory while the cluster runs."""
     total, free = context.machine.memory("MemTotal"), context.machine.memory("MemAvailable")
     if context.needs is None or total is None or free is None:
         return
@@ -87,7 +87,8 @@ def memory(context: CheckContext) -> Iterator[CheckResult]:
     if group is not None and group[0] - (0 if context.is_running else group[1]) < usable:
         usable = group[0] - (0 if context.is_running else group[1])
         source = f"the control group's limit of {gb(group[0])}"
-    store_bytes = 0 if _huge_pages_suffice(context) else context.needs.store_bytes
+    has_huge_pages = huge_pages_suffice(context.config, context.needs, context.machine)
+    store_bytes = 0 if has_huge_pages else context.needs.store_bytes
     largest = RAY_BYTES + store_bytes + max(pool.stage_bytes for pool in context.needs.pools)
     needed = context.needs.host_bytes - context.needs.store_bytes + store_bytes
     seen = f"{gb(usable)} of {source}; all that is configured takes about {gb(needed)}"
@@ -106,7 +107,7 @@ def memory(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def huge_pages(context: CheckContext) -> Iterator[CheckResult]:
-    """Reserved ones for the store; transparent ones for what else is shared."""
+    """Check the reserved huge pages for the store, and the transparent ones that serve instead."""
     if not context.needs or not context.needs.store_bytes or not context.config.store.huge_pages:
         return
     if context.machine.memory("Hugepagesize") is None:
@@ -115,7 +116,7 @@ def huge_pages(context: CheckContext) -> Iterator[CheckResult]:
     needed = -(-context.needs.store_bytes // HUGE_PAGE_BYTES)
     figures: Figures = {"free_pages": num_free, "needed_pages": needed}
     advised = read(context.machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
-    if _huge_pages_suffice(context):
+    if huge_pages_suffice(context.config, context.needs, context.machine):
         yield ok(f"{num_free} huge pages of 2 MiB are free; the store takes {needed}", **figures)
         return
     has_advice = any(f"[{mode}]" in advised for mode in ("always", "advise", "within_size", "force"))
@@ -131,17 +132,8 @@ def huge_pages(context: CheckContext) -> Iterator[CheckResult]:
     )
 
 
-def _huge_pages_suffice(context: CheckContext) -> bool:
-    """The store's memory then is none of the free memory."""
-    if context.needs is None or not context.config.store.huge_pages:
-        return False
-    num_free = context.machine.memory("HugePages_Free") or 0
-    is_usual = context.machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
-    return is_usual and num_free * HUGE_PAGE_BYTES >= context.needs.store_bytes
-
-
 def locked_memory(context: CheckContext) -> Iterator[CheckResult]:
-    """RDMA and pinned device copies lock the pool in memory."""
+    """Check the limit of locked memory: RDMA and pinned device copies lock the pool."""
     limits = context.machine.limit("Max locked memory")
     uses_rdma = "rdma" in context.config.transfer.transports and any(
         (context.machine.sys / "class/infiniband").glob("*")

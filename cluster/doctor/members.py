@@ -1,4 +1,4 @@
-"""Who is there: replicas, pools, gateways, their ages, versions and clocks."""
+"""The members of a running cluster: replicas, pools and gateways, their ages, versions and clocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def replicas(live: Live) -> Iterator[CheckResult]:
         elif replica.load.age_s > _LATE_S:
             yield warning(
                 f"{name} last reported {replica.load.age_s:.0f} s ago",
-                "its brain hangs or has no processor; the gateway drops it after 8 s",
+                "its engine core hangs or has no processor; the gateway drops it after 8 s",
                 "look at the load of that node",
             )
         else:
@@ -49,7 +49,8 @@ def replicas(live: Live) -> Iterator[CheckResult]:
 
 
 def flapping(live: Live) -> Iterator[CheckResult]:
-    """An epoch is the time at which that life of a replica began, in milliseconds."""
+    """Report replicas that were replaced. An epoch is the time, in milliseconds, at which a replica
+    registered."""
     before = {(item.replica_id, item.epoch) for item in live.before.replicas}
     came = [item.replica_id for item in live.status.replicas if (item.replica_id, item.epoch) not in before]
     if came and live.status.uptime_s > _SETTLED_S:
@@ -105,18 +106,18 @@ def pools(live: Live) -> Iterator[CheckResult]:
 
 
 def live_autoscales(pool: pb.Pool) -> bool:
-    """Its limits are told only where the autoscaler moves it."""
+    """Return whether the autoscaler moves the pool: only then its limits are reported."""
     return pool.max > 0
 
 
 def gateways(live: Live) -> Iterator[CheckResult]:
-    """Each answers; there is more than one; their clocks agree with ours."""
+    """Check that every gateway answers, and that there is more than one."""
     answering = [reply for reply in live.gateways if reply.status is not None]
     for reply in live.gateways:
         if reply.status is None:
             yield warning(
                 f"the gateway at {reply.address} does not answer: {reply.error}",
-                "clients that know only this one are not served; from elsewhere it may be reached",
+                "clients that know only this one are not served; other hosts may still reach it",
                 "see whether its process runs, and whether its port is open from here",
             )
     if len(live.gateways) == 1:
@@ -130,8 +131,8 @@ def gateways(live: Live) -> Iterator[CheckResult]:
 
 
 def clocks(live: Live) -> Iterator[CheckResult]:
-    told = [reply for reply in live.gateways if reply.status is not None and reply.status.wall_time_s]
-    for reply in told:
+    known = [reply for reply in live.gateways if reply.status is not None and reply.status.wall_time_s]
+    for reply in known:
         beyond = abs(reply.skew_s) - reply.round_trip_s / 2
         if beyond > _MAX_SKEW_S:
             ahead = "ahead of" if reply.skew_s > 0 else "behind"
@@ -142,42 +143,46 @@ def clocks(live: Live) -> Iterator[CheckResult]:
                 "synchronize both clocks (chrony, systemd-timesyncd)",
                 skew_s=round(reply.skew_s, 3),
             )
-    if told and all(abs(reply.skew_s) - reply.round_trip_s / 2 <= _MAX_SKEW_S for reply in told):
-        largest = max(abs(reply.skew_s) for reply in told)
-        yield ok(f"clocks agree with ours within {1e3 * largest:.1f} ms ({len(told)} gateways)")
+    if known and all(abs(reply.skew_s) - reply.round_trip_s / 2 <= _MAX_SKEW_S for reply in known):
+        largest = max(abs(reply.skew_s) for reply in known)
+        yield ok(f"clocks agree with ours within {1e3 * largest:.1f} ms ({len(known)} gateways)")
 
 
 def versions(live: Live) -> Iterator[CheckResult]:
-    """Of the gateways among each other, and of this command. Replicas of another protocol are refused."""
-    told = {reply.address: dict(reply.status.versions) for reply in live.gateways if reply.status is not None}
-    packages = sorted({package for found in told.values() for package in found})
+    """Compare the versions of the gateways, and of this command. Replicas of another protocol are refused."""
+    known = {
+        reply.address: dict(reply.status.versions) for reply in live.gateways if reply.status is not None
+    }
+    packages = sorted({package for found in known.values() for package in found})
     mixed = {
         package: values
         for package in packages
-        if len(values := {found.get(package, "") for found in told.values()}) > 1
+        if len(values := {found.get(package, "") for found in known.values()}) > 1
     }
     for package, values in mixed.items():
-        told_values = ", ".join(sorted(value or "none" for value in values))
+        listed = ", ".join(sorted(value or "none" for value in values))
         yield warning(
-            f"gateways have different versions of {package}: {told_values}",
+            f"gateways have different versions of {package}: {listed}",
             "they may behave differently, and what was tested together no longer runs together",
             "finish the update, or give all nodes the same image",
         )
-    own = {found.get("tandem-serve", "") for found in told.values()} - {""}
+    own = {found.get("tandem-serve", "") for found in known.values()} - {""}
     if live.version and own and own != {live.version}:
         yield note(f"this command is version {live.version}, the cluster {', '.join(sorted(own))}")
-    if told and not mixed:
-        known = ", ".join(
-            f"{package} {value}" for package, value in sorted(next(iter(told.values())).items()) if value
+    if known and not mixed:
+        listed = ", ".join(
+            f"{package} {value}" for package, value in sorted(next(iter(known.values())).items()) if value
         )
-        yield ok(f"all gateways have {known}")
+        yield ok(f"all gateways have {listed}")
 
 
 def traffic(live: Live) -> Iterator[CheckResult]:
     shares = dict(live.status.traffic)
     if shares:
-        told = ", ".join(f"{name} {share:g}" for name, share in sorted(shares.items()))
-        yield note(f"requests are shared between applications: {told}", "another version gets a part of them")
+        listed = ", ".join(f"{name} {share:g}" for name, share in sorted(shares.items()))
+        yield note(
+            f"requests are shared between applications: {listed}", "another version gets a part of them"
+        )
 
 
 CHECKS = (

@@ -1,4 +1,5 @@
-"""Ports, addresses and clock of this machine, the Ray cluster to join, the secret, the gateway's certificate."""
+"""Ports, addresses and clock of this machine, the Ray cluster to join, the secret, the gateway's
+certificate."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.doctor import hardware, limits, members, model, network, redis, serving, storage, store, transfer
+from cluster.doctor import hardware, limits, members, model, network, redis, serving, storage, tiers, transfer
 from cluster.doctor.checks import C, Check, CheckContext, Finding, Live, error
 
 MACHINE_CHECKS: tuple[Check[CheckContext], ...] = (
@@ -18,7 +18,7 @@ MACHINE_CHECKS: tuple[Check[CheckContext], ...] = (
 LIVE_CHECKS: tuple[Check[Live], ...] = (
     *serving.CHECKS,
     *transfer.CHECKS,
-    *store.CHECKS,
+    *tiers.CHECKS,
     *members.CHECKS,
 )
 # Before all others: the file itself, one finding for each field that is wrong.

@@ -1,4 +1,5 @@
-"""Symptoms of serving and their causes: time to first token, pace of decoding, failures, reuse of prefixes."""
+"""Symptoms of serving and their causes: time to first token, pace of decoding, failures, reuse of
+prefixes."""
 
 from __future__ import annotations
 
@@ -136,20 +137,20 @@ def decode_cause(live: Live) -> Cause:
     decoders = live.of_role("decode", "both")
     offloaded = {item.replica_id: item.load.num_offloaded_blocks for item in decoders}
     if any(offloaded.values()):
-        told = ", ".join(f"{count} blocks of {name}" for name, count in offloaded.items() if count)
+        listed = ", ".join(f"{count} blocks of {name}" for name, count in offloaded.items() if count)
         return Cause(
             "offloading is active",
-            f"{told} lie in host memory and are brought to the device in every step",
+            f"{listed} lie in host memory and are brought to the device in every step",
             "more decode replicas or engine.kv_tokens; engine.offload_tokens: 0 has preemptions instead",
         )
     preempted = {
         name: count for name, count in live.growth(lambda load: load.num_preemptions).items() if count
     }
     if preempted:
-        told = ", ".join(f"{name} {count} times" for name, count in preempted.items())
+        listed = ", ".join(f"{name} {count} times" for name, count in preempted.items())
         return Cause(
             "sequences are preempted",
-            f"just now {told}: each is computed again before it goes on",
+            f"just now {listed}: each is computed again before it goes on",
             "more engine.kv_tokens, more decode replicas, or engine.offload_tokens",
         )
     mixed = [item.replica_id for item in decoders if item.load.num_backlog_tokens]

@@ -54,19 +54,19 @@ class RequestHistory:
 
     def ended(self, request: EndedRequest) -> None:
         """However it ended, its prompt counts as known from now on."""
-        plan, summary = request.plan, request.summary
-        if plan is None:
+        prepared, summary = request.prepared, request.summary
+        if prepared is None:
             return  # refused
         num_tokens, num_known = self._prefixes.saw(
-            plan.tenant, plan.block_keys, plan.prompt, request.started_at, request.ended_at
+            prepared.tenant, prepared.block_keys, prepared.prompt, request.started_at, request.ended_at
         )
         if request.state != "finished" or summary is None or summary.prefill is None:
             return  # also a resumed request that missed nothing
         self._done.append(_done(summary, request.ended_at))
         num_cached = min(summary.prefill.num_cached_tokens, num_tokens)
-        hits = self._hits.setdefault(plan.tenant, deque(maxlen=MAX_REQUESTS))
+        hits = self._hits.setdefault(prepared.tenant, deque(maxlen=MAX_REQUESTS))
         hits.append(_Hits(num_tokens, num_known, num_cached))
-        self._hits.move_to_end(plan.tenant)
+        self._hits.move_to_end(prepared.tenant)
         if len(self._hits) > MAX_TENANTS:
             self._hits.popitem(last=False)
 

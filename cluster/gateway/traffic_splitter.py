@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from cluster.api.client import APPLICATION_KEY
 from cluster.errors import UnavailableError, to_grpc_status
-from cluster.gateway.replica_connections import ReplicaLinks
+from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.metrics.ended_request import RelayedRequest
+from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
 from kvtransfer.common.clock import Clock
@@ -133,7 +132,7 @@ class TrafficSplitter:
         *,
         app: str,
         model_name: str,
-        links: ReplicaLinks,
+        connections: ReplicaConnections,
         open_roster: Callable[[str], RosterClient] | None,
         clock: Clock,
         on_end: Callable[[RelayedRequest], None] | None = None,
@@ -141,7 +140,7 @@ class TrafficSplitter:
         """`open_roster` finds the roster of another application; without it, requests stay here."""
         self._app = app
         self._model_name = model_name
-        self._links = links
+        self._connections = connections
         self._open_roster = open_roster
         self._clock = clock
         self._on_end = on_end
@@ -160,7 +159,7 @@ class TrafficSplitter:
     async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
         """True when the call was answered elsewhere, to its end; False: answer it here. The request gets an
         id if it has none. Ends by `context.abort` where the other application's answer is an error."""
-        shares = self._links.roster_view.traffic
+        shares = self._connections.roster_view.traffic
         if not shares or self._open_roster is None or self._is_leaving:
             return False
         metadata = dict(context.invocation_metadata() or ())
@@ -205,7 +204,7 @@ class TrafficSplitter:
 
     async def _pass_on(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
         began_at = self._clock.now()
-        other = self._elsewhere(app)
+        other = self._remote_app(app)
         await other.wait_seen()
         answer = _Answer(grpc.StatusCode.UNAVAILABLE, "it has no gateway", has_begun=False)
         try:
@@ -263,7 +262,7 @@ class TrafficSplitter:
         ]
         return (*kept, (RELAYED_KEY, self._app))
 
-    def _elsewhere(self, app: str) -> RemoteApp:
+    def _remote_app(self, app: str) -> RemoteApp:
         if app not in self._others:
             assert self._open_roster is not None
             self._others[app] = RemoteApp(app, self._open_roster(app))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 from workers.messages import BATCH_BOUNDS
@@ -52,16 +53,50 @@ REQUEST_TIMES = {
 # Sequences of a step.
 BATCH_SIZE = tuple(float(bound) for bound in BATCH_BOUNDS)
 
-# ----------------------------------------------------------------------------------------------
-# Metrics that gateways export: of requests, tenants and pools.
 
+# Labels: of what gateways export, of what they measured of a replica's work, of what replicas export, of their
+# paths to other replicas, and of the stores of their nodes.
 _GATEWAY = ("app", "gateway", "model")
-# What a gateway measured of the work of a replica.
 _SERVED = ("app", "gateway", "model", "pool", "replica")
+_REPLICA = ("app", "pool", "replica", "model")
+_PATH = (*_REPLICA, "peer", "rank", "peer_rank", "transport", "device")
+_NODE = ("app", "node")
+_TIER = ("app", "node", "tier")
+
+_NEEDS_PAIR = "needs two replicas of separate pools"
+_NEEDS_STORE = "needs a store (`store.dram_gb`)"
+_NEEDS_NVME = "needs a tier on NVMe (`store.nvme_path`)"
+_NEEDS_LOAD = "a prompt must be in the store and no longer on the device"
+_NEEDS_FULL_STORE = "the store must be full or unavailable"
+
+
+def _metric(
+    labels: tuple[str, ...],
+    name: str,
+    field: str,
+    unit: str,
+    help_: str,
+    *,
+    by: str = "",
+    why_empty: str = "",
+    scale: float = 1.0,
+    buckets: tuple[float, ...] = (),
+) -> Metric:
+    """The name says which kind it is; `by` are labels beside those of its group."""
+    kind: Kind = "histogram" if buckets else "counter" if name.endswith("_total") else "gauge"
+    return Metric(name, kind, (*labels, *by.split()), unit, help_, why_empty, buckets, field, scale)
+
+
+_gateway = functools.partial(_metric, _GATEWAY)
+_served = functools.partial(_metric, _SERVED)
+_replica = functools.partial(_metric, _REPLICA)
+_path = functools.partial(_metric, _PATH)
+_node = functools.partial(_metric, _NODE, why_empty=_NEEDS_STORE)
+_tier = functools.partial(_metric, _TIER, why_empty=_NEEDS_STORE)
 
 
 def _times(name: str, help_: str, why_empty: str = "") -> Metric:
-    return Metric(name, "histogram", _SERVED, "seconds", help_, why_empty, REQUEST_TIMES[name])
+    return _served(name, "", "seconds", help_, why_empty=why_empty, buckets=REQUEST_TIMES[name])
 
 
 REQUESTS = (
@@ -70,631 +105,428 @@ REQUESTS = (
     _times("tpot_seconds", "Mean time for an output token after the first, of each finished request."),
     _times("e2e_seconds", "From acceptance to the end, of each finished request."),
     _times("queue_seconds", "From arrival at a replica until the prompt was scheduled."),
-    _times("prefill_seconds", "From then until the prompt was computed."),
+    _times("prefill_seconds", "From the scheduling of the prompt until it was computed."),
     _times(
         "hand_over_seconds",
         "From the first piece of KV written until the last one was verified at the decode replica.",
         NEEDS_HAND_OVER,
     ),
-    Metric(
+    _gateway(
         "requests_total",
-        "counter",
-        (*_GATEWAY, "state", "code"),
+        "",
         "requests",
         "Requests that ended; `state` is finished, failed, cancelled or refused (never accepted), `code` the "
         "gRPC status.",
+        by="state code",
     ),
-    Metric("running_requests", "gauge", _GATEWAY, "requests", "Requests that run.", field="num_running"),
-    Metric(
+    _gateway("running_requests", "num_running", "requests", "Running requests."),
+    _gateway(
         "retried_requests_total",
-        "counter",
-        _GATEWAY,
+        "num_retried",
         "requests",
         "Finished requests that took more than one attempt.",
-        field="num_retried",
     ),
-    Metric(
-        "prompt_tokens_total",
-        "counter",
-        _GATEWAY,
-        "tokens",
-        "Of accepted requests.",
-        field="num_prompt_tokens",
-    ),
-    Metric(
+    _gateway("prompt_tokens_total", "num_prompt_tokens", "tokens", "Prompt tokens of accepted requests."),
+    _gateway(
         "cached_prompt_tokens_total",
-        "counter",
-        (*_GATEWAY, "tier"),
+        "num_cached_tokens",
         "tokens",
-        "Of those: tokens whose KV was there, by the tier where it was (device, dram, nvme, remote).",
-        field="num_cached_tokens",
+        "Prompt tokens whose KV was cached, by the tier that held it (device, dram, nvme, remote).",
+        by="tier",
     ),
-    Metric(
+    _gateway(
         "expected_cached_tokens_total",
-        "counter",
-        _GATEWAY,
+        "num_expected_cached_tokens",
         "tokens",
-        "That the router expected to be cached where it placed the prompt, over all attempts.",
-        field="num_expected_cached_tokens",
+        "Prompt tokens that the router expected to be cached where it placed the prompt, over all attempts.",
     ),
-    Metric(
+    _served(
         "routed_attempts_total",
-        "counter",
-        (*_SERVED, "side"),
+        "num_routed",
         "attempts",
-        "That ended after the router had placed them here to prefill, to decode, or for both (local).",
-        field="num_routed",
+        "Ended attempts that the router had placed at this replica to prefill, to decode, or for "
+        "both (local).",
+        by="side",
     ),
-    Metric(
-        "output_tokens_total",
-        "counter",
-        _GATEWAY,
-        "tokens",
-        "That reached the gateway.",
-        field="num_output_tokens",
-    ),
-    Metric(
+    _gateway("output_tokens_total", "num_output_tokens", "tokens", "Output tokens that reached the gateway."),
+    _gateway(
         "first_tokens_total",
-        "counter",
-        _GATEWAY,
+        "demand.num_first_tokens",
         "requests",
         "Requests whose first token reached the gateway.",
-        field="demand.num_first_tokens",
     ),
-    Metric(
+    _gateway(
         "late_first_tokens_total",
-        "counter",
-        _GATEWAY,
+        "demand.num_late_first_tokens",
         "requests",
-        "Of those: the ones later than `scaling.ttft_slo_s`.",
-        field="demand.num_late_first_tokens",
+        "Requests whose first token came later than `scaling.ttft_slo_s`.",
     ),
-    Metric(
-        "token_gaps_total",
-        "counter",
-        _GATEWAY,
-        "gaps",
-        "Gaps between tokens of one continuation.",
-        field="demand.num_gaps",
-    ),
-    Metric(
+    _gateway("token_gaps_total", "demand.num_gaps", "gaps", "Gaps between tokens of one continuation."),
+    _gateway(
         "late_token_gaps_total",
-        "counter",
-        _GATEWAY,
+        "demand.num_late_gaps",
         "gaps",
-        "Of those: the ones longer than `scaling.itl_slo_s`.",
-        field="demand.num_late_gaps",
+        "Gaps between tokens longer than `scaling.itl_slo_s`.",
     ),
-    Metric(
+    _gateway(
         "hand_overs_total",
-        "counter",
-        (*_GATEWAY, "transport"),
+        "num_hand_overs",
         "requests",
-        "Finished requests that were handed over, by transport (none: nothing had to move).",
-        NEEDS_HAND_OVER,
-        field="num_hand_overs",
+        "Finished requests that were handed over, by transport (none: no KV had to be transferred).",
+        by="transport",
+        why_empty=NEEDS_HAND_OVER,
     ),
-    Metric(
+    _gateway(
         "hand_over_bytes_total",
-        "counter",
-        (*_GATEWAY, "transport"),
+        "num_hand_over_bytes",
         "bytes",
-        "KV that moved for them.",
-        NEEDS_HAND_OVER,
-        field="num_hand_over_bytes",
+        "KV transferred in hand-overs.",
+        by="transport",
+        why_empty=NEEDS_HAND_OVER,
     ),
-    Metric(
+    _served(
         "attempt_failures_total",
-        "counter",
-        (*_SERVED, "code"),
+        "num_attempt_failures",
         "attempts",
-        "Attempts that a replica gave up, by code: refused (no room), peer, internal, leaving, deadline, "
-        "invalid. Most are placed again and the client sees nothing.",
-        NEEDS_FAULT,
-        field="num_attempt_failures",
+        "Attempts that failed at a replica, by code: refused (no capacity), peer, internal, "
+        "leaving, deadline, invalid. Most are placed again and the client does not notice.",
+        by="code",
+        why_empty=NEEDS_FAULT,
     ),
 )
 
-TENANTS = tuple(
-    Metric(f"tenant_{name}_total", "counter", (*_GATEWAY, "tenant"), unit, help_, field=field)
-    for name, field, unit, help_ in (
-        ("requests", "num_requests", "requests", "Accepted requests that ended, by tenant."),
-        ("computed_tokens", "num_computed_tokens", "tokens", "Prompt tokens that were computed."),
-        ("cached_tokens", "num_cached_tokens", "tokens", "Prompt tokens whose KV was there."),
-        ("output_tokens", "num_output_tokens", "tokens", "Output tokens."),
-        (
-            "kv_byte_seconds",
-            "kv_byte_s",
-            "bytes x seconds",
-            "KV of prompt and output so far, times how long it was held.",
-        ),
-    )
+TENANTS = (
+    _gateway(
+        "tenant_requests_total",
+        "num_requests",
+        "requests",
+        "Accepted requests that ended, by tenant.",
+        by="tenant",
+    ),
+    _gateway(
+        "tenant_computed_tokens_total",
+        "num_computed_tokens",
+        "tokens",
+        "Prompt tokens that were computed.",
+        by="tenant",
+    ),
+    _gateway(
+        "tenant_cached_tokens_total",
+        "num_cached_tokens",
+        "tokens",
+        "Prompt tokens whose KV was cached.",
+        by="tenant",
+    ),
+    _gateway("tenant_output_tokens_total", "num_output_tokens", "tokens", "Output tokens.", by="tenant"),
+    _gateway(
+        "tenant_kv_byte_seconds_total",
+        "kv_byte_s",
+        "bytes x seconds",
+        "KV of prompt and output so far, times how long it was held.",
+        by="tenant",
+    ),
 )
 
 POOLS = (
-    Metric("pool_replicas", "gauge", (*_GATEWAY, "pool", "state"), "replicas", "As this gateway sees them."),
-    Metric(
+    _gateway("pool_replicas", "", "replicas", "Replicas as this gateway sees them.", by="pool state"),
+    _gateway(
         "pool_desired_replicas",
-        "gauge",
-        (*_GATEWAY, "pool"),
-        "replicas",
-        "What the configuration, an operator or the autoscaler wants.",
-    ),
-    Metric(
-        "pool_pinned",
-        "gauge",
-        (*_GATEWAY, "pool"),
         "",
-        "1 while an operator's choice keeps the autoscaler from the pool.",
-    ),
-    Metric(
-        "pool_lent_replicas",
-        "gauge",
-        (*_GATEWAY, "pool"),
         "replicas",
-        "Replicas of the pool that play the other role now.",
+        "Replicas that the configuration, an operator or the autoscaler wants.",
+        by="pool",
     ),
-    Metric(
+    _gateway(
+        "pool_pinned", "", "", "1 while an operator's choice keeps the autoscaler from the pool.", by="pool"
+    ),
+    _gateway(
+        "pool_lent_replicas", "", "replicas", "Replicas of the pool that have the other role now.", by="pool"
+    ),
+    _gateway(
         "scaling_moves_total",
-        "counter",
-        (*_GATEWAY, "pool", "by"),
+        "",
         "moves",
         "Changes of a count or a role since the gateway started, by operator, autoscaler or deploy.",
+        by="pool by",
     ),
-    Metric(
+    _gateway(
         "replica_losses_total",
-        "counter",
-        (*_GATEWAY, "pool"),
+        "",
         "replicas",
         "Links that ended to replicas that were not leaving: they died, hung, or the network broke.",
+        by="pool",
     ),
-    Metric("path_floor_bytes_per_second", "gauge", _GATEWAY, "bytes/s", "`transfer.min_gb_s`; 0: none."),
+    _gateway(
+        "path_floor_bytes_per_second",
+        "",
+        "bytes/s",
+        "Lowest accepted rate of a path, `transfer.min_gb_s`; 0: none.",
+    ),
 )
 
-
-# ----------------------------------------------------------------------------------------------
-# Metrics that replicas export, and the stores of their nodes.
-
-_REPLICA = ("app", "pool", "replica", "model")
-_PATH = (*_REPLICA, "peer", "rank", "peer_rank", "transport", "device")
-_NODE = ("app", "node")
-_TIER = ("app", "node", "tier")
-_NEEDS_STORE = "needs a store with room (`store.dram_gb`)"
-_NEEDS_NVME = "needs a tier on NVMe (`store.nvme_path`)"
-
 ENGINES = (
-    Metric(
-        "running_sequences",
-        "gauge",
-        _REPLICA,
-        "sequences",
-        "Sequences that are computed.",
-        field="num_running",
+    _replica("running_sequences", "num_running", "sequences", "Running sequences."),
+    _replica("waiting_sequences", "num_waiting", "sequences", "Waiting sequences."),
+    _replica(
+        "backlog_tokens", "num_backlog_tokens", "tokens", "Prompt tokens that are accepted and not computed."
     ),
-    Metric("waiting_sequences", "gauge", _REPLICA, "sequences", "Sequences that wait.", field="num_waiting"),
-    Metric(
-        "backlog_tokens",
-        "gauge",
-        _REPLICA,
-        "tokens",
-        "Prompt tokens that are accepted and not computed.",
-        field="num_backlog_tokens",
-    ),
-    Metric("batch_size", "histogram", _REPLICA, "sequences", "Sequences of a step.", buckets=BATCH_SIZE),
-    Metric("steps_total", "counter", _REPLICA, "steps", "Engine steps.", field="num_steps"),
-    Metric(
+    _replica("batch_size", "", "sequences", "Sequences of a step.", buckets=BATCH_SIZE),
+    _replica("steps_total", "num_steps", "steps", "Engine steps."),
+    _replica(
         "computed_tokens_total",
-        "counter",
-        _REPLICA,
+        "num_computed_tokens",
         "tokens",
         "Prompt tokens, and inputs of decode steps, that went through the model.",
-        field="num_computed_tokens",
     ),
-    Metric(
-        "sampled_tokens_total",
-        "counter",
-        _REPLICA,
-        "tokens",
-        "Tokens that were sampled.",
-        field="num_sampled_tokens",
-    ),
-    Metric(
+    _replica("sampled_tokens_total", "num_sampled_tokens", "tokens", "Tokens that were sampled."),
+    _replica(
         "prefill_tokens_per_second",
-        "gauge",
-        _REPLICA,
+        "prefill_tok_s",
         "tokens/s",
-        "Prompt tokens computed while there is prefill; 0: none yet.",
-        field="prefill_tok_s",
+        "Rate of prompt tokens during prefill; 0: none yet.",
     ),
-    Metric(
+    _replica(
         "decode_step_seconds",
-        "gauge",
-        _REPLICA,
+        "decode_step_s",
         "seconds",
-        "How long a step without prefill takes; 0: none yet.",
-        field="decode_step_s",
+        "Duration of a step without prefill; 0: none yet.",
     ),
-    Metric(
-        "busy_seconds_total", "counter", _REPLICA, "seconds", "Time in which it computed.", field="busy_s"
-    ),
-    Metric(
-        "flops_total",
-        "counter",
-        _REPLICA,
-        "operations",
-        "The least arithmetic its steps needed.",
-        field="num_flops",
-    ),
-    Metric(
+    _replica("busy_seconds_total", "busy_s", "seconds", "Time in which the replica computed."),
+    _replica("flops_total", "num_flops", "operations", "Minimum arithmetic of the steps."),
+    _replica(
         "device_read_bytes_total",
-        "counter",
-        _REPLICA,
+        "num_read_bytes",
         "bytes",
-        "The least its steps had to read from device memory.",
-        field="num_read_bytes",
+        "Minimum that the steps had to read from device memory.",
     ),
-    Metric(
+    _replica(
         "peak_flops_per_second",
-        "gauge",
-        _REPLICA,
+        "peak_flop_s",
         "operations/s",
-        "Measured at start by a matrix product, all ranks together.",
-        field="peak_flop_s",
+        "Arithmetic measured at start by a matrix product, all ranks together.",
     ),
-    Metric(
+    _replica(
         "peak_read_bytes_per_second",
-        "gauge",
-        _REPLICA,
+        "peak_byte_s",
         "bytes/s",
-        "Measured at start by reading memory, all ranks together.",
-        field="peak_byte_s",
+        "Bandwidth measured at start by reading memory, all ranks together.",
     ),
-    Metric(
-        "mfu_ratio",
-        "gauge",
-        _REPLICA,
-        "",
-        "Achieved share of the measured arithmetic, while steps run (MFU).",
-        field="mfu",
-    ),
-    Metric(
-        "mbu_ratio",
-        "gauge",
-        _REPLICA,
-        "",
-        "Achieved share of the measured bandwidth, while steps run (MBU).",
-        field="mbu",
-    ),
-    Metric(
+    _replica("mfu_ratio", "mfu", "", "Achieved share of the measured arithmetic, while steps run (MFU)."),
+    _replica("mbu_ratio", "mbu", "", "Achieved share of the measured bandwidth, while steps run (MBU)."),
+    _replica(
         "device_memory_used_bytes",
-        "gauge",
-        (*_REPLICA, "rank"),
-        "bytes",
-        "In use on the rank's GPU, by whomever; on a CPU what the rank's process has in memory.",
-    ),
-    Metric(
-        "device_memory_total_bytes", "gauge", (*_REPLICA, "rank"), "bytes", "Of that GPU, or of the host."
-    ),
-    Metric(
-        "preemptions_total",
-        "counter",
-        _REPLICA,
-        "sequences",
-        "That gave their blocks to others.",
-        field="num_preemptions",
-    ),
-    Metric(
-        "replica_role",
-        "gauge",
-        (*_REPLICA, "role"),
         "",
-        "1 for the role that it plays now; not its pool's while it is lent.",
+        "bytes",
+        "Memory in use on the rank's GPU, by any process; on a CPU the memory of the rank's process.",
+        by="rank",
     ),
-    Metric(
-        "moved_streams_total",
-        "counter",
-        _REPLICA,
-        "streams",
-        "That went on at another replica.",
-        field="num_moved_streams",
+    _replica("device_memory_total_bytes", "", "bytes", "Memory of that GPU, or of the host.", by="rank"),
+    _replica("preemptions_total", "num_preemptions", "sequences", "Sequences that were preempted."),
+    _replica(
+        "replica_role",
+        "",
+        "",
+        "1 for the replica's current role, which differs from its pool's while it is lent.",
+        by="role",
     ),
-    Metric(
+    _replica("moved_streams_total", "num_moved_streams", "streams", "Streams that moved to another replica."),
+    _replica(
         "failed_stream_moves_total",
-        "counter",
-        _REPLICA,
+        "num_failed_moves",
         "streams",
-        "That should have, and stayed or were placed again.",
-        field="num_failed_moves",
+        "Streams whose move failed: they stayed or were placed again.",
     ),
 )
 
 KV = (
-    Metric("kv_blocks", "gauge", _REPLICA, "blocks", "KV blocks that there are.", field="num_total_blocks"),
-    Metric(
-        "free_blocks",
-        "gauge",
-        _REPLICA,
-        "blocks",
-        "That can be taken, cached ones included.",
-        field="num_free_blocks",
+    _replica("kv_blocks", "num_total_blocks", "blocks", "All KV blocks."),
+    _replica(
+        "free_blocks", "num_free_blocks", "blocks", "Blocks that can be allocated, cached ones included."
     ),
-    Metric(
-        "cached_blocks",
-        "gauge",
-        _REPLICA,
-        "blocks",
-        "Of those: the ones that hold a finished prefix.",
-        field="num_cached_blocks",
-    ),
-    Metric("kv_usage_ratio", "gauge", _REPLICA, "", "Share of the blocks that requests hold."),
-    Metric(
+    _replica("cached_blocks", "num_cached_blocks", "blocks", "Free blocks that hold a finished prefix."),
+    _replica("kv_usage_ratio", "", "", "Share of the blocks that requests hold."),
+    _replica(
         "kv_fragmentation_ratio",
-        "gauge",
-        _REPLICA,
         "",
-        "Share of what running sequences hold that no token is in yet; part of it is reserved for prompts "
-        "that are being computed.",
+        "",
+        "Share of the running sequences' blocks that holds no token yet; part of it is reserved "
+        "for prompts that are being computed.",
     ),
-    Metric(
-        "landings", "gauge", _REPLICA, "landings", "That are open or wait for room.", field="num_landings"
-    ),
-    Metric(
+    _replica("landings", "num_landings", "landings", "Landings that are open or wait for free blocks."),
+    _replica(
         "quarantined_blocks",
-        "gauge",
-        _REPLICA,
+        "num_quarantined_blocks",
         "blocks",
-        "That a writer of an ended landing could still write.",
-        field="num_quarantined_blocks",
+        "Blocks that a writer of an ended landing could still write.",
     ),
-    Metric(
-        "leaked_blocks",
-        "gauge",
-        _REPLICA,
-        "blocks",
-        "That are referenced although nothing runs.",
-        field="num_leaked_blocks",
+    _replica(
+        "leaked_blocks", "num_leaked_blocks", "blocks", "Blocks that are referenced although nothing runs."
     ),
-    Metric(
-        "offloaded_blocks",
-        "gauge",
-        _REPLICA,
-        "blocks",
-        "Of running sequences that lie in host memory.",
-        field="num_offloaded_blocks",
+    _replica(
+        "offloaded_blocks", "num_offloaded_blocks", "blocks", "Blocks of running sequences in host memory."
     ),
-    Metric(
+    _replica(
         "prefix_queried_tokens_total",
-        "counter",
-        _REPLICA,
+        "num_queried_tokens",
         "tokens",
-        "Of prompts that were computed: what could have been cached.",
-        field="num_queried_tokens",
+        "Tokens of computed prompts that could have been cached.",
     ),
-    Metric(
+    _replica(
         "prefix_hit_tokens_total",
-        "counter",
-        (*_REPLICA, "tier"),
+        "num_hit_tokens",
         "tokens",
-        "Of those: what was, by the tier that had it.",
-        field="num_hit_tokens",
+        "Tokens of computed prompts that were cached, by the tier that held them.",
+        by="tier",
     ),
-    Metric(
+    _replica(
         "loaded_tokens_total",
-        "counter",
-        (*_REPLICA, "tier"),
+        "num_loaded_tokens",
         "tokens",
-        "Whose KV was loaded from the store instead of computed.",
-        "a prompt must be in the store and no longer on the device",
-        field="num_loaded_tokens",
+        "Tokens whose KV was loaded from the store instead of computed.",
+        by="tier",
+        why_empty=_NEEDS_LOAD,
     ),
-    Metric(
+    _replica(
         "load_tokens_per_second",
-        "gauge",
-        (*_REPLICA, "tier"),
+        "load_tok_s",
         "tokens/s",
-        "Rate at which KV comes from a tier of the store.",
-        "a prompt must be in the store and no longer on the device",
-        field="load_tok_s",
+        "Rate at which KV is loaded from a tier of the store.",
+        by="tier",
+        why_empty=_NEEDS_LOAD,
     ),
-    Metric(
-        "stored_blocks_total",
-        "counter",
-        _REPLICA,
-        "blocks",
-        "Written through to the node's store.",
-        field="num_stored_blocks",
+    _replica(
+        "stored_blocks_total", "num_stored_blocks", "blocks", "Blocks written through to the node's store."
     ),
-    Metric(
+    _replica(
         "unstored_blocks_total",
-        "counter",
-        (*_REPLICA, "cause"),
+        "num_unstored_blocks",
         "blocks",
         "Finished blocks that were not written to the store.",
-        "the store must be full or away",
-        field="num_unstored_blocks",
+        by="cause",
+        why_empty=_NEEDS_FULL_STORE,
     ),
-    Metric(
+    _replica(
         "store_read_failures_total",
-        "counter",
-        _REPLICA,
+        "num_store_checksum_failures",
         "records",
         "Records of the store that failed their checksum when this replica read them.",
-        field="num_store_checksum_failures",
     ),
 )
 
 TRANSFER = (
-    Metric(
+    _replica(
         "transfer_bytes_total",
-        "counter",
-        (*_REPLICA, "transport"),
+        "num_transport_bytes",
         "bytes",
         "KV written to other replicas.",
-        NEEDS_HAND_OVER,
-        field="num_transport_bytes",
+        by="transport",
+        why_empty=NEEDS_HAND_OVER,
     ),
-    Metric(
+    _replica(
         "transfer_seconds_total",
-        "counter",
-        (*_REPLICA, "transport"),
+        "transport_s",
         "seconds",
-        "Time spent writing it, summed over pushes of each rank.",
-        NEEDS_HAND_OVER,
-        field="transport_s",
+        "Time spent writing KV, summed over pushes of each rank.",
+        by="transport",
+        why_empty=NEEDS_HAND_OVER,
     ),
-    Metric(
-        "transfer_bytes_per_second",
-        "gauge",
-        _REPLICA,
-        "bytes/s",
-        "Rate of recent pushes; 0: none.",
-        field="transfer_gb_s",
-        scale=_GB,
+    _replica(
+        "transfer_bytes_per_second", "transfer_gb_s", "bytes/s", "Rate of recent pushes; 0: none.", scale=_GB
     ),
-    Metric(
+    _replica(
         "moved_bytes_total",
-        "counter",
-        (*_REPLICA, "class"),
+        "num_moved_bytes",
         "bytes",
         "KV written to other replicas, by traffic class.",
-        NEEDS_HAND_OVER,
-        field="num_moved_bytes",
+        by="class",
+        why_empty=NEEDS_HAND_OVER,
     ),
-    Metric(
+    _path(
         "path_bytes_per_second",
-        "gauge",
-        _PATH,
+        "",
         "bytes/s",
-        "Measured rate of a path between ranks; 0: it is gone, or there is none (transport none).",
-        "needs two replicas of separate pools",
+        "Measured rate of a path between ranks; 0: the path is lost, or there is none (transport none).",
+        why_empty=_NEEDS_PAIR,
     ),
-    Metric(
+    _path(
         "path_latency_seconds",
-        "gauge",
-        _PATH,
+        "",
         "seconds",
-        "Its measured latency.",
-        "needs two replicas of separate pools",
+        "Measured latency of a path between ranks.",
+        why_empty=_NEEDS_PAIR,
     ),
-    Metric(
+    _replica(
         "lost_landings_total",
-        "counter",
-        (*_REPLICA, "cause"),
+        "num_lost_landings",
         "landings",
-        "That ended without hand-over.",
-        NEEDS_FAULT,
-        field="num_lost_landings",
+        "Landings that ended without hand-over.",
+        by="cause",
+        why_empty=NEEDS_FAULT,
     ),
-    Metric(
+    _replica(
         "checksum_failures_total",
-        "counter",
-        _REPLICA,
+        "num_checksum_failures",
         "pieces",
-        "KV pieces that failed their checksum and were computed again.",
-        field="num_checksum_failures",
+        "KV pieces that failed their checksum and were recomputed.",
     ),
 )
-
-
-def _store(name: str, kind: Kind, unit: str, help_: str, field: str, scale: float = 1.0) -> Metric:
-    return Metric(name, kind, _TIER, unit, help_, _NEEDS_STORE, field=field, scale=scale)
-
 
 STORES = (
-    _store("store_bytes", "gauge", "bytes", "What a tier holds, headers and padding included.", "num_bytes"),
-    _store("store_capacity_bytes", "gauge", "bytes", "What it may hold.", "capacity_bytes"),
-    _store("store_records", "gauge", "records", "In it.", "num_records"),
-    _store("store_queued", "gauge", "records", "That wait to be written to it.", "num_queued"),
-    _store("store_leases", "gauge", "records", "That are being read.", "num_leases"),
-    _store(
-        "store_quarantined", "gauge", "records", "Places that somebody could still write.", "num_quarantined"
+    _tier("store_bytes", "num_bytes", "bytes", "Bytes in the tier, headers and padding included."),
+    _tier("store_capacity_bytes", "capacity_bytes", "bytes", "Capacity of the tier."),
+    _tier("store_records", "num_records", "records", "Records in the tier."),
+    _tier("store_queued", "num_queued", "records", "Records that wait to be written to the tier."),
+    _tier("store_leases", "num_leases", "records", "Records that are being read."),
+    _tier("store_quarantined", "num_quarantined", "records", "Slots that some process could still write."),
+    _tier("store_read_bytes_per_second", "read_gb_s", "bytes/s", "Measured rate of recent reads.", scale=_GB),
+    _tier(
+        "store_write_bytes_per_second", "write_gb_s", "bytes/s", "Measured rate of recent writes.", scale=_GB
     ),
-    _store(
-        "store_read_bytes_per_second", "gauge", "bytes/s", "Measured rate of recent reads.", "read_gb_s", _GB
+    _tier(
+        "store_latency_seconds", "latency_s", "seconds", "Latency of one read (nvme), of one fetch (remote)."
     ),
-    _store(
-        "store_write_bytes_per_second",
-        "gauge",
-        "bytes/s",
-        "Measured rate of recent writes.",
-        "write_gb_s",
-        _GB,
-    ),
-    _store(
-        "store_latency_seconds", "gauge", "seconds", "Of one read (nvme), of one fetch (remote).", "latency_s"
-    ),
-    _store("store_hits_total", "counter", "blocks", "Asked for that it had.", "num_hits"),
-    _store("store_misses_total", "counter", "blocks", "Asked for that it did not have.", "num_misses"),
-    _store("store_hit_bytes_total", "counter", "bytes", "That were read of it.", "num_hit_bytes"),
-    _store("store_put_bytes_total", "counter", "bytes", "That were put into it.", "num_put_bytes"),
-    _store(
+    _tier("store_hits_total", "num_hits", "blocks", "Requested blocks that the tier had."),
+    _tier("store_misses_total", "num_misses", "blocks", "Requested blocks that the tier did not have."),
+    _tier("store_hit_bytes_total", "num_hit_bytes", "bytes", "Bytes read from the tier."),
+    _tier("store_put_bytes_total", "num_put_bytes", "bytes", "Bytes put into the tier."),
+    _tier(
         "store_written_bytes_total",
-        "counter",
-        "bytes",
-        "The same, with what was written again.",
         "num_written_bytes",
+        "bytes",
+        "Bytes written to the tier, rewrites included.",
     ),
-    _store("store_evictions_total", "counter", "records", "That made room for others.", "num_evictions"),
-    _store("store_refused_total", "counter", "records", "That found no room.", "num_refused"),
-    _store(
+    _tier("store_evictions_total", "num_evictions", "records", "Records evicted to free space."),
+    _tier("store_refused_total", "num_refused", "records", "Records refused for lack of space."),
+    _tier(
         "store_checksum_failures_total",
-        "counter",
-        "records",
-        "Dropped for a wrong checksum.",
         "num_checksum_failures",
+        "records",
+        "Records dropped for a wrong checksum.",
     ),
-    _store(
-        "store_io_errors_total", "counter", "operations", "Reads and writes that failed.", "num_io_errors"
-    ),
-    Metric(
+    _tier("store_io_errors_total", "num_io_errors", "operations", "Reads and writes that failed."),
+    _node(
         "store_write_amplification",
-        "gauge",
-        _NODE,
+        "",
         "",
         "Bytes written to NVMe over bytes put there.",
-        _NEEDS_NVME,
+        why_empty=_NEEDS_NVME,
     ),
-    *(
-        Metric(
-            f"store_index_{name}_total",
-            "counter",
-            _NODE,
-            unit,
-            help_,
-            _NEEDS_STORE,
-            field=f"num_{name}",
-        )
-        for name, unit, help_ in (
-            ("lookups", "look-ups", "In the index of all nodes."),
-            ("late", "look-ups", "That were not waited for."),
-            ("errors", "look-ups", "That failed."),
-            ("announced", "records", "Announced to it."),
-            ("dropped", "records", "Announcements that found no room in the queue."),
-            ("rebuilds", "times", "That everything was announced again."),
-        )
+    _node("store_index_lookups_total", "num_lookups", "look-ups", "Look-ups in the index of all nodes."),
+    _node("store_index_late_total", "num_late", "look-ups", "Look-ups that exceeded their time budget."),
+    _node("store_index_errors_total", "num_errors", "look-ups", "Look-ups that failed."),
+    _node("store_index_announced_total", "num_announced", "records", "Records announced to the index."),
+    _node(
+        "store_index_dropped_total",
+        "num_dropped",
+        "records",
+        "Announcements dropped because the queue was full.",
     ),
-    Metric(
-        "store_index_latency_seconds",
-        "gauge",
-        _NODE,
-        "seconds",
-        "Of one look-up.",
-        _NEEDS_STORE,
-        field="latency_s",
+    _node(
+        "store_index_rebuilds_total", "num_rebuilds", "times", "Times that all records were announced again."
     ),
-    Metric(
-        "store_index_state",
-        "gauge",
-        (*_NODE, "state"),
-        "",
-        "1 for what it is (off, up, slow, down), else 0.",
-        _NEEDS_STORE,
-    ),
+    _node("store_index_latency_seconds", "latency_s", "seconds", "Latency of one look-up."),
+    _node("store_index_state", "", "", "1 for the current state (off, up, slow, down), else 0.", by="state"),
 )
-
-
-# ----------------------------------------------------------------------------------------------
-# All of them.
 
 SECTIONS = {
     "Requests": REQUESTS,

@@ -118,7 +118,7 @@ class EndedRequest:
     decisions: tuple[RoutedAttempt, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
     # What it asked for; None when it was refused.
-    plan: PreparedRequest | None = None
+    prepared: PreparedRequest | None = None
 
     @property
     def ttft_s(self) -> float | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.metrics.definitions import REQUEST_TIMES
+from cluster.metrics.demand import Demand
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.histogram import Histogram, Spread
-from cluster.metrics.tenants import TenantUsageTable
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
@@ -208,9 +208,9 @@ class GatewayCounters:
 
     def attempt_failed(self, replica_id: str, code: str, now: float) -> None:
         """A replica gave an attempt up; `code` as in `RequestFailed`."""
-        meters = self._of(replica_id, now)
-        if meters is not None:
-            meters.num_attempt_failures[code] += 1
+        counters = self._of(replica_id, now)
+        if counters is not None:
+            counters.num_attempt_failures[code] += 1
 
     def ended(self, request: EndedRequest) -> None:
         """A request is over, or was not accepted: an `Observer` of the desk."""
@@ -235,12 +235,16 @@ class GatewayCounters:
     def num_running(self) -> int:
         return len(self._open)
 
+    def num_ended(self, state: str) -> int:
+        """Requests that ended in this state."""
+        return sum(count for (ended, _), count in self.num_requests.items() if ended == state)
+
     def advance(self, now: float) -> None:
         """Account for the KV that is held now, and forget replicas that are long gone."""
         for open_ in self._open.values():
             self._hold(open_, now)
-        for replica_id, meters in list(self.replicas.items()):
-            if now > meters.used_at + _FORGET_S and not self._pool_of(replica_id):
+        for replica_id, counters in list(self.replicas.items()):
+            if now > counters.used_at + _FORGET_S and not self._pool_of(replica_id):
                 del self.replicas[replica_id]
 
     def curves(self, now: float, wall: float) -> Curves:
@@ -275,9 +279,9 @@ class GatewayCounters:
         self.num_expected_cached_tokens += decision.prefill_cached_tokens
         placed = [("prefill", decision.prefill), ("decode", decision.decode)]
         for side, replica_id in placed if decision.prefill else [("local", decision.decode)]:
-            meters = self._of(replica_id, now)
-            if meters is not None:
-                meters.num_routed[side] += 1
+            counters = self._of(replica_id, now)
+            if counters is not None:
+                counters.num_routed[side] += 1
 
     def _count_end(self, state: str, code: str, now: float) -> None:
         self.num_requests[state, code] += 1
@@ -305,18 +309,18 @@ class GatewayCounters:
             self._observe(decode, "hand_over_seconds", summary.transfer_s, now)
 
     def _observe(self, replica_id: str, name: str, value: float, now: float, count: int = 1) -> None:
-        meters = self._of(replica_id, now)
-        if meters is not None:
-            meters.histograms[name].observe(value, count)
+        counters = self._of(replica_id, now)
+        if counters is not None:
+            counters.histograms[name].observe(value, count)
 
     def _of(self, replica_id: str, now: float) -> ReplicaCounters | None:
-        meters = self.replicas.get(replica_id)
-        if meters is None:
+        counters = self.replicas.get(replica_id)
+        if counters is None:
             if not replica_id:
                 return None
-            meters = self.replicas[replica_id] = ReplicaCounters(self._pool_of(replica_id))
-        meters.used_at = now
-        return meters
+            counters = self.replicas[replica_id] = ReplicaCounters(self._pool_of(replica_id))
+        counters.used_at = now
+        return counters
 
     def _hold(self, open_: _Open, now: float) -> None:
         """Account for its KV up to now: of the prompt and of the output so far, once for all samples."""
@@ -346,45 +350,87 @@ def _point(at: float, spread: Spread) -> Point:
 
 
 # ----------------------------------------------------------------------------------------------
-# What was asked of a gateway and how it was served: the totals that the autoscaler forecasts from.
+# What each tenant costs: tokens, and KV held over time. Few tenants have series of their own.
+
+# The tenant label of all that have no series of their own.
+OTHERS = "other"
+# Tenants that are watched for more use, in units of the limit.
+_NUM_CANDIDATES = 4
+# Names that ever get a series in a gateway's life, in units of the limit.
+_MOST_NAMES = 5
+# A tenant takes another's place when it has used this many times as much.
+_MARGIN = 2.0
 
 
 @dataclass(slots=True)
-class Demand:
-    """Since the gateway's start; fields as in `tandem.v1.Demand`, which tells what each is."""
+class TenantUse:
+    """Of one tenant since it has a series; all only grow."""
 
-    num_arrived: int = 0
-    num_sequences: int = 0
-    num_prompts: int = 0
+    num_requests: int = 0
+    # Prompt tokens that were computed.
     num_computed_tokens: int = 0
-    computed_tokens_squared: float = 0.0
-    num_ended: int = 0
+    # Prompt tokens whose KV was there.
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    output_tokens_squared: float = 0.0
-    num_first_tokens: int = 0
-    num_late_first_tokens: int = 0
-    num_gaps: int = 0
-    num_late_gaps: int = 0
+    # Bytes of KV that its requests held, times seconds.
+    kv_byte_s: float = 0.0
 
-    def prompt(self, num_computed_tokens: int) -> None:
-        """A prompt's prefill was reported."""
-        self.num_prompts += 1
-        self.num_computed_tokens += num_computed_tokens
-        self.computed_tokens_squared += num_computed_tokens**2
+    @property
+    def num_tokens(self) -> int:
+        return self.num_computed_tokens + self.num_cached_tokens + self.num_output_tokens
 
-    def ended(self, output_lengths: Iterable[int]) -> None:
-        """The continuations of a request ended, each after so many tokens."""
-        for num_tokens in output_lengths:
-            self.num_ended += 1
-            self.num_output_tokens += num_tokens
-            self.output_tokens_squared += num_tokens**2
 
-    def first_token(self, is_late: bool) -> None:
-        """A request's first token came."""
-        self.num_first_tokens += 1
-        self.num_late_first_tokens += is_late
+class TenantUsageTable:
+    """The use of each tenant, for at most `limit` of them at once by name; the others together.
 
-    def gaps(self, num_gaps: int, are_late: bool) -> None:
-        """Further tokens of a continuation came."""
-        self.num_gaps += num_gaps
-        self.num_late_gaps += num_gaps * are_late
+        unknown --first use, room--> named <------- twice the least named one's tokens, room for its name
+           |                           |                                                    |
+           +----no room----> candidate-+---(another takes its place)--> forgotten       candidate
+
+    Every series only grows: what a tenant used while it had none stays with the others, and one that gets
+    its series back goes on where it was.
+    """
+
+    def __init__(self, limit: int = 20) -> None:
+        assert limit > 0
+        self._limit = limit
+        self._named: dict[str, TenantUse] = {}
+        self._others = TenantUse()
+        # Tokens since it is watched.
+        self._candidates: dict[str, int] = {}
+        # All that ever had a series.
+        self._ever: dict[str, TenantUse] = {}
+
+    def use(self, tenant: str) -> TenantUse:
+        """Where to add what the tenant uses; ask again for each use."""
+        name = tenant or "default"
+        if name == OTHERS:
+            return self._others
+        found = self._named.get(name)
+        if found is None and len(self._named) < self._limit and len(self._ever) < self._limit:
+            found = self._name(name)
+        return self._others if found is None else found
+
+    def used(self, tenant: str, num_tokens: int) -> None:
+        """Tell what a request of it came to: one of the others may have earned a series."""
+        name = tenant or "default"
+        if name in self._named or name == OTHERS:
+            return
+        so_far = self._candidates.pop(name, 0) + num_tokens
+        if len(self._candidates) >= _NUM_CANDIDATES * self._limit:
+            least = min(self._candidates, key=self._candidates.__getitem__)
+            so_far += self._candidates.pop(least)  # it may have been the one that was dropped before
+        self._candidates[name] = so_far
+        smallest = min(self._named, key=lambda each: self._named[each].num_tokens)
+        has_room = name in self._ever or len(self._ever) < _MOST_NAMES * self._limit
+        if has_room and so_far > _MARGIN * self._named[smallest].num_tokens:
+            del self._named[smallest], self._candidates[name]
+            self._name(name)
+
+    def series(self) -> dict[str, TenantUse]:
+        """By label value."""
+        return {**self._named, OTHERS: self._others}
+
+    def _name(self, name: str) -> TenantUse:
+        use = self._named[name] = self._ever.setdefault(name, TenantUse())
+        return use

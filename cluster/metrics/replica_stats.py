@@ -1,4 +1,4 @@
-"""Converts the statistics of a replica to the public `tandem.v1.Load`, and back, field by field of one name."""
+"""Converts the statistics of a replica to the public `tandem.v1.Load` and back, by the names of fields."""
 
 from __future__ import annotations
 

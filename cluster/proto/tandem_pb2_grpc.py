@@ -128,8 +128,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Paths(self, request, context):
-        """The measured paths between replicas, one message for each replica that writes. Their number grows with
-        the square of the replicas.
+        """The measured paths between replicas, one message for each replica that writes. Their number grows
+        with the square of the replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

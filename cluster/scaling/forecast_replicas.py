@@ -6,13 +6,8 @@ import math
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import (
-    TAIL,
-    Moments,
-    tail_crowd,
-    tail_wait_s,
-)
-from cluster.scaling.rates import BOTH, DECODE, PREFILL, Rates, Sizes
+from cluster.scaling.forecast import TAIL, Moments, Rates, Sizes, tail_crowd, tail_wait_s
+from cluster.scaling.samples import BOTH, DECODE, PREFILL
 
 # Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for room.
 _KV_SHARE = 0.9

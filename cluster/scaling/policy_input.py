@@ -6,23 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL
+from cluster.scaling.forecast import TAIL, Rates, Sizes, Work, measured_rates, measured_sizes, measured_work
 from cluster.scaling.forecast_replicas import Load, Need, floors
-from cluster.scaling.rates import (
-    BOTH,
-    DECODE,
-    PREFILL,
-    Rates,
-    Sizes,
-    Work,
-    kind_of,
-    may_prefill,
-    measured_rates,
-    measured_sizes,
-    measured_work,
-)
 from cluster.scaling.reactive import KV_NEAR_FULL, RECENT_S, FastLoop, Pressure, Side, late_share, side_of
-from cluster.scaling.samples import History, PoolView, Sample
+from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView, Sample, kind_of, may_prefill
 
 # A pool shrinks only where the smaller one could serve this much more than the demand.
 HYSTERESIS = 1.2

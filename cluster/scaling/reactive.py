@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL
-from cluster.scaling.rates import BOTH, DECODE, PREFILL, Rates, Sizes, kind_of
-from cluster.scaling.samples import Demand, ReplicaSample, Sample
+from cluster.scaling.forecast import TAIL, Rates, Sizes
+from cluster.scaling.samples import BOTH, DECODE, PREFILL, ReplicaSample, Sample, kind_of
 
 NUM_SAMPLES = 3
 # How far back late first tokens and late gaps count, and prompts that had to wait for decode.

@@ -1,23 +1,25 @@
-"""What the policy looks at: samples of all replicas and of the demand, one a tick, for a bounded time."""
+"""Samples of all replicas and of the demand, one a tick, for a bounded time: what the policy looks at.
 
-# Who fills what:
-# - `cluster.scaling.observation` makes a `Sample` of the `tandem.v1.StatusResponse` of all gateways: a
-#   `ReplicaSample` is a `Replica` with its `Load`, of the gateway that heard of it last (least `age_s`);
-#   `Sample.demand` is what a `DemandMeter` makes of the `StatusResponse.demand` of each gateway.
-# - The gateway's meters (`cluster.metrics.gateway_counters`) count `StatusResponse.demand`: all twelve fields of
-#   `tandem.v1.Demand`, since the gateway's start.
-# - The brain's load report has `num_waiting_landings`, which the gateway copies to `Load`.
+Gateways report a `tandem.v1.StatusResponse` each. A `ReplicaSample` is a `Replica` with its `Load`, as the
+gateway that heard of it last reported it; the demand of a sample is the sum over all gateways since the last.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from cluster.roster.messages import ScalingMove
+from cluster.config import ClusterConfig
+from cluster.metrics.demand import Demand, demand_of
+from cluster.metrics.replica_stats import stats_of
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.config import PoolLimits
+from cluster.scaling.roles import RoleTable
 from workers.messages import ReplicaStats
 
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 # How long a replica takes to be ready, until one was seen to start.
 _DEFAULT_START_S = 30.0
 # Figures of a replica that are older tell nothing.
@@ -45,33 +47,6 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
         return self.is_known and not (
             self.num_running or self.num_waiting or self.num_landings or self.num_backlog_tokens
         )
-
-
-class Demand(NamedTuple):
-    """What was asked and how it was served; fields as in `tandem.v1.Demand`. Of one gateway since its start,
-    or, in a sample, of all gateways since the last sample."""
-
-    num_arrived: int = 0
-    num_sequences: int = 0
-    num_prompts: int = 0
-    num_computed_tokens: int = 0
-    computed_tokens_squared: float = 0.0
-    num_ended: int = 0
-    num_output_tokens: int = 0
-    output_tokens_squared: float = 0.0
-    num_first_tokens: int = 0
-    num_late_first_tokens: int = 0
-    num_gaps: int = 0
-    num_late_gaps: int = 0
-
-    def plus(self, other: Demand) -> Demand:
-        return Demand._make(mine + its for mine, its in zip(self, other, strict=True))
-
-    def since(self, before: Demand) -> Demand:
-        """The difference; where a counter went back the gateway began anew, and its values are all new."""
-        pairs = list(zip(self, before, strict=True))
-        has_restarted = any(now < then for now, then in pairs)
-        return self if has_restarted else Demand._make(now - then for now, then in pairs)
 
 
 class DemandMeter:
@@ -135,6 +110,16 @@ class PoolView(NamedTuple):
     lent: tuple[tuple[str, float], ...] = ()
 
 
+def may_prefill(pools: Sequence[PoolView]) -> bool:
+    """Whether any pool computes prompts for others; without one, decode pools compute their own."""
+    return any(pool.role in (PREFILL, BOTH) for pool in pools)
+
+
+def kind_of(role: str, *, has_prefill: bool) -> str:
+    """What a role does in this cluster."""
+    return BOTH if role == DECODE and not has_prefill else role
+
+
 def last_changes(pool: str, moves: Sequence[ScalingMove]) -> tuple[float | None, float | None]:
     """`grew_at` and `changed_at` of a pool, from the moves of all pools; changes of a role are none."""
     own = [move for move in moves if move.pool == pool and move.after != move.before]
@@ -196,3 +181,87 @@ class History:
 
     def __len__(self) -> int:
         return len(self._samples)
+
+
+# ----------------------------------------------------------------------------------------------
+# From the reports of the gateways and the roster to samples and pools.
+
+_READY = "ready"
+
+
+class _Report(NamedTuple):
+    received_at: float
+    status: pb.StatusResponse
+
+
+class Reports:
+    """The latest report of each gateway; times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, _Report] = {}
+        self._demand = DemandMeter()
+
+    def add(self, gateway: str, status: pb.StatusResponse, now: float) -> None:
+        """`gateway` names it with its epoch."""
+        self._latest[gateway] = _Report(now, status)
+        self._demand.add(gateway, demand_of(status.demand))
+
+    def sample(self, desired: Mapping[str, int], *, now: float, wall: float, max_age_s: float) -> Sample:
+        """Of all gateways that reported in the last `max_age_s`; each replica as it was heard of last."""
+        self._latest = {
+            gateway: report
+            for gateway, report in self._latest.items()
+            if now - report.received_at <= max_age_s
+        }
+        self._demand.keep(tuple(self._latest))
+        replicas: dict[str, ReplicaSample] = {}
+        for report in self._latest.values():
+            for replica in report.status.replicas:
+                seen = _replica(replica, now - report.received_at)
+                known = replicas.get(seen.replica_id)
+                if replica.state == _READY and (known is None or seen.age_s < known.age_s):
+                    replicas[seen.replica_id] = seen
+        return Sample(
+            at=wall,
+            desired=dict(desired),
+            replicas=tuple(replicas[replica_id] for replica_id in sorted(replicas)),
+            demand=self._demand.take(),
+        )
+
+
+def pool_views(
+    config: ClusterConfig, view: RosterView, desired: Mapping[str, int], book: RoleTable
+) -> tuple[PoolView, ...]:
+    """The pools of the configuration that run: those with a desired count."""
+    lent = book.lent()
+    pool_of = {record.identity.replica_id: record.pool for record in view.replicas}
+    views = []
+    for pool in config.pools:
+        if pool.name not in desired:
+            continue
+        grew_at, changed_at = last_changes(pool.name, view.moves)
+        views.append(
+            PoolView(
+                name=pool.name,
+                role=pool.role,
+                desired=desired[pool.name],
+                max_sequences=pool.engine.max_sequences,
+                block_tokens=pool.engine.block_tokens,
+                limits=config.scaling.pools.get(pool.name) if config.scaling.autoscale else None,
+                is_pinned=pool.name in view.pinned,
+                grew_at=grew_at,
+                changed_at=changed_at,
+                lent=tuple((key, since) for key, since in lent.items() if pool_of[key] == pool.name),
+            )
+        )
+    return tuple(views)
+
+
+def _replica(replica: pb.Replica, report_age_s: float) -> ReplicaSample:
+    return ReplicaSample(
+        replica_id=replica.replica_id,
+        pool=replica.pool,
+        role=replica.role,
+        age_s=replica.load.age_s + report_age_s,
+        **stats_of(replica.load),
+    )

@@ -13,7 +13,6 @@ from cluster.roster.messages import RoleLease, RosterView, ScalingMove
 from cluster.roster.state import ScalingRoster
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.counts import KeptCounts
-from cluster.scaling.observation import Reports, pool_views
 from cluster.scaling.policy import Lend, Plan, decide, history_span_s
 from cluster.scaling.reconciler import (
     Action,
@@ -26,7 +25,7 @@ from cluster.scaling.reconciler import (
     Tell,
 )
 from cluster.scaling.roles import RoleTable
-from cluster.scaling.samples import History, PoolView
+from cluster.scaling.samples import History, PoolView, Reports, pool_views
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 

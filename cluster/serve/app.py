@@ -1,11 +1,11 @@
-"""Ray applied to plain classes: pools and gateways as Ray Serve deployments, beside actors. Serve starts,
-watches, replaces and counts them; no request ever passes through it.
+"""The Ray application: pools and gateways as Ray Serve deployments, beside named actors. Serve starts,
+watches, replaces and counts them; no request passes through it.
 
-    ReplicaActor (brain)   bundle 0 of its placement group, one deployment `Pool-<name>` a pool
-    RankActor              bundle 1 + stage of the same group, started by its brain (`rank_actors`)
-    StoreActor             one a node, named, detached, made by its first brain (`store_actors`)
-    GatewayActor           the deployment `Gateway`, ingress of the application
-    RosterActor            one, named, detached (`roster_actor`); Ray restarts these two
+    ReplicaActor    an engine core; bundle 0 of its placement group, one deployment `Pool-<name>` a pool
+    RankActor       bundle 1 + stage of the same group, started by its engine core (`rank_actors`)
+    StoreActor      one a node, named, detached, made by the node's first engine core (`store_actors`)
+    GatewayActor    the deployment `Gateway`, ingress of the application
+    RosterActor     one, named, detached (`cluster.roster.actor`); Ray restarts it and the stores
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -36,15 +36,17 @@ from cluster.serve.machine import Machine
 from cluster.serve.memory import check_container_memory
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import with_version
-from cluster.serve.rollout import gateway_version, pool_version, with_replicas
+from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
 from cluster.serve.scaler_actor import ScalerReports, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
 from cluster.stores import draw_life
+from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
+from workers.model.model_config import read_model_config
 from workers.replica.engine_core import EngineCore
 
 _WATCH_S = 30.0
@@ -67,12 +69,12 @@ def build_application(
     counts: Mapping[str, int] | None = None,
     counts_key: str = "",
 ) -> serve.Application:
-    """The Serve application: the gateways with all pools bound below them. `cpus` are per rank of a pool;
-    `life` is that of the application where it is not a new one; `counts` go before the file's replicas;
-    orders are kept in the store's Redis under `counts_key` ("": not).
+    """Return the Serve application: the gateways, with all pools bound below them.
 
-    Deployed over a running one, Serve replaces the replicas of those deployments whose version differs, one
-    after the other (`cluster.serve.rollout`).
+    `cpus` are per rank of a pool; `life` names the application's life where it is not a new one; `counts`
+    take precedence over the file's replicas; orders are kept in the store's Redis under `counts_key` ("":
+    nowhere). When it is deployed over a running one, Serve replaces, one after the other, the replicas of the
+    deployments whose version differs (`cluster.serve.rollout`).
     """
     config_json, life = config.model_dump_json(), life or draw_life()
     mark = f"{round(SystemClock().wall() * 1000):015d}"
@@ -119,10 +121,11 @@ def build_application(
 
 
 class ReplicaActor:
-    """One replica: its brain, in the Serve replica's own process and event loop, and its registration.
+    """Represents one replica: its engine core, in the Serve replica's process and event loop, and its
+    registration.
 
-    The constructor returns when the ranks have loaded and warmed up, so Serve counts the replica as running
-    exactly when it can serve.
+    The constructor returns when the ranks have loaded and warmed up, so that Serve counts the replica as
+    running exactly when it can serve.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -139,7 +142,8 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._brain = EngineCore(
+        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
+        self._engine_core = await EngineCore.launch(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,
@@ -155,60 +159,60 @@ class ReplicaActor:
             faults=config.debug.fault_rules,
             store=own_store_name(config, life),
         )
-        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
-        await self._brain.start()
-        board = ray_registry(
+        registry = ray_registry(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )
-        self._metrics = ReplicaMetrics(board, self._pool.engine.block_tokens)
-        self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
-        self._watching = asyncio.create_task(self._follow_roster())
-        self._measuring = asyncio.create_task(self._export_metrics())
+        self._metrics = ReplicaMetrics(registry, self._pool.engine.block_tokens)
+        self._tasks = [
+            asyncio.create_task(keep_registered(self._register, self._clock)),
+            asyncio.create_task(self._follow_roster()),
+            asyncio.create_task(self._export_metrics()),
+        ]
         self._dying = asyncio.create_task(self._end_when_dead())
 
     def check_health(self) -> None:
-        """Raises when the brain or its ranks cannot go on; Serve then replaces the replica."""
-        self._brain.check_health()
-        for task in (self._renewing, self._watching, self._measuring):
-            if task.done() and not self._leaving:
-                task.result()
-                raise RuntimeError(f"{self._identity.replica_id}: this life is over in the roster")
+        """Raise when the engine core or its ranks cannot continue; Serve then replaces the replica."""
+        self._engine_core.check_health()
+        if not self._leaving:
+            _check_tasks(self._tasks, self._identity.replica_id, self._identity.epoch)
 
     async def __del__(self) -> None:
-        """Serve awaits this before it ends the process: leave, let streams finish or move, stop the ranks."""
+        """Leave, let streams finish or move, and stop the ranks. Serve awaits this before it ends the
+        process."""
         self._leaving = True
         await self._register()
-        await self._brain.drain(self._pool.drain_s)
-        for task in (self._renewing, self._watching, self._measuring, self._dying, self._storing):
+        await self._engine_core.drain(self._pool.drain_s)
+        for task in (*self._tasks, self._dying, self._storing):
             task.cancel()
         await self._roster.remove(self._identity.replica_id, self._identity.epoch)
-        await self._brain.stop()
+        await self._engine_core.stop()
 
     async def _end_when_dead(self) -> None:
-        """Serve sees the end of a process at once, but a failed health check only the third time."""
+        """End the process when the ranks died: Serve notices that at once, a failed health check only the
+        third time."""
         try:
             while True:
                 await self._clock.sleep(_SELF_CHECK_S)
-                self._brain.check_health()
+                self._engine_core.check_health()
         except RankDiedError as error:
             print(f"{self._identity.replica_id} ends: {error}", file=sys.stderr, flush=True)
         try:
             await self._roster.remove(self._identity.replica_id, self._identity.epoch)
-            await self._brain.stop()
+            await self._engine_core.stop()
         finally:
             os._exit(1)
 
     async def _follow_roster(self) -> None:
-        """Play the role that the lease says; open and measure the paths to every replica that decodes before
-        a request needs them: prompts are handed over to those, and streams of decode replicas moved."""
+        """Follow the role assignment, and open and measure the paths to every replica that decodes before a
+        request needs them: prompts are handed over to these replicas, and streams migrate between them."""
         version = 0
         while True:
             view = await self._roster.view(version, _WATCH_S)
             version = view.version
-            if (changed := role_of(self._identity, view, self._brain.role_epoch)) is not None:
-                self._brain.set_role(*changed)
+            if (changed := role_of(self._identity, view, self._engine_core.role_epoch)) is not None:
+                self._engine_core.set_role(*changed)
                 await self._register()
-            self._brain.join_peers(
+            self._engine_core.join_peers(
                 [
                     HandOverTarget(record.identity, record.address)
                     for record in view.replicas
@@ -218,7 +222,7 @@ class ReplicaActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            self._metrics.update(self._brain.reports.load(), self._brain.role)
+            self._metrics.update(self._engine_core.reports.load(), self._engine_core.role)
             await self._clock.sleep(_METRICS_S)
 
     async def _register(self) -> bool:
@@ -226,23 +230,23 @@ class ReplicaActor:
             ReplicaRecord(
                 identity=self._identity,
                 pool=self._pool.name,
-                role=self._brain.role,
-                address=self._brain.address,
+                role=self._engine_core.role,
+                address=self._engine_core.address,
                 model=self._model_name,
-                compatibility=self._brain.compatibility,
+                compatibility=self._engine_core.compatibility,
                 process_id=os.getpid(),
-                rank_process_ids=self._brain.rank_process_ids,
+                rank_process_ids=self._engine_core.rank_process_ids,
                 leaving=self._leaving,
                 tp=self._pool.tp,
-                stages=self._brain.stages,
+                stages=self._engine_core.stages,
                 home_role=self._pool.role,
-                role_epoch=self._brain.role_epoch,
+                role_epoch=self._engine_core.role_epoch,
             )
         )
 
 
 class GatewayActor:
-    """One gateway: the gRPC server in the Serve replica's own event loop, and its registration."""
+    """Represents one gateway: the gRPC server in the Serve replica's event loop, and its registration."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, secret: bytes, mark: str, counts_key: str, *_pools: object
@@ -272,15 +276,18 @@ class GatewayActor:
             advertised_host=self._host,
         )
         self._port = await self._gateway.start()
-        self._renewing = asyncio.create_task(keep_registered(self._register, self._clock))
-        board = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
-        self._metrics = GatewayMetrics(board, config.transfer.min_gb_s)
-        self._measuring = asyncio.create_task(self._export_metrics())
+        registry = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
+        self._metrics = GatewayMetrics(registry, config.transfer.min_gb_s)
+        self._tasks = [
+            asyncio.create_task(keep_registered(self._register, self._clock)),
+            asyncio.create_task(self._export_metrics()),
+        ]
         self._reporting: asyncio.Task[None] | None = None
 
     async def reconfigure(self, settings: dict[str, Any]) -> None:
-        """Serve calls this after the constructor, and when the `user_config` of a later deploy differs: so
-        gateways need no restart for other counts. A declared one has the counts alone."""
+        """Take over the counts of a deploy without a restart. Serve calls this after the constructor, and
+        when the `user_config` of a later deploy differs. That of a declared application has only the
+        counts."""
         self._config = with_replicas(self._config, settings[REPLICAS_KEY])
         self._gateway.configure(self._config)
         if self._reporting is not None:
@@ -292,29 +299,25 @@ class GatewayActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            meters = self._gateway.desk.meters
+            counters = self._gateway.requests.counters
             status = await self._gateway.status()
-            for _ in self._metrics.update(meters, status, self._clock.now()):
+            for _ in self._metrics.update(counters, status, self._clock.now()):
                 await self._clock.sleep(0)
             await self._clock.sleep(_METRICS_S)
 
     async def _report(self, reports: ScalerReports) -> None:
-        """Tell the scaler what this gateway sees; make it where it is missing."""
+        """Send this gateway's status to the scaler, and start the scaler where it is missing."""
         while True:
             await reports.send(await self._gateway.status())
             await self._clock.sleep(self._config.scaling.interval_s)
 
     def check_health(self) -> None:
-        for task in (self._renewing, self._measuring):
-            if task.done():
-                task.result()
-                raise RuntimeError(f"{self._gateway_id}: this life is over in the roster")
+        """Raise when the gateway cannot continue; Serve then replaces it."""
+        _check_tasks(self._tasks, self._gateway_id, self._epoch)
 
     async def __del__(self) -> None:
-        self._renewing.cancel()
-        self._measuring.cancel()
-        if self._reporting is not None:
-            self._reporting.cancel()
+        for task in (*self._tasks, *((self._reporting,) if self._reporting else ())):
+            task.cancel()
         await self._roster.remove(self._gateway_id, self._epoch)
         await self._gateway.stop()
 
@@ -329,3 +332,31 @@ class GatewayActor:
                 console=console,
             )
         )
+
+
+def _check_tasks(tasks: Sequence[asyncio.Task[Any]], name: str, epoch: int) -> None:
+    """Raise when a background task has ended: it failed, or a later registration took this one's place."""
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise RuntimeError(f"{name}: this registration was superseded in the roster (epoch {epoch})")
+
+
+def check_model(config: ClusterConfig) -> None:
+    """Raise `CheckpointError` or `ConfigError` where the pools cannot serve the model's folder."""
+    model = read_model_config(config.model)
+    for pool in config.pools:
+        pool.check_model(model)
+    ModelText.load(config.model)
+
+
+def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] | None = None) -> None:
+    """Hand the application to Serve and return at once; `deployed` is recorded for later updates."""
+    remember(config.app, deployed)
+    target = serve.RunTarget(
+        build_application(config, deployed.cpus, deployed.secret, life=deployed.life, counts=counts),
+        name=config.app,
+        route_prefix=None,
+        external_scaler_enabled=True,
+    )
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

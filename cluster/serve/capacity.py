@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +32,8 @@ class ReplicaDemand(NamedTuple):
     may_spread: bool = False
 
     def total(self) -> dict[str, float]:
-        return _sum(self.bundles)
+        """Return what all of it asks."""
+        return add_up(self.bundles)
 
     def parts(self) -> list[dict[str, float]]:
         """What must each be on one node."""
@@ -101,6 +102,20 @@ def demands(pools: Sequence[PoolConfig], cpus: Mapping[str, float]) -> list[Repl
     ]
 
 
+def add_up(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sum of each resource."""
+    sums: dict[str, float] = {}
+    for part in resources:
+        for name, amount in part.items():
+            sums[name] = sums.get(name, 0.0) + amount
+    return sums
+
+
+def amount_text(amount: float) -> str:
+    """Return `0.05` for 0.0500."""
+    return f"{amount:.4f}".rstrip("0").rstrip(".")
+
+
 def shortages(
     wanted: Sequence[ReplicaDemand],
     free: Sequence[Mapping[str, float]],
@@ -112,10 +127,10 @@ def shortages(
     each on the first node with room.
     """
     lines = [
-        f"{name}: {_number(amount)} wanted, {_number(_sum(free).get(name, 0.0))} free of "
-        f"{_number(_sum(total).get(name, 0.0))} in the cluster"
-        for name, amount in sorted(_sum([demand.total() for demand in wanted]).items())
-        if amount > _sum(free).get(name, 0.0) + _QUANTUM / 2
+        f"{name}: {amount_text(amount)} wanted, {amount_text(add_up(free).get(name, 0.0))} free of "
+        f"{amount_text(add_up(total).get(name, 0.0))} in the cluster"
+        for name, amount in sorted(add_up([demand.total() for demand in wanted]).items())
+        if amount > add_up(free).get(name, 0.0) + _QUANTUM / 2
     ]
     return lines or _misfits(wanted, free)
 
@@ -127,7 +142,7 @@ def _misfits(wanted: Sequence[ReplicaDemand], free: Sequence[Mapping[str, float]
     for demand, part in sorted(parts, key=lambda pair: sorted(pair[1].items()), reverse=True):
         node = next((node for node in left if _fits(part, node)), None)
         if node is None:
-            asked = ", ".join(f"{name}: {_number(amount)}" for name, amount in sorted(part.items()))
+            asked = ", ".join(f"{name}: {amount_text(amount)}" for name, amount in sorted(part.items()))
             what = "stage" if demand.may_spread else "replica"
             lines.append(f"pool {demand.pool}: no single node has {asked} left for one {what}")
             continue
@@ -140,20 +155,8 @@ def _fits(total: Mapping[str, float], node: Mapping[str, float]) -> bool:
     return all(amount <= node.get(name, 0.0) + _QUANTUM / 2 for name, amount in total.items())
 
 
-def _sum(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in resources:
-        for name, amount in part.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
-
-
 def _floor(cpus: float) -> float:
     return math.floor(cpus / _QUANTUM + 1e-6) * _QUANTUM
-
-
-def _number(amount: float) -> str:
-    return f"{amount:.4f}".rstrip("0").rstrip(".")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ _ONE_STAGE = 2
 _HIDDEN = ("node:", "memory", "object_store_memory", "bundle")
 
 
-class Room(NamedTuple):
+class Headroom(NamedTuple):
     """Resources by node, and what one replica of each pool takes, a mapping for each bundle."""
 
     free: tuple[dict[str, float], ...]
@@ -188,30 +191,26 @@ class Room(NamedTuple):
 
     def needed(self, pool: str, num: int) -> dict[str, float]:
         """What `num` replicas of the pool take; empty when that is not known."""
-        needed: dict[str, float] = {}
-        for bundle in self.bundles.get(pool, ()):
-            for name, amount in bundle.items():
-                needed[name] = needed.get(name, 0.0) + num * amount
-        return needed
+        return {name: num * amount for name, amount in add_up(self.bundles.get(pool, ())).items()}
 
     def total_free(self, name: str) -> float:
         return sum(node.get(name, 0.0) for node in self.free)
 
 
-async def read_room(lever: ServeClient, app: str) -> Room | None:
+async def read_headroom(client: ServeClient, app: str) -> Headroom | None:
     """Asked of the dashboard; None when it cannot tell."""
     try:
-        nodes = await _list(lever, "nodes")
-        groups = await _list(lever, "placement_groups")
-        actors = await _list(lever, "actors")
+        nodes = await _list(client, "nodes")
+        groups = await _list(client, "placement_groups")
+        actors = await _list(client, "actors")
     except (DashboardError, msgspec.MsgspecError):
         return None
-    return make_room(app, nodes, groups, actors)
+    return make_headroom(app, nodes, groups, actors)
 
 
-def make_room(
+def make_headroom(
     app: str, nodes: list[dict[str, Any]], groups: list[dict[str, Any]], actors: list[dict[str, Any]]
-) -> Room:
+) -> Headroom:
     """From the rows of Ray's state API."""
     total = {node["node_id"]: _shown(node["resources_total"]) for node in nodes if node["state"] == "ALIVE"}
     free = {node_id: dict(resources) for node_id, resources in total.items()}
@@ -229,11 +228,11 @@ def make_room(
     for actor in actors:
         if actor["state"] == "ALIVE" and not actor.get("placement_group_id"):
             _take(free, actor.get("node_id"), _shown(actor.get("required_resources") or {}))
-    return Room(tuple(free.values()), tuple(total.values()), bundles)
+    return Headroom(tuple(free.values()), tuple(total.values()), bundles)
 
 
-async def _list(lever: ServeClient, what: str) -> list[dict[str, Any]]:
-    answer = msgspec.json.decode(await lever.get(f"/api/v0/{what}?detail=1&limit={_LIMIT}"), type=_Answer)
+async def _list(client: ServeClient, what: str) -> list[dict[str, Any]]:
+    answer = msgspec.json.decode(await client.get(f"/api/v0/{what}?detail=1&limit={_LIMIT}"), type=_Answer)
     return answer.data.result.result
 
 

@@ -21,14 +21,12 @@ from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.roster.actor import await_roster
 from cluster.scaling.counts import KnownCounts, RememberedCounts, counts_key, counts_of, counts_to_deploy
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
-from cluster.serve.app import build_application
+from cluster.serve.app import build_application, check_model
 from cluster.serve.ray_private import deployed_config
 from cluster.serve.rollout import with_replicas
 from cluster.stores import NODE_ID_CHARS, check_redis_url
-from cluster.text.tokenizer import ModelText
 from kvtransfer.errors import WireError
 from kvtransfer.store.index.redis_client import IndexAwayError
-from workers.model.model_config import read_model_config
 
 _KEYS = ("config", "secret_file", "redis_url_file")
 # How long a build waits for the counts that the roster knows.
@@ -45,10 +43,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     config = declared_config(args)
     secret = read_cluster_secret(_secret_file(config))
-    model = read_model_config(config.model)
-    for pool in config.pools:
-        pool.check_model(model)
-    ModelText.load(config.model)
+    check_model(config)
     cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
     life = declared_life(config.app, secret)
     config = with_declared_counts(config, deployed_config(config.app))
@@ -107,8 +102,7 @@ def declared_config(args: dict[str, Any]) -> ClusterConfig:
     if "secret_file" in args:
         config = config.model_copy(update={"secret_file": Path(_text(args, "secret_file"))})
     if "redis_url_file" in args:
-        url = read_redis_url(Path(_text(args, "redis_url_file")))
-        config = config.model_copy(update={"store": config.store.model_copy(update={"redis_url": url})})
+        config = config.with_redis_url(read_redis_url(Path(_text(args, "redis_url_file"))))
     if lines := [f"args.config: {problem}" for problem in _undeclared(config)]:
         raise ConfigError("\n".join(lines))
     check_redis_url(config.store)

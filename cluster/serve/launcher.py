@@ -29,21 +29,19 @@ from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
 from cluster.scaling.serve_client import deployment_name
-from cluster.serve.app import build_application
+from cluster.serve.app import check_model, deploy
 from cluster.serve.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
 from cluster.serve.local_ray import LocalRay, own_signals
 from cluster.serve.rank_actors import node_host
 from cluster.serve.ray_private import free_resources, session_logs
-from cluster.serve.rollout import Deployed, forget, remember
+from cluster.serve.rollout import Deployed, forget
 from cluster.serve.scaler_actor import stop_scaler
 from cluster.serve.store_actors import stop_stores
 from cluster.stores import IndexServer, check_redis_url, check_store, draw_life
-from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags
 from kvtransfer.errors import StoreError
 from kvtransfer.rpc.handshake import draw_secret
-from workers.model.model_config import read_model_config
 
 # How long resources may be missing before that is an error.
 SCHEDULE_S = 20.0
@@ -102,10 +100,7 @@ class Service:
 
         `interrupted` may be set from a signal handler: start then ends with `StartError`.
         """
-        model = read_model_config(self._config.model)
-        for pool in self._config.pools:
-            pool.check_model(model)
-        ModelText.load(self._config.model)
+        check_model(self._config)
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
         secret = self._secret()
@@ -202,9 +197,8 @@ class Service:
         """CPUs per rank for each pool, once everything fits. A cluster of ours cannot grow: no wait."""
         deadline = self._clock.now() + (0.0 if self._ray is not None else SCHEDULE_S)
         while True:
-            nodes = [node for node in ray.nodes() if node["Alive"]]
-            check_hosts(self._config, len(nodes))
-            total = [node["Resources"] for node in nodes]
+            total = node_resources()
+            check_hosts(self._config, len(total))
             free = free_resources()
             gateways = [
                 ReplicaDemand("gateway", (gateway_bundle(self._config.gateway),))
@@ -231,16 +225,7 @@ class Service:
         start_roster(self._config.app)
         self._deployed = True
         config, life = self._with_index(secret), draw_life()
-        remember(self._config.app, Deployed(config.model_dump_json(), cpus, secret, life))
-        target = serve.RunTarget(
-            build_application(config, cpus, secret, life=life),
-            name=self._config.app,
-            route_prefix=None,
-            external_scaler_enabled=True,
-        )
-        serve.run_many(
-            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
-        )
+        deploy(config, Deployed(config.model_dump_json(), cpus, secret, life))
 
     def _with_index(self, secret: bytes) -> ClusterConfig:
         """The configuration, in which a store with an index knows a server: ours where it names none."""
@@ -252,8 +237,7 @@ class Service:
         except StoreError as error:
             _log.warning("each node's store knows its own records only: %s", error)
             return self._config
-        store = store.model_copy(update={"redis_url": self._index_server.url})
-        return self._config.model_copy(update={"store": store})
+        return self._config.with_redis_url(self._index_server.url)
 
     def _stop_index_server(self) -> None:
         server, self._index_server = self._index_server, None
@@ -366,8 +350,12 @@ def unplaced() -> list[str]:
     ]
     if not wanted:
         return []
-    total = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return shortages(wanted, free_resources(), total)
+    return shortages(wanted, free_resources(), node_resources())
+
+
+def node_resources() -> list[dict[str, float]]:
+    """Return all that each living node of the Ray cluster has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def failure(status: ApplicationStatusOverview) -> str:

@@ -47,7 +47,7 @@ class LocalRay:
     def __init__(self, **options: Any) -> None:
         """`options` are those of `ray.init`."""
         self._started: list[subprocess.Popen[bytes]] = []
-        self._keeper = subprocess.Popen(
+        self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(ray_watchdog.__file__))],
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -62,7 +62,7 @@ class LocalRay:
                 )
         finally:
             if not ray.is_initialized():
-                self._keeper.communicate()  # which ends what was started
+                self._watchdog.communicate()  # which ends what was started
         self.dashboard_url: str = context.dashboard_url or ""
         self._vital = [process for process in self._started if _program(process) in _VITAL]
 
@@ -77,29 +77,29 @@ class LocalRay:
         ray.shutdown()
         _, alive = psutil.wait_procs(family, timeout=_END_S)
         _kill(alive)
-        self._end_keeper()
+        self._end_watchdog()
 
     def kill(self) -> None:
         """End all its processes at once, without a word to any."""
         _kill(self._family())
-        self._end_keeper()
+        self._end_watchdog()
 
     def _on_start(self, process: subprocess.Popen[bytes]) -> None:
         self._started.append(process)
-        self._tell_keeper(str(process.pid))
+        self._send_to_watchdog(str(process.pid))
 
-    def _tell_keeper(self, line: str) -> None:
-        assert self._keeper.stdin is not None
+    def _send_to_watchdog(self, line: str) -> None:
+        assert self._watchdog.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):  # somebody has killed it, or it has ended
-            self._keeper.stdin.write(f"{line}\n".encode())
-            self._keeper.stdin.flush()
+            self._watchdog.stdin.write(f"{line}\n".encode())
+            self._watchdog.stdin.flush()
 
-    def _end_keeper(self) -> None:
-        assert self._keeper.stdin is not None
-        self._tell_keeper(ray_watchdog.ENDED)
+    def _end_watchdog(self) -> None:
+        assert self._watchdog.stdin is not None
+        self._send_to_watchdog(ray_watchdog.ENDED)
         with contextlib.suppress(BrokenPipeError):
-            self._keeper.stdin.close()
-        self._keeper.wait()
+            self._watchdog.stdin.close()
+        self._watchdog.wait()
 
     def _family(self) -> list[psutil.Process]:
         """What is in the sessions that were opened for it, also what has lost its parent."""

@@ -1,4 +1,5 @@
-"""What the configured pools take of a machine: memory of each rank, open files of a process."""
+"""What the configured pools take of a machine: memory of each rank, open files, and whether a container has
+it."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
 from workers.model.sizes import kv_heads, part
 
-# Of a rank's process beside weights and KV: torch, its kernels, and room for one step.
+# Of a rank's process beside weights and KV: torch, its kernels, and the activations of one step.
 RANK_BYTES = 350_000_000
-# Of a replica's brain, or of a gateway.
-BRAIN_BYTES = 150_000_000
+# Of a replica's engine core, or of a gateway.
+ENGINE_CORE_BYTES = 150_000_000
 # Of a Ray node with Serve, and of what it starts in advance.
 RAY_BYTES = 1_000_000_000
 # That any process of ours has open: libraries, logs, Ray's connections.
@@ -30,7 +31,7 @@ FILES_OF_A_PROCESS = 256
 
 
 class RankNeed(NamedTuple):
-    """Of one rank. `offload_bytes` are in host memory whatever the device."""
+    """Represents the memory of one rank. `offload_bytes` are in host memory whatever the device."""
 
     device: str
     weight_bytes: int
@@ -48,7 +49,7 @@ class RankNeed(NamedTuple):
 
 
 class PoolNeed(NamedTuple):
-    """Of one pool: its ranks are those of each replica, stage by stage."""
+    """Represents what one pool takes. `ranks` are those of each replica, stage by stage."""
 
     name: str
     num_replicas: int
@@ -59,17 +60,22 @@ class PoolNeed(NamedTuple):
     @property
     def replica_bytes(self) -> int:
         """Host memory of one replica."""
-        return BRAIN_BYTES + sum(rank.host_bytes for rank in self.ranks)
+        return ENGINE_CORE_BYTES + _host_bytes(self.ranks)
+
+    @property
+    def stages(self) -> list[tuple[RankNeed, ...]]:
+        """The ranks of each stage, which share a node, the smallest stage first."""
+        stages = [self.ranks[first : first + self.tp] for first in range(0, len(self.ranks), self.tp)]
+        return sorted(stages, key=_host_bytes)
 
     @property
     def stage_bytes(self) -> int:
-        """Host memory of the largest stage, whose ranks share a node."""
-        stages = [self.ranks[first : first + self.tp] for first in range(0, len(self.ranks), self.tp)]
-        return max(sum(rank.host_bytes for rank in stage) for stage in stages)
+        """Host memory of the largest stage."""
+        return _host_bytes(self.stages[-1])
 
 
 class Needs(NamedTuple):
-    """Of everything that the configuration asks for."""
+    """Represents what the whole configuration takes."""
 
     pools: tuple[PoolNeed, ...]
     # Of one node.
@@ -80,13 +86,13 @@ class Needs(NamedTuple):
 
     @property
     def host_bytes(self) -> int:
-        """If all of it ran on one machine."""
+        """Host memory if all of it ran on one machine."""
         replicas = sum(pool.num_replicas * pool.replica_bytes for pool in self.pools)
-        return RAY_BYTES + self.store_bytes + self.num_gateways * BRAIN_BYTES + replicas
+        return RAY_BYTES + self.store_bytes + self.num_gateways * ENGINE_CORE_BYTES + replicas
 
     @property
     def num_threads(self) -> int:
-        """Of all ranks of the CPU, which compute at once."""
+        """Threads of all ranks on CPUs, which compute at once."""
         return sum(
             pool.num_replicas * pool.num_threads
             for pool in self.pools
@@ -96,7 +102,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: ClusterConfig) -> Needs:
-    """`CheckpointError` where the model folder cannot be read."""
+    """Return what the configuration takes; `CheckpointError` where the model folder cannot be read."""
     model = read_model_config(config.model)
     num_weights = count_weights(config.model)
     return Needs(
@@ -108,7 +114,7 @@ def needs_of(config: ClusterConfig) -> Needs:
 
 
 def count_weights(model_dir: Path) -> int:
-    """Parameters of the checkpoint, from the headers of its files."""
+    """Return the number of parameters of the checkpoint, from the headers of its files."""
     num_weights = 0
     for file in weight_files(model_dir):
         _, header = read_header(file)
@@ -118,8 +124,13 @@ def count_weights(model_dir: Path) -> int:
 
 
 def stage_layers(pool: PoolConfig, num_layers: int) -> Sequence[int]:
-    """Layers of each stage, where they are not configured in equal shares: the real ones are measured."""
+    """Return the layers of each stage; equal shares where none are configured (the real ones are
+    measured)."""
     return pool.layers or [len(part(num_layers, stage, pool.pp)) for stage in range(pool.pp)]
+
+
+def _host_bytes(ranks: Sequence[RankNeed]) -> int:
+    return sum(rank.host_bytes for rank in ranks)
 
 
 def _pool_need(pool: PoolConfig, config: ClusterConfig, model: ModelConfig, num_weights: int) -> PoolNeed:
@@ -153,14 +164,14 @@ def _open_files(config: ClusterConfig) -> int:
 
 
 # ----------------------------------------------------------------------------------------------
-# Whether a replica fits into the memory of its container: the doctor's arithmetic, applied at its start.
+# Whether a replica fits into the memory of its container, checked when it starts.
 
 
 def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machine) -> None:
-    """`ConfigError` where the control group of this process has less memory than one replica of the pool, or
-    the stage of it that is here, takes beside the node's store. Without a limit nothing is checked.
+    """Raise `ConfigError` where the control group of this process has less memory than one replica of the
+    pool, or its smallest stage, takes beside the node's store. Without a limit nothing is checked.
 
-    What is counted is taken for certain; where it exceeds the limit, the kernel would end a process later,
+    Only what is certainly taken is counted; where it exceeds the limit, the kernel would end a process later,
     when the store or the KV pool fills.
     """
     limit = machine.memory_limit()
@@ -168,18 +179,14 @@ def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machi
         return
     needs = needs_of(config)
     need = next(pool for pool in needs.pools if pool.name == pool_name)
-    stages = [need.ranks[first : first + need.tp] for first in range(0, len(need.ranks), need.tp)]
-    # Stages may be on other nodes, and which one is here is not known yet.
-    ranks = (
-        need.ranks if len(stages) == 1 else min(stages, key=lambda stage: sum(it.host_bytes for it in stage))
-    )
+    ranks = need.stages[0]  # others may be on other nodes, and which one is here is not known yet
     on_cpu = [rank for rank in ranks if rank.device == "cpu"]
     parts = {
-        "store.dram_gb": _store_bytes(config, needs.store_bytes, machine),
+        "store.dram_gb": 0 if huge_pages_suffice(config, needs, machine) else needs.store_bytes,
         "weights": sum(rank.weight_bytes for rank in on_cpu),
         "engine.kv_tokens": sum(rank.kv_bytes for rank in on_cpu),
         "engine.offload_tokens": sum(rank.offload_bytes for rank in ranks),
-        "processes": BRAIN_BYTES + len(ranks) * RANK_BYTES,
+        "processes": ENGINE_CORE_BYTES + len(ranks) * RANK_BYTES,
     }
     needed = sum(parts.values())
     if needed <= limit[0]:
@@ -188,21 +195,20 @@ def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machi
     lower = largest if largest in ("store.dram_gb", "engine.kv_tokens", "engine.offload_tokens") else ""
     if largest == "store.dram_gb":
         lower += f" to {max(limit[0] - needed + parts[largest], 0) / 1e9:.1f} at most"
-    told = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
     raise ConfigError(
-        f"pools.{pool_name}: a replica takes {gb(needed)} ({told}), and the memory limit of its container is "
-        f"{gb(limit[0])}: {f'lower {lower}, or ' if lower else ''}raise the limit, which is "
+        f"pools.{pool_name}: a replica takes {gb(needed)} ({listed}), and the memory limit of its container "
+        f"is {gb(limit[0])}: {f'lower {lower}, or ' if lower else ''}raise the limit, which is "
         f"pools.{pool_name}.resources.memory in the chart"
     )
 
 
-def _store_bytes(config: ClusterConfig, store_bytes: int, machine: Machine) -> int:
-    """Huge pages are no memory of the control group."""
+def huge_pages_suffice(config: ClusterConfig, needs: Needs, machine: Machine) -> bool:
+    """Whether the store takes huge pages alone: these are neither free memory nor part of a control group."""
     has_huge = config.store.huge_pages and machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
-    num_free = machine.memory("HugePages_Free") or 0
-    return 0 if has_huge and num_free * HUGE_PAGE_BYTES >= store_bytes else store_bytes
+    return has_huge and (machine.memory("HugePages_Free") or 0) * HUGE_PAGE_BYTES >= needs.store_bytes
 
 
 def gb(num_bytes: float) -> str:
-    """`1.5 GB`, of 1e9 bytes; small ones in MB."""
+    """Return `1.5 GB` (1e9 bytes); small amounts in MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -23,7 +23,7 @@ _ANEW = "stop the application and start it anew"
 
 
 # What a replica does not use itself: it changes without a restart, or Serve restarts it by its own rules.
-_TOLD_TO_SERVE = {
+_SERVE_SETTINGS = {
     "replicas",
     "surge",
     "cpus_per_rank",
@@ -62,7 +62,7 @@ def pool_version(config: ClusterConfig, name: str) -> str:
         app=config.app,
         model=str(config.model),
         model_name=config.model_name,
-        pool=pool.model_dump(mode="json", exclude=_TOLD_TO_SERVE),
+        pool=pool.model_dump(mode="json", exclude=_SERVE_SETTINGS),
         transfer=config.transfer.model_dump(mode="json"),
         store=config.store.model_dump(mode="json"),
         logs=config.logs.model_dump(mode="json"),
@@ -121,8 +121,7 @@ def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
     for which `auto` stands: replicas that exchange KV must not change it, whatever nodes have come since."""
     if new.store.redis_url not in ("", old.store.redis_url):
         raise ConfigError(f"store.redis_url: another server cannot be taken while stores run; {_ANEW}")
-    store = new.store.model_copy(update={"redis_url": old.store.redis_url})
-    new = new.model_copy(update={"store": store})
+    new = new.with_redis_url(old.store.redis_url)
     running = old.pools[0].dtype
     return with_dtype(new, running) if new.pools[0].dtype == "auto" and running != "auto" else new
 

@@ -59,7 +59,7 @@ class RayScaler:
             remembered = RememberedCounts(config.store.redis_url, counts_key)
             keeping = KeptCounts(remembered, _began_at_ms(config.app), SystemClock())
         self._scaler = Scaler(
-            config, open_roster(config.app), self._open_lever, SystemClock(), counts=keeping
+            config, open_roster(config.app), self._open_client, SystemClock(), counts=keeping
         )
         self._running: asyncio.Task[None] | None = None
 
@@ -79,7 +79,7 @@ class RayScaler:
             self._mark = mark
             self._scaler.configure(ClusterConfig.model_validate_json(config_json))
 
-    async def _open_lever(self) -> ServeClient:
+    async def _open_client(self) -> ServeClient:
         url = await dashboard_url()
         if not url:
             raise DashboardAwayError(

@@ -134,14 +134,14 @@ async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clo
     if not config.store.dram_gb:
         return
     node_id = ray.get_runtime_context().get_node_id()
-    told = ""
+    reported = ""
     while True:
         problem = await _ensure_store(config, life, secret, node_id)
-        if problem and problem != told:
+        if problem and problem != reported:
             _log.error("serving goes on without the store of node %s: %s", node_id, problem)
-        elif told and not problem:
+        elif reported and not problem:
             _log.info("the store of node %s is up", node_id)
-        told = problem
+        reported = problem
         await clock.sleep(_LOOK_S)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import ray
+from msgspec.structs import replace
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
@@ -25,9 +26,17 @@ from cluster.roster.actor import await_roster, find_roster, read_roster
 from cluster.roster.messages import RosterView
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
-from cluster.serve.app import build_application
+from cluster.serve.app import check_model, deploy
 from cluster.serve.capacity import ReplicaDemand, bundles, demands, gateway_bundle, plan_cpus, shortages
-from cluster.serve.launcher import SCHEDULE_S, Progress, check_hosts, check_reachable, failure, unplaced
+from cluster.serve.launcher import (
+    SCHEDULE_S,
+    Progress,
+    check_hosts,
+    check_reachable,
+    failure,
+    node_resources,
+    unplaced,
+)
 from cluster.serve.ray_private import free_resources
 from cluster.serve.rollout import (
     Change,
@@ -38,11 +47,8 @@ from cluster.serve.rollout import (
     check_update,
     plan_rolls,
     recall,
-    remember,
 )
-from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import Clock
-from workers.model.model_config import read_model_config
 
 _POLL_S = 0.25
 _ROSTER_S = 20.0
@@ -106,7 +112,7 @@ class Update:
             ),
         )
 
-    def check_room(self) -> None:
+    def check_headroom(self) -> None:
         """`StartError` where a replacement would wait for room that there is not; nothing is changed then."""
         wanted = [
             ReplicaDemand(pool.name, tuple(bundles(pool, self._cpus[pool.name])), may_spread=pool.pp > 1)
@@ -118,8 +124,7 @@ class Update:
             wanted.append(ReplicaDemand("gateway", (gateway_bundle(self._config.gateway),)))
         new = [pool for roll, pool in self._rolled() if roll.action == "start"]
         wanted += demands(new, self._cpus)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if missing := shortages(wanted, free_resources(), nodes):
+        if missing := shortages(wanted, free_resources(), node_resources()):
             raise StartError(
                 "the Ray cluster lacks room for the new replicas beside the old ones: "
                 + "; ".join(missing)
@@ -130,22 +135,10 @@ class Update:
         """Deploy, and return when every replica that is to be replaced has been; `StartError` tells what
         went wrong, and which replicas go on. Interrupted, it returns, and Ray Serve goes on rolling."""
         before = {record.identity.replica_id for record in self._view.replicas}
-        remember(
-            self._config.app,
-            Deployed(self._config.model_dump_json(), self._cpus, self._before.secret, self._before.life),
-        )
         counts = counts_to_deploy(self._config, self._known(_roster_view(self._config.app)))
-        target = serve.RunTarget(
-            build_application(
-                self._config, self._cpus, self._before.secret, life=self._before.life, counts=counts
-            ),
-            name=self._config.app,
-            route_prefix=None,
-            external_scaler_enabled=True,
-        )
-        serve.run_many(
-            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
-        )
+        config_json = self._config.model_dump_json()
+        deployed = replace(self._before, config_json=config_json, cpus=self._cpus)
+        deploy(self._config, deployed, counts)
         self._wait(report, interrupted, before)
 
     def _wait(
@@ -225,12 +218,9 @@ def _roster_view(app: str) -> RosterView:
 
 def _check(config: ClusterConfig, deployed: Deployed) -> None:
     """What `tandem serve` checks at its start, and that the secret is the one in use."""
-    model = read_model_config(config.model)
-    for pool in config.pools:
-        pool.check_model(model)
-    ModelText.load(config.model)
+    check_model(config)
     check_tracing(config.tracing)
-    check_hosts(config, len([node for node in ray.nodes() if node["Alive"]]))
+    check_hosts(config, len(node_resources()))
     if config.secret_file is not None and read_cluster_secret(config.secret_file) != deployed.secret:
         raise ConfigError(
             "secret_file: it holds another secret than the application uses; stop it and start it anew"

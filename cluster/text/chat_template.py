@@ -29,7 +29,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cluster.errors import TemplateError
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.framing import read_frame, receive_frame, send_frame, write_frame
+from kvtransfer.rpc.framing import receive_frame, send_frame
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import CheckpointError
 
 _RENDER_TIMEOUT_S = 5.0
@@ -158,8 +159,8 @@ class ChatRenderer:
         self._child = None  # until the answer is there: an interrupted child is not used again
         try:
             async with asyncio.timeout(self._render_timeout_s):
-                write_frame(child.writer, order)
-                result = RESULT_CODEC.decode(await read_frame(child.reader))
+                child.stream.send(order)
+                result = RESULT_CODEC.decode(await child.stream.next_frame())
         except TimeoutError:
             return RenderRefused(f"it did not end within {self._render_timeout_s:g} s")
         except (PeerGoneError, OSError):
@@ -180,15 +181,9 @@ class ChatRenderer:
 class _Child:
     """A running `python -m cluster.text.chat_template`."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, stream: FrameStream) -> None:
         self._process = process
-        self.reader = reader
-        self.writer = writer
+        self.stream = stream
 
     @classmethod
     async def start(cls) -> _Child:
@@ -201,17 +196,17 @@ class _Child:
                 cwd=Path(__file__).parents[1],
                 env={},
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        child = cls(process, await frame_stream(ours, "chat template"))
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await read_frame(reader)
+                await child.stream.next_frame()
         except (TimeoutError, PeerGoneError) as error:
-            await cls(process, reader, writer).kill()
+            await child.kill()
             raise TemplateError("the process that renders chat templates did not start") from error
-        return cls(process, reader, writer)
+        return child
 
     async def kill(self) -> None:
-        self.writer.close()
+        self.stream.abort()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()

@@ -1,6 +1,6 @@
 """Landings, the decode side: who may write incoming KV into which blocks, and until when (sans-I/O).
 
-The brain feeds in messages, reports and the time, and carries out the returned actions.
+The engine core passes in messages, reports and the time, and carries out the returned actions.
 
     LandingRequest -> WAITING --grant--> OPEN --HandOver, every rank has verified--> (landed, forgotten)
                         |                 |
@@ -15,6 +15,7 @@ A landing's blocks return to the pool only when no writer can touch them any mor
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,18 +33,19 @@ from kvtransfer.messages import (
     LandingResult,
     Manifest,
     OpenLanding,
+    PieceCheck,
     ReplicaIdentity,
     Shard,
     Verified,
+    VerifyOrder,
     WriterGone,
     WriterStopped,
 )
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
-from kvtransfer.protocol.gate import RecentIds
-from kvtransfer.protocol.verification import Lanes, ManifestError, Verification
+from kvtransfer.protocol.fence import RecentIds
 
 _AGING_S = 10.0  # in which a waiting landing gains one level of priority
-_MAX_TRIES = 16  # that find too little room at a time: each has its prefix looked up
+_MAX_TRIES = 16  # that find too few free blocks at a time: each has its prefix looked up
 
 
 class _State(Enum):
@@ -58,7 +60,7 @@ class _Landing:
     writer: ReplicaIdentity
     lanes: Lanes
     arrived_at: float
-    blocked_at: float = math.inf  # since when it is first in the queue and finds too little room
+    blocked_at: float = math.inf  # since when it is first in the queue and finds too few free blocks
     state: _State = _State.WAITING
     held: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -72,7 +74,7 @@ class _Landing:
 
 
 class LandingTable:
-    """All landings of one decode replica; see the module's drawing."""
+    """Tracks all landings of one decode replica; see the drawing at the top of this module."""
 
     def __init__(self, config: TransferConfig, pool: BlockSource, block_tokens: int, num_ranks: int) -> None:
         self._config = config
@@ -122,7 +124,8 @@ class LandingTable:
     def request(
         self, writer: ReplicaIdentity, request: LandingRequest, now: float, *, idle: bool
     ) -> list[LandingAction]:
-        """A prefill replica wants a place. `idle`: nothing runs here that could need the growth reserve."""
+        """Queue or refuse the landing of a prefill replica. `idle`: nothing runs here that could need the
+        growth reserve."""
         if request.landing_id in self._landings:  # its blocks must not be forgotten
             return []
         num_keys, num_full = len(request.block_keys), request.num_tokens // self._block_tokens
@@ -147,7 +150,7 @@ class LandingTable:
         return self.grant(now, idle=idle)
 
     def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
-        """Open as many waiting landings as fit, oldest and most urgent first; see `overtaking`."""
+        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (-(item.request.priority + (now - item.arrived_at) / _AGING_S), item.arrived_at)
@@ -171,19 +174,19 @@ class LandingTable:
         return actions
 
     def manifest(self, writer: ReplicaIdentity, manifest: Manifest, now: float) -> list[LandingAction]:
-        """Pieces are written: verify them where they lie."""
+        """Order the verification of written pieces, where they lie."""
         landing = self._of(writer, manifest.landing_id)
         if landing is None or landing.state is not _State.OPEN:
             return []
         try:
-            orders = landing.pieces.tell(manifest)
+            orders = landing.pieces.announce(manifest)
         except ManifestError as error:
             return self.abort(manifest.landing_id, str(error), "message")
         landing.lease_end = now + self._config.landing_lease_s
         return [ToRank(rank, order) for rank, order in orders.items()]
 
     def progress(self, writer: ReplicaIdentity, progress: LandingProgress, now: float) -> None:
-        """The writer is alive and working: renew the lease."""
+        """Renew the lease: the writer is alive and working."""
         landing = self._of(writer, progress.landing_id)
         if landing is not None:
             landing.lease_end = now + self._config.landing_lease_s
@@ -194,7 +197,7 @@ class LandingTable:
     ) -> list[LandingAction]:
         """The sequence state of attempt `name` arrived, with `num_tokens` tokens whose KV was to land."""
         landing = self._of(writer, landing_id)
-        if landing is None:  # aborted, and freed since: its writer must hear of it
+        if landing is None:  # aborted, and freed since: its writer must know
             return [ToWriter(writer, LandingAbort(landing_id, "there is no such landing", False))]
         if landing.state is not _State.OPEN:
             return []
@@ -208,7 +211,7 @@ class LandingTable:
         return self._land(landing)
 
     def aborted_by_writer(self, writer: ReplicaIdentity, abort: LandingAbort) -> list[LandingAction]:
-        """The prefill side gave up."""
+        """End the landing that the prefill side gave up."""
         landing = self._of(writer, abort.landing_id)
         if landing is None:
             return []
@@ -223,7 +226,7 @@ class LandingTable:
         return actions
 
     def writer_stopped(self, writer: ReplicaIdentity, message: WriterStopped) -> None:
-        """The acknowledgement that ends quarantine."""
+        """End the quarantine: the writer has acknowledged its stop."""
         landing = self._of(writer, message.landing_id)
         if landing is not None and landing.state is _State.QUARANTINED:
             self._free(landing)
@@ -231,7 +234,7 @@ class LandingTable:
     # ---------------------------------------------------------------------------------- rank reports
 
     def verified(self, rank: int, report: Verified) -> list[LandingAction]:
-        """A rank has summed the pieces of its oldest unanswered `VerifyOrder`."""
+        """Take the answer of a rank to its oldest unanswered `VerifyOrder`."""
         landing = self._landings.get(report.landing_id)
         if landing is None or landing.state is not _State.OPEN:
             return []
@@ -257,7 +260,7 @@ class LandingTable:
     # ------------------------------------------------------------------------------------- our side
 
     def refuse_all(self, reason: str) -> list[LandingAction]:
-        """Grant nothing from now on; landings that are open go on."""
+        """Grant nothing from now on; landings that are open continue."""
         self._refusal = reason
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         return [action for item in waiting for action in self.abort(item.request.landing_id, reason)]
@@ -315,7 +318,7 @@ class LandingTable:
                 and now > landing.arrived_at + request.deadline_s
             ):
                 actions += self.abort(
-                    request.landing_id, "the deadline passed while waiting for room", "progress"
+                    request.landing_id, "the deadline passed while waiting for free blocks", "progress"
                 )
         return actions
 
@@ -399,10 +402,6 @@ def _name(landing: _Landing) -> tuple[bytes, str, int]:
     return landing.request.landing_id, landing.request.request_id, landing.request.attempt
 
 
-# ----------------------------------------------------------------------------------------------
-# Whose blocks landings take: the side of the block pool that they see.
-
-
 class BlockSource(Protocol):
     """What a landing needs of the block pool (see `workers.scheduler.block_pool.BlockPool`)."""
 
@@ -419,17 +418,18 @@ class BlockSource(Protocol):
 
 
 # ----------------------------------------------------------------------------------------------
-# When landings may pass one that stands first in the queue and finds too little room (a function of time).
+# When landings may pass one that is first in the queue and finds too few free blocks: a function of time.
 #
-# A landing that needs much of the pool may find room only when nearly all that runs at the replica has ended.
-# Times in which others pass it alternate with holds in which nobody does, so that room comes together. Every
-# hold is twice as long as the one before: in the end one is longer than anything runs, so the landing starts;
-# and the times to pass come again until then, so those behind it do not wait for that.
+# A landing that needs much of the pool may find enough free blocks only after nearly everything that runs
+# at the replica has ended. So periods in which others pass it alternate with holds in which none does, and
+# free blocks accumulate. Each hold is twice as long as the one before: at last one is longer than anything
+# runs, and the landing starts. Until then periods of passing return, so that those behind it need not wait
+# for that.
 
 # The time to pass a landing that needs the whole pool; one that needs less is passed for its share of it.
 PASSING_S = 10.0
 FIRST_HOLD_S = 10.0
-# Nobody passes a landing that needs less of the pool than this: room for it comes soon enough.
+# A landing that needs less of the pool than this is not passed: enough blocks become free soon.
 MIN_SHARE = 0.25
 
 
@@ -442,3 +442,84 @@ def may_pass(share: float, blocked_s: float) -> bool:
         blocked_s -= passing_s + hold_s
         hold_s *= 2
     return blocked_s < passing_s
+
+
+# ----------------------------------------------------------------------------------------------
+# Verification: which pieces of a landing's blocks are announced, being checked, good or bad.
+#
+# Each prompt block is written piece by piece, by several ranks into several ranks; `Lanes` are the pieces
+# that make up one block. A block is good when every rank has checked all of its pieces and found none bad.
+
+
+class ManifestError(Exception):
+    """Raised when a manifest names a piece that does not belong to its landing; the text names it."""
+
+
+class Lanes:
+    """Represents all (target rank, piece) that one writer writes of every block."""
+
+    def __init__(self, pieces: Iterable[tuple[int, Shard]]) -> None:
+        self._bits = {piece: 1 << index for index, piece in enumerate(pieces)}
+        self.all_bits = (1 << len(self._bits)) - 1
+
+    def bit(self, rank: int, shard: Shard) -> int:
+        """One bit per lane; 0 when there is no such lane."""
+        return self._bits.get((rank, shard), 0)
+
+
+class Verification:
+    """Tracks the pieces of one open landing. `block_ids[i]` takes the prompt's block `first_block` + i."""
+
+    def __init__(self, lanes: Lanes, first_block: int, block_ids: Sequence[int]) -> None:
+        self._lanes = lanes
+        self._first_block = first_block
+        self._block_ids = block_ids
+        self._announced = [0] * len(block_ids)
+        self._good = [0] * len(block_ids)
+        # Per rank, (index into `block_ids`, lane) of each piece of every order that it has not answered.
+        self._pending: dict[int, deque[tuple[tuple[int, int], ...]]] = {}
+        self.num_bad_pieces = 0
+
+    def announce(self, manifest: Manifest) -> dict[int, VerifyOrder]:
+        """Return one order for each rank that has to check some of the written pieces. `ManifestError` for
+        a piece that is not awaited, or that was announced before."""
+        checks: dict[int, list[PieceCheck]] = {}
+        pending: dict[int, list[tuple[int, int]]] = {}
+        for piece in manifest.pieces:
+            index = piece.block_index - self._first_block
+            if not 0 <= index < len(self._block_ids):
+                raise ManifestError(f"the manifest names block {piece.block_index}")
+            lane = self._lanes.bit(piece.rank, piece.shard)
+            if not lane:
+                raise ManifestError(
+                    f"the manifest names {piece.shard} at rank {piece.rank}, which has no such lane"
+                )
+            if self._announced[index] & lane:
+                named = f"block {piece.block_index}, {piece.shard} at rank {piece.rank}"
+                raise ManifestError(f"the manifest names {named} a second time")
+            self._announced[index] |= lane
+            check = PieceCheck(self._block_ids[index], piece.block_index, piece.shard, piece.checksum)
+            checks.setdefault(piece.rank, []).append(check)
+            pending.setdefault(piece.rank, []).append((index, lane))
+        for rank, pieces in pending.items():
+            self._pending.setdefault(rank, deque()).append(tuple(pieces))
+        return {rank: VerifyOrder(manifest.landing_id, tuple(pieces)) for rank, pieces in checks.items()}
+
+    def answered(self, rank: int, report: Verified) -> None:
+        """Take the answer of a rank to its oldest unanswered order."""
+        bad = frozenset(report.bad_block_indices)
+        for index, lane in self._pending[rank].popleft():
+            if self._first_block + index in bad:
+                self.num_bad_pieces += 1
+            else:
+                self._good[index] |= lane
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a rank still has to answer."""
+        return any(self._pending.values())
+
+    def num_good_blocks(self) -> int:
+        """How many blocks from the first one on are good without a gap."""
+        bad = (index for index, lanes in enumerate(self._good) if lanes != self._lanes.all_bits)
+        return next(bad, len(self._good))

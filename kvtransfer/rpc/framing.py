@@ -1,7 +1,8 @@
 """Frames on a byte stream: a uint32 little-endian length, then that many bytes. Blocking and asyncio.
 
-Every connection of the cluster starts with the proof of `kvtransfer.rpc.handshake`, which both sides exchange on the
-bare socket: nothing is read ahead of it, so an unproven peer can take no more memory than one frame of it.
+Every connection of the cluster starts with the proof of `kvtransfer.rpc.handshake`, which both sides
+exchange on the bare socket: nothing is read ahead of it, so an unproven peer takes no more memory than one
+frame of it.
 """
 
 from __future__ import annotations
@@ -66,21 +67,6 @@ def prove_as_server(sock: socket.socket, secret: bytes) -> str:
     send_frame(sock, handshake.welcome(receive_frame(sock, _HANDSHAKE_BYTES)))
     sock.settimeout(None)
     return handshake.client_name
-
-
-async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Read one frame; `PeerGoneError` when the connection ends, `WireError` when the frame is longer."""
-    try:
-        length = _checked_length(await reader.readexactly(_LENGTH.size), max_bytes)
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise PeerGoneError(f"connection closed by the other side: {error}") from error
-
-
-def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
-    """Queue one frame for sending; to a connection that has closed, nothing: its reader hears of the end."""
-    if not writer.is_closing():
-        writer.write(_LENGTH.pack(len(frame)) + frame)
 
 
 async def send_to(sock: socket.socket, frame: bytes) -> None:

@@ -1,8 +1,10 @@
-"""Links and Peer links: long-lived streams of msgpack frames, opened by a gateway or by a prefill brain.
+"""Framed streams on asyncio over TCP and unix sockets, and the server of the links between replicas.
 
-A TCP connection starts with the proof of the cluster secret on the bare socket (`kvtransfer.rpc.listener`), then
-the client sends the kind of link as a frame, then the messages of `workers.messages` follow. Both sides send
-an empty frame when they have nothing else to send, so that a dead host and a stopped process are noticed.
+A connection starts with the proof of the cluster secret on the bare socket (`kvtransfer.rpc.listener`). A
+`FrameStream` then takes the socket over. On a Link (gateway to replica) and a Peer link (replica to replica)
+the client first sends the kind of link as a frame, then the messages of `workers.messages` follow. Both sides
+of a link send an empty frame when they have nothing else to send, which reveals dead hosts and stopped
+processes.
 
 The links are not gRPC streams, because a gRPC server offers no bound on what strangers cost: its size limit
 holds for unproven and proven streams alike, and idle connections are neither counted nor evicted.
@@ -16,7 +18,7 @@ import logging
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Literal, cast
 
 from kvtransfer.codec import MAX_FRAME_BYTES
@@ -50,11 +52,13 @@ class FrameStream(asyncio.BufferedProtocol):
     """One side of an open, proven stream. `send` never blocks; frames arrive in order.
 
     A reader that falls `_MAX_QUEUED_BYTES` behind loses the stream, or its frames would take all memory here.
-    So does one from which nothing has come for `_NUM_SILENT_PINGS` times `_PING_S` seconds.
+    With a heartbeat, which both sides then need, so does one from which nothing has come for
+    `_NUM_SILENT_PINGS` times `_PING_S` seconds.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, has_heartbeat: bool) -> None:
         self.name = name
+        self._has_heartbeat = has_heartbeat
         self._transport: asyncio.Transport | None = None
         self._staged = bytearray(_STAGED_BYTES)
         self._num_staged_bytes = 0
@@ -77,7 +81,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; dropped when the stream is closed (its reader sees the end)."""
-        if self.closed or self._transport is None:
+        if self.closed or self._transport is None or self._transport.is_closing():
             return
         if len(frame) > MAX_FRAME_BYTES:
             _log.error("%s: a frame of %d bytes is more than any reader takes", self.name, len(frame))
@@ -110,6 +114,17 @@ class FrameStream(asyncio.BufferedProtocol):
             finally:
                 self._waiting = None
         return None
+
+    async def next_frame(self) -> bytes:
+        """The next frame; `PeerGoneError` when the stream has ended."""
+        frame = await self.receive()
+        if frame is None:
+            raise PeerGoneError("connection closed by the other side")
+        return frame
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self) -> None:
         """End the stream after what was sent; both sides' `receive` return None."""
@@ -144,7 +159,8 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._ping_later()
+        if self._has_heartbeat:
+            self._ping_later()
 
     def get_buffer(self, _: int) -> memoryview:
         if self._long is not None:
@@ -187,7 +203,7 @@ class FrameStream(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------- private
 
     def _unpack(self) -> None:
-        """Take the whole frames out of what is staged; one that cannot fit there gets room of its own."""
+        """Take the whole frames out of what is staged; one that cannot fit there gets a buffer of its own."""
         start, end = 0, self._num_staged_bytes
         while end - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._staged, start)
@@ -259,25 +275,71 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.abort()
 
 
-async def open_stream(address: str, kind: LinkKind, secret: bytes, name: str) -> FrameStream:
-    """Connect to a brain and prove the secret.
+async def open_unix(socket_name: str, secret: bytes, name: str) -> FrameStream:
+    """Connect to an abstract unix socket and prove the secret.
 
     Raises `ProofError` when the other side does not know the secret, `PeerGoneError` when it cannot be
     reached within 10 s.
     """
-    try:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            with await connect_tcp(address) as sock:
-                await prove_as_async_client(sock, secret, name)
-                stream = await _stream(sock, address)
-    except (OSError, ValueError) as error:  # TimeoutError is an OSError
-        raise PeerGoneError(f"{address} cannot be reached: {error or 'not in time'}") from error
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+
+    async def connect() -> socket.socket:
+        await asyncio.get_running_loop().sock_connect(sock, f"\0{socket_name}")
+        return sock
+
+    with sock:
+        return await _open(connect(), socket_name, secret, name)
+
+
+async def open_tcp(address: str, secret: bytes, name: str, *, has_heartbeat: bool = False) -> FrameStream:
+    """Connect to "host:port", as `open_unix` does to a unix socket."""
+    return await _open(connect_tcp(address), address, secret, name, has_heartbeat=has_heartbeat)
+
+
+async def open_link(address: str, kind: LinkKind, secret: bytes, name: str) -> FrameStream:
+    """Open a link to the `LinkServer` of a replica, as `open_tcp` does."""
+    stream = await open_tcp(address, secret, name, has_heartbeat=True)
     stream.send(kind.encode())
     return stream
 
 
+async def frame_stream(sock: socket.socket, name: str, *, has_heartbeat: bool = False) -> FrameStream:
+    """Return the stream over a proven connection, which it takes over."""
+    taken = socket.socket(fileno=sock.detach())
+    loop = asyncio.get_running_loop()
+    is_unix = taken.family == socket.AF_UNIX
+    connect = loop.create_unix_connection if is_unix else loop.create_connection
+    try:
+        if not is_unix:
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _, stream = await connect(lambda: FrameStream(name, has_heartbeat=has_heartbeat), sock=taken)
+    except (OSError, asyncio.CancelledError):
+        with contextlib.suppress(OSError):
+            taken.close()
+        raise
+    return stream
+
+
+async def _open(
+    connecting: Coroutine[None, None, socket.socket],
+    address: str,
+    secret: bytes,
+    name: str,
+    *,
+    has_heartbeat: bool = False,
+) -> FrameStream:
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            with await connecting as sock:
+                await prove_as_async_client(sock, secret, name)
+                return await frame_stream(sock, address, has_heartbeat=has_heartbeat)
+    except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
+        raise PeerGoneError(f"{address} cannot be reached: {error or 'not in time'}") from error
+
+
 class LinkServer:
-    """The brain's server: accepts Links and Peer links and hands each proven stream to its handler.
+    """Serves the links of an engine core: passes each proven Link and Peer link to its handler.
 
     A handler runs for the life of its stream; when it returns, the stream closes.
     """
@@ -311,7 +373,7 @@ class LinkServer:
             await stream.wait_closed()
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
-        stream = await _stream(sock, name)
+        stream = await frame_stream(sock, name, has_heartbeat=True)
         self._streams.add(stream)
         try:
             kind = await stream.receive()
@@ -324,17 +386,3 @@ class LinkServer:
             stream.close()
         await stream.wait_closed()
         self._streams.discard(stream)
-
-
-async def _stream(sock: socket.socket, name: str) -> FrameStream:
-    """The stream over a proven connection, which it takes over."""
-    taken = socket.socket(fileno=sock.detach())
-    taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    loop = asyncio.get_running_loop()
-    try:
-        _, stream = await loop.create_connection(lambda: FrameStream(name), sock=taken)
-    except (OSError, asyncio.CancelledError):
-        with contextlib.suppress(OSError):
-            taken.close()
-        raise
-    return stream

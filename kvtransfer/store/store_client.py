@@ -16,7 +16,7 @@ from typing import Protocol
 from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import TransferError, WireError
-from kvtransfer.rpc.store_stream import FrameStream, open_unix
+from kvtransfer.rpc.stream import FrameStream, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     TO_OWNER_CODEC,
@@ -91,6 +91,8 @@ class StoreClient:
         self._clock = clock
         self._on_error = on_error
         self._stream: FrameStream | None = None
+        # The stream that `close` ends, after what was queued.
+        self._leaving: FrameStream | None = None
         self._task: asyncio.Task[None] | None = None
         self._probed_at: float | None = None
 
@@ -104,11 +106,13 @@ class StoreClient:
         task, self._task = self._task, None
         if task is None:
             return
-        stream, self._stream = self._stream, None
+        stream = self._leaving = self._stream
+        self._stream = None
         if stream is not None:
             try:
                 async with asyncio.timeout(_LEAVE_S):
-                    await stream.close()
+                    stream.close()
+                    await stream.wait_closed()
             except TimeoutError:  # it does not read
                 stream.abort()
         task.cancel()
@@ -173,7 +177,7 @@ class StoreClient:
         try:
             stream.send(TO_OWNER_CODEC.encode(self._hello))
             while True:
-                message = FROM_OWNER_CODEC.decode(await stream.receive())
+                message = FROM_OWNER_CODEC.decode(await stream.next_frame())
                 if not was_welcome:
                     expect(message, StoreWelcome)
                     self._stream, was_welcome = stream, True
@@ -184,7 +188,8 @@ class StoreClient:
             probing.cancel()
             self._stream = None
             self._probed_at = None
-            stream.abort()
+            if stream is not self._leaving:
+                stream.abort()
         if was_welcome:
             _log.warning("the connection to the store is lost: %s", reason)
             self._events.on_lost(reason)

@@ -31,7 +31,7 @@ from kvtransfer.messages import (
     ReplicaIdentity,
     TransferSettings,
 )
-from kvtransfer.protocol.gate import Gate
+from kvtransfer.protocol.fence import Gate
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
 from kvtransfer.rpc.listener import ListeningThread, shut_down
 from kvtransfer.transports.connection import (

@@ -17,7 +17,7 @@ from typing import ClassVar
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.protocol.gate import RecentIds
+from kvtransfer.protocol.fence import RecentIds
 from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.transports.base import Channel, Listener, WriterRank
 from kvtransfer.transports.connection import ACK_CODEC, Ack, ChannelHello, Connection, Stopped
@@ -120,7 +120,7 @@ def _send(connection: Connection, request: Begin | Sync) -> None:
 
 
 def _await_end(sock: socket.socket) -> None:
-    """Return when the writer's end is closed, whatever else it still sends; tell it that we are done."""
+    """Return when the writer's end is closed, whatever else it still sends; shut down our side first."""
     with contextlib.suppress(OSError):  # reset: the writer closed with our answers unread
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):

@@ -178,7 +178,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
     browser.wait_text("#token-why", "wants your token")
     assert cluster.status().pools[1].desired == 1
     browser.type("#token-input", token)
-    browser.wait_text("#told", "pool decode shall have 2 replicas")
+    browser.wait_text("#message", "pool decode will have 2 replicas")
     with Load(cluster.address, 40):
         badges = f"{DECODE_ROWS} .badge"
         browser.wait(lambda: browser.texts(badges) == ["ready"] * 2, "a second replica", SCALE_S)
@@ -203,10 +203,10 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
     assert sorted(browser.texts(names)) == sorted(ready_decodes(cluster.status()))
     browser.click(LESS)
     browser.click("#fewer-yes")
-    browser.wait_text("#told", "pool decode shall have 1 replica")
+    browser.wait_text("#message", "pool decode will have 1 replica")
     browser.wait(lambda: len(browser.texts(names)) == 1, "one replica is left", SCALE_S)
     browser.click('section[aria-labelledby="pool-decode"] [data-act="release"]')
-    browser.wait_text("#told", "pool decode is released")
+    browser.wait_text("#message", "pool decode is released")
     browser.wait(lambda: not browser.find(".pinned"), "no pool is pinned")
     assert [it.pinned for it in cluster.status().pools] == [False, False]
 

@@ -25,9 +25,9 @@ def shown(what: RenderableType) -> str:
 
 def test_without_a_terminal_every_stage_is_one_line() -> None:
     console = Console(file=io.StringIO(), width=20, force_terminal=False)
-    with stages(console, "starting") as tell:
+    with stages(console, "starting") as report:
         for stage in ("loading: decode 0 of 2", "loading: decode 0 of 2", "loading: decode 1 of 2"):
-            tell(stage)
+            report(stage)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines == ["starting", "loading: decode 0 of 2", "loading: decode 1 of 2"]
 

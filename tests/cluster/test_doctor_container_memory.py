@@ -11,7 +11,7 @@ from doctor_harness import FakeMachine, config_of
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.serve.machine import Machine
-from cluster.serve.memory import BRAIN_BYTES, check_container_memory, needs_of
+from cluster.serve.memory import ENGINE_CORE_BYTES, check_container_memory, needs_of
 
 GIB = 1 << 30
 
@@ -67,7 +67,7 @@ def test_stages_may_be_on_other_nodes_and_gpus_have_memory_of_their_own(tmp_path
     large = {"kv_tokens": 65_536}
     whole, staged = (least(config_of(pools=[pool(pp=pp, engine=large)], store=store)) for pp in (1, 2))
     (need,) = needs_of(config_of(pools=[pool(pp=2, engine=large)], store=store)).pools
-    assert staged >= BRAIN_BYTES + min(rank.host_bytes for rank in need.ranks)
+    assert staged >= ENGINE_CORE_BYTES + min(rank.host_bytes for rank in need.ranks)
     assert staged < whole
     assert least(config_of(pools=[pool(device="cuda", engine=large)], store=store)) < whole
 

@@ -20,11 +20,11 @@ KV_BYTES = 100
 
 
 class Front:
-    """A gateway's meters, told what a desk tells them."""
+    """A gateway's counters, told what a desk tells them."""
 
     def __init__(self) -> None:
         self.pools = {"prefill-a": "prefill", "decode-a": "decode", "decode-b": "decode"}
-        self.meters = GatewayCounters(
+        self.counters = GatewayCounters(
             lambda replica_id: self.pools.get(replica_id, ""),
             lambda: KV_BYTES,
             ttft_slo_s=1.0,
@@ -34,7 +34,7 @@ class Front:
     def arrive(self, name: str, now: float, *, tenant: str = "t", prompt: int = 10, samples: int = 1) -> None:
         starts = tuple(SampleStart(index, 0) for index in range(samples))
         plan = PreparedRequest(name, tenant, 0, bytes(4 * prompt), (), SamplingParams(), starts, None)
-        self.meters.arrived(plan, now)
+        self.counters.arrived(plan, now)
 
     def prefill(
         self, name: str, now: float, *, cached: int = 0, spent_s: float = 0.0, loaded: int = 0
@@ -43,23 +43,23 @@ class Front:
         report = PrefillReport(
             name, 1, 10, cached, times, num_loaded_tokens={"dram": loaded} if loaded else {}
         )
-        self.meters.prefilled(report, now)
+        self.counters.prefilled(report, now)
         return report
 
     def stream(
         self, name: str, now: float, num: int = 1, *, source: str = "decode-a", sample: int = 0
     ) -> None:
-        self.meters.streamed(source, TokenDelta(name, 1, sample, 0, bytes(4 * num), (), ""), now)
+        self.counters.streamed(source, TokenDelta(name, 1, sample, 0, bytes(4 * num), (), ""), now)
 
     def end(self, name: str, now: float, *, code: str = "OK", came_to: Summary | None = None) -> None:
         state = {"OK": "finished", "CANCELLED": "cancelled"}.get(code, "failed")
         routed = RoutedAttempt(1, Decision("", "", "prefill-a", "decode-a", 4, 0, (), ""))
         caller = Caller()
         ended = EndedRequest(name, name, "t", caller, state, code, "", 0.0, now, came_to, (routed,))
-        self.meters.ended(ended)
+        self.counters.ended(ended)
 
     def refuse(self, code: str, now: float) -> None:
-        self.meters.ended(EndedRequest("", "", "t", Caller(), "refused", code, "why", now, now))
+        self.counters.ended(EndedRequest("", "", "t", Caller(), "refused", code, "why", now, now))
 
 
 def came_to(started_at: float, first_at: float, ended_at: float, num_attempts: int = 1) -> Summary:
@@ -122,8 +122,8 @@ def test_a_finished_request_is_in_every_figure() -> None:
     front.stream("r", 101.0)
     front.stream("r", 101.5, 2)
     front.end("r", 102.0, came_to=came_to(100.0, 100.75, 102.0, num_attempts=2))
-    meters = front.meters
-    prefill, decode = meters.replicas["prefill-a"], meters.replicas["decode-a"]
+    counters = front.counters
+    prefill, decode = counters.replicas["prefill-a"], counters.replicas["decode-a"]
     assert (prefill.pool, decode.pool) == ("prefill", "decode")
     sums = {
         name: (histogram.num_values, histogram.total)
@@ -141,13 +141,13 @@ def test_a_finished_request_is_in_every_figure() -> None:
         "hand_over_seconds": (1, 0.125),
     }
     assert decode.histograms["itl_seconds"].num_values == 3
-    assert meters.num_requests == {("finished", "ok"): 1}
-    assert (meters.num_retried, meters.num_running) == (1, 0)
-    assert (meters.num_prompt_tokens, meters.num_output_tokens) == (10, 4)
-    assert meters.num_cached_tokens == {"device": 4}
-    assert meters.num_expected_cached_tokens == 4
-    assert meters.num_hand_overs == {"shm": 1}
-    assert meters.num_hand_over_bytes == {"shm": 125_000_000}
+    assert counters.num_requests == {("finished", "ok"): 1}
+    assert (counters.num_retried, counters.num_running) == (1, 0)
+    assert (counters.num_prompt_tokens, counters.num_output_tokens) == (10, 4)
+    assert counters.num_cached_tokens == {"device": 4}
+    assert counters.num_expected_cached_tokens == 4
+    assert counters.num_hand_overs == {"shm": 1}
+    assert counters.num_hand_over_bytes == {"shm": 125_000_000}
     assert (prefill.num_routed, decode.num_routed) == ({"prefill": 1}, {"decode": 1})
 
 
@@ -158,21 +158,21 @@ def test_what_fails_is_counted_by_state_and_code_and_not_timed() -> None:
         front.end(name, 11.0, code=code, came_to=came_to(10.0, 11.0, 11.0))
     front.refuse("INVALID_ARGUMENT", 12.0)
     front.refuse("RESOURCE_EXHAUSTED", 12.0)
-    front.meters.attempt_failed("decode-a", "refused", 12.0)
-    front.meters.lost("decode")
-    assert front.meters.num_requests == {
+    front.counters.attempt_failed("decode-a", "refused", 12.0)
+    front.counters.lost("decode")
+    assert front.counters.num_requests == {
         ("failed", "unavailable"): 1,
         ("cancelled", "cancelled"): 1,
         ("failed", "resource_exhausted"): 1,
         ("refused", "invalid_argument"): 1,
         ("refused", "resource_exhausted"): 1,
     }
-    window = front.meters.window(12.0)
+    window = front.counters.window(12.0)
     assert (window.num_arrived, window.num_failed, window.num_refused) == (3, 4, 2)
-    decode = front.meters.replicas["decode-a"]
+    decode = front.counters.replicas["decode-a"]
     assert decode.num_attempt_failures == {"refused": 1}
     assert not any(histogram.num_values for histogram in decode.histograms.values())
-    assert front.meters.num_losses == {"decode": 1}
+    assert front.counters.num_losses == {"decode": 1}
 
 
 def test_news_of_requests_that_are_over_change_nothing() -> None:
@@ -180,9 +180,9 @@ def test_news_of_requests_that_are_over_change_nothing() -> None:
     front.stream("gone", 5.0)
     front.prefill("gone", 5.0)
     front.end("gone", 5.0)
-    assert front.meters.num_output_tokens == 0
-    assert front.meters.demand.num_prompts == 0
-    assert front.meters.demand.num_ended == 0
+    assert front.counters.num_output_tokens == 0
+    assert front.counters.demand.num_prompts == 0
+    assert front.counters.demand.num_ended == 0
 
 
 def test_curves_and_the_window_are_of_the_last_minutes() -> None:
@@ -197,7 +197,7 @@ def test_curves_and_the_window_are_of_the_last_minutes() -> None:
         at += gap
         front.stream("r", at)
         second_to_gaps.setdefault(int(at), []).append(gap)
-    curves = front.meters.curves(at, wall=at + 5000.0)
+    curves = front.counters.curves(at, wall=at + 5000.0)
     assert not curves.ttft, "the only first token is older"
     wanted = {second: gaps for second, gaps in second_to_gaps.items() if second >= at - CURVE_S}
     assert [round(point.at - 5000.0) for point in curves.itl] == sorted(wanted)
@@ -205,12 +205,12 @@ def test_curves_and_the_window_are_of_the_last_minutes() -> None:
         for value, share in ((point.p50, 0.5), (point.p90, 0.9)):
             expected = np.quantile(wanted[second], share, method="inverted_cdf")
             assert value == pytest.approx(expected, rel=0.011)
-    window = front.meters.window(at, 60.0)
+    window = front.counters.window(at, 60.0)
     last = [gap for second, gaps in second_to_gaps.items() if second > at - 61 for gap in gaps]
     assert window.num_output_tokens == len(last)
     assert window.itl_p90_s == pytest.approx(np.quantile(last, 0.9, method="inverted_cdf"), rel=0.011)
     assert window.ttft_p50_s == 0.0
-    everything = front.meters.window(at, 1e6)
+    everything = front.counters.window(at, 1e6)
     assert everything.num_output_tokens == sum(
         len(gaps) for second, gaps in second_to_gaps.items() if second >= int(at) - RING_S
     )
@@ -224,7 +224,7 @@ def test_late_is_what_exceeds_the_objective() -> None:
     front.stream("r0", 10.9 + 0.05)
     front.stream("r0", 10.95 + 0.4, 2)
     front.stream("r0", 11.35 + 0.06)
-    demand = front.meters.demand
+    demand = front.counters.demand
     assert (demand.num_first_tokens, demand.num_late_first_tokens) == (3, 2)
     assert (demand.num_gaps, demand.num_late_gaps) == (4, 2), "two tokens at once are 0.2 s apart"
 
@@ -240,7 +240,7 @@ def test_demand_has_sums_and_squares_per_prompt_and_continuation() -> None:
     front.arrive("s", 3.0)
     front.prefill("s", 3.0)
     front.end("s", 3.0, code="UNAVAILABLE")
-    demand = front.meters.demand
+    demand = front.counters.demand
     assert (demand.num_arrived, demand.num_sequences) == (2, 3)
     assert (demand.num_prompts, demand.num_computed_tokens) == (2, 7 + 10)
     assert demand.computed_tokens_squared == 7**2 + 10**2
@@ -255,15 +255,15 @@ def test_kv_is_held_from_scheduling_to_the_end_and_grows_with_the_output() -> No
     front.prefill("r", 5.0, spent_s=2.0)
     front.stream("r", 5.0)
     front.stream("r", 8.0, 3)
-    front.meters.advance(9.0)
-    front.meters.advance(9.5)
+    front.counters.advance(9.0)
+    front.counters.advance(9.5)
     held = [(3.0, 5.0, 10), (5.0, 8.0, 11), (8.0, 12.0, 14)]
     so_far = [*held[:2], (8.0, 9.5, 14)]
-    use = front.meters.tenants.use("a")
+    use = front.counters.tenants.use("a")
     assert use.kv_byte_s == pytest.approx(sum((end - start) * num * KV_BYTES for start, end, num in so_far))
     front.end("r", 12.0)
     assert use.kv_byte_s == pytest.approx(sum((end - start) * num * KV_BYTES for start, end, num in held))
-    front.meters.advance(99.0)
+    front.counters.advance(99.0)
     assert use.kv_byte_s == pytest.approx(sum((end - start) * num * KV_BYTES for start, end, num in held))
     assert (use.num_computed_tokens, use.num_output_tokens, use.num_requests) == (10, 4, 1)
 
@@ -274,7 +274,7 @@ def test_tenants_are_told_apart() -> None:
         front.arrive(name, 0.0, tenant=tenant)
         front.prefill(name, 0.0, cached=cached)
         front.stream(name, 1.0, 2)
-    series = front.meters.tenants.series()
+    series = front.counters.tenants.series()
     assert {name: (use.num_computed_tokens, use.num_cached_tokens) for name, use in series.items()} == {
         "a": (6, 4),
         "b": (10, 0),
@@ -288,7 +288,7 @@ def test_cached_tokens_are_told_by_where_they_came_from() -> None:
     front.arrive("r", 0.0)
     report = front.prefill("r", 1.0, cached=8, loaded=3)
     assert cached_by_tier(report) == {"device": 5, "dram": 3}
-    assert front.meters.num_cached_tokens == {"device": 5, "dram": 3}
+    assert front.counters.num_cached_tokens == {"device": 5, "dram": 3}
 
 
 def test_a_replica_that_is_long_gone_is_forgotten() -> None:
@@ -297,7 +297,7 @@ def test_a_replica_that_is_long_gone_is_forgotten() -> None:
         front.arrive(f"{replica}{number}", 0.0)
         front.stream(f"{replica}{number}", 1.0, source=replica)
     del front.pools["decode-b"]
-    front.meters.advance(300.0)
-    assert set(front.meters.replicas) == {"decode-a", "decode-b"}
-    front.meters.advance(900.0)
-    assert set(front.meters.replicas) == {"decode-a"}
+    front.counters.advance(300.0)
+    assert set(front.counters.replicas) == {"decode-a", "decode-b"}
+    front.counters.advance(900.0)
+    assert set(front.counters.replicas) == {"decode-a"}

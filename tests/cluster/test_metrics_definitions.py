@@ -132,15 +132,15 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     replica_metrics(recorder).update(LOAD, "decode")
     tiers = TierStat("dram", 1, 2, 3), TierStat("nvme", 1, 2, 3)
     StoreMetrics(recorder.board(app="a", node="n")).update(StoreStat(HERE, tiers, IndexStat("up")))
-    meters = GatewayCounters(lambda replica_id: "decode", lambda: 1)
-    meters.num_hand_overs["shm"] = meters.num_hand_over_bytes["shm"] = 1
-    meters.attempt_failed("decode-a", "refused", 0.0)
-    replica = meters.replicas["decode-a"]
+    counters = GatewayCounters(lambda replica_id: "decode", lambda: 1)
+    counters.num_hand_overs["shm"] = counters.num_hand_over_bytes["shm"] = 1
+    counters.attempt_failed("decode-a", "refused", 0.0)
+    replica = counters.replicas["decode-a"]
     replica.num_routed["decode"] = 1
     for histogram in replica.histograms.values():
         histogram.observe(0.1)
     gateway = GatewayMetrics(recorder.board(app="a", gateway="g", model="m"), 1.0)
-    list(gateway.update(meters, gateway_status(), 0.0))
+    list(gateway.update(counters, gateway_status(), 0.0))
     declared = {name for metric in METRICS.values() for name in series_names(metric)}
     assert recorder.names() == declared
     for name, text in recorder.help.items():
@@ -209,13 +209,13 @@ def test_a_path_and_a_role_that_are_gone_are_zero() -> None:
 def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     recorder = Recorder()
     metrics = GatewayMetrics(recorder.board(app="a", gateway="g", model="m"), 0.0)
-    meters = GatewayCounters(lambda replica_id: "", lambda: 0)
+    counters = GatewayCounters(lambda replica_id: "", lambda: 0)
     old = pb.ScalingMove(at=10.0, pool="decode", by="operator")
     new = pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
-    list(metrics.update(meters, gateway_status(old), 0.0))
+    list(metrics.update(counters, gateway_status(old), 0.0))
     assert recorder.value("scaling_moves_total", by="operator") < 1
     for _ in range(2):
-        list(metrics.update(meters, gateway_status(old, new), 1.0))
+        list(metrics.update(counters, gateway_status(old, new), 1.0))
     assert recorder.value("scaling_moves_total", by="operator") < 1
     assert recorder.value("scaling_moves_total", by="autoscaler") == 1
     assert recorder.value("pool_replicas", state="ready") == 1

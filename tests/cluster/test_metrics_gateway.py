@@ -1,10 +1,10 @@
-"""What a gateway's meters say after real calls over real Links to scripted replicas."""
+"""What a gateway's counters say after real calls over real Links to scripted replicas."""
 
 from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse, Pair, until
+from gateway_harness import GatewayHarness, Pair, until
 from gateway_model import PROMPT, encode
 
 from cluster.api.client import GenerateOptions
@@ -17,10 +17,10 @@ KV_BYTES = 2 * 2 * 2 * 8 * 4
 
 async def test_a_call_is_measured_and_told_to_the_scaler(pair: Pair) -> None:
     done = await pair.client.complete(PROMPT, GenerateOptions(seed=7, n=2, max_tokens=12, tenant="a"))
-    meters = pair.gateway.desk.meters
-    assert meters.num_requests == {("finished", "ok"): 1}
-    assert set(meters.replicas) == {"p0", "d0"}
-    prefill, decode = meters.replicas["p0"], meters.replicas["d0"]
+    counters = pair.gateway.requests.counters
+    assert counters.num_requests == {("finished", "ok"): 1}
+    assert set(counters.replicas) == {"p0", "d0"}
+    prefill, decode = counters.replicas["p0"], counters.replicas["d0"]
     assert (prefill.pool, decode.pool) == ("prefill", "decode")
     counts = {name: prefill.histograms[name].num_values for name in ("ttft_seconds", "queue_seconds")}
     assert counts == {"ttft_seconds": 1, "queue_seconds": 1}
@@ -30,7 +30,7 @@ async def test_a_call_is_measured_and_told_to_the_scaler(pair: Pair) -> None:
     assert ended.total >= done.finished.timing.e2e_ms / 1e3
     gaps = sum(replica.histograms["itl_seconds"].num_values for replica in (prefill, decode))
     assert gaps == 2 * 11
-    use = meters.tenants.use("a")
+    use = counters.tenants.use("a")
     assert (use.num_cached_tokens, use.num_computed_tokens) == (NUM_PROMPT - 1, 1)
     assert (use.num_output_tokens, use.num_requests) == (24, 1)
     held_s = ended.total + done.finished.timing.prefill_ms / 1e3
@@ -54,30 +54,30 @@ async def test_refusals_failures_and_attempts_have_their_codes(pair: Pair) -> No
     await anext(events)
     await anext(events)
     await events.aclose()
-    meters = pair.gateway.desk.meters
-    await until(lambda: meters.num_running == 0, "the cancelled one has ended")
-    assert meters.num_requests == {
+    counters = pair.gateway.requests.counters
+    await until(lambda: counters.num_running == 0, "the cancelled one has ended")
+    assert counters.num_requests == {
         ("finished", "ok"): 1,
         ("refused", "invalid_argument"): 1,
         ("cancelled", "cancelled"): 1,
     }
-    assert meters.num_retried == 1
-    assert meters.replicas["p0"].num_attempt_failures == {"refused": 1}
-    window = meters.window(pair.gateway.desk.meters.replicas["p0"].used_at)
+    assert counters.num_retried == 1
+    assert counters.replicas["p0"].num_attempt_failures == {"refused": 1}
+    window = counters.window(pair.gateway.requests.counters.replicas["p0"].used_at)
     assert (window.num_arrived, window.num_finished, window.num_failed) == (2, 1, 1)
 
 
-async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(house: GatewayHouse) -> None:
-    dying = await house.add_replica("d0", "decode")
-    leaving = await house.add_replica("d1", "decode")
-    gateway, _ = await house.add_gateway()
-    meters = gateway.desk.meters
+async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(harness: GatewayHarness) -> None:
+    dying = await harness.add_replica("d0", "decode")
+    leaving = await harness.add_replica("d1", "decode")
+    gateway, _ = await harness.add_gateway()
+    counters = gateway.requests.counters
     record = leaving.record()
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    await house.roster.register_replica(type(record)(**fields | {"leaving": True}))
-    await until(lambda: any(it.record.leaving for it in gateway.links.views()), "the roster says so")
+    await harness.roster.register_replica(type(record)(**fields | {"leaving": True}))
+    await until(lambda: any(it.record.leaving for it in gateway.connections.views()), "the roster says so")
     for replica in (dying, leaving):
         await replica.die()
-    gone = lambda: all(it.stream is None for it in gateway.links.views())  # noqa: E731
+    gone = lambda: all(it.stream is None for it in gateway.connections.views())  # noqa: E731
     await until(gone, "both Links ended")
-    assert meters.num_losses == {"decode": 1}
+    assert counters.num_losses == {"decode": 1}

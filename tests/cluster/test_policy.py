@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -166,7 +167,7 @@ def test_prefill_does_not_grow_beyond_the_requests_that_wait() -> None:
 
 def test_late_first_tokens_make_half_a_queue_enough() -> None:
     replicas = (queueing(8000), decoding())
-    late = demand(2)._replace(num_late_first_tokens=1)
+    late = dataclasses.replace(demand(2), num_late_first_tokens=1)
     assert decided(replicas, PAIR, demand(2)).moves == ()
     plan = decided(replicas, PAIR, late)
     assert counts(plan) == {"prefill": (1, 2)}
@@ -275,7 +276,7 @@ def test_late_gaps_make_half_a_step_enough() -> None:
     replicas = (prefilling(), decoding(num_running=9, num_free_blocks=600, decode_step_s=0.03))
     asked = demand(1, output_tokens=20)
     assert decided(replicas, PAIR, asked).moves == ()
-    plan = decided(replicas, PAIR, asked._replace(num_late_gaps=3))
+    plan = decided(replicas, PAIR, dataclasses.replace(asked, num_late_gaps=3))
     assert counts(plan) == {"decode": (1, 2)}
     assert "16% of the gaps were longer" in plan.moves[0].reason
 

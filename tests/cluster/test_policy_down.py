@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 from scaling_harness import NOW, config, counts, decided, decoding, demand, history_of, pool, prefilling
 
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.policy import PoolMove, decide
-from cluster.scaling.samples import Demand
 
 # ------------------------------------------------------------------------------------------ shrinking
 
@@ -66,7 +67,12 @@ def test_a_pool_shrinks_only_where_the_smaller_one_serves_more_than_the_demand()
     settings = config(ttft_slo_s=20.0)
     assert decided(replicas, views, demand(6, output_tokens=1), settings).moves == ()  # 3/s
     assert counts(decided(replicas, views, demand(4, output_tokens=1), settings)) == {"prefill": (2, 1)}
-    assert decided(replicas, views, demand(5, output_tokens=1)._replace(num_arrived=6), settings).moves == ()
+    assert (
+        decided(
+            replicas, views, dataclasses.replace(demand(5, output_tokens=1), num_arrived=6), settings
+        ).moves
+        == ()
+    )
 
 
 def test_a_pool_that_held_too_much_for_one_less_does_not_shrink() -> None:
@@ -95,9 +101,9 @@ def test_what_was_late_at_times_does_not_shrink() -> None:
         return counts(decide(history, settings, views, NOW))
 
     assert shrinking(lambda at: light) == {"prefill": (2, 1), "decode": (2, 1)}
-    late_first = every(14, light._replace(num_late_first_tokens=1))
+    late_first = every(14, dataclasses.replace(light, num_late_first_tokens=1))
     assert shrinking(late_first) == {"decode": (2, 1)}
-    late_gaps = every(14, light._replace(num_late_gaps=9))
+    late_gaps = every(14, dataclasses.replace(light, num_late_gaps=9))
     assert shrinking(late_gaps) == {"prefill": (2, 1)}
 
 

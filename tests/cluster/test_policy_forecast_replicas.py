@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 
@@ -11,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scaling_harness import config, decoding, demand, history_of, prefilling
 
+from cluster.metrics.demand import Demand
 from cluster.roster.messages import ScalingMove
-from cluster.scaling.forecast import Moments
-from cluster.scaling.forecast_replicas import Load, both_need, decode_need, floors, prefill_need
-from cluster.scaling.rates import (
+from cluster.scaling.forecast import (
+    Moments,
     Rates,
     Sizes,
     StepCost,
@@ -23,7 +24,8 @@ from cluster.scaling.rates import (
     measured_work,
     step_cost,
 )
-from cluster.scaling.samples import Demand, DemandMeter, History, ReplicaSample, Sample, last_changes
+from cluster.scaling.forecast_replicas import Load, both_need, decode_need, floors, prefill_need
+from cluster.scaling.samples import DemandMeter, History, ReplicaSample, Sample, last_changes
 
 RATES = Rates(
     prefill_tok_s=8000.0,
@@ -274,7 +276,9 @@ def test_decode_replicas_prefill_where_nobody_else_does() -> None:
 
 
 def test_sizes_and_demand_are_those_of_the_samples() -> None:
-    history = history_of(config(), lambda at: ([], demand(6, 1000, 50)._replace(num_sequences=12)))
+    history = history_of(
+        config(), lambda at: ([], dataclasses.replace(demand(6, 1000, 50), num_sequences=12))
+    )
     sizes = measured_sizes(history, 400.0, 150.0)
     assert sizes.prompt is not None
     assert sizes.output is not None

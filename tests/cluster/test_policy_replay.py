@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from scaling_harness import config, evenly, poisson, pool
 from typer.testing import CliRunner
 
+from cluster.cli.bench_traces import read_arrivals
 from cluster.cli.main import cli
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits
-from cluster.scaling.rates import StepCost
-from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arrivals, replay
-from cluster.scaling.simulation import Arrival, ServiceModel, SimulatedCluster
+from cluster.scaling.forecast import StepCost
+from cluster.scaling.simulation import (
+    Arrival,
+    Replayed,
+    ServiceModel,
+    SimulatedCluster,
+    TargetQueue,
+    keep_counts,
+    replay,
+)
 
 MODEL = ServiceModel(
     prefill_tok_s=8000.0,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from patience import WAIT_S
 
 from cluster.errors import RosterAwayError
+from cluster.roster.actor import RemoteRoster, RosterActor
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, StoreRecord
-from cluster.roster.remote import RemoteRoster, RosterActor
 from cluster.roster.state import (
     EXPIRE_S,
     REBUILD_S,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
+from cluster.roster.actor import RemoteRoster, RosterActor
 from cluster.roster.messages import RoleLease, RosterView, ScalingMove
-from cluster.roster.remote import RemoteRoster, RosterActor
 from cluster.roster.state import NUM_MOVES, DesiredState, LocalRoster, ScalingRoster
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity

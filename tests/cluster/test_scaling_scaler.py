@@ -12,12 +12,13 @@ from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import DashboardError
+from cluster.metrics.demand import Demand
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import Lend, Plan, PoolMove, Recall
-from cluster.scaling.samples import Demand, History, PoolView
+from cluster.scaling.samples import History, PoolView
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
 from kvtransfer.common.clock import ManualClock

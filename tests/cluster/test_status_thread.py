@@ -11,9 +11,8 @@ import pytest
 from gateway_harness import Pair
 from gateway_model import FINGERPRINT
 
-from cluster.api.replies import STATUS_S, Fresh
-from cluster.api.status import StatusThread
-from cluster.gateway.replica_view import ReplicaState, ReplicaView
+from cluster.api.replies import STATUS_S, Fresh, StatusThread
+from cluster.gateway.replica_connections import ReplicaState, ReplicaView
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from kvtransfer.common.clock import ManualClock

@@ -40,7 +40,7 @@ async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[E2eHarn
 async def add(harness: E2eHarness, store: StoreHarness, name: str, role: str = "both", **how: Any) -> Replica:
     """A replica whose store is open."""
     replica = await harness.add(name, role, store=store.settings.name, **how)
-    tiers = replica.core.tiers
+    tiers = replica.core.connector
     assert tiers is not None
     await until(lambda: tiers.is_open, f"the store of {name} is open")
     return replica
@@ -63,7 +63,7 @@ async def alone(harness: E2eHarness, tokens: list[int], max_tokens: int = 16) ->
 
 async def stored_blocks(replica: Replica, num_blocks: int) -> None:
     """Wait until so many blocks of the replica were written through, and no more are under way."""
-    tiers = replica.core.tiers
+    tiers = replica.core.connector
     assert tiers is not None
     await until(
         lambda: tiers.saver.num_stored >= num_blocks and tiers.saver.is_idle, f"{num_blocks} are stored"
@@ -120,7 +120,9 @@ async def test_any_shape_reads_what_any_shape_wrote(
         heard = await run(harness, replica, shape, prompt(3))
         assert heard.sequence() == wanted
         assert loaded(heard) == (NUM_FULL_BLOCKS * BLOCK_TOKENS if shape == shapes[1] else 0)
-        await until(lambda: replica.core.tiers is not None and replica.core.tiers.is_idle, "it is written")  # noqa: B023
+        connector = replica.core.connector
+        assert connector is not None
+        await until(lambda store=connector: store.is_idle, "it is written")  # type: ignore[misc]
     await harness.quiet()
 
 
@@ -140,9 +142,9 @@ async def test_a_preempted_sequence_comes_back_from_the_host_tier(
     heard = [await harness.ended(submission) for submission in submissions]
     assert [each.sequence() for each in heard] == wanted
     await until(lambda: replica.load is not None and replica.load.num_preemptions > 0, "one was preempted")
-    tiers = replica.core.tiers
+    tiers = replica.core.connector
     assert tiers is not None
-    assert tiers.num_loaded_tokens["dram"] >= BLOCK_TOKENS
+    assert tiers.loader.num_loaded_tokens["dram"] >= BLOCK_TOKENS
     await harness.quiet()
 
 
@@ -158,7 +160,7 @@ async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
     heard = harness.heard.setdefault(("r", 0), Heard())
     await until(lambda: len(heard.tokens.get(0, {})) >= 40, "40 tokens")
     num_blocks = (NUM_TOKENS + 40 - 1) // BLOCK_TOKENS
-    tiers = first.core.tiers
+    tiers = first.core.connector
     assert tiers is not None
     await until(lambda: len(tiers.view) >= num_blocks, "the finished blocks are in the host tier")
     for process_id in first.core.rank_process_ids:
@@ -191,7 +193,7 @@ async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
         lambda: second.load is not None and second.load.num_store_checksum_failures == 1, "it is counted"
     )
     third = await add(harness, store, "c")  # the bad record is gone, the right one of the second is there
-    await until(lambda: second.core.tiers is not None and second.core.tiers.is_idle, "it is stored")
+    await until(lambda: second.core.connector is not None and second.core.connector.is_idle, "it is stored")
     again = await run(harness, third, "r3", prompt(7))
     assert again.sequence() == wanted
     assert loaded(again) == NUM_FULL_BLOCKS * BLOCK_TOKENS
@@ -208,7 +210,7 @@ async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_ag
     await run(harness, first, "r8", prompt(8))
     await stored_blocks(first, NUM_FULL_BLOCKS)
     await store.kill()
-    tiers = first.core.tiers
+    tiers = first.core.connector
     assert tiers is not None
     await until(lambda: not tiers.is_open, "its end is noticed")
     assert (await run(harness, first, "r9", prompt(9))).sequence() == wanted[1]
@@ -231,7 +233,7 @@ async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, Sto
     assert heard.sequence() == wanted
     assert loaded(heard) == 0
     store.signal(signal.SIGCONT)
-    tiers = first.core.tiers
+    tiers = first.core.connector
     assert tiers is not None
     await until(lambda: tiers.is_open, "it is used again")
     await run(harness, first, "r2", prompt(11))

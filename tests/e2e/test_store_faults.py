@@ -71,7 +71,7 @@ class Node:
 
     async def is_open(self) -> None:
         for replica in self.replicas:
-            tiers = replica.core.tiers
+            tiers = replica.core.connector
             assert tiers is not None
             await until(lambda: tiers.is_open, "the store is open", WAIT_S)  # noqa: B023
 

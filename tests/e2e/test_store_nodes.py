@@ -48,7 +48,7 @@ class Town:
         await self.is_open(name)
 
     async def is_open(self, name: str) -> None:
-        tiers = self.replicas[name].core.tiers
+        tiers = self.replicas[name].core.connector
         assert tiers is not None
         await until(lambda: tiers.is_open, f"the store of {name} is open", WAIT_S)
 
@@ -68,7 +68,7 @@ class Town:
 
     async def kept_at_first(self, num_prompts: int = 1) -> list[list[int]]:
         """New prompts whose blocks the first node has; they are told to the index if that can be reached."""
-        tiers = self.replicas["a"].core.tiers
+        tiers = self.replicas["a"].core.connector
         assert tiers is not None
         prompts: list[list[int]] = []
         clock = SystemClock()
@@ -168,7 +168,7 @@ async def test_what_one_node_computed_another_fetches(town: Town) -> None:
     await town.index_until(town.second, lambda index: index.state == "up", "Redis is reached")
     (tokens,) = await town.kept_at_first()
     await town.index_until(town.first, lambda index: index.num_announced >= NUM_BLOCKS, "it is told")
-    tiers = town.replicas["b"].core.tiers
+    tiers = town.replicas["b"].core.connector
     assert tiers is not None
     assert len(tiers.view) == 0, "b heard of what a's node has"
     heard = await town.run("b", tokens)

@@ -1,40 +1,30 @@
-"""Frames on asyncio streams, under the event loop of tests and under that of the service."""
+"""Framed streams under the event loop of tests and under that of the service."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 import pytest
 import uvloop
 
-from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.framing import read_frame, write_frame
+from kvtransfer.rpc.stream import frame_stream
 
 
-async def _write_to_a_closed_connection() -> list[bytes]:
+async def _send_on_a_closed_connection() -> list[bytes]:
     """What the other side has read when its connection ended."""
-    received: list[bytes] = []
-    ended = asyncio.Event()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                received.append(await read_frame(reader))
-        except PeerGoneError:
-            ended.set()
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    write_frame(writer, b"before")
+    ours, theirs = socket.socketpair()
+    writer, reader = await frame_stream(ours, "writer"), await frame_stream(theirs, "reader")
+    writer.send(b"before")
     writer.close()
+    writer.send(b"closing")
+    received = []
+    while (frame := await reader.receive()) is not None:
+        received.append(frame)
     await writer.wait_closed()
-    write_frame(writer, b"after")
-    await ended.wait()
-    server.close()
-    await server.wait_closed()
+    writer.send(b"after")
+    await reader.wait_closed()
     return received
 
 
@@ -43,4 +33,4 @@ def test_nothing_is_written_to_a_connection_that_has_closed(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        assert runner.run(_write_to_a_closed_connection()) == [b"before"]
+        assert runner.run(_send_on_a_closed_connection()) == [b"before"]

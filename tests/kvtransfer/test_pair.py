@@ -29,7 +29,7 @@ from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import BlockMove, Lane, RankEndpoints, Shard
-from kvtransfer.protocol.gate import OpenedLanding
+from kvtransfer.protocol.fence import OpenedLanding
 from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.transports import gloo, nccl
 from kvtransfer.transports.base import TargetRank, WriterRank

@@ -11,7 +11,7 @@ from patience import WAIT_S
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import FrameStream, open_tcp
+from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -120,8 +120,9 @@ async def test_nonsense_ends_that_connection_only(message: ToOwner) -> None:
         stream = await introduced(b)
         stream.send(TO_OWNER_CODEC.encode(message))
         with pytest.raises(PeerGoneError):
-            await stream.receive()
-        await stream.close()
+            await stream.next_frame()
+        stream.close()
+        await stream.wait_closed()
         wanted = a.want(1, 50_000)
         assert set(await fetch(a, b, [wanted])) == {record_id(1)}
         assert_nothing_leaks(a, b)
@@ -132,7 +133,7 @@ async def introduced(holder: StoreNode) -> FrameStream:
     stream = await open_tcp(holder.address, holder.settings.secret, "stranger")
     hello = OwnerHello(STORE_PROTOCOL, ReplicaIdentity("stranger", 1), GRANULE_BYTES)
     stream.send(TO_OWNER_CODEC.encode(hello))
-    FROM_OWNER_CODEC.decode(await stream.receive())
+    FROM_OWNER_CODEC.decode(await stream.next_frame())
     return stream
 
 
@@ -142,11 +143,12 @@ async def test_an_asker_that_cannot_be_reached_is_answered() -> None:
         stream = await introduced(b)
         order = SendRecords(draw_id(), NOWHERE, RECORDS, ((1, 2, 3, 4),))
         stream.send(TO_OWNER_CODEC.encode(order))
-        answer = FROM_OWNER_CODEC.decode(await stream.receive())
+        answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
         assert isinstance(answer, RecordsSent)
         assert (answer.landing_id, answer.sent) == (order.landing_id, ())
         assert "no path" in answer.reason
-        await stream.close()
+        stream.close()
+        await stream.wait_closed()
         assert b.num_leased == b.num_leases
 
 

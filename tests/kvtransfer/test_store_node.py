@@ -16,7 +16,7 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
@@ -56,7 +56,7 @@ async def connected(tmp_path: Path) -> tuple[StoreNode, EngineSession, FrameStre
     node = StoreNode(settings, clock, Faults(), spawn)
     hall = ArenaManager(settings, clock, 0, node.attach, lambda rank: None, spawn)
     ours, engine_cores = socket.socketpair()
-    stream = FrameStream(*await asyncio.open_connection(sock=ours))
+    stream = await frame_stream(ours, "test")
     hello = EngineHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))
     return node, EngineSession(hello, stream, hall, node, spawn), stream, engine_cores
 
@@ -94,7 +94,7 @@ async def test_what_a_closed_connection_had_still_to_say_is_void(tmp_path: Path)
     offset = allocate(node)
     frame = TO_OWNER_CODEC.encode(PutCommit(((offset, 1),)))
     engine_cores.sendall(struct.pack("<I", len(frame)) + frame)
-    await eventually(lambda: bool(stream._reader._buffer), "it has come")  # type: ignore[attr-defined]
+    await eventually(lambda: bool(stream._frames), "it has come")
     earlier.close()
     with pytest.raises(PeerGoneError):
         await earlier.serve()

@@ -19,7 +19,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import open_tcp, open_unix
+from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HELD,
@@ -294,8 +294,9 @@ async def test_engine_cores_and_ranks_come_over_the_nodes_own_socket_only(runnin
     replica = await Replica(running).start()
     stream = await open_tcp(running.address, SECRET, "engine_core")
     stream.send(TO_OWNER_CODEC.encode(replica.client._hello))
-    assert isinstance(FROM_OWNER_CODEC.decode(await stream.receive()), StoreRefusal)
-    await stream.close()
+    assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
+    stream.close()
+    await stream.wait_closed()
     assert (await running.ask(StatRequest(), StoreStat, is_remote=True)).num_sessions == 1
     await replica.close()
 
@@ -303,8 +304,9 @@ async def test_engine_cores_and_ranks_come_over_the_nodes_own_socket_only(runnin
 async def test_a_first_message_that_is_none_is_refused(running: StoreHarness) -> None:
     stream = await open_unix(running.settings.name, SECRET, "?")
     stream.send(TO_OWNER_CODEC.encode(FindRequest(1, b"", ())))
-    assert isinstance(FROM_OWNER_CODEC.decode(await stream.receive()), StoreRefusal)
-    await stream.close()
+    assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
+    stream.close()
+    await stream.wait_closed()
 
 
 async def test_an_engine_core_of_another_protocol_is_refused(running: StoreHarness) -> None:
@@ -312,11 +314,12 @@ async def test_an_engine_core_of_another_protocol_is_refused(running: StoreHarne
     stream = await open_unix(running.settings.name, SECRET, "engine_core")
     hello = replace(replica.client._hello, protocol=STORE_PROTOCOL + 1, session=draw_id())
     stream.send(TO_OWNER_CODEC.encode(hello))
-    refusal = FROM_OWNER_CODEC.decode(await stream.receive())
+    refusal = FROM_OWNER_CODEC.decode(await stream.next_frame())
     assert isinstance(refusal, StoreRefusal)
     with pytest.raises(PeerGoneError):
-        await stream.receive()
-    await stream.close()
+        await stream.next_frame()
+    stream.close()
+    await stream.wait_closed()
     await replica.close()
 
 

@@ -27,7 +27,7 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
-from kvtransfer.protocol.gate import Gate
+from kvtransfer.protocol.fence import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank

@@ -22,7 +22,7 @@ from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import KvEvents, ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
-from kvtransfer.rpc.stream import FrameStream, open_stream
+from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
 from workers.messages import (
     LINK_DOWN_CODEC,
@@ -108,7 +108,7 @@ class Replica:
         return HandOverTarget(self.core.identity, self.core.address)
 
     async def connect(self, secret: bytes) -> None:
-        self._stream = await open_stream(self.core.address, "link", secret, "walk")
+        self._stream = await open_link(self.core.address, "link", secret, "walk")
         self._stream.send(LINK_DOWN_CODEC.encode(GatewayHello("walk", 1)))
         hello = await self._stream.receive()
         assert hello is not None
@@ -180,7 +180,7 @@ class E2eHarness:
         epoch: int = 1,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
-        core = EngineCore(
+        core = await EngineCore.launch(
             identity=ReplicaIdentity(name, epoch),
             pool=role,
             role=role,
@@ -196,10 +196,6 @@ class E2eHarness:
             store=store,
             faults=faults,
         )
-        async with contextlib.AsyncExitStack() as failed:
-            failed.push_async_callback(core.stop)
-            await core.start()
-            failed.pop_all()
         replica = self.replicas[name] = Replica(core, self.heard)
         await replica.connect(self.secret)
         return replica
@@ -257,10 +253,10 @@ class E2eHarness:
 
             def is_quiet(core: EngineCore = core) -> bool:
                 pool = core.pool
-                books = core.inbound.book.num_open + core.inbound.book.num_waiting
-                busy = books + core.outbound.book.num_active + len(core.requests)
-                if core.tiers is not None:
-                    busy += not core.tiers.is_idle
+                books = core.kv_receiver.landings.num_open + core.kv_receiver.landings.num_waiting
+                busy = books + core.kv_sender.sends.num_active + len(core.table)
+                if core.connector is not None:
+                    busy += not core.connector.is_idle
                 return pool.num_referenced == 0 and pool.num_quarantined == 0 and busy == 0
 
             await until(is_quiet, f"every reference of {core.identity.replica_id} is 0")

@@ -25,7 +25,7 @@ from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.listener import ProvenListener
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import frame_stream
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
@@ -130,10 +130,10 @@ class StoreNode:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.errors.append(error)
 
-    async def _serve(self, sock: socket.socket, _: str) -> None:
-        stream = FrameStream(*await asyncio.open_connection(sock=socket.socket(fileno=sock.detach())))
+    async def _serve(self, sock: socket.socket, name: str) -> None:
+        stream = await frame_stream(sock, name)
         try:
-            hello = TO_OWNER_CODEC.decode(await stream.receive())
+            hello = TO_OWNER_CODEC.decode(await stream.next_frame())
             assert isinstance(hello, OwnerHello)
             await self.exchange.serve(stream, hello)
         finally:

@@ -16,9 +16,8 @@ from workers.config import EngineConfig
 from workers.messages import RequestFailed, StepPlan, StepReport, Submission
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
-from workers.rank.collectives import RankGroups
+from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import ModelRunner
-from workers.rank.process import find_store, open_store
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler

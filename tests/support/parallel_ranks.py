@@ -25,8 +25,7 @@ from workers.model.model_config import read_model_config
 from workers.model.parallel import parallelize
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
-from workers.rank.collectives import RankGroups
-from workers.rank.process import find_store, open_store
+from workers.rank.collectives import RankGroups, find_store, open_store
 
 HOST = "127.0.0.1"
 SECRET = b"the ranks' own secret"

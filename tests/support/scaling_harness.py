@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import Plan, decide, history_span_s
-from cluster.scaling.samples import Demand, History, PoolView, ReplicaSample, Sample
+from cluster.scaling.samples import History, PoolView, ReplicaSample, Sample
 from cluster.scaling.simulation import Arrival
 
 PREFILL_TOK_S = 8000.0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import Coroutine
 
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.rpc.framing import read_frame, write_frame
 from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.stream import frame_stream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -64,21 +63,19 @@ class ScriptedStore:
         self.address = ""
         self._secret = secret
         self._listener: ProvenListener | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SupervisedTasks()
 
     async def start(self, port: int = 0) -> None:
         sock = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{sock.getsockname()[1]}"
         self._listener = ProvenListener(
-            sock, self._secret, self._serve, self._spawn, SystemClock(), "scripted"
+            sock, self._secret, self._serve, self._tasks.spawn, SystemClock(), "scripted"
         )
 
     async def stop(self) -> None:
         assert self._listener is not None
         self._listener.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def become_stranger(self) -> None:
         """From now on it listens at the same address with another secret."""
@@ -86,28 +83,22 @@ class ScriptedStore:
         self._secret = b"another" * 4
         await self.start(int(self.address.rpartition(":")[2]))
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _serve(self, sock: socket.socket, _: str) -> None:
-        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
+    async def _serve(self, sock: socket.socket, name: str) -> None:
+        stream = await frame_stream(sock, name)
         try:
-            hello = TO_OWNER_CODEC.decode(await read_frame(reader))
+            hello = TO_OWNER_CODEC.decode(await stream.next_frame())
             assert hello == AdminHello(STORE_PROTOCOL)
             while True:
-                request = TO_OWNER_CODEC.decode(await read_frame(reader))
+                request = TO_OWNER_CODEC.decode(await stream.next_frame())
                 self.requests.append(request)
                 if self.hangs_up:
                     return
                 if not self.is_silent:
-                    write_frame(writer, FROM_OWNER_CODEC.encode(self.answer or self._answer(request)))
+                    stream.send(FROM_OWNER_CODEC.encode(self.answer or self._answer(request)))
         except TransferError:
             return  # the admin has left
         finally:
-            writer.close()
+            stream.close()
 
     def _answer(self, request: ToOwner) -> FromOwner:
         if isinstance(request, StatRequest):

@@ -19,7 +19,7 @@ from patience import WAIT_S
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import StoreSettings
-from kvtransfer.rpc.store_stream import open_tcp, open_unix
+from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -148,9 +148,10 @@ class StoreHarness:
             async with asyncio.timeout(WAIT_S):
                 stream.send(TO_OWNER_CODEC.encode(AdminHello(STORE_PROTOCOL)))
                 stream.send(TO_OWNER_CODEC.encode(request))
-                answer = FROM_OWNER_CODEC.decode(await stream.receive())
+                answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
         finally:
-            await stream.close()
+            stream.close()
+            await stream.wait_closed()
         assert isinstance(answer, kind), answer
         return answer
 

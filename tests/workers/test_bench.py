@@ -14,7 +14,7 @@ from workers.errors import CapacityError
 from workers.model.model_config import read_model_config
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.rank import engine_bench
-from workers.rank.engine_bench import Limits, run_engine_bench
+from workers.rank.engine_bench import Roofline, run_engine_bench
 from workers.rank.probe import DeviceLimits
 
 
@@ -49,20 +49,20 @@ def run(model_dir: Path, **options: Any) -> list[dict[str, Any]]:
     return lines
 
 
-def test_every_figure_has_its_limit_and_its_peer(model_dir: Path) -> None:
-    check, limits, *figures = run(model_dir, peer=True)
+def test_every_measurement_has_its_limit_and_its_peer(model_dir: Path) -> None:
+    check, limits, *measured = run(model_dir, peer=True)
     assert check["what"] == "check"
     assert check["max_error"] < 1e-5
     assert check["argmax_agreement"] == 1.0
     assert limits["gemm_gflop_s"] > 0
     assert limits["read_gb_s"] > 0
-    assert [line["what"] for line in figures] == ["prefill", "peer", "decode", "peer", "decode", "peer"]
-    for line, peer in zip(figures[::2], figures[1::2], strict=True):
+    assert [line["what"] for line in measured] == ["prefill", "peer", "decode", "peer", "decode", "peer"]
+    for line, peer in zip(measured[::2], measured[1::2], strict=True):
         assert line["tok_s"] > 0
         assert line["ratio"] == pytest.approx(line["tok_s"] / line["limit_tok_s"], rel=0.02, abs=1e-4)
         assert peer["of"] == line["what"]
         assert peer["ratio"] == pytest.approx(line["tok_s"] / peer["peer_tok_s"], rel=0.01)
-    assert [(line["tokens"], line["batch"], line["context"]) for line in figures[::2]] == [
+    assert [(line["tokens"], line["batch"], line["context"]) for line in measured[::2]] == [
         (40, 1, 0),
         (16, 1, 20),
         (48, 3, 20),
@@ -77,12 +77,12 @@ def test_limits_by_hand(model_dir: Path) -> None:
     config = read_model_config(model_dir)
     kv_items_per_token = 2 * 2 * 2 * 16  # K and V, 2 layers, 2 heads of 16
     pair_flops = 2 * 2 * 4 * 16 * 2  # multiply and add, for scores and values: 4 heads of 16, 2 layers
-    compute_bound = Limits(config, 4, DeviceLimits(flop_s=1e9, byte_s=1e30))
+    compute_bound = Roofline(config, 4, DeviceLimits(flop_s=1e9, byte_s=1e30))
     assert compute_bound.prefill_tok_s(3) == pytest.approx(
         3e9 / (2 * 3 * layers + 2 * head + (1 + 2 + 3) * pair_flops)
     )
     assert compute_bound.decode_tok_s(5, 100) == pytest.approx(1e9 / (2 * (layers + head) + 100 * pair_flops))
-    read_bound = Limits(config, 4, DeviceLimits(flop_s=1e30, byte_s=1e9))
+    read_bound = Roofline(config, 4, DeviceLimits(flop_s=1e30, byte_s=1e9))
     assert read_bound.prefill_tok_s(3) == pytest.approx(3e9 / (4 * (layers + head)))
     assert read_bound.decode_tok_s(5, 100) == pytest.approx(
         5e9 / (4 * (layers + head + 5 * 100 * kv_items_per_token))

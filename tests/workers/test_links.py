@@ -18,7 +18,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.rpc import stream
 from kvtransfer.rpc.framing import connect_tcp, prove_as_async_client, send_to
 from kvtransfer.rpc.handshake import draw_secret
-from kvtransfer.rpc.stream import FrameStream, LinkServer, open_stream
+from kvtransfer.rpc.stream import FrameStream, LinkServer, open_link
 
 SECRET = draw_secret()
 
@@ -52,7 +52,7 @@ async def host() -> AsyncIterator[Host]:
 
 
 async def connected(host: Host) -> tuple[FrameStream, FrameStream]:
-    client = await open_stream(f"127.0.0.1:{host.server.port}", "link", SECRET, "test")
+    client = await open_link(f"127.0.0.1:{host.server.port}", "link", SECRET, "test")
     host.clients.append(client)
     return client, await host.streams.get()
 
@@ -114,7 +114,7 @@ async def test_a_reader_that_does_not_read_loses_the_stream(
 
 async def test_a_wrong_secret_is_refused(host: Host) -> None:
     with pytest.raises(TransferError):
-        await open_stream(f"127.0.0.1:{host.server.port}", "link", draw_secret(), "stranger")
+        await open_link(f"127.0.0.1:{host.server.port}", "link", draw_secret(), "stranger")
     assert host.streams.empty()
 
 

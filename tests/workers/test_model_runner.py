@@ -32,9 +32,8 @@ from workers.messages import (
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.random_checkpoint import write_random_checkpoint
 from workers.model.weights import ShardSpec
-from workers.rank.collectives import RankGroups
+from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import ModelRunner, read_dtype
-from workers.rank.process import find_store, open_store
 
 
 @pytest.fixture(scope="module")

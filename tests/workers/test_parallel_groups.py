@@ -25,15 +25,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from workers.errors import RankDiedError
-from workers.rank.collectives import RankGroups
-from workers.rank.process import find_store, open_store
+from workers.rank.collectives import RankGroups, find_store, open_store
 
 # Forms the given groups one after another, then does nothing until its input ends.
 IDLE_RANKS = """
 import json, sys, torch
 from torch.distributed.distributed_c10d import PrefixStore
 from workers.rank.collectives import RankGroups
-from workers.rank.process import find_store
+from workers.rank.collectives import find_store
 store, cpu = find_store(sys.argv[1]), torch.device("cpu")
 made = [
     RankGroups(PrefixStore(name, store), tp=tp, pp=pp, rank=rank, device=cpu, host="127.0.0.1",

@@ -1,13 +1,13 @@
 """The collectives between the ranks of one replica: sums and logits inside a stage, hidden states from stage
 to stage, sampled ids from the last stage back to the first.
 
-Ranks on the CPUs of one host use shared memory (`local_links`). Else groups are made for this replica alone,
-on a store of its own and not on torch's global default group: NCCL serves CUDA, gloo all other pairs. NCCL
-has not been run.
-"""
+Ranks on the CPUs of one host use shared memory (`local_links`). Other groups are made for this replica alone,
+on a store of its own and not on torch's global default group: NCCL serves CUDA, gloo all other pairs. Not yet
+validated: NCCL."""
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,30 +18,48 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # the type stubs lack it
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from workers.errors import RankDiedError, WorkerError
 from workers.rank.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
 
-# Whether a peer hangs is for the engine core to judge, who then kills every rank: a wait ends before that only when
-# a connection breaks.
+# The engine core detects a peer that hangs, and kills every rank. Before that, a wait ends only when a
+# connection breaks.
 _TIMEOUT = timedelta(hours=1)
-# A sum for which a rank sends no more than this goes straight to all ranks. Between two ranks that exchange
-# takes 124 us for 8 KiB where gloo's ring, on a thread of its own, takes 333; at 2 MiB they are equal.
+# A sum for which a rank sends no more than this is sent directly to all ranks. Between two ranks that
+# exchange takes 124 us for 8 KiB where gloo's ring, on a thread of its own, takes 333; at 2 MiB they are
+# equal.
 _DIRECT_BYTES = 2 << 20
 _SUM_TAG, _LOGITS_TAG, _AGREE_TAG = 0, 1, 2
 _HIDDEN_TAG, _MARKS_TAG = 0, 1
 
 
-class RankGroups:
-    """The place of `rank` = stage * tp + tp_rank in its replica, and what it says to the other ranks.
+def open_store(host: str) -> tuple[TCPStore, str]:
+    """Open a store on a free port of this interface alone; returns it and its address. It lives as long as
+    the object."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # From here on the store owns the descriptor.
+    store = TCPStore(
+        host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return store, f"{host}:{port}"
 
-    Every rank makes it at the same time, on one `store`; a replica of one rank needs none and forms nothing.
-    `host` is the address of this rank's interface that the other ranks can reach; ranks of equal `host_id`
-    share memory ("": with nobody) and prove `secret` to each other. A broken connection raises RankDiedError
-    wherever it is met.
-    """
+
+def find_store(address: str) -> TCPStore:
+    """Connect to the store that rank 0 has opened at `address`."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), None, False)
+
+
+class RankGroups:
+    """The collectives of `rank` = stage * tp + tp_rank with the other ranks of its replica.
+
+    All ranks make theirs at the same time, on one `store`; a replica of one rank needs none and forms
+    nothing. `host` is the address of this rank's interface that the other ranks can reach. Ranks of equal
+    `host_id` share memory ("" with nobody) and prove `secret` to each other. Every method raises
+    RankDiedError for a broken connection."""
 
     def __init__(
         self,
@@ -69,14 +87,14 @@ class RankGroups:
             assert store is not None, "ranks find each other in a store"
             assert secret, "ranks prove the cluster secret to each other"
             with _broken_connections("forming the replica's groups"):
-                former = _Former(store, device, host)
+                factory = _GroupFactory(store, device, host)
                 board_id = host_id or f"rank {rank}"
                 with closing(Switchboard(store, rank, tp * pp, board_id, secret)) as board:
-                    self._form(former, board)
-                self._nccl_groups = former.nccl_groups
+                    self._form(factory, board)
+                self._nccl_groups = factory.nccl_groups
 
-    def _form(self, former: _Former, board: Switchboard) -> None:
-        kinds = former.exchange_devices(self.rank, self.tp * self.pp)
+    def _form(self, factory: _GroupFactory, board: Switchboard) -> None:
+        kinds = factory.exchange_devices(self.rank, self.tp * self.pp)
         own = kinds[self.rank]
         first = self.stage * self.tp
         stage = range(first, first + self.tp)
@@ -93,27 +111,27 @@ class RankGroups:
             )
         elif self.tp > 1:
             name = f"stage {self.stage}"
-            group = former.group(name, self.tp_rank, self.tp, own == "cuda")
-            marks = former.group(f"{name} marks", self.tp_rank, self.tp, False) if own == "cuda" else group
+            group = factory.group(name, self.tp_rank, self.tp, own == "cuda")
+            marks = factory.group(f"{name} marks", self.tp_rank, self.tp, False) if own == "cuda" else group
             self._layer_group = _LayerGroup(group, marks, self.tp, self.tp_rank)
         if not self.is_first_stage:
             peer = self.rank - self.tp
             if are_local((peer, self.rank)):
                 self._previous = HiddenReceiver(board.connect("hidden", [peer])[peer])
             else:
-                self._previous = _HiddenPair(former, peer, 1, own == kinds[peer] == "cuda", self.pp)
+                self._previous = _HiddenPair(factory, peer, 1, own == kinds[peer] == "cuda", self.pp)
         if not self.is_last_stage:
             peer = self.rank + self.tp
             if are_local((peer, self.rank)):
                 self._next = HiddenSender(board.connect("hidden", [peer])[peer])
             else:
-                self._next = _HiddenPair(former, self.rank, 0, own == kinds[peer] == "cuda", self.pp)
+                self._next = _HiddenPair(factory, self.rank, 0, own == kinds[peer] == "cuda", self.pp)
         sampler = (self.pp - 1) * self.tp
         receivers = [rank for rank in range(self.tp) if rank != sampler]
         if not (self.is_first_stage or self.is_sampler) or not receivers:
             return
         if len({board.hosts[rank] for rank in (*receivers, sampler)}) > 1:
-            self._tokens = _TokenGroup(former, self.tp, self.pp, self.rank)
+            self._tokens = _TokenGroup(factory, self.tp, self.pp, self.rank)
         elif self.is_sampler:
             self._tokens = LocalTokens(board.connect("tokens", receivers).values())
         else:
@@ -128,7 +146,8 @@ class RankGroups:
             self._layer_group.all_reduce(tensor)
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The stage's [R, widths[r]] side by side at its first rank, None at the others."""
+        """Gather the stage's parts [num_rows, widths[rank]] side by side at its first rank; None at the
+        others."""
         assert self._layer_group is not None, "one rank has nothing to gather"
         assert tensor.shape[1] == widths[self.tp_rank]
         num_rows = tensor.shape[0]
@@ -142,8 +161,8 @@ class RankGroups:
         return None if whole is None else torch.cat([tensor, *parts], 1, out=whole)
 
     def agree(self, is_well: bool) -> bool:
-        """Whether it is well with all ranks of the stage, which call this at the same points of a step. Only
-        what the hosts know is exchanged: kernels that are queued are not waited for."""
+        """Return whether `is_well` holds at all ranks of the stage, which call this at the same points of a
+        step. Does not wait for queued kernels."""
         if self._layer_group is None:
             return is_well
         with _broken_connections("agreeing on a step"):
@@ -152,8 +171,8 @@ class RankGroups:
     # ------------------------------------------------------------------------- from stage to stage
 
     def send_marks(self, marks: NDArray[np.uint8]) -> None:
-        """Say which entries of the plan (1, else 0) the next `send_hidden` is of; without any none
-        follows."""
+        """Send a mark for each entry of the plan: 1 if the next `send_hidden` holds it, else 0. If all are 0,
+        none follows."""
         assert self._next is not None, "the last stage has no next"
         with _broken_connections("sending the marks of hidden states"):
             self._next.send_marks(marks)
@@ -165,42 +184,43 @@ class RankGroups:
             return self._previous.receive_marks(num_entries)
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """Send [T, C] to the next stage and return; nobody may change `hidden` afterwards."""
+        """Send [num_tokens, hidden_size] to the next stage and return. `hidden` must not change
+        afterwards."""
         assert self._next is not None, "the last stage has no next"
         with _broken_connections("sending hidden states"):
             self._next.send(hidden)
 
     def receive_hidden(self, into: Tensor) -> None:
-        """Wait for the previous stage's next hidden states and fill `into`, contiguous [T, C]."""
+        """Wait for the previous stage's next hidden states and fill the contiguous `into`."""
         assert self._previous is not None, "the first stage has no previous"
         with _broken_connections("receiving hidden states"):
             self._previous.receive(into)
 
     def send_tokens(self, step: int, tokens: NDArray[np.int64]) -> None:
-        """The sampler's ids of `step`, to every rank of the first stage but itself. Returns at once."""
+        """Send the sampler's ids of `step` to every rank of the first stage but itself. Returns at once."""
         assert self._tokens is not None, "no rank waits for tokens"
         assert self.is_sampler
         with _broken_connections("sending sampled tokens"):
             self._tokens.send(step, tokens)
 
     def expect_tokens(self, step: int, num_tokens: int) -> None:
-        """On a rank of the first stage that is not the sampler: the plan of `step` samples so many ids (more
-        than none). Call it for every such plan, in order and before its computation."""
+        """Expect `num_tokens` > 0 ids of `step`, on a rank of the first stage that is not the sampler. Must
+        be called for every plan that samples, in order and before its computation."""
         assert self._tokens is not None, "only the first stage waits for tokens"
         assert not self.is_sampler
         with _broken_connections("receiving sampled tokens"):
             self._tokens.expect(step, num_tokens)
 
     def receive_tokens(self) -> tuple[int, NDArray[np.int64]]:
-        """Wait for the ids of the oldest expected step; (step, ids in the order they were sent)."""
+        """Wait for the oldest expected step. Returns (step, ids in the order they were sent)."""
         assert self._tokens is not None, "only the first stage waits for tokens"
         assert not self.is_sampler
         with _broken_connections("receiving sampled tokens"):
             return self._tokens.receive()
 
     def close(self) -> None:
-        """Leave all groups at once: what was sent and not yet received is lost. Only for the thread that uses
-        the groups; one that waits in gloo for a rank that hangs cannot be woken, only killed."""
+        """Leave all groups at once; what was sent and not yet received is lost. Call it from the thread that
+        uses the groups: a thread that waits in gloo for a rank that hangs cannot be woken, only killed."""
         for group in self._nccl_groups:
             group.abort()  # else its end waits for what is under way; gloo's does not
         self._nccl_groups = []
@@ -210,8 +230,8 @@ class RankGroups:
         self._layer_group = self._previous = self._next = self._tokens = None
 
 
-class _Former:
-    """Makes the groups of one rank: all gloo groups share one device, that is one listening interface."""
+class _GroupFactory:
+    """Forms the groups of one rank. All gloo groups share one device, that is, one listening interface."""
 
     def __init__(self, store: Store, device: torch.device, host: str) -> None:
         self._store = store
@@ -220,12 +240,12 @@ class _Former:
         self._gloo_device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
 
     def exchange_devices(self, rank: int, num_ranks: int) -> list[str]:
-        """The device type of every rank."""
+        """Publish this rank's device type and return those of all ranks."""
         self._store.set(f"device {rank}", self._device.type)
         return [self._store.get(f"device {other}").decode() for other in range(num_ranks)]
 
     def group(self, name: str, rank: int, size: int, on_cuda: bool) -> Any:
-        """Returns when all `size` members have called it with this name."""
+        """Form a group; returns when all `size` members have called it with this name."""
         store = PrefixStore(name, self._store)
         if on_cuda:
             from torch.distributed import ProcessGroupNCCL  # absent from builds without CUDA
@@ -247,7 +267,7 @@ class _LayerGroup:
     """Sums and gathers over the ranks of one stage, by gloo or NCCL."""
 
     def __init__(self, group: Any, marks: Any, tp: int, tp_rank: int) -> None:
-        """`marks` is a group of the same ranks that carries what lies in host memory."""
+        """`marks` is a group of the same ranks for tensors in host memory."""
         self._group = group
         self._marks = marks
         self._tp = tp
@@ -260,24 +280,24 @@ class _LayerGroup:
             self._group.allreduce([tensor]).wait()
 
     def _sum_directly(self, tensor: Tensor) -> None:
-        others = [rank for rank in range(self._tp) if rank != self._tp_rank]
         parts = tensor.new_empty((self._tp, *tensor.shape))
-        works = [self._group.recv([parts[rank]], rank, _SUM_TAG) for rank in others]
-        works += [self._group.send([tensor], rank, _SUM_TAG) for rank in others]
-        parts[self._tp_rank] = tensor
-        for work in works:
-            work.wait()
+        self._exchange(self._group, tensor, parts, _SUM_TAG)
         torch.sum(parts, 0, out=tensor)
 
     def agree(self, is_well: bool) -> bool:
+        own = torch.tensor([int(is_well)], dtype=torch.uint8)
+        marks = own.new_empty((self._tp, 1))
+        self._exchange(self._marks, own, marks, _AGREE_TAG)
+        return bool(marks.all())
+
+    def _exchange(self, group: Any, own: Tensor, parts: Tensor, tag: int) -> None:
+        """Send `own` to every other rank of the stage; `parts` receives every rank's tensor."""
         others = [rank for rank in range(self._tp) if rank != self._tp_rank]
-        marks = torch.full((self._tp, 1), int(is_well), dtype=torch.uint8)
-        own = marks[self._tp_rank].clone()
-        works = [self._marks.recv([marks[rank]], rank, _AGREE_TAG) for rank in others]
-        works += [self._marks.send([own], rank, _AGREE_TAG) for rank in others]
+        works = [group.recv([parts[rank]], rank, tag) for rank in others]
+        works += [group.send([own], rank, tag) for rank in others]
+        parts[self._tp_rank] = own
         for work in works:
             work.wait()
-        return bool(marks.all())
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int], parts: list[Tensor]) -> None:
         if self._tp_rank > 0:
@@ -289,13 +309,13 @@ class _LayerGroup:
 
 
 class _HiddenPair:
-    """Hidden states between a rank and its counterpart in the next stage, in order. Between unlike devices
-    they pass through host memory."""
+    """Carries hidden states between a rank and its counterpart in the next stage, in order, through host
+    memory between unlike devices."""
 
-    def __init__(self, former: _Former, sender: int, member: int, on_cuda: bool, pp: int) -> None:
-        """`member` is 0 at the rank `sender` and 1 at its counterpart; `on_cuda`: both devices are."""
-        self._group = former.group(f"hidden {sender}", member, 2, on_cuda)
-        self._marks = former.group(f"marks {sender}", member, 2, False) if on_cuda else self._group
+    def __init__(self, factory: _GroupFactory, sender: int, member: int, on_cuda: bool, pp: int) -> None:
+        """`member` is 0 at the rank `sender` and 1 at its counterpart; `on_cuda` if both devices are."""
+        self._group = factory.group(f"hidden {sender}", member, 2, on_cuda)
+        self._marks = factory.group(f"marks {sender}", member, 2, False) if on_cuda else self._group
         self._on_cuda = on_cuda
         # As many as there are plans in flight: the tensor of the oldest has been received by then.
         self._most_sends = 2 * (pp + 1)
@@ -330,12 +350,13 @@ class _HiddenPair:
 
 
 class _TokenGroup:
-    """The ranks of the first stage and the sampler. A message is the step and its ids, int64."""
+    """Carries sampled ids from the sampler to the ranks of the first stage, as messages [step, *ids] of
+    int64."""
 
-    def __init__(self, former: _Former, tp: int, pp: int, rank: int) -> None:
+    def __init__(self, factory: _GroupFactory, tp: int, pp: int, rank: int) -> None:
         self._sampler = 0 if pp == 1 else tp
         member = rank if rank < tp else self._sampler
-        self._group = former.group("tokens", member, tp if pp == 1 else tp + 1, on_cuda=False)
+        self._group = factory.group("tokens", member, tp if pp == 1 else tp + 1, on_cuda=False)
         self._receivers = [other for other in range(tp) if other != self._sampler]
         self._most_sends = pp + 1
         self._sends: deque[tuple[list[Any], Tensor]] = deque()
@@ -362,7 +383,7 @@ class _TokenGroup:
 
 @contextmanager
 def _broken_connections(doing: str) -> Iterator[None]:
-    """torch reports them as RuntimeError, a socket as OSError."""
+    """Translate broken connections, which torch reports as RuntimeError and a socket as OSError."""
     try:
         yield
     except (RuntimeError, OSError) as error:

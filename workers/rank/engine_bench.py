@@ -1,7 +1,7 @@
-"""The engine alone, beside the machine's limits measured in the same run and, on request, transformers.
+"""Benchmark the engine alone, beside the machine's limits and, on request, transformers, in the same run.
 
-Called by `tandem bench engine` and by `benchmarks/engine.py`. Every figure is one dictionary given to `emit`.
-"""
+Called by `tandem bench engine` and by `benchmarks/engine.py`. Every measurement is a dictionary passed to
+`emit`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, 
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import ModelWork
 from workers.rank.model_runner import ModelRunner, read_dtype
-from workers.rank.probe import DeviceLimits, MeasureSizes, measure_limits
+from workers.rank.probe import DeviceLimits, MeasureSizes, measure_limits, synchronize
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -48,15 +48,15 @@ def run_engine_bench(
     block_tokens: int = 64,
     device: str = "cpu",
 ) -> None:
-    """Check the logits, measure the limits, then prefill and decode.
+    """Check the logits, measure the machine's limits, then measure prefill and decode.
 
-    Rates are tokens a second of the best of `repeat` runs, limits included: the figure that other load on the
-    machine spoils least. `peer` measures transformers' `generate` alternating with ours. Raises
-    `CapacityError` when a length exceeds the model's positions.
+    Rates, limits included, are tokens a second of the best of `repeat` runs, which other load on the machine
+    distorts least. With `peer`, transformers' `generate` is measured in turn with the engine. Raises
+    `CapacityError` if a length exceeds the model's positions.
     """
     clock = SystemClock()
     config = read_model_config(model_dir)
-    executor = ModelRunner(
+    runner = ModelRunner(
         model_dir=model_dir,
         dtype=read_dtype(dtype),
         device=torch.device(device),
@@ -65,28 +65,32 @@ def run_engine_bench(
         num_threads=threads,
         clock=clock,
     )
-    with contextlib.closing(executor):
-        executor.warm_up()
-        engine = _Engine(executor, clock, block_tokens)
+    with contextlib.closing(runner):
+        runner.warm_up()
+        engine = _Engine(runner, clock, block_tokens)
         has_transformers = importlib.util.find_spec("transformers") is not None
-        reference = _Peer(model_dir, executor, clock) if has_transformers else None
+        reference = _Peer(model_dir, runner, clock) if has_transformers else None
         emit(_check(engine, reference))
         if peer and reference is None:
             emit({"what": "peer", "skipped": "transformers is not installed"})
         rival = reference if peer else None
         del reference  # its memory, when it is not measured
         sizes = MeasureSizes(_GEMM_SIZE, _READ_BYTES, repeat)
-        machine = measure_limits(executor.kv.device, executor.kv.dtype, clock, sizes)
+        machine = measure_limits(runner.kv.device, runner.kv.dtype, clock, sizes)
         emit(_line(machine))
-        limits = Limits(config, executor.kv.dtype.itemsize, machine)
+        roofline = Roofline(config, runner.kv.dtype.itemsize, machine)
         for num_tokens in prefill_tokens:
-            figure = _Figure("prefill", num_tokens, 1, 0, dtype, limits.prefill_tok_s(num_tokens), num_tokens)
-            figure.measure(engine.prefill_s, rival.prefill_s if rival else None, repeat, emit)
+            measurement = _Measurement(
+                "prefill", num_tokens, 1, 0, dtype, roofline.prefill_tok_s(num_tokens), num_tokens
+            )
+            measurement.run(engine.prefill_s, rival.prefill_s if rival else None, repeat, emit)
         for batch in decode_batches:
             num_tokens = batch * _NUM_DECODE_STEPS
-            limit = limits.decode_tok_s(batch, context_tokens + _NUM_DECODE_STEPS / 2)
-            figure = _Figure("decode", num_tokens, batch, context_tokens, dtype, limit, context_tokens)
-            figure.measure(engine.decode_s, rival.decode_s if rival else None, repeat, emit)
+            limit = roofline.decode_tok_s(batch, context_tokens + _NUM_DECODE_STEPS / 2)
+            measurement = _Measurement(
+                "decode", num_tokens, batch, context_tokens, dtype, limit, context_tokens
+            )
+            measurement.run(engine.decode_s, rival.decode_s if rival else None, repeat, emit)
 
 
 def _num_kv_tokens(
@@ -96,7 +100,7 @@ def _num_kv_tokens(
     context_tokens: int,
     block_tokens: int,
 ) -> int:
-    """KV for the largest figure; every sequence begins a block of its own."""
+    """Return the KV tokens of the largest measurement. Every sequence begins a block of its own."""
     decode_tokens = context_tokens + _NUM_DECODE_STEPS + 1
     longest = max([*prefill_tokens, decode_tokens, _CHECK_TOKENS])
     if longest > config.max_context_tokens:
@@ -106,8 +110,8 @@ def _num_kv_tokens(
     return max(num_blocks, num_decode_blocks) * block_tokens
 
 
-class _Figure:
-    """One line of the result: what is run, its limit, and the best of several runs beside the peer's."""
+class _Measurement:
+    """One line of the result: what is run, its limit, and the best of several runs beside the peer's best."""
 
     def __init__(
         self,
@@ -131,14 +135,15 @@ class _Figure:
         self._batch = batch
         self._prompt_tokens = prompt_tokens
 
-    def measure(
+    def run(
         self,
         ours: Callable[[int, int], float],
         theirs: Callable[[int, int], float] | None,
         repeat: int,
         emit: Emit,
     ) -> None:
-        """Run both alternating; they take (batch, prompt tokens) and return seconds. The first is dropped."""
+        """Run `ours` and `theirs` in turn. Both take (batch, prompt tokens) and return seconds; the first run
+        is dropped."""
         our_times, their_times = [], []
         for _ in range(repeat + 1):
             our_times.append(ours(self._batch, self._prompt_tokens))
@@ -163,27 +168,28 @@ class _Figure:
 
 
 class _Engine:
-    """Drives an executor with hand-written plans over random prompts that never repeat."""
+    """Drives a model runner with hand-made plans over random prompts that never repeat."""
 
-    def __init__(self, executor: ModelRunner, clock: Clock, block_tokens: int) -> None:
-        self.executor = executor
+    def __init__(self, runner: ModelRunner, clock: Clock, block_tokens: int) -> None:
+        self.runner = runner
         self._clock = clock
         self._block_tokens = block_tokens
         self._generator = torch.Generator().manual_seed(0)
 
     def draw(self, num_tokens: int) -> bytes:
-        """Random token ids as uint32 bytes."""
-        ids = torch.randint(0, self.executor.config.vocab_size, (num_tokens,), generator=self._generator)
+        """Draw random token ids as uint32 bytes."""
+        ids = torch.randint(0, self.runner.config.vocab_size, (num_tokens,), generator=self._generator)
         return bytes(ids.numpy().astype("<u4").tobytes())
 
     def entry(self, slot: int, start: int, tokens: bytes, samples: bool, num_total: int) -> BatchEntry:
-        """One entry of a sequence that may grow to `num_total` tokens; sequences lie one after another."""
+        """Make an entry of a sequence that may grow to `num_total` tokens. Sequences lie one after
+        another."""
         num_blocks = -(-num_total // self._block_tokens)
         blocks = tuple(range(slot * num_blocks, (slot + 1) * num_blocks))
         return BatchEntry(slot, start, len(tokens) // 4 or 1, tokens, blocks, (slot,) if samples else ())
 
     def prefill_s(self, batch: int, num_tokens: int) -> float:
-        """Seconds for one prompt, in chunks, up to its first token."""
+        """Return the seconds for one prompt, in chunks, up to its first token."""
         assert batch == 1
         started_at = self._clock.now()
         self._prefill(batch, num_tokens, num_tokens)
@@ -192,7 +198,8 @@ class _Engine:
         return elapsed_s
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """Seconds for the steps in which each of `batch` sequences gets `_NUM_DECODE_STEPS` tokens."""
+        """Return the seconds for the steps in which each of `batch` sequences gets `_NUM_DECODE_STEPS`
+        tokens."""
         num_total = context_tokens + _NUM_DECODE_STEPS + 1
         self._prefill(batch, context_tokens, num_total)
         started_at = self._clock.now()
@@ -224,23 +231,25 @@ class _Engine:
         starts: Sequence[SlotStart] = (),
         frees: tuple[int, ...] = (),
     ) -> None:
-        self.executor.run(StepPlan(0, frees, tuple(starts), (), tuple(entries)))
+        self.runner.run(StepPlan(0, frees, tuple(starts), (), tuple(entries)))
 
 
-class Limits:
-    """The tokens a second that the machine allows. A model that fits the caches may exceed the read bound."""
+class Roofline:
+    """The roofline of a machine: the tokens a second that its arithmetic and memory allow. A model that fits
+    the caches may exceed the memory bound."""
 
     def __init__(self, config: ModelConfig, item_bytes: int, machine: DeviceLimits) -> None:
         self._work = ModelWork(config, item_bytes)
         self._flop_s, self._byte_s = machine
 
     def prefill_tok_s(self, num_tokens: int) -> float:
-        """One prompt: linear layers and causal attention for every token, the head once; weights are read."""
+        """Bound one prompt: linear layers and causal attention for every token, the head once, weights read
+        once."""
         flops = self._work.of([(0, num_tokens)], 1).flops
         return num_tokens / max(flops / self._flop_s, self._work.weight_bytes / self._byte_s)
 
     def decode_tok_s(self, batch: int, mean_context: float) -> float:
-        """One step: all weights and the KV of all sequences are read once; whichever bound is lower."""
+        """Bound one decode step by the lower of arithmetic and memory; weights and all KV are read once."""
         work = self._work.of([(mean_context - 1, 1)] * batch, batch)
         return batch / max(work.read_bytes / self._byte_s, work.flops / self._flop_s)
 
@@ -248,29 +257,30 @@ class Limits:
 class _Peer:
     """The same checkpoint in transformers, in the same dtype, with the same threads."""
 
-    def __init__(self, model_dir: Path, executor: ModelRunner, clock: Clock) -> None:
+    def __init__(self, model_dir: Path, runner: ModelRunner, clock: Clock) -> None:
         transformers = importlib.import_module("transformers")
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=executor.kv.dtype)
-        self._model: Any = model.to(executor.kv.device).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=runner.kv.dtype)
+        self._model: Any = model.to(runner.kv.device).eval()
         self._model.generation_config.eos_token_id = None  # it must not stop early
         self._model.generation_config.pad_token_id = 0
-        self._device = executor.kv.device
+        self._device = runner.kv.device
         self._clock = clock
         self._generator = torch.Generator().manual_seed(1)
-        self._vocab_size = executor.config.vocab_size
+        self._vocab_size = runner.config.vocab_size
 
     @torch.inference_mode()
     def logits(self, tokens: bytes) -> Tensor:
-        """[T, V] float32 at every position."""
+        """Return float32 [num_tokens, vocab_size], the logits at every position."""
         ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64))[None]
         output: Tensor = self._model(ids.to(self._device)).logits
         return output[0].float()
 
     def prefill_s(self, batch: int, num_tokens: int) -> float:
+        """Return the seconds to generate one token."""
         return self._generate_s(self._draw(batch, num_tokens), 1)
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """The time that `_NUM_DECODE_STEPS` further tokens add to a generation."""
+        """Return the seconds that `_NUM_DECODE_STEPS` further tokens add to a generation."""
         prompts = self._draw(batch, context_tokens)
         prefill_s = self._generate_s(prompts, 1)
         return self._generate_s(prompts, _NUM_DECODE_STEPS + 1) - prefill_s
@@ -284,13 +294,13 @@ class _Peer:
         output = self._model.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=num_new, do_sample=False
         )
-        _synchronize(self._device)
+        synchronize(self._device)
         assert output.shape[1] == prompts.shape[1] + num_new
         return self._clock.now() - started_at
 
 
 def _check(engine: _Engine, reference: _Peer | None) -> dict[str, Any]:
-    """Logits of a prompt in chunks, then token by token, against transformers' at the same positions."""
+    """Compare the logits of a prompt, in chunks and then token by token, with those of transformers."""
     if reference is None:
         return {"what": "check", "skipped": "transformers is not installed"}
     tokens = engine.draw(_CHECK_TOKENS)
@@ -299,9 +309,7 @@ def _check(engine: _Engine, reference: _Peer | None) -> dict[str, Any]:
     ends = [*begins[1:], _CHECK_TOKENS]
     ours = torch.cat(
         [
-            engine.executor.logits(
-                (engine.entry(0, begin, tokens[4 * begin : 4 * end], True, _CHECK_TOKENS),)
-            )
+            engine.runner.logits((engine.entry(0, begin, tokens[4 * begin : 4 * end], True, _CHECK_TOKENS),))
             for begin, end in zip(begins, ends, strict=True)
         ]
     )
@@ -316,15 +324,10 @@ def _check(engine: _Engine, reference: _Peer | None) -> dict[str, Any]:
 
 
 def _line(machine: DeviceLimits) -> dict[str, Any]:
-    """The JSON line of the measurement."""
+    """Return the JSON line of the limits."""
     return {
         "what": "limits",
         "gemm_gflop_s": round(machine.flop_s / 1e9, 1),
         "read_gb_s": round(machine.byte_s / 1e9, 2),
         "threads": torch.get_num_threads(),
     }
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Links between CPU ranks of one replica on one host: shared memory for the numbers, a unix socket to wake.
+"""Links between the CPU ranks of a replica on one host: shared memory for data, a unix socket for wake-ups.
 
 gloo serves a connection with a thread of its own, which has to wait for a core while the ranks compute: with
 two ranks on two cores a sum of 8 KiB cost 0.7 ms in the middle of a step, and a hidden state 4 to 6 ms. Here
@@ -39,11 +39,10 @@ _FAILED = b"\0"
 
 
 class Switchboard:
-    """Connects this rank to others of its replica on its host; every rank makes it at the same time.
+    """Connects this rank to others of its replica on its host. All ranks make theirs at the same time.
 
-    Both ends of every connection prove the cluster secret; whoever cannot is dropped. `hosts[r]` tells
-    whether rank r shares memory with this one: equal exactly where it does.
-    """
+    Both ends of every connection prove the cluster secret, else the connection is dropped. Two ranks share
+    memory exactly if their `hosts` are equal."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class Switchboard:
         secret: bytes,
         patience_s: float = _PATIENCE_S,
     ) -> None:
-        """A rank that does not connect within `patience_s` seconds counts as dead."""
+        """A rank that does not connect within `patience_s` counts as dead."""
         self._rank = rank
         self._secret = secret
         self._patience_s = patience_s
@@ -66,13 +65,13 @@ class Switchboard:
         self._arrived: dict[str, socket.socket] = {}
         self._listening = ListeningThread(listener, secret, self._take, "ranks")
         store.set(f"local {rank}", f"{host_id} {self._name}")
-        told = [store.get(f"local {other}").decode().rpartition(" ") for other in range(num_ranks)]
-        self.hosts = [host for host, _, _ in told]
-        self._names = [name for _, _, name in told]
+        published = [store.get(f"local {other}").decode().rpartition(" ") for other in range(num_ranks)]
+        self.hosts = [host for host, _, _ in published]
+        self._names = [name for _, _, name in published]
 
     def connect(self, link: str, peers: Iterable[int]) -> dict[int, socket.socket]:
-        """A socket to each peer, which calls this with the same name for this rank. `RankDiedError` names the
-        peer that is not there."""
+        """Return a socket to each peer; each peer calls this with the same link name for this rank. Raises
+        `RankDiedError`, naming the peer that does not answer."""
         peers = sorted(peers)
         found: dict[int, socket.socket] = {}
         for peer in peers:
@@ -84,7 +83,7 @@ class Switchboard:
         return found
 
     def close(self) -> None:
-        """Nobody connects any more."""
+        """Take no more connections."""
         self._listening.close()
         for sock in self._arrived.values():
             sock.close()
@@ -123,10 +122,10 @@ class Switchboard:
 
 
 class SharedSums:
-    """Sums and gathers over the ranks that share a stage's layers; `sockets` lead to the others.
+    """Sums and gathers over the ranks that share a stage's layers. `sockets` lead to the other ranks.
 
     Every rank has two slots that it alone writes, used in turn. When a rank has heard from all others for
-    operation k + 1, they have done with reading operation k, so its slot of k may be written for k + 2.
+    operation k + 1, they have finished reading operation k, so its slot of k may be written for k + 2.
     """
 
     def __init__(self, sockets: dict[int, socket.socket], tp_rank: int) -> None:
@@ -143,7 +142,7 @@ class SharedSums:
         self._num_done = 0
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a contiguous CPU tensor by the sum; in rank order, so equal bit for bit on all ranks."""
+        """Replace a contiguous CPU tensor by the sum, added in rank order: equal bit for bit on all ranks."""
         for part in _split(tensor.view(-1), SLOT_BYTES // tensor.element_size()):
             parts = self._exchange(part)
             if len(parts) == 2:
@@ -152,7 +151,8 @@ class SharedSums:
                 torch.sum(torch.stack(parts), 0, out=part)
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int], parts: list[Tensor]) -> None:
-        """Fill `parts` at rank 0 with the [R, widths[r]] of the others; there are none elsewhere."""
+        """Fill `parts` at rank 0 with [num_rows, widths[rank]] of the other ranks, whose own `parts` are
+        empty."""
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         sizes = [tensor.shape[0] * width * tensor.element_size() for width in widths]
         gathered = [part.view(-1).view(torch.uint8) for part in parts]
@@ -164,23 +164,24 @@ class SharedSums:
                 part.copy_(shown[: len(part)])
 
     def agree(self, is_well: bool) -> bool:
-        """Whether it is well with all ranks."""
+        """Return whether `is_well` holds at all ranks."""
         for sock in self._sockets:
             _send(sock, _WAKE if is_well else _FAILED)
         marks = [_receive(sock, 1) for sock in self._sockets]
         return is_well and _FAILED not in marks
 
     def close(self) -> None:
+        """Close the links."""
         for sock in self._sockets:
             sock.close()
 
     @property
     def _last_slot(self) -> int:
-        """Where in every rank's memory the slot of the last exchange starts."""
+        """Offset of the slot of the last exchange in every rank's memory."""
         return (self._num_done + 1) % 2 * SLOT_BYTES
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
-        """Show `part` to all ranks; returns what each shows in so many elements of its slot, valid until the
+        """Show `part` to all ranks. Returns what each shows in as many elements of its slot, valid until the
         next exchange but one."""
         views = self._views_of(part.dtype, len(part))[self._num_done % 2]
         self._num_done += 1
@@ -192,8 +193,8 @@ class SharedSums:
         return views
 
     def _views_of(self, dtype: torch.dtype, count: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Every rank's two slots as `count` elements; made once, for a step meets few sizes, and making them
-        costs as much as the wake-up that it delays."""
+        """Return every rank's two slots as `count` elements. Made once: a step uses few sizes, and making a
+        view costs as much as the wake-up that it delays."""
         key = dtype, count
         if key not in self._views:
             size = count * dtype.itemsize
@@ -205,7 +206,7 @@ class SharedSums:
 
 
 class HiddenSender:
-    """Hidden states to the counterpart in the next stage. Waits only when the ring is full."""
+    """Sends hidden states to the counterpart in the next stage. Waits only when the ring is full."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -215,11 +216,11 @@ class HiddenSender:
         self._num_sent = self._num_taken = 0
 
     def send_marks(self, marks: NDArray[np.uint8]) -> None:
-        """Say what the next hidden states are of."""
+        """Send which entries the next hidden states hold."""
         _send(self._sock, marks.tobytes())
 
     def send(self, hidden: Tensor) -> None:
-        """The tensor may be changed afterwards."""
+        """Copy the tensor into the ring; it may change afterwards."""
         flat = hidden.contiguous().view(-1).view(torch.uint8)
         for part in _split(flat, SLOT_BYTES):
             if self._num_sent - self._num_taken == _NUM_RING_SLOTS:
@@ -230,11 +231,12 @@ class HiddenSender:
             _send(self._sock, _WAKE)
 
     def close(self) -> None:
+        """Close the link."""
         self._sock.close()
 
 
 class HiddenReceiver:
-    """Hidden states from the counterpart in the previous stage, in order."""
+    """Receives hidden states from the counterpart in the previous stage, in order."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -242,10 +244,11 @@ class HiddenReceiver:
         self._num_taken = 0
 
     def receive_marks(self, count: int) -> NDArray[np.uint8]:
-        """What the next hidden states are of."""
+        """Receive which entries the next hidden states hold."""
         return np.frombuffer(_receive(self._sock, count), dtype=np.uint8)
 
     def receive(self, into: Tensor) -> None:
+        """Fill the contiguous `into` with the next hidden states."""
         flat = into.view(-1).view(torch.uint8)
         for part in _split(flat, SLOT_BYTES):
             _receive(self._sock, 1)
@@ -255,11 +258,13 @@ class HiddenReceiver:
             _send(self._sock, _WAKE)
 
     def close(self) -> None:
+        """Close the link."""
         self._sock.close()
 
 
 class LocalTokens:
-    """Sampled ids from the sampler to the ranks of the first stage. A message is the step and its ids, int64.
+    """Carries sampled ids from the sampler to the ranks of the first stage, as messages [step, *ids] of
+    int64.
 
     The sampler has a socket to each receiver, a receiver one to the sampler.
     """
@@ -269,20 +274,24 @@ class LocalTokens:
         self._expected: deque[tuple[int, int]] = deque()
 
     def send(self, step: int, tokens: NDArray[np.int64]) -> None:
+        """Send the ids of a step to all receivers."""
         message = np.concatenate((np.array([step]), tokens)).tobytes()
         for sock in self._sockets:
             _send(sock, message)
 
     def expect(self, step: int, num_tokens: int) -> None:
+        """Expect so many ids of a step, after those expected before."""
         self._expected.append((step, num_tokens))
 
     def receive(self) -> tuple[int, NDArray[np.int64]]:
+        """Wait for the oldest expected step. Returns (step, ids)."""
         step, num_tokens = self._expected.popleft()
         received = np.frombuffer(_receive(self._sockets[0], 8 * (1 + num_tokens)), dtype=np.int64)
         assert received[0] == step, f"the tokens of step {received[0]} came for step {step}"
         return step, received[1:]
 
     def close(self) -> None:
+        """Close the links."""
         for sock in self._sockets:
             sock.close()
 
@@ -292,7 +301,7 @@ def _split(flat: Tensor, size: int) -> list[Tensor]:
 
 
 def _allocate(num_bytes: int) -> tuple[Tensor, int]:
-    """Shared memory as bytes, taken page by page when it is touched, and its descriptor."""
+    """Allocate shared memory, whose pages are taken when touched. Returns its bytes and its descriptor."""
     descriptor = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, num_bytes)
     return _map(descriptor, num_bytes), descriptor
@@ -314,7 +323,7 @@ def _receive_memory(sock: socket.socket, num_bytes: int) -> Tensor:
 
 
 def _end_name(link: str, rank: int) -> str:
-    """What the connecting rank is called in its proof, so that nobody can claim to be another one."""
+    """Return the connecting rank's name in its proof, so that no rank can claim to be another one."""
     return f"{link} of rank {rank}"
 
 

@@ -1,6 +1,7 @@
-"""Penalties on the tokens that a slot's prompt and output hold; no other logit is read or written.
+"""Change logits before a token is drawn: penalties, then temperature, top-k, top-p and min-p.
 
-Letters: R rows of a step, V vocabulary, N tokens of all rows.
+Penalties read and write only the logits of tokens that a slot's prompt and output hold. `Warp.dense` filters
+whole rows; every shortcut of the sampler must agree with it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from workers.messages import SamplingParams
 
+# Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
+_NUCLEUS_TOKENS = 256
+
 
 class PromptTokens:
-    """The tokens of a prompt, each once; the samples of a request share them."""
+    """The distinct tokens of a prompt, shared by the samples of a request."""
 
     def __init__(self, prompt: bytes, vocab_size: int, device: torch.device) -> None:
         is_there = np.zeros(vocab_size, dtype=np.bool_)
@@ -25,17 +29,17 @@ class PromptTokens:
         self.ids = torch.from_numpy(self._sorted).to(device)
 
     def contains(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the tokens the prompt has."""
+        """Return which of the tokens occur in the prompt."""
         places = np.searchsorted(self._sorted, tokens).clip(max=len(self._sorted) - 1)
         are_there: NDArray[np.bool_] = self._sorted[places] == tokens
         return are_there
 
 
 class TokenPenalties:
-    """What the tokens of one slot take from its next logits.
+    """The penalties of one slot's tokens on its next logits.
 
-    `prompt` is None when the repetition penalty is off. Output tokens are kept on the host, where they become
-    known; those of the prompt are on the device.
+    `prompt` is None if the repetition penalty is off. Output tokens are kept on the host, where they become
+    known; prompt tokens are kept on the device.
     """
 
     def __init__(self, sampling: SamplingParams, prompt: PromptTokens | None, output: bytes) -> None:
@@ -48,7 +52,7 @@ class TokenPenalties:
         self._token_to_place = {token: place for place, token in enumerate(ids.tolist())}
 
     def count(self, token: int) -> None:
-        """The output has one more of this token."""
+        """Count one more of this token in the output."""
         place = self._token_to_place.get(token)
         if place is None:
             place = self._token_to_place[token] = len(self._token_to_place)
@@ -70,14 +74,14 @@ class TokenPenalties:
 
     @property
     def output(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-        """Of each different output token: its id, how often it came, and its repetition penalty, which is 1
-        when the prompt has it too."""
+        """The id, the count and the repetition penalty of each distinct output token. The penalty is 1 for
+        tokens that the prompt holds too."""
         num = len(self._token_to_place)
         return self._ids[:num], self._counts[:num], self._repetitions[:num]
 
 
 def penalize_(logits: Tensor, rows: Sequence[int], penalties: Sequence[TokenPenalties]) -> None:
-    """Change the rows of `logits` [R, V] in place, as `SamplingParams` describes; one of `penalties` each."""
+    """Apply one of `penalties` to each of the rows of `logits` [num_rows, vocab_size], in place."""
     _penalize_prompts(logits, rows, penalties)
     outputs = [it.output for it in penalties]
     lengths = [len(ids) for ids, _, _ in outputs]
@@ -110,7 +114,7 @@ def _penalize_prompts(logits: Tensor, rows: Sequence[int], penalties: Sequence[T
 
 
 def _repeated(part: Tensor, repetition: Tensor) -> Tensor:
-    """[N]: less likely by the penalty, on whichever side of zero."""
+    """Lower logits by the repetition penalty, on either side of zero."""
     return torch.where(part < 0, part * repetition, part / repetition)
 
 
@@ -118,17 +122,9 @@ def _float32(values: Sequence[float]) -> NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
-# ----------------------------------------------------------------------------------------------
-# Temperature, top-k, top-p and min-p over whole rows of logits: what every shorter way must agree with.
-#
-# Letters: R rows, V vocabulary.
-
-# Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
-_NUCLEUS_TOKENS = 256
-
-
 class Warp:
-    """The parameters of R rows that all have a temperature. What is off: `top_k` 0, `top_p` 1, `min_p` 0."""
+    """Temperature and filters of rows that all have a temperature. A filter is off at `top_k` 0, `top_p` 1
+    and `min_p` 0."""
 
     def __init__(self, sampling: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -138,15 +134,15 @@ class Warp:
         self.min_p = [max(it.min_p, 0.0) for it in sampling]
 
     def column(self, values: Sequence[float]) -> Tensor:
-        """[R, 1] float32 on the device."""
+        """Return the values as float32 [num_rows, 1] on the device."""
         return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)[:, None]
 
     def index(self, values: Sequence[int]) -> Tensor:
-        """[R] int64 on the device."""
+        """Return the values as int64 [num_rows] on the device."""
         return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
     def dense(self, logits: Tensor) -> Tensor:
-        """[R, V]: scaled by temperature, -inf where a filter drops the token."""
+        """Return [num_rows, vocab_size] scaled by temperature, -inf where a filter drops the token."""
         logits = logits / self.temperature
         rows = [row for row, top_k in enumerate(self.top_k) if top_k]
         if rows:
@@ -163,13 +159,13 @@ class Warp:
         return logits
 
     def least(self, logits: Tensor) -> Tensor:
-        """[R, 1]: what min-p asks of logits [R, V] scaled by temperature."""
+        """Return the least scaled logit that min-p keeps, [num_rows, 1]."""
         if max(self.min_p) == 0.0:
             return torch.full_like(self.temperature, -torch.inf)
         return logits.amax(-1, keepdim=True) / self.temperature + self.column(self.min_p).log()
 
     def _replace(self, logits: Tensor, rows: list[int], change: Callable[[Tensor], Tensor]) -> None:
-        """logits[rows] = change(logits[rows]), without the gather when `rows` are all."""
+        """Set logits[rows] = change(logits[rows]), without a gather if `rows` are all."""
         if len(rows) == len(logits):
             logits.copy_(change(logits))
         else:
@@ -178,13 +174,14 @@ class Warp:
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
-    """All tokens at least as likely as the k-th; ties with it stay, so the result has no arbitrary part."""
+    """Keep all tokens at least as likely as the k-th. Ties with it stay, so the result is not arbitrary."""
     best = logits.topk(largest, dim=-1).values
     return logits.masked_fill(logits < best.gather(1, top_k[:, None] - 1), -torch.inf)
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The likeliest tokens whose predecessors sum to less than p, at least one; ties with the last stay."""
+    """Keep the likeliest tokens whose predecessors sum to less than p, at least one, and ties with the
+    last."""
     probabilities = logits.softmax(dim=-1)
     width = min(_NUCLEUS_TOKENS, logits.shape[1])
     if logits.device.type != "cpu":  # asking which rows the short list covers would cost a synchronization
@@ -200,12 +197,13 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _nucleus_threshold(descending: Tensor, top_p: Tensor) -> Tensor:
-    """[R, 1]: the probability of the last token of the nucleus, from the sorted probabilities [R, n]."""
+    """Return the probability of the nucleus's last token, [num_rows, 1], from probabilities in descending
+    order."""
     before = descending.cumsum(dim=-1) - descending
     num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
     return descending.gather(1, num_kept - 1)
 
 
 def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """All tokens at least `min_p` times as likely as the likeliest."""
+    """Keep all tokens at least `min_p` times as likely as the likeliest."""
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)

@@ -1,8 +1,7 @@
-"""The hands of a rank: executes its part of step plans on one device. Model, KV pool, sampling; no decisions.
+"""The model runner of a rank: executes its part of step plans on one device, and makes no decisions.
 
-Called by a rank process with the engine core's plans, and directly by the engine benchmark. Letters: T tokens of a
-step (all sequences one after another), C hidden size, R rows that sample, V vocabulary.
-"""
+It owns the model shard, the KV pool and the sampler. Called by a rank process with the engine core's plans,
+and directly by the engine benchmark."""
 
 from __future__ import annotations
 
@@ -51,14 +50,14 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WARM_UP_TOKENS = 48
-# The step that decides how blocks in host memory are read has so many tokens there.
+# The context length, in host memory, of the step that decides how blocks there are read.
 _MEASURED_HOST_TOKENS = 4096
 _NUM_MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyFields:
-    """What the engine core must know of a loaded executor."""
+    """What a rank reports of its model and KV pool when both are ready."""
 
     num_blocks: int
     num_offload_blocks: int
@@ -69,7 +68,7 @@ class ReadyFields:
 
 
 def read_dtype(name: str) -> torch.dtype:
-    """The dtype of that name; `WorkerError` naming the known ones."""
+    """Return the dtype of that name. Raises `WorkerError`, naming the known ones."""
     dtype = _DTYPES.get(name)
     if dtype is None:
         raise WorkerError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
@@ -80,11 +79,10 @@ class ModelRunner:
     """Loads a rank's part of the model and its KV pool, then turns each `StepPlan` into a `StepReport`.
 
     The ranks of a replica run the same plans in the same order and meet in `groups`: the first stage embeds,
-    each hands its hidden states [T, C] to the next, and the first rank of the last stage samples.
-    `kv` is `[num_blocks, layers, 2, kv_heads, block_tokens, head_dim]` of this rank's layers and heads, and
-    `pool` the same memory as the transports see it. Raises `CheckpointError` for a folder that cannot be
-    served and `CapacityError` for a pool without room.
-    """
+    each stage passes its hidden states [num_tokens, hidden_size] to the next, and the first rank of the last
+    stage samples. `kv` is `[num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim]` of this rank's
+    layers and heads, and `pool` the same memory for the transports. Raises `CheckpointError` for a folder
+    that cannot be served and `CapacityError` for a pool of less than one block."""
 
     def __init__(
         self,
@@ -103,11 +101,11 @@ class ModelRunner:
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """`shard` (None: the whole model) is this rank's place in `groups` (None: it is the only one).
+        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank).
 
-        Block ids after those of the device's `num_kv_tokens` are of `num_offload_tokens` in host memory; with
-        the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with what
-        is done next.
+        Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
+        the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with the
+        name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
         self._clock = clock
@@ -153,18 +151,16 @@ class ModelRunner:
         )
 
     def run(self, plan: StepPlan) -> StepReport:
-        """Execute this rank's part of one step. An empty plan touches the device and reports: the health
-        canary. Entries that cannot be computed are in the report; `workers.rank.containment` tells how."""
+        """Execute this rank's part of one step, as `StepRunner.run` describes."""
         return self._runner.run(plan)
 
     def logits(self, entries: tuple[BatchEntry, ...]) -> Tensor:
-        """Of a whole model: compute all entries in one call; [R, V] float32 at the last position of those
-        that sample."""
+        """Compute all entries of an unsharded model in one call, as `StepRunner.logits` describes."""
         return self._runner.logits(entries)
 
     def warm_up(self) -> None:
-        """One small prefill and one decode step, so that the first request does not pay for lazy set-up. The
-        ranks of a replica do it together."""
+        """Run a small prefill and a decode step, so that the first request does not pay for lazy set-up. The
+        ranks of a replica warm up together."""
         fields = self.ready_fields
         most = min(self.config.max_context_tokens, fields.num_blocks * self._block_tokens)
         num_tokens = max(1, min(_WARM_UP_TOKENS, most - 1, fields.vocab_size))
@@ -182,7 +178,7 @@ class ModelRunner:
             self._choose_offload_mode(self.host)
 
     def close(self) -> None:
-        """Give up the pool's memory and leave the groups; nothing may be run after this."""
+        """Release the pool's memory and leave the groups. Nothing may run afterwards."""
         self._groups.close()
         if self.host is not None:
             self.host.close()
@@ -200,8 +196,8 @@ class ModelRunner:
         return host
 
     def _choose_offload_mode(self, host: HostKv) -> None:
-        """Take the way in which a decode step over a long context in host memory is faster. Ranks of a stage
-        measure together, and may choose differently."""
+        """Choose the mode in which a decode step over a long context in host memory is faster. The ranks of a
+        stage measure together, and may choose differently."""
         num_blocks = min(len(host.kv), -(-_MEASURED_HOST_TOKENS // self._block_tokens))
         host.kv[:num_blocks].zero_()  # memory that was never written is not read from memory
         table = (*range(host.first_id, host.first_id + num_blocks), 0)
@@ -229,7 +225,7 @@ def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: tor
 def _allocate(
     layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, KvPool]:
-    """Zeroed blocks, as the model sees them and as the transports do."""
+    """Allocate zeroed blocks: as the model's tensor, and as the transports' pool over the same memory."""
     shard = layout.shard
     num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
     shape = (num_blocks, num_layers, 2, num_heads, layout.block_tokens, layout.head_dim)

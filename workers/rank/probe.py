@@ -1,7 +1,8 @@
-"""What a step costs on this device, measured with random weights of the model's shape before it is loaded.
+"""Measure a rank's device: what a step of the model costs, what the device can do, and how full its memory
+is.
 
-Called by a rank that joins its replica; from the figures of all stages the engine core decides their layers.
-"""
+A rank that joins its replica measures, before it loads, with random weights of the model's shape. From the
+costs of all stages the engine core decides the layers of each."""
 
 from __future__ import annotations
 
@@ -31,26 +32,45 @@ from workers.model.model_config import ModelConfig
 from workers.model.sizes import kv_heads, part, query_heads
 from workers.model.weights import LayerWeights, LinearWeights
 
-# How many earlier tokens the step for `attention_ratio` attends to, where the model's context allows.
+# How many earlier tokens the step for `attention_ratio` attends to, as far as the model's context allows.
 _EARLIER_TOKENS = 2048
 # The head, which can be as large as ten layers, is measured on a part of this size; its time is scaled.
 _HEAD_ROWS = 8192
-# Each of the four figures is the best of as many runs as fit, of two at least and `_MOST_RUNS` at most.
+# Each of the four times is the best of as many runs as fit, at least two and at most `_MOST_RUNS`.
 _BUDGET_S = 0.15
 _MOST_RUNS = 8
 _PATTERN_ITEMS = 1 << 20
+_SMALL_GEMM = 256
+# A kind of product this many times slower than the best on small matrices is not measured on large ones.
+_HOPELESS = 3.0
+_LINEAR_SIZE = 1024
+_LINEAR_REPEAT = 3
+_LINEAR_ROWS = 256
+
+
+class MeasureSizes(NamedTuple):
+    """Rows of a square matrix, bytes to read, and number of runs, of which the best counts."""
+
+    gemm: int
+    read_bytes: int
+    repeat: int
+
+
+# By device type: sizes that measure the device within a tenth of a second.
+AT_START = {"cpu": MeasureSizes(768, 48 << 20, 3), "cuda": MeasureSizes(8192, 1 << 30, 5)}
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """`attention_ratio`: attending to one earlier token, in units of one token's products."""
+    """What a probe measured. `attention_ratio` is the cost of attending to one earlier token, in units of one
+    token's products."""
 
     cost: StageCost
     attention_ratio: float
 
 
 class Probe:
-    """One layer, the embedding and the head, of `tp_rank`'s share of a model."""
+    """Measures one layer, the embedding and the head of `tp_rank`'s share of a model."""
 
     def __init__(
         self,
@@ -78,7 +98,7 @@ class Probe:
 
     @torch.inference_mode()
     def measure(self, num_rows: int, num_sampled_rows: int) -> ProbeResult:
-        """The cost of a step of `num_rows` tokens, `num_sampled_rows` of which go through the head."""
+        """Measure a step of `num_rows` tokens, `num_sampled_rows` of which go through the head."""
         num_earlier = max(0, min(_EARLIER_TOKENS, self._config.max_context_tokens - num_rows))
         layer_s, later_s = self._layer_s(num_rows, num_earlier)
         cost = StageCost(layer_s, self._embedding_s(num_rows), self._head_s(num_sampled_rows))
@@ -86,7 +106,7 @@ class Probe:
         return ProbeResult(cost, ratio)
 
     def _layer_s(self, num_rows: int, num_earlier: int) -> tuple[float, float]:
-        """One layer over a sequence's first `num_rows` tokens, and over as many behind `num_earlier`."""
+        """Time one layer over a sequence's first `num_rows` tokens, and over as many after `num_earlier`."""
         config = self._config
         layer = DecoderLayer(self._layer_weights(), 0, config.head_dim, config.rms_norm_eps, 0)
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
@@ -133,7 +153,7 @@ class Probe:
         )
 
     def _random(self, *shape: int) -> Tensor:
-        """Repeats a drawn pattern: drawing each number of a large layer would take seconds."""
+        """Repeat a drawn pattern: drawing each number of a large layer would take seconds."""
         num_items = torch.Size(shape).numel()
         whole = self._pattern.expand(-(-num_items // len(self._pattern)), -1)
         return whole.reshape(-1)[:num_items].clone().view(shape)
@@ -141,22 +161,18 @@ class Probe:
     def _best_s(self, work: Callable[[], object]) -> float:
         times: list[float] = []
         work()  # compiles, and touches the memory
-        self._synchronize()
+        synchronize(self._device)
         while len(times) < 2 or (sum(times) < _BUDGET_S and len(times) < _MOST_RUNS):
             started_at = self._clock.now()
             work()
-            self._synchronize()
+            synchronize(self._device)
             times.append(self._clock.now() - started_at)
         return min(times)
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
 
 def attention_ratio(first_s: float, later_s: float, num_rows: int, num_earlier: int) -> float:
-    """From the time of a chunk at the start of its prompt, in which a token attends to half a chunk on
-    average, and of one behind `num_earlier` tokens."""
+    """Compute `ProbeResult.attention_ratio` from the time of a chunk at the start of its prompt, in which a
+    token attends to half a chunk on average, and of a chunk after `num_earlier` tokens."""
     if num_earlier == 0:
         return 0.0
     attend_s = max(0.0, later_s - first_s) / (num_rows * num_earlier)
@@ -164,31 +180,9 @@ def attention_ratio(first_s: float, later_s: float, num_rows: int, num_earlier: 
     return attend_s / products_s if products_s > 0 else 0.0
 
 
-# ----------------------------------------------------------------------------------------------
-# What a device can do, measured, and how full its memory is.
-
-
-class MeasureSizes(NamedTuple):
-    """Rows of a square matrix, bytes that are read, and how often; the best run counts."""
-
-    gemm: int
-    read_bytes: int
-    repeat: int
-
-
-# By type of device: enough to know what the device is able to do within a tenth of a second.
-AT_START = {"cpu": MeasureSizes(768, 48 << 20, 3), "cuda": MeasureSizes(8192, 1 << 30, 5)}
-
-
-_SMALL_GEMM = 256
-# A route this many times slower than the best on small matrices is not measured on large ones.
-_HOPELESS = 3.0
-_LINEAR = MeasureSizes(1024, 0, 3)
-_LINEAR_ROWS = 256
-
-
 class DeviceLimits(NamedTuple):
-    """Of one rank's share of its device: what it measured alone or beside others that started with it."""
+    """Operations and bytes a second of one rank's share of its device, as measured beside other ranks that
+    start with it."""
 
     flop_s: float
     byte_s: float
@@ -197,10 +191,11 @@ class DeviceLimits(NamedTuple):
 def measure_limits(
     device: torch.device, dtype: torch.dtype, clock: Clock, sizes: MeasureSizes
 ) -> DeviceLimits:
-    """With the threads that torch is set to. The first run of each is dropped: it touches the memory.
+    """Measure the device with torch's number of threads. The first run of each is dropped: it touches the
+    memory.
 
-    Arithmetic is that of the fastest route to a product of `dtype`, which need not be the one that the engine
-    takes: where a CPU emulates bf16, it is faster to compute in float32.
+    Arithmetic is that of the fastest kind of product of `dtype`, which need not be the kind that the engine
+    uses: where a CPU emulates bf16, it is faster to compute in float32.
     """
     gemm_s = _fastest_gemm_s(device, dtype, clock, sizes)
     memory = torch.ones(sizes.read_bytes // 4, device=device)
@@ -212,58 +207,65 @@ def measure_limits(
 
 
 def linear_flop_s(device: torch.device, dtype: torch.dtype, clock: Clock) -> float:
-    """Operations a second of a linear layer as the engine computes it, over a tile of a prompt."""
-    size = _LINEAR.gemm
+    """Measure the operations a second of a linear layer as the engine computes it, over a tile of a
+    prompt."""
+    size = _LINEAR_SIZE
     linear = Linear(LinearWeights(torch.randn(size, size, device=device).to(dtype), None))
     rows = torch.randn(_LINEAR_ROWS, size, device=device).to(dtype)
-    best_s = _best_s(lambda: linear(rows), clock, device, _LINEAR.repeat)
+    best_s = _best_s(lambda: linear(rows), clock, device, _LINEAR_REPEAT)
     return 2 * _LINEAR_ROWS * size**2 / best_s
 
 
-class Route(NamedTuple):
-    """A way to a product: in this dtype, with a weight in oneDNN's packed order or as it is."""
+class ProductKind(NamedTuple):
+    """A way to compute a product: in this dtype, with the weight in oneDNN's packed order or as it is."""
 
     dtype: torch.dtype
     is_packed: bool
 
 
-def routes(device: torch.device, dtype: torch.dtype) -> list[Route]:
-    """All ways to products of `dtype` that lose no precision: in it, and on CPUs in float32."""
+def product_kinds(device: torch.device, dtype: torch.dtype) -> list[ProductKind]:
+    """Return the kinds of products of `dtype` that lose no precision: in it, and on CPUs also in float32."""
     if device.type != "cpu":
-        return [Route(dtype, False)]
+        return [ProductKind(dtype, False)]
     dtypes = dict.fromkeys((torch.float32, dtype))
-    found = [Route(each, True) for each in dtypes if can_pack(device, each)]
-    return found + [Route(each, False) for each in dtypes]
+    found = [ProductKind(each, True) for each in dtypes if can_pack(device, each)]
+    return found + [ProductKind(each, False) for each in dtypes]
 
 
 def _fastest_gemm_s(device: torch.device, dtype: torch.dtype, clock: Clock, sizes: MeasureSizes) -> float:
-    """Seconds of a product of square matrices by the fastest route."""
-    candidates = routes(device, dtype)
+    """Return the seconds of a product of square matrices by the fastest kind."""
+    candidates = product_kinds(device, dtype)
     if len(candidates) > 1:
         small = min(_SMALL_GEMM, sizes.gemm)
-        times = [_best_s(_product(route, small, device), clock, device, 1) for route in candidates]
+        times = [_best_s(_product(kind, small, device), clock, device, 1) for kind in candidates]
         candidates = [
-            route for route, time_s in zip(candidates, times, strict=True) if time_s <= _HOPELESS * min(times)
+            kind for kind, time_s in zip(candidates, times, strict=True) if time_s <= _HOPELESS * min(times)
         ]
     return min(
-        _best_s(_product(route, sizes.gemm, device), clock, device, sizes.repeat) for route in candidates
+        _best_s(_product(kind, sizes.gemm, device), clock, device, sizes.repeat) for kind in candidates
     )
 
 
-def _product(route: Route, size: int, device: torch.device) -> Callable[[], object]:
-    square = torch.randn(size, size, device=device).to(route.dtype)
-    if not route.is_packed:
+def _product(kind: ProductKind, size: int, device: torch.device) -> Callable[[], object]:
+    square = torch.randn(size, size, device=device).to(kind.dtype)
+    if not kind.is_packed:
         return lambda: square @ square
     packed = pack(square)
     return lambda: packed_product(square, packed, None)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """A GPU's memory as its driver tells it; on a CPU this process's and the host's."""
+    """Return a GPU's memory as its driver reports it; on a CPU the process's and the host's."""
     if device.type == "cuda":
         num_free, num_total = torch.cuda.mem_get_info(device)
         return DeviceMemory(num_total - num_free, num_total)
     return DeviceMemory(psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all queued work of a CUDA device; a CPU's work is done when its calls return."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _best_s(work: Callable[[], object], clock: Clock, device: torch.device, repeat: int) -> float:
@@ -271,7 +273,6 @@ def _best_s(work: Callable[[], object], clock: Clock, device: torch.device, repe
     for _ in range(repeat + 1):
         started_at = clock.now()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(clock.now() - started_at)
     return min(times[1:])

@@ -1,12 +1,12 @@
-"""Progress of a rank's steps: marks made by the thread that runs them, read by the thread that reports them.
+"""Track the progress of a rank's steps: one thread runs them and marks pieces, another reads and reports.
 
-A mark says that one piece of a step is done: a product over a tile of rows, a part of a chunk's attention, a
-layer. On a CPU a piece is done when the call returns, so the step's thread counts it. On CUDA calls return
-when their kernels are queued: a mark is an event behind them on the stream, and counts when the device has
-passed it. A kernel that hangs therefore ends the progress although its launches went well, and a long step
+A mark means that one piece of a step is done: a product over a tile of rows, a part of a chunk's attention, a
+layer. On a CPU a piece is done when its call returns, so the step's thread counts it. On CUDA calls return
+when their kernels are queued: a mark is an event behind them on the stream, and counts once the device has
+passed it. A kernel that hangs therefore stops the progress although its launches succeeded, and a long step
 makes progress while its thread only waits for the device.
 
-Waiting for another rank makes no mark: of ranks that wait for each other nobody progresses.
+Waiting for another rank makes no mark: ranks that wait for each other make no progress.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from workers.model.attention_batch import Marks
 
 
 class ProgressReading(NamedTuple):
-    """The step under way, and the number of pieces of all steps that were done so far."""
+    """The current step, and the number of pieces of all steps that are done so far."""
 
     step: int
     num_pieces: int
 
 
 class Progress(Marks):
-    """Written by the step's thread (`begin`, `mark`, `mark_layer`), read by one other thread."""
+    """Marks of a rank's steps, written by the step's thread and read by one other thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,16 +41,16 @@ class Progress(Marks):
         self._events: deque[torch.cuda.Event] = deque()
 
     def begin(self, step: int) -> None:
-        """The marks that follow are of this step."""
+        """Begin a step: later marks belong to it."""
         self._step = step
 
     def mark(self) -> None:
-        """A piece of a layer is done; on CUDA, where it is only queued, this does nothing."""
+        """Mark a piece of a layer as done. On CUDA, where it is only queued, this does nothing."""
         if not self._is_cuda:
             self._num_pieces += 1
 
     def mark_layer(self) -> None:
-        """All that was computed or queued so far is a piece."""
+        """Mark all that was computed or queued so far as one piece."""
         if self._is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
@@ -59,8 +59,8 @@ class Progress(Marks):
             self._num_pieces += 1
 
     def read(self) -> ProgressReading:
-        """How far the step's thread (on CUDA: the device) has come. Raises RuntimeError when the device has
-        failed."""
+        """Return how far the step's thread (on CUDA: the device) has come. Raises RuntimeError if the device
+        has failed."""
         while self._events and self._events[0].query():  # type: ignore[no-untyped-call]
             self._events.popleft()
             self._num_passed += 1
@@ -68,9 +68,9 @@ class Progress(Marks):
 
 
 class StepFaults(Marks):
-    """Marks on their way to `progress`, with the points at which a test may let a rank fail inside a step.
+    """Passes marks on to `progress`, with fault points at which a test makes a rank fail inside a step.
 
-    For every entry of the computation under way the points `rank.PHASE.KIND.RANK` and
+    For every entry of the current computation the points `rank.PHASE.KIND.RANK` and
     `rank.PHASE.KIND.RANK.SLOT` are passed. Phases are "embedding", "layers" (at every mark), "head" and
     "sampling" (of entries that sample), kinds "prefill" and "decode".
     """
@@ -82,7 +82,7 @@ class StepFaults(Marks):
         self._entries: Sequence[BatchEntry] = ()
 
     def begin(self, entries: Sequence[BatchEntry]) -> None:
-        """The points that follow are of these entries."""
+        """Begin a computation: later points belong to these entries."""
         self._entries = entries
 
     def at(self, phase: str) -> None:

@@ -1,11 +1,12 @@
-"""From logits to tokens, for all sampling rows of a step at once; keeps what each slot's sampling depends on.
+"""Sample tokens from logits, for all sampling rows of a step at once, and keep what each slot's sampling
+needs.
 
-The order of processing is that of `workers.messages.SamplingParams`. Every operation works row by row, so a
-slot's token does not depend on its neighbours in the batch. Shorter ways are taken where they give the same
-token: candidates first (`candidates`), and a kernel that computes noise only where it could win. Where
-rounding could make a difference they say so, and the row is drawn again by `Warp.dense` and noise for the
-whole vocabulary. Letters: R rows of a step, V vocabulary.
-"""
+Processing follows the order of `workers.messages.SamplingParams`. Every operation works row by row, so a
+slot's token does not depend on its neighbours in the batch. Shortcuts are taken where they give the same
+token: the few likeliest candidates first, where top-k, top-p or min-p drops all others, and a kernel that
+computes noise only where it could win. Where rounding could decide otherwise, or the candidates may not be
+all, the row is not sure; it is drawn again by `Warp.dense` and noise for the whole vocabulary. Drawing from
+candidates is not yet validated on CUDA."""
 
 from __future__ import annotations
 
@@ -24,10 +25,23 @@ from workers.model import native
 from workers.rank import noise
 from workers.rank.logits import PromptTokens, TokenPenalties, Warp, penalize_
 
+# The largest top-k for which candidates are taken first.
+MOST_COUNTED = 1024
+_NUCLEUS_TOKENS = 256
+_MOST_TRIES = 16
+# More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by.
+_MASS_ERROR = 2e-5
+# More than two ways to compute a probability in float32 differ by, beside their sums.
+_RATIO_ERROR = 2e-6
+# More than ten times what logarithms of float32 that are exact to one unit in the last place make of a score
+# and its noise, relative to the size of both.
+_SCORE_ERROR = 2.0**-20
+_MOST_NOISE = 64.0
+
 
 @dataclass(slots=True)
 class _Slot:
-    """What one sequence's next token depends on beside the logits."""
+    """The state of one sequence's sampling: what its next token depends on besides the logits."""
 
     sampling: SamplingParams
     seed: int
@@ -43,7 +57,7 @@ class _Slot:
 
 
 class Sampler:
-    """The last step of a rank: `start` and `free` keep the slots, `sample` draws one token for each given."""
+    """Draws tokens: `start` and `free` maintain slots, `sample` draws one token for each given slot."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -53,8 +67,8 @@ class Sampler:
         self._counters = noise.counters(vocab_size, device)
 
     def start(self, start: SlotStart) -> None:
-        """Take over slots; their output so far counts for penalties, minimum length and noise. A call that
-        fails takes none."""
+        """Add slots. Their output so far counts for penalties, minimum length and noise. A call that fails
+        adds none."""
         prompt = None
         if start.sampling.penalizes_prompt:
             prompt = PromptTokens(start.prompt, self._vocab_size, self._device)
@@ -66,7 +80,8 @@ class Sampler:
         del self._slots[slot]
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> list[SampledToken]:
-        """One token for each slot from `logits` [R, V] float32, which may be overwritten; synchronizes."""
+        """Draw one token for each slot from float32 `logits` [num_slots, vocab_size], which may be
+        overwritten. Synchronizes with the device."""
         assert logits.shape == (len(slots), self._vocab_size), f"{tuple(logits.shape)} for {len(slots)} slots"
         for slot in slots:
             assert slot in self._slots, f"slot {slot} samples but was never started"
@@ -92,7 +107,8 @@ class Sampler:
         ]
 
     def processed_logits(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
-        """[R, V]: what the noise would be added to; excluded tokens are -inf. `logits` may be overwritten."""
+        """Return the logits to which noise would be added; excluded tokens are -inf. `logits` may be
+        overwritten."""
         states = [self._slots[slot] for slot in slots]
         self._process(logits, states)
         rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
@@ -118,7 +134,7 @@ class Sampler:
     # ------------------------------------------------------------------------------------ processing
 
     def _process(self, logits: Tensor, states: list[_Slot]) -> None:
-        """Bias, penalties and minimum length, in place."""
+        """Apply bias, penalties and minimum length, in place."""
         rows = [row for row, state in enumerate(states) if len(state.bias_ids)]
         if rows:
             where = self._positions(rows, [states[row].bias_ids for row in rows])
@@ -135,7 +151,7 @@ class Sampler:
     # --------------------------------------------------------------------------------------- drawing
 
     def _draw(self, logits: Tensor, states: list[_Slot]) -> Draw:
-        """Each row in the shortest way there is for it; see the module's text."""
+        """Draw each row in the shortest way that its parameters allow."""
         way_to_rows: dict[Callable[[Tensor, list[_Slot]], Draw], list[int]] = {}
         for row, state in enumerate(states):
             way_to_rows.setdefault(self._way(state.sampling), []).append(row)
@@ -167,6 +183,7 @@ class Sampler:
     def _draw_likeliest(self, logits: Tensor, states: list[_Slot]) -> Draw:
         return _certainly(logits.argmax(dim=-1))
 
+    # Two names, so that `_draw` keeps rows with a top-k apart from those without.
     def _draw_counted(self, logits: Tensor, states: list[_Slot]) -> Draw:
         return draw_from_candidates(logits, self._warp(states), self._keys(states), self._counters)
 
@@ -199,7 +216,7 @@ class Sampler:
         return Draw(tokens, is_apart(best, second))
 
     def _draw_exactly(self, logits: Tensor, states: list[_Slot]) -> Tensor:
-        """[R]: noise for every token of the vocabulary."""
+        """Draw with noise for every token of the vocabulary."""
         warped, keys = self._warp(states).dense(logits), self._keys(states)
         # On a CPU one row's noise at a time, which stays in cache: all at once took twice as long.
         num_rows = 1 if self._device.type == "cpu" else len(states)
@@ -225,15 +242,15 @@ class Sampler:
         return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
     def _positions(self, rows: list[int], ids: list[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
-        """(row, token id) of every element, as `index_put_` wants them."""
+        """Return (row, token id) of every element, in the form of `index_put_`."""
         row_of_id = np.repeat(np.array(rows), [len(part) for part in ids])
         both = torch.from_numpy(np.stack((row_of_id, np.concatenate(ids)))).to(self._device)
         return both[0], both[1]
 
 
 class _Logprobs:
-    """Log-probabilities of the model's own distribution, for the rows that want them; to be made before the
-    logits are changed. `num_top` is None for the others."""
+    """Log-probabilities of the model's own distribution, for the rows whose `num_top` is not None. Must be
+    made before the logits are changed."""
 
     def __init__(self, logits: Tensor, num_top: Sequence[int | None]) -> None:
         self._row_to_num_top = {row: num for row, num in enumerate(num_top) if num is not None}
@@ -244,7 +261,8 @@ class _Logprobs:
             self._top = self._logprobs.topk(self._width, dim=-1)
 
     def read(self, draw: Draw) -> tuple[list[int], list[int], dict[int, TokenLogprob]]:
-        """The tokens, the rows that are not sure, and the log-probabilities by row, in one transfer."""
+        """Return the tokens, the rows that are not sure, and the log-probabilities by row, in one
+        transfer."""
         num_rows = len(draw.tokens)
         # float64 holds every token id and every float32 exactly, so all of it fits one tensor
         parts = [draw.tokens.double(), draw.is_sure.double()]
@@ -269,39 +287,21 @@ def _certainly(tokens: Tensor) -> Draw:
     return Draw(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
 
-# ----------------------------------------------------------------------------------------------
-# Draws from the few likeliest tokens, where top-k, top-p or min-p drops all others.
-#
-# The token is the one that `Warp.dense` and noise for the whole vocabulary would give. Where rounding could
-# decide otherwise, or the candidates may not be all, the row is not sure, and is drawn again from everything.
-# Not yet validated on CUDA.
-# Letters: R rows, V vocabulary, C candidates.
-
-# The largest top-k for which candidates are taken first.
-MOST_COUNTED = 1024
-_NUCLEUS_TOKENS = 256
-_MOST_TRIES = 16
-# More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by.
-_MASS_ERROR = 2e-5
-# More than two ways to compute a probability in float32 differ by, beside their sums.
-_RATIO_ERROR = 2e-6
-# More than ten times what logarithms of float32 that are exact to one unit in the last place make of a score
-# and its noise, relative to the size of both.
-_SCORE_ERROR = 2.0**-20
-_MOST_NOISE = 64.0
+# ------------------------------------------------------------------------------- drawing from candidates
 
 
 class Draw(NamedTuple):
-    """A token for each row, and whether it is certainly the right one."""
+    """A token for each row, and whether it is certain."""
 
     tokens: Tensor
     is_sure: Tensor
 
 
 def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Tensor) -> Draw:
-    """[R] tokens from `logits` [R, V] with the noise of `keys` [R] and `counters` [V].
+    """Draw from `logits` [num_rows, vocab_size] with the noise of `keys` [num_rows] and `counters`
+    [vocab_size].
 
-    Either every row has a top-k, of at most `MOST_COUNTED`, or none has one.
+    Either every row has a top-k of at most `MOST_COUNTED`, or none has one.
     """
     vocab_size, is_counted = logits.shape[1], bool(warp.top_k[0])
     most = max(warp.top_k)
@@ -342,11 +342,11 @@ def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Ten
 def draw_by_rejection(
     logits: Tensor, warp: Warp, least: Tensor, draw: Callable[[slice, Tensor], Draw]
 ) -> Draw:
-    """[R] tokens from `logits` [R, V] on a CPU whose rows all have a top-p and no top-k, without sorting any.
+    """Draw on a CPU from rows that all have a top-p and no top-k, without sorting any.
 
-    `draw(rows, least)` is the best of all tokens of these rows that are scaled to at least `least` [r, 1].
-    The best of all is the best of the nucleus if it is in there. Otherwise nothing as unlikely is, so the
-    draw is repeated among what is likelier.
+    `draw(rows, least)` draws the best of all tokens of these rows whose scaled logit is at least `least`
+    [num_rows, 1]. The best of all tokens is the best of the nucleus if the nucleus contains it. Otherwise the
+    nucleus contains no token as unlikely, and the draw is repeated among likelier tokens.
     """
     tokens, is_sole = draw(slice(None), least)
     is_sure = torch.zeros_like(is_sole)
@@ -368,15 +368,16 @@ def draw_by_rejection(
 
 
 def is_apart(best: Tensor, second: Tensor) -> Tensor:
-    """[R]: whether no rounding of logarithms and sums could bring the second score before the best one."""
+    """Return whether no rounding of logarithms and sums could bring the second score before the best one."""
     return best - second > (best.abs() + _MOST_NOISE) * _SCORE_ERROR
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of [R, V] in descending order, and their ids; of equal ones any.
+    """Return the `count` largest of each row of `logits` in descending order, and their ids; any of equal
+    ones.
 
-    Only the blocks of a row with the largest maxima are searched: as many blocks as there are tokens wanted,
-    each with one token that is at least as large as all tokens elsewhere.
+    Only the blocks of a row with the largest maxima are searched: `count` blocks, each of which holds a token
+    that is at least as large as every token of the other blocks.
     """
     vocab_size = logits.shape[1]
     size = 1 << int(math.log2(max(1.0, vocab_size / count)) / 2)
@@ -395,8 +396,8 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class _Nucleus(NamedTuple):
-    """Which candidates [R, C] top-p drops; [R, 1]: whether none beyond them is kept, and whether rounding
-    cannot change either."""
+    """The candidates [num_rows, num_candidates] that top-p drops, whether it keeps none beyond them, and
+    whether rounding cannot change either, [num_rows, 1]."""
 
     is_dropped: Tensor
     is_covered: Tensor
@@ -404,8 +405,8 @@ class _Nucleus(NamedTuple):
 
 
 def _nucleus(probabilities: Tensor, warp: Warp, is_exact: bool) -> _Nucleus:
-    """As `warping` does it, over candidates. `is_exact`: their probabilities are those of the whole row bit
-    for bit, and sums are taken in order."""
+    """Apply top-p as `Warp.dense` does, over candidates. With `is_exact`, their probabilities are those of
+    the whole row bit for bit, and sums are taken in order."""
     top_p = warp.column([top_p if top_p < 1.0 else 2.0 for top_p in warp.top_p])  # 2: never reached
     ordered = probabilities.sort(dim=-1, descending=True).values
     before = ordered.cumsum(dim=-1) - ordered

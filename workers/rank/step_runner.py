@@ -1,8 +1,7 @@
-"""One step of a rank: its part of a plan's entries, computed and sampled.
+"""Run one step of a rank: compute its part of a plan's entries, and sample.
 
-Letters: T tokens of a step (all sequences one after another), C hidden size, R rows that sample, V
-vocabulary.
-"""
+In shapes, num_tokens counts the tokens of a step (all sequences one after another), num_rows those that
+sample."""
 
 from __future__ import annotations
 
@@ -95,8 +94,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepReport:
-        """Execute this rank's part of one step. An empty plan touches the device and reports: the health
-        canary. Entries that cannot be computed are in the report; `workers.rank.containment` tells how."""
+        """Execute this rank's part of one step. An empty plan only touches the device (the health canary).
+        The report names entries that could not be computed; see `workers.rank.containment`."""
         started_at = self._clock.now()
         self.progress.begin(plan.step)
         self._containment.begin(plan)
@@ -122,8 +121,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def logits(self, entries: tuple[BatchEntry, ...]) -> Tensor:
-        """Of a whole model: compute all entries in one call; [R, V] float32 at the last position of those
-        that sample."""
+        """Compute all entries of an unsharded model in one call. Returns float32 [num_rows, vocab_size] at
+        the last positions of the entries that sample."""
         assert self._inputs is not None
         tokens = self._upload(self._inputs.tokens(entries))
         hidden = self._decoder.forward(tokens, self._batch(entries), self._kv)
@@ -131,7 +130,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def layers_only(self, entry: BatchEntry) -> None:
-        """This stage's layers over one token of zeros, for a measurement; waits for the device."""
+        """Run this stage's layers over one token of zeros, for a measurement, and wait for the device."""
         shape = (1, self._decoder.config.hidden_size)
         self._unfinished.begin(1, 0)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
@@ -165,7 +164,7 @@ class StepRunner:
         return True
 
     def _input(self, plan: StepPlan) -> tuple[_Part, float]:
-        """What this stage can compute of the step, and the seconds that this rank has waited for it."""
+        """Return what this stage can compute of the step, and the seconds that this rank waited for it."""
         began_at = self._clock.now()
         entries = plan.entries
         if self._inputs is not None:
@@ -185,8 +184,8 @@ class StepRunner:
         return received.only(self._containment.intact(plan, present)), waited_s
 
     def _compute_in_parts(self, plan: StepPlan, whole: _Part) -> tuple[list[_Part], list[SampledToken]]:
-        """The hidden states after this stage's layers, and the tokens that this rank sampled: at once, or in
-        parts where an attempt fails on any rank of the stage."""
+        """Return the hidden states after this stage's layers, and the tokens that this rank sampled: computed
+        at once, or in parts if an attempt fails on any rank of the stage."""
         done: list[_Part] = []
         sampled: list[SampledToken] = []
         pending = [whole] if whole.indices else []
@@ -205,10 +204,10 @@ class StepRunner:
         return done, sampled
 
     def _attempt(self, part: _Part) -> tuple[Tensor, list[SampledToken]] | None:
-        """Compute these entries and sample for them; None when that failed here or at another rank."""
+        """Compute these entries and sample for them. Returns None if that failed here or at another rank."""
         slots = [slot for entry in part.entries for slot in entry.sample_slots]
-        num_asked = sum(bool(entry.sample_slots) for entry in part.entries)
-        self._unfinished.begin(part.num_rows, num_asked)
+        num_sampled = sum(bool(entry.sample_slots) for entry in part.entries)
+        self._unfinished.begin(part.num_rows, num_sampled)
         self._step_faults.begin(part.entries)
         computed = self._containment.attempt(lambda: self._compute(part))
         if computed is None:
@@ -225,7 +224,8 @@ class StepRunner:
         return hidden, sampled
 
     def _compute(self, part: _Part) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, C] after this stage's layers and, on the last stage, logits [R, V]."""
+        """Return hidden states [num_tokens, hidden_size] after this stage's layers and, on the last stage,
+        logits [num_rows, vocab_size]."""
         batch = self._batch(part.entries)
         if self._groups.is_first_stage:
             self._step_faults.at("embedding")
@@ -242,7 +242,8 @@ class StepRunner:
         return hidden, logits
 
     def _logits(self, entries: Sequence[BatchEntry], hidden: Tensor) -> Tensor:
-        """[R, V] at the sampler; [0, V] at the ranks that only compute a part of it."""
+        """Return [num_rows, vocab_size] at the sampler, and [0, vocab_size] at ranks that compute only a
+        part."""
         ends = np.cumsum([entry.num_tokens for entry in entries]) - 1
         rows = [row for row, entry in enumerate(entries) if entry.sample_slots]
         if not rows:
@@ -254,7 +255,7 @@ class StepRunner:
     def _sample(
         self, entries: Sequence[BatchEntry], slots: Sequence[int], logits: Tensor
     ) -> list[SampledToken]:
-        """One token for each slot, at the sampler; nothing at the other ranks of its stage."""
+        """Sample one token for each slot, at the sampler; the other ranks of its stage return nothing."""
         if self._sampler is None:
             return []
         self._step_faults.at("sampling")
@@ -267,7 +268,7 @@ class StepRunner:
         return self._sampler.sample(logits, slots)
 
     def _hand_out(self, plan: StepPlan, sampled: list[SampledToken]) -> None:
-        """Pass the tokens to the first stage: of every slot that should have sampled, 0 where it failed."""
+        """Pass the tokens to the first stage: one for every slot that should have sampled, 0 if it failed."""
         slots = sampling_slots(plan)
         if not slots or self._sampler is None:
             return
@@ -279,7 +280,7 @@ class StepRunner:
             self._inputs.sampled(tokens)
 
     def _send_hidden(self, plan: StepPlan, done: list[_Part]) -> None:
-        """To the next stage: which entries were computed, and their hidden states in the plan's order."""
+        """Send the next stage which entries were computed, and their hidden states in the plan's order."""
         marks = np.zeros(len(plan.entries), dtype=np.uint8)
         marks[[index for part in done for index in part.indices]] = 1
         self._groups.send_marks(marks)
@@ -302,16 +303,12 @@ class StepRunner:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
-# ----------------------------------------------------------------------------------------------
-# What a rank of the first stage embeds: tokens that plans name, and those that were just sampled.
-
-
 class InputTokens:
-    """On a rank of the first stage: the token with which each slot continues.
+    """What a rank of the first stage embeds: tokens that plans name, and the last token of each slot.
 
-    Where the sampler is another rank, its messages come in the order of the plans that sample, and are waited
-    for when a slot's token is wanted. `_unread` are the slots of those that have not been looked at;
-    `_slot_to_message` counts messages: the one with the slot's newest token.
+    If the sampler is another rank, its messages come in the order of the plans that sample, and are awaited
+    when a slot's token is needed. `_unread` holds the slots of messages that have not been read;
+    `_slot_to_message` holds the number of the message with the slot's newest token.
     """
 
     def __init__(self, groups: RankGroups) -> None:
@@ -320,11 +317,11 @@ class InputTokens:
         self._slot_to_message: dict[int, int] = {}
         self._unread: deque[list[int]] = deque()
         self._num_read = 0
-        # Of more plans than can be in flight the sampler has reported the oldest, so it has sent its tokens.
+        # With more plans than can be in flight, the sampler has reported the oldest, so its tokens are sent.
         self._most_unread = groups.pp + 1
 
     def change(self, plan: StepPlan) -> None:
-        """Forget the slots that are freed, then begin those that start."""
+        """Forget the slots that the plan frees, then begin those that it starts."""
         for slot in plan.free_slots:
             assert slot in self._slot_to_token, f"slot {slot} is freed but was never started"
             del self._slot_to_token[slot]
@@ -334,7 +331,7 @@ class InputTokens:
             self._slot_to_token[sample.slot] = sample.last_token
 
     def tokens(self, entries: tuple[BatchEntry, ...]) -> NDArray[np.int64]:
-        """[T]: the input tokens; an entry without any continues with its slot's last token."""
+        """Return the input tokens [num_tokens]. An entry without any continues with its slot's last token."""
         parts = []
         for entry in entries:
             parts.append(entry.tokens or self._last(entry.slot).to_bytes(4, "little"))
@@ -342,7 +339,7 @@ class InputTokens:
         return np.frombuffer(b"".join(parts), dtype="<u4").astype(np.int64)
 
     def expect(self, plan: StepPlan) -> None:
-        """Before the plan is computed: another rank will sample for it."""
+        """Expect another rank to sample for the plan. Called before the plan is computed."""
         slots = sampling_slots(plan)
         if self._groups.is_sampler or not slots:
             return
@@ -355,7 +352,7 @@ class InputTokens:
             self._read()
 
     def sampled(self, tokens: list[SampledToken]) -> None:
-        """This rank itself is the sampler."""
+        """Take the tokens that this rank itself sampled."""
         for token in tokens:
             self._slot_to_token[token.slot] = token.token
 
@@ -374,5 +371,5 @@ class InputTokens:
 
 
 def sampling_slots(plan: StepPlan) -> list[int]:
-    """The slots that sample, in the order in which the tokens are reported."""
+    """Return the slots that sample, in the order in which their tokens are reported."""
     return [slot for entry in plan.entries for slot in entry.sample_slots]

@@ -25,8 +25,8 @@ from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.rpc.framing import read_frame, write_frame
 from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
@@ -132,7 +132,7 @@ class RankGroup:
         self._num_ranks = 0
         self._joined: dict[int, RankJoined] = {}
         self._ready: dict[int, RankReady] = {}
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._streams: dict[int, FrameStream] = {}
         self._handles: list[RankHandle] = []
         self._listener: ProvenListener | None = None
         self._watching = SupervisedTasks()
@@ -180,13 +180,13 @@ class RankGroup:
     def send(self, message: RankDown) -> None:
         """Send to every rank."""
         frame = _encoded(message)
-        for writer in self._writers.values():
-            write_frame(writer, frame)
+        for stream in self._streams.values():
+            stream.send(frame)
 
     def send_to(self, rank: int, message: RankDown) -> None:
         """Send to one rank; to one that has left, nothing."""
-        if rank in self._writers:
-            write_frame(self._writers[rank], _encoded(message))
+        if rank in self._streams:
+            self._streams[rank].send(_encoded(message))
 
     def kill(self) -> None:
         """End all rank processes at once."""
@@ -202,8 +202,8 @@ class RankGroup:
         self.kill()
         if self._listener is not None:
             self._listener.close()
-        for writer in self._writers.values():
-            writer.close()
+        for stream in self._streams.values():
+            stream.abort()
         await self._watching.wait()
         await self._connections.wait()
 
@@ -263,11 +263,11 @@ class RankGroup:
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
         """Read a rank's proven connection, to its end."""
-        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
+        stream = await frame_stream(sock, name)
         rank = -1
         try:
             while True:
-                message = RANK_UP_CODEC.decode(await read_frame(reader))
+                message = RANK_UP_CODEC.decode(await stream.next_frame())
                 if isinstance(message, RankFailed):
                     self._failed(message)
                 elif isinstance(message, RankProgress):
@@ -276,7 +276,7 @@ class RankGroup:
                     self._take(rank, message)
                 elif isinstance(message, RankJoined) and self._is_expected(message.rank):
                     rank = message.rank
-                    self._writers[rank] = writer
+                    self._streams[rank] = stream
                     self._joined[rank] = message
                     self._came_further(rank, "joined")
         except PeerGoneError as error:
@@ -285,7 +285,7 @@ class RankGroup:
         except TransferError as error:
             _log.warning("the rank channel of %s was closed: %s", name, error)
         finally:
-            writer.close()
+            stream.abort()
             if rank >= 0:
                 self._channel_ends[rank].set()
                 self._suspect(f"the channel of rank {rank} closed")

@@ -151,6 +151,7 @@ def _landing_need(sequence: Sequence) -> LandingNeed:
         attempt=request.submission.attempt,
         submission=request.submission,
         num_tokens=sequence.num_tokens,
+        deadline=request.deadline,
     )
 
 

@@ -10,10 +10,10 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from workers.messages import RequestFailed, Submission
+from workers.messages import RequestFailed, RequestKey, Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
-from workers.scheduler.sequence import LoadState, Phase, Rank, Request, RequestKey, Sequence
+from workers.scheduler.sequence import LoadState, Phase, Rank, Request, Sequence
 
 
 class Lifecycle:

@@ -14,8 +14,8 @@ from workers.config import EngineConfig
 from workers.errors import QueueFullError
 from workers.messages import (
     RequestFailed,
+    RequestKey,
     SampledToken,
-    SampleState,
     StageTimes,
     StepPlan,
     StepReport,
@@ -29,7 +29,7 @@ from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.migration import SequenceMigration
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.planner import MicroBatches, Planner
-from workers.scheduler.sequence import LandingState, LoadState, Phase, RequestKey, Sequence
+from workers.scheduler.sequence import LandingState, LoadState, Phase, Sequence
 from workers.scheduler.step import (
     ChunkDone,
     FinishedBlock,
@@ -228,6 +228,17 @@ class Scheduler:
         self._life.drop(request)
         return True
 
+    def held_state(self, key: RequestKey, now: float) -> Submission:
+        """Return what a held request is handed over with: its unfinished samples with their output."""
+        request = self._life.requests[key]
+        assert request.is_held
+        return replace(
+            request.submission,
+            samples=request.unfinished_samples,
+            decode=None,
+            deadline_s=None if request.deadline is None else max(0.0, request.deadline - now),
+        )
+
     def expire(self, now: float) -> list[RequestFailed]:
         """End every request whose deadline has passed, except those whose hand-over is under way."""
         return self._life.expire(now)
@@ -369,7 +380,7 @@ class Scheduler:
         """The prompt is done: an outbound request stops here, and its leader holds the blocks."""
         request = leader.request
         request.prompt_done = True
-        unfinished = [sequence for sequence in request.sequences if not sequence.finish]
+        samples = request.unfinished_samples
         done = PromptDone(
             *request.key,
             submission=request.submission,
@@ -379,16 +390,14 @@ class Scheduler:
                 arrived=request.arrived_at, scheduled=request.scheduled_at or 0.0, prefilled=now
             ),
             decodes_remotely=request.decodes_remotely,
-            all_finished=not unfinished,
-            samples=tuple(
-                SampleState(sequence.index, sequence.seed, sequence.output_bytes) for sequence in unfinished
-            ),
+            all_finished=not samples,
+            samples=samples,
             block_ids=self._life.tables.covering(leader, num_computed_tokens),
             num_loaded_tokens=request.num_loaded_tokens,
         )
         if request.decodes_remotely:
             for sequence in request.sequences:
-                if sequence is leader and unfinished:
+                if sequence is leader and samples:
                     self._life.hold(sequence)
                 else:
                     self._life.end(sequence)

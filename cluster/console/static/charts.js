@@ -71,10 +71,10 @@ export function draw(parent, name, curves, points, minute, sloS) {
   legend.className = "legend";
   legend.append(mark("p50", "median"), mark("p90", "90 %"));
   if (1000 * sloS <= top) legend.append(mark("slo", `objective ${millis(1000 * sloS)}`));
-  const told = document.createElement("span");
-  told.className = "muted";
-  told.textContent = words;
-  legend.append(told);
+  const label = document.createElement("span");
+  label.className = "muted";
+  label.textContent = words;
+  legend.append(label);
   parent.replaceChildren(drawing, legend);
 }
 

@@ -8,14 +8,14 @@ const ORDER_MS = 15000;
 const KEEP_MS = 20000; // an order that the status does not show after so long is not waited for
 
 let token = "";
-let told = () => {};
+let notifyChange = () => {};
 let afterToken = null;
 
 export const ordered = new Map(); // pool name to the count that was ordered and is not in the status yet
 const orderedAt = new Map();
 
 export function startOrders(onChange) {
-  told = onChange;
+  notifyChange = onChange;
   keep(stored());
   byId("token-button").onclick = () => ask("", null);
   byId("token-cancel").onclick = () => byId("token-dialog").close();
@@ -71,7 +71,7 @@ export function scale(pool, replicas) {
 export const release = (pool) => send("/console/api/release", { pool }, () => release(pool), () => {});
 
 async function send(path, order, again, undo) {
-  tell("", "");
+  showMessage("", "");
   const headers = { "Content-Type": "application/json" };
   if (token) headers.Authorization = `Bearer ${token}`;
   let reply;
@@ -81,12 +81,12 @@ async function send(path, order, again, undo) {
     });
   } catch (error) {
     undo();
-    tell(`The order did not reach the gateway: ${error.message}`, "bad");
+    showMessage(`The order did not reach the gateway: ${error.message}`, "bad");
     return;
   }
   const fields = await reply.json().catch(() => ({}));
   if (reply.ok) {
-    tell(fields.message || "done", "good");
+    showMessage(fields.message || "done", "good");
     return;
   }
   undo();
@@ -94,7 +94,7 @@ async function send(path, order, again, undo) {
   if (reply.status === 401 || reply.status === 403) {
     ask(token ? `Ray did not accept this token (${problem}).` : "Ray wants your token for this order.", again);
   } else {
-    tell(`The order was refused: ${problem}`, "bad");
+    showMessage(`The order was refused: ${problem}`, "bad");
   }
 }
 
@@ -104,18 +104,18 @@ function ask(why, again) {
   if (!hint.dataset.usual) hint.dataset.usual = hint.textContent.replace(/\s+/g, " ");
   text(hint, [why, hint.dataset.usual].filter(Boolean).join(" "));
   show(byId("token-forget"), Boolean(token));
-  afterToken = again ? Object.assign(() => tell("Nothing was changed.", ""), { again }) : null;
+  afterToken = again ? Object.assign(() => showMessage("Nothing was changed.", ""), { again }) : null;
   if (!dialog.open) dialog.showModal();
   byId("token-input").focus();
-  told();
+  notifyChange();
 }
 
-function tell(words, kind) {
-  const node = byId("told");
+function showMessage(words, kind) {
+  const node = byId("message");
   text(node, words);
   node.className = `banner ${kind}`.trim();
   show(node, Boolean(words));
-  told();
+  notifyChange();
 }
 
 function keep(value) {

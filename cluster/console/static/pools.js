@@ -73,7 +73,7 @@ export function showPools(status, ordered, act) {
   });
 }
 
-// As the status tells; a replica whose pool it does not name (an older life's) makes one.
+// By pool; a replica of an earlier registration, whose pool the status does not name, adds one.
 function poolsOf(status) {
   const pools = new Map(status.pools.map((pool) => [pool.name, pool]));
   for (const replica of status.replicas) {
@@ -141,14 +141,14 @@ export function notesOf(status, writers) {
   const lines = [];
   for (const replica of status.replicas) {
     const load = replica.load || {};
-    const told = (count, meaning) => count && lines.push(`${replica.replica_id}: ${count} ${meaning}`);
+    const addNote = (count, meaning) => count && lines.push(`${replica.replica_id}: ${count} ${meaning}`);
     if (replica.note) lines.push(`${replica.replica_id}: ${replica.note}`);
     if (load.age_s > LATE_S) lines.push(`${replica.replica_id}: its last report is ${load.age_s.toFixed(0)} s old`);
-    told(load.num_checksum_failures, "pieces failed their checksum and were computed again");
-    told(load.num_quarantined_blocks, "blocks in quarantine");
-    told(load.num_leaked_blocks, "blocks referenced although nothing runs");
-    told((load.num_unstored_blocks || {}).failed, "finished blocks could not be written to the store");
-    told(load.num_store_checksum_failures, "records of the store failed their checksum and were computed");
+    addNote(load.num_checksum_failures, "pieces failed their checksum and were computed again");
+    addNote(load.num_quarantined_blocks, "blocks in quarantine");
+    addNote(load.num_leaked_blocks, "blocks referenced although nothing runs");
+    addNote((load.num_unstored_blocks || {}).failed, "finished blocks could not be written to the store");
+    addNote(load.num_store_checksum_failures, "records of the store failed their checksum and were computed");
   }
   for (const writer of writers) {
     for (const path of writer.paths.filter((each) => each.instead_of)) {

@@ -118,10 +118,10 @@ function fillPath(cell, paths) {
   const kinds = new Map();
   for (const path of paths) kinds.set(path.transport, (kinds.get(path.transport) || 0) + 1);
   const isCut = paths.some((path) => !path.transport);
-  const told = [...kinds].map(([kind, count]) => (count > 1 ? `${kind} ×${count}` : kind)).join(", ");
+  const kindTexts = [...kinds].map(([kind, count]) => (count > 1 ? `${kind} ×${count}` : kind)).join(", ");
   const slowest = Math.min(...paths.map((path) => path.gb_s));
   const reasons = paths.map((path) => path.instead_of).filter(Boolean).join("\n");
-  text(cell, !paths.length ? NONE : isCut ? "none" : `${told} ${slowest.toFixed(2)} GB/s`);
+  text(cell, !paths.length ? NONE : isCut ? "none" : `${kindTexts} ${slowest.toFixed(2)} GB/s`);
   classes(cell, isCut ? "bad-cell" : reasons ? "warn-cell" : "");
   if (cell.title !== reasons) cell.title = reasons;
 }

@@ -1,4 +1,4 @@
-{{/* What the deployment of Ray Serve is told, as the text of serveConfigV2. */}}
+{{/* The text of serveConfigV2: the configuration of the Ray Serve deployment. */}}
 
 {{- define "tandem.serveConfig" -}}
 {{- $root := . -}}

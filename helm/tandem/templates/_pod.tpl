@@ -197,7 +197,7 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Before a worker's pod ends: Serve starts its replicas elsewhere and lets those here drain. */}}
+{{/* Before a worker's pod ends: Serve starts its replicas on other nodes and drains those on this one. */}}
 {{- define "tandem.leave" -}}
 - |
   ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the pod ends" \

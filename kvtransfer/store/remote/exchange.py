@@ -39,7 +39,7 @@ from kvtransfer.messages import (
     WriterGone,
 )
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import FrameStream, open_tcp
+from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -320,7 +320,7 @@ class OwnerLink:
 
     async def receive(self) -> RecordsSent:
         """Return the next answer. `TransferError` at the end."""
-        return expect(FROM_OWNER_CODEC.decode(await self._stream.receive()), RecordsSent)
+        return expect(FROM_OWNER_CODEC.decode(await self._stream.next_frame()), RecordsSent)
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -337,7 +337,7 @@ async def open_link(
             stream = await open_tcp(address, secret, requester.replica_id)
             try:
                 stream.send(TO_OWNER_CODEC.encode(OwnerHello(STORE_PROTOCOL, requester, granule_bytes)))
-                answer = expect(FROM_OWNER_CODEC.decode(await stream.receive()), OwnerHello)
+                answer = expect(FROM_OWNER_CODEC.decode(await stream.next_frame()), OwnerHello)
                 _check_hello(answer, holder, granule_bytes)
             except (TransferError, asyncio.CancelledError):
                 stream.abort()

@@ -36,7 +36,7 @@ from kvtransfer.messages import (
     TransferReport,
 )
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -158,12 +158,13 @@ class RecordSender:
         if reason:
             _log.warning("%s requests records and is refused: %s", hello.owner.replica_id, reason)
             requester.send(StoreRefusal(reason))
-            await stream.close()
+            stream.close()
+            await stream.wait_closed()
             return
         requester.send(OwnerHello(STORE_PROTOCOL, self._identity, self._settings.granule_bytes))
         try:
             while True:
-                self._handle(requester, TO_OWNER_CODEC.decode(await stream.receive()))
+                self._handle(requester, TO_OWNER_CODEC.decode(await stream.next_frame()))
         except PeerGoneError:
             return
         finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.messages import Shard
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     REFUSED,
@@ -86,7 +86,7 @@ class EngineSession:
         self._view.watch(self.send)
         try:
             while True:
-                frame = await self._stream.receive()
+                frame = await self._stream.next_frame()
                 if self._is_closed:
                     raise PeerGoneError("its connection was closed")
                 self._handle(TO_OWNER_CODEC.decode(frame))

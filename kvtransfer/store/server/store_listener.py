@@ -16,7 +16,6 @@ from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_from, send_to
 from kvtransfer.rpc.listener import ProvenListener
-from kvtransfer.rpc.store_stream import FrameStream
 from kvtransfer.store.messages import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner, StoreRefusal, ToOwner
 
 _HELLO_BYTES = 64 << 10
@@ -55,13 +54,6 @@ class StoreListener:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
         await self._serve(PeerConnection(sock, name, hello, self._is_local))
-
-
-async def stream_of(peer: PeerConnection) -> FrameStream:
-    """Return the connection as a stream of frames, which takes it over."""
-    sock = peer.sock
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=sock.detach()))
-    return FrameStream(reader, writer)
 
 
 async def refuse(peer: PeerConnection, reason: str) -> None:

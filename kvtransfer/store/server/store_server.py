@@ -29,7 +29,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.store_stream import FrameStream
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -58,7 +58,7 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank, is_running
 from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
-from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse, stream_of
+from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse
 
 _TICK_S = 0.25
 # Engine cores are sent the rates again when one has changed by more than this part.
@@ -154,13 +154,13 @@ class StoreServer:
             case RankHello():
                 await self._arena_manager.serve(peer, peer.hello)
             case AdminHello(protocol) if protocol == STORE_PROTOCOL:
-                await self._admin.serve(await stream_of(peer))
+                await self._admin.serve(await frame_stream(peer.sock, peer.name))
             case OwnerHello():
                 exchange = self._node.exchange
                 if exchange is None:
                     await refuse(peer, "the node has no host tier yet")
                 else:
-                    await exchange.serve(await stream_of(peer), peer.hello)
+                    await exchange.serve(await frame_stream(peer.sock, peer.name), peer.hello)
             case _:
                 await refuse(peer, f"expected a hello of protocol {STORE_PROTOCOL}")
 
@@ -172,7 +172,11 @@ class StoreServer:
         if earlier is not None:
             earlier.close()
         session = EngineSession(
-            hello, await stream_of(peer), self._arena_manager, self._node, self._tasks.spawn
+            hello,
+            await frame_stream(peer.sock, peer.name),
+            self._arena_manager,
+            self._node,
+            self._tasks.spawn,
         )
         self._sessions[hello.session] = session
         self._node.catalog.session_opened(hello.session)
@@ -245,7 +249,7 @@ class AdminService:
         """Answer an administrator until the connection ends."""
         try:
             while True:
-                answer = await self._answer(TO_OWNER_CODEC.decode(await stream.receive()))
+                answer = await self._answer(TO_OWNER_CODEC.decode(await stream.next_frame()))
                 stream.send(FROM_OWNER_CODEC.encode(answer))
         finally:
             stream.abort()

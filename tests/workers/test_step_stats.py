@@ -104,7 +104,7 @@ def test_steps_are_counted_by_their_sequences() -> None:
     assert figures.num_batched_sequences == figures.num_computed_tokens == sum(sizes)
 
 
-def test_hits_are_told_by_where_the_kv_was() -> None:
+def test_hits_are_counted_by_where_the_kv_was() -> None:
     figures = StepStats()
     outcome = StepOutcome()
     submission = Submission("r", 1, "", 0, b"", (), (), None, None, None)  # type: ignore[arg-type]
@@ -132,17 +132,17 @@ def test_hits_are_told_by_where_the_kv_was() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_in_float32_are_a_route_to_those_of_any_dtype(dtype: torch.dtype) -> None:
+def test_products_in_float32_serve_any_dtype(dtype: torch.dtype) -> None:
     """Where a CPU emulates bf16, the limit of that dtype alone was a fraction of what the engine reaches."""
-    found = probe.routes(torch.device("cpu"), dtype)
-    assert {probe.Route(torch.float32, False), probe.Route(dtype, False)} <= set(found)
-    assert probe.routes(torch.device("cuda"), dtype) == [probe.Route(dtype, False)]
+    found = probe.product_kinds(torch.device("cpu"), dtype)
+    assert {probe.ProductKind(torch.float32, False), probe.ProductKind(dtype, False)} <= set(found)
+    assert probe.product_kinds(torch.device("cuda"), dtype) == [probe.ProductKind(dtype, False)]
 
 
-def test_limits_are_of_the_fastest_route_and_of_its_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second route is tried on a small matrix, takes nine times as long, and is not measured further."""
-    both = [probe.Route(torch.float32, False), probe.Route(torch.bfloat16, False)]
-    monkeypatch.setattr(probe, "routes", lambda *_: both)
+def test_limits_are_of_the_fastest_kind_and_of_its_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kind is tried on a small matrix, takes nine times as long, and is not measured further."""
+    both = [probe.ProductKind(torch.float32, False), probe.ProductKind(torch.bfloat16, False)]
+    monkeypatch.setattr(probe, "product_kinds", lambda *_: both)
 
     class Jumping(ManualClock):
         """Each look at it is later than the last by the next of these."""
