@@ -9,14 +9,14 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.errors import CapacityError
 from workers.messages import Submission
 from workers.scheduler.block_tables import BlockTables
-from workers.scheduler.sequence import LandingState, LoadState, Sequence
+from workers.scheduler.sequence import LandingState, Sequence, StoreLoad
 from workers.scheduler.step import PLAN_BYTES, LandingNeed, LoadNeed, entry_bytes, sample_bytes, start_bytes
 
 _WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
+class EngineLimits:
     """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples. That with
     `max_local_kv_tokens` stays here, some of its KV in host memory; an outbound one is on the device."""
 
@@ -134,13 +134,13 @@ def load_needs(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> l
     for sequence in waiting:
         if num_loading >= most:
             break
-        if sequence.load is LoadState.WANTED:
+        if sequence.load is StoreLoad.WANTED:
             keys, num_held = tables.wanted_keys(sequence)
-            sequence.load = LoadState.ASKED if num_held < len(keys) else LoadState.DONE
-            if sequence.load is LoadState.ASKED:
+            sequence.load = StoreLoad.ASKED if num_held < len(keys) else StoreLoad.DONE
+            if sequence.load is StoreLoad.ASKED:
                 key, tenant = sequence.request.key, sequence.request.submission.tenant
                 needs.append(LoadNeed(*key, sequence.index, tenant, tuple(keys), num_held))
-        num_loading += sequence.load is LoadState.ASKED
+        num_loading += sequence.load is StoreLoad.ASKED
     return needs
 
 

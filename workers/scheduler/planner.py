@@ -10,7 +10,7 @@ from workers.config import EngineConfig
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.offload import Offloader
-from workers.scheduler.sequence import LandingState, LoadState, Phase, Request, Sequence
+from workers.scheduler.sequence import LandingState, Phase, Request, Sequence, StoreLoad
 from workers.scheduler.step import StepBatch, entry_bytes
 
 
@@ -177,7 +177,7 @@ class Planner:
             self._life.handled = request.key
             if sequence.holds_others:
                 return
-            if request.landing is not LandingState.READY or sequence.load is not LoadState.DONE:
+            if request.landing is not LandingState.READY or sequence.load is not StoreLoad.DONE:
                 continue
             is_suspect = request.submission.suspect
             if is_suspect and self._isolation.is_busy:
