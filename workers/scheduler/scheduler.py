@@ -22,13 +22,12 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-from workers.scheduler.admission import EngineLimits, landing_needs, load_needs
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.migration import SequenceMigration
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import MicroBatches, Planner
+from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
 from workers.scheduler.sequence import LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,
