@@ -11,7 +11,7 @@ w_0 ... w_(n-1), the last one padded with zero bytes. All arithmetic is modulo 2
 
 `mix` is a bijection, so a change within one word always changes the sum; exchanged words, a lost tail or
 bytes of another place leave it equal only by chance (2^-64). Words may be summed in any order, on any number
-of threads. The checksum does not protect against forgery. It is part of the NVMe format: never change it. """
+of threads. The checksum does not protect against forgery. It is part of the NVMe format: never change it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ On CUDA each thread works on a stream of its own and returns when that stream is
 the stream that computes: a finished step's writes are complete, because the rank synchronizes before it
 reports the step, and scattered pieces are complete before any order that uses them is given. Checksums are
 equal bit for bit to those of `kvtransfer.blocks.checksum`: int64 arithmetic wraps the same way on the CPU and
-on CUDA. """
+on CUDA."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DevicePool(KvPool):
     """A pool in `tensor`, contiguous uint8 [num_blocks, block_bytes].
 
     With `indexed`, blocks are taken by one indexed operation per batch instead of one copy per range of
-    adjacent blocks. That is faster on CUDA and much slower on a CPU. """
+    adjacent blocks. That is faster on CUDA and much slower on a CPU."""
 
     def __init__(self, layout: BlockLayout, tensor: torch.Tensor, *, indexed: bool | None = None) -> None:
         """Raises `ValueError` if the tensor is not such a pool."""

@@ -79,7 +79,7 @@ def plan_pieces(
     Each target's shard is covered exactly once, by at most one piece from each source. Sources with the same
     shard share what all targets need of it: each takes a contiguous part, cut between layers, so that equal
     shapes are paired one to one. Both sides of a Peer link compute the same plan. `IncompatibleError` names
-    what no source holds, or what two sources hold without being copies of each other. """
+    what no source holds, or what two sources hold without being copies of each other."""
     copies: dict[Shard, list[int]] = {}
     for rank, shard in sorted(sources, key=_RANK):
         copies.setdefault(shard, []).append(rank)

@@ -2,7 +2,7 @@
 
 A *piece* of a block is its part in a shard; packed, its bytes lie in the order of that shard's own layout.
 Sums are those of `kvtransfer.blocks.checksum`. Any thread may call any method, except `close`, which comes
-last. """
+last."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class KvMemory:
     is not offered.
 
     The mapping is the pool rounded up to 2 MiB, then the scratch area. Its pages are taken when first
-    written, or all by `populate`. """
+    written, or all by `populate`."""
 
     def __init__(self, mapping: mmap.mmap, fd: int, num_bytes: int) -> None:
         self.fd = fd
