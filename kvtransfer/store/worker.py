@@ -259,9 +259,9 @@ class StoreWorker:
 
     def _copy(self, work: CopyWork, arena: MappedArena) -> bool:
         limit = 1 if self._faults.armed else self._governor.batch_bytes(work.traffic)
-        with self._governor.flow(work.traffic) as flow:
+        with self._governor.flow(work.traffic) as take_turn:
             while batch := work.next(limit):
-                if not flow.next(batch.num_bytes, lambda: self._orders.has_before(work)):
+                if not take_turn(batch.num_bytes, lambda: self._orders.has_before(work)):
                     return False
                 work.copy(batch, self._pool, arena, self._faults)
         return True
