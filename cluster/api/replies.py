@@ -27,7 +27,8 @@ from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock, let_others_run
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
-from workers.messages import PathMeasure, PrefillReport, ReplicaStats
+from workers.messages import PrefillReport
+from workers.stats_record import PathMeasure, ReplicaStats
 
 # How old a status may be. Replicas report about as often.
 STATUS_S = 0.2

@@ -40,14 +40,13 @@ from workers.messages import (
     LinkDown,
     LoadReport,
     Move,
-    PathMeasure,
     PurgeCache,
     ReplicaHello,
-    ReplicaStats,
     RoleChanged,
     StepFrame,
     Submission,
 )
+from workers.stats_record import PathMeasure, ReplicaStats
 
 _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1

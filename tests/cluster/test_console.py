@@ -23,7 +23,7 @@ from cluster.errors import CallError, ConfigError, DashboardAwayError, RosterAwa
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.launcher import check_hosts
 from kvtransfer.common.clock import SystemClock
-from workers.messages import PathMeasure
+from workers.stats_record import PathMeasure
 
 
 @pytest.fixture
