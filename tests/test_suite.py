@@ -20,7 +20,7 @@ from index_harness import RawRedis
 from optional_programs import PROGRAM_TO_PACKAGE, check_marks, find_program, missing_programs
 from serving import RunningCluster
 from store_harness import StoreHouse
-from transfer_harness import AgentProcess, TransferHouse
+from transfer_harness import AgentProcess, TransferHarness
 
 from workers.model.random_checkpoint import write_random_checkpoint
 
@@ -55,7 +55,7 @@ def two_agents_of_which_one_starts(patch: pytest.MonkeyPatch, folder: Path) -> N
         start(agent)
 
     patch.setattr(AgentProcess, "__init__", start_one)
-    TransferHouse("shm")
+    TransferHarness("shm")
 
 
 def a_redis_that_does_not_take_its_settings(patch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -21,7 +21,7 @@ from cluster.scaling.samples import (
     PREFILL,
     History,
     ReplicaSample,
-    Sample,
+    ScalingSample,
     kind_of,
 )
 
@@ -38,7 +38,7 @@ _MAX_DISPERSION = 25.0
 _Floats = npt.NDArray[np.float64]
 
 
-class Spell(NamedTuple):
+class CountedSpan(NamedTuple):
     """What came in the `length_s` seconds that end at `at`."""
 
     at: float
@@ -74,7 +74,7 @@ def moments(count: float, total: float, squares: float) -> Moments | None:
 
 
 def forecast(
-    spells: Sequence[Spell], now: float, horizon_s: float, fade_s: float, block_s: float
+    spells: Sequence[CountedSpan], now: float, horizon_s: float, fade_s: float, block_s: float
 ) -> Forecast:
     """The rate to expect `horizon_s` after `now`: a line through the rates of blocks of `block_s`, weighted
     by length and by exp(-age / `fade_s`), where it rises or falls beyond doubt; else their weighted mean.
@@ -98,7 +98,7 @@ def forecast(
     return Forecast(max(0.0, level + slope * horizon_s), mean, slope, dispersion)
 
 
-def _blocks(spells: Sequence[Spell], now: float, block_s: float) -> tuple[_Floats, _Floats, _Floats]:
+def _blocks(spells: Sequence[CountedSpan], now: float, block_s: float) -> tuple[_Floats, _Floats, _Floats]:
     """Mean age, length and count of each block that has anything, the latest first."""
     sums: dict[int, list[float]] = {}
     for spell in spells:
@@ -111,7 +111,7 @@ def _blocks(spells: Sequence[Spell], now: float, block_s: float) -> tuple[_Float
     return ages / lengths, lengths, counts
 
 
-def mean_rate(spells: Sequence[Spell]) -> float:
+def mean_rate(spells: Sequence[CountedSpan]) -> float:
     """Per second, all of them counting alike."""
     total_s = sum(spell.length_s for spell in spells)
     return sum(spell.num for spell in spells) / total_s if total_s > 0 else 0.0
@@ -131,7 +131,7 @@ def _slope(times: _Floats, rates: _Floats, weights: _Floats, least_variance: flo
     return slope, error
 
 
-def _dispersion(spells: Sequence[Spell]) -> float:
+def _dispersion(spells: Sequence[CountedSpan]) -> float:
     """From differences of neighbours, so that a trend does not count as spread; at least 1."""
     counts = np.array([spell.num for spell in spells], dtype=np.float64)
     lengths = np.array([spell.length_s for spell in spells])
@@ -209,7 +209,7 @@ class StepCost(NamedTuple):
         return max(1, min(max_sequences, fitting))
 
 
-class Rates(NamedTuple):
+class MeasuredRates(NamedTuple):
     """Of the replicas, as measured; None or 0 while nothing was."""
 
     # Prompt tokens a second that one replica computes while it has some.
@@ -227,7 +227,7 @@ class Rates(NamedTuple):
         return self.batch / self.step.step_s(self.batch) if self.step else 0.0
 
 
-class Sizes(NamedTuple):
+class RequestSizes(NamedTuple):
     """Of the requests."""
 
     # Tokens to compute of one prompt, cached ones excluded; None: no prompt was reported yet.
@@ -237,7 +237,7 @@ class Sizes(NamedTuple):
     sequences_per_request: float
 
 
-class Work(NamedTuple):
+class ArrivalRates(NamedTuple):
     """Requests a second: what to expect, and the least that must still fit after a pool shrank."""
 
     expected: Forecast
@@ -247,7 +247,7 @@ class Work(NamedTuple):
 
 def measured_rates(
     history: History, config: ScalingConfig, max_sequences: int, now: float, has_prefill: bool
-) -> Rates:
+) -> MeasuredRates:
     """`max_sequences` is the largest batch that the decode pools' configuration allows."""
     prefilling, decoding = [], []
     for sample in history:
@@ -263,7 +263,7 @@ def measured_rates(
     step = step_cost(
         (weight, min(each.num_running, max_sequences), each.decode_step_s) for weight, each in decoding
     )
-    return Rates(
+    return MeasuredRates(
         prefill_tok_s=_prefill_tok_s(prefilling),
         step=step,
         batch=step.largest_batch(config.itl_slo_s, max_sequences) if step else max_sequences,
@@ -306,34 +306,34 @@ def step_cost(points: Iterable[tuple[float, int, float]]) -> StepCost | None:
     return StepCost(step_s - slope * batch, slope)
 
 
-def measured_sizes(history: History, now: float, fade_s: float) -> Sizes:
+def measured_sizes(history: History, now: float, fade_s: float) -> RequestSizes:
     """Over the whole history, the recent counting more."""
     totals = np.zeros(8)
     for sample in history:
         asked = sample.demand.values()[:8]
         totals += math.exp(-(now - sample.at) / fade_s) * np.array(asked, dtype=np.float64)
     arrived, sequences, prompts, computed, computed_squares, ended, output, output_squares = totals.tolist()
-    return Sizes(
+    return RequestSizes(
         prompt=moments(prompts, computed, computed_squares),
         output=moments(ended, output, output_squares),
         sequences_per_request=sequences / arrived if arrived > 0 else 1.0,
     )
 
 
-def arrivals(samples: Sequence[Sample]) -> list[Spell]:
+def arrivals(samples: Sequence[ScalingSample]) -> list[CountedSpan]:
     """Requests between each sample and the one before."""
     return [
-        Spell(sample.at, sample.at - before.at, sample.demand.num_arrived)
+        CountedSpan(sample.at, sample.at - before.at, sample.demand.num_arrived)
         for before, sample in itertools.pairwise(samples)
     ]
 
 
-def measured_work(history: History, config: ScalingConfig, horizon_s: float, now: float) -> Work:
+def measured_arrivals(history: History, config: ScalingConfig, horizon_s: float, now: float) -> ArrivalRates:
     """`horizon_s`: how far ahead to look, as replicas take that long to start."""
     spells = arrivals(list(history))
     expected = forecast(spells, now, horizon_s, config.forecast_s / 2, config.forecast_s / 10)
     lately = [spell for spell in spells if spell.at > now - config.down_cool_down_s]
-    return Work(expected, max(expected.per_s, mean_rate(lately)))
+    return ArrivalRates(expected, max(expected.per_s, mean_rate(lately)))
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:

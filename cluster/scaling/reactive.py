@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL, Rates, Sizes
-from cluster.scaling.samples import BOTH, DECODE, PREFILL, ReplicaSample, Sample, kind_of
+from cluster.scaling.forecast import TAIL, MeasuredRates, RequestSizes
+from cluster.scaling.samples import BOTH, DECODE, PREFILL, ReplicaSample, ScalingSample, kind_of
 
 NUM_SAMPLES = 3
 # How far back late first tokens and late gaps count, and prompts that had to wait for decode.
-RECENT_S = 30.0
+WINDOW_S = 30.0
 # Free share of the KV blocks below which landings soon wait.
 KV_NEAR_FULL = 0.1
 # Of the recent samples: when decode was full in so many, the prefill queue is decode's doing.
@@ -27,7 +27,7 @@ _BLOCKED_SHARE = 0.3
 _MIN_OUTCOMES = 20
 
 
-class Pressure(NamedTuple):
+class Shortage(NamedTuple):
     """A kind of replica is short. `num_replicas` would be enough for what is there now."""
 
     num_replicas: int
@@ -60,7 +60,7 @@ class Side(NamedTuple):
         return self.num_total_blocks - self.num_free_blocks
 
 
-def side_of(sample: Sample, kind: str, *, has_prefill: bool) -> Side:
+def side_of(sample: ScalingSample, kind: str, *, has_prefill: bool) -> Side:
     """The replicas whose effective role makes them of this kind."""
     replicas = [
         each
@@ -89,15 +89,15 @@ def side_of(sample: Sample, kind: str, *, has_prefill: bool) -> Side:
     )
 
 
-class FastLoop:
-    """The signals of the last samples, as pressures by kind."""
+class ReactiveSignals:
+    """The signals of the last samples, as shortages by kind."""
 
     def __init__(
         self,
-        recent: Sequence[Sample],
+        recent: Sequence[ScalingSample],
         config: ScalingConfig,
-        rates: Rates,
-        sizes: Sizes,
+        rates: MeasuredRates,
+        sizes: RequestSizes,
         max_sequences: int,
         start_s: float,
         *,
@@ -121,13 +121,13 @@ class FastLoop:
         is_settled = len(found) == NUM_SAMPLES and len({side.num_replicas for side in found}) == 1
         return found if is_settled and found[-1].num_replicas else []
 
-    def pressure(self, kind: str) -> Pressure | None:
+    def shortage(self, kind: str) -> Shortage | None:
         """What this kind is short of; None: of nothing."""
         found = []
         if kind in (PREFILL, BOTH):
             found.append(self._queue(kind))
         if kind in (DECODE, BOTH):
-            found += [self._room(kind), self._steps(kind)]
+            found += [self._kv_space(kind), self._steps(kind)]
         return max(filter(None, found), key=lambda each: each.num_replicas, default=None)
 
     # --------------------------------------------------------------------------------- prompts that wait
@@ -141,7 +141,7 @@ class FastLoop:
         prompt, tok_s = self._sizes.prompt, self._rates.prefill_tok_s
         return prompt.mean / tok_s if prompt and tok_s > 0 else 0.0
 
-    def _queue(self, kind: str) -> Pressure | None:
+    def _queue(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
         if not sides or not all(side.prefill_tok_s > 0 for side in sides):
             return None
@@ -163,7 +163,7 @@ class FastLoop:
         )
         if late > TAIL:
             reason += f", and {late:.0%} of them were late"
-        return Pressure(wanted, reason)
+        return Shortage(wanted, reason)
 
     def _to_clear(self, side: Side) -> int:
         """Replicas that keep up with what arrives, and clear what will wait when they are ready in as long as
@@ -184,7 +184,7 @@ class FastLoop:
 
     # ----------------------------------------------------------------------------------- room for decoding
 
-    def _room(self, kind: str) -> Pressure | None:
+    def _kv_space(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
         if not sides:
             return None
@@ -207,7 +207,7 @@ class FastLoop:
         else:
             return None
         wanted = max(latest.num_replicas + 1, self._to_hold(latest))
-        return Pressure(wanted, f"{why} ({latest.num_replicas} replicas, {free:.0%} free)")
+        return Shortage(wanted, f"{why} ({latest.num_replicas} replicas, {free:.0%} free)")
 
     def _num_slots(self, side: Side) -> int:
         return side.num_replicas * self._max_sequences
@@ -230,7 +230,7 @@ class FastLoop:
         stay_s = output.mean * step.step_s(self._rates.batch)
         return min(num_prompts, stay_s * side.prefill_tok_s / prompt.mean)
 
-    def _steps(self, kind: str) -> Pressure | None:
+    def _steps(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
         if not sides:
             return None
@@ -248,7 +248,7 @@ class FastLoop:
         )
         if late > TAIL:
             reason += f", and {late:.0%} of the gaps were longer"
-        return Pressure(min(wanted, latest.num_sequences), reason)
+        return Shortage(min(wanted, latest.num_sequences), reason)
 
     def is_blocked(self) -> bool:
         """Whether prompts had to wait for decode in a good part of the recent samples: between them a place
@@ -258,7 +258,7 @@ class FastLoop:
         # Since replicas came or went: what was before says nothing of now.
         lately = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
         is_often = sum(map(self._is_full, lately)) > _BLOCKED_SHARE * len(lately)
-        return self._room(DECODE) is not None or (len(lately) >= NUM_SAMPLES and is_often)
+        return self._kv_space(DECODE) is not None or (len(lately) >= NUM_SAMPLES and is_often)
 
     def _is_full(self, side: Side) -> bool:
         has_blocks = side.num_free_blocks >= KV_NEAR_FULL * side.num_total_blocks
@@ -269,7 +269,7 @@ class FastLoop:
         return side.num_running + side.num_waiting > self._num_slots(side)
 
 
-def late_share(samples: Sequence[Sample], counts: Callable[[Demand], tuple[int, int]]) -> float:
+def late_share(samples: Sequence[ScalingSample], counts: Callable[[Demand], tuple[int, int]]) -> float:
     """Of all in these samples; `counts` says (all, late) of one. 0 while there are few."""
     pairs = [counts(sample.demand) for sample in samples]
     total = sum(count for count, _ in pairs)

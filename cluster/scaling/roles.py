@@ -26,26 +26,26 @@ class RoleTable:
         epochs = [lease.epoch for lease in view.leases] + [record.role_epoch for record in view.replicas]
         self._epoch = max([round(wall * _MS) - 1, *epochs])
 
-    def lend(self, replica_id: str, role: str, reason: str) -> RoleLease | None:
+    def assign(self, replica_id: str, role: str, reason: str) -> RoleLease | None:
         """Let the replica play `role`; None where it is gone, leaving, or plays it already."""
         record = self._replicas.get(replica_id)
         if record is None or record.leaving or self.effective_role(record) == role:
             return None
         return self._grant(record, role, reason)
 
-    def recall(self, replica_id: str, reason: str) -> RoleLease | None:
+    def restore(self, replica_id: str, reason: str) -> RoleLease | None:
         """Let the replica play its pool's role again; None where it is gone or does."""
         record = self._replicas.get(replica_id)
         if record is None or self.effective_role(record) == home_role(record):
             return None
         return self._grant(record, home_role(record), reason)
 
-    def recall_all(self, reason: str) -> list[RoleLease]:
+    def restore_all(self, reason: str) -> list[RoleLease]:
         """Let every lent replica play its pool's role again."""
-        leases = (self.recall(replica_id, reason) for replica_id in sorted(self._replicas))
+        leases = (self.restore(replica_id, reason) for replica_id in sorted(self._replicas))
         return [lease for lease in leases if lease is not None]
 
-    def lent(self) -> dict[str, float]:
+    def assigned(self) -> dict[str, float]:
         """Replicas that shall play another role than their pool's, and since when (Unix time)."""
         return {
             replica_id: lease.epoch / _MS

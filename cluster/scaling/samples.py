@@ -73,7 +73,7 @@ class DemandMeter:
         return taken
 
 
-class Sample(NamedTuple):
+class ScalingSample(NamedTuple):
     """One look at everything."""
 
     # Unix time, as in `ScalingMove`.
@@ -107,7 +107,7 @@ class PoolView(NamedTuple):
     grew_at: float | None = None
     changed_at: float | None = None
     # Its replicas that hold a lease for another role: id, and Unix time since when.
-    lent: tuple[tuple[str, float], ...] = ()
+    assigned: tuple[tuple[str, float], ...] = ()
 
 
 def may_prefill(pools: Sequence[PoolView]) -> bool:
@@ -132,11 +132,11 @@ class History:
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[ScalingSample] = deque()
         self._starting_since: dict[str, float] = {}
         self._start_s: dict[str, float] = {}
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: ScalingSample) -> None:
         """Times grow; a sample from before the latest one (the clock was set back) starts afresh."""
         if self._samples and sample.at <= self._samples[-1].at:
             self._samples.clear()
@@ -147,7 +147,7 @@ class History:
         for pool, desired in sample.desired.items():
             self._watch_start(pool, desired, sample)
 
-    def _watch_start(self, pool: str, desired: int, sample: Sample) -> None:
+    def _watch_start(self, pool: str, desired: int, sample: ScalingSample) -> None:
         """Measure from the order to the last replica's being ready."""
         if sample.num_ready(pool) < desired:
             self._starting_since.setdefault(pool, sample.at)
@@ -159,7 +159,7 @@ class History:
         return self._start_s.get(pool, _DEFAULT_START_S)
 
     @property
-    def latest(self) -> Sample | None:
+    def latest(self) -> ScalingSample | None:
         return self._samples[-1] if self._samples else None
 
     @property
@@ -167,7 +167,7 @@ class History:
         """From the oldest sample to the latest."""
         return self._samples[-1].at - self._samples[0].at if self._samples else 0.0
 
-    def since(self, at: float) -> list[Sample]:
+    def since(self, at: float) -> list[ScalingSample]:
         """The samples from this time on, oldest first."""
         recent = []
         for sample in reversed(self._samples):
@@ -176,7 +176,7 @@ class History:
             recent.append(sample)
         return recent[::-1]
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[ScalingSample]:
         return iter(self._samples)
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class _Report(NamedTuple):
     status: pb.StatusResponse
 
 
-class Reports:
+class GatewayReports:
     """The latest report of each gateway; times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
@@ -206,7 +206,9 @@ class Reports:
         self._latest[gateway] = _Report(now, status)
         self._demand.add(gateway, demand_of(status.demand))
 
-    def sample(self, desired: Mapping[str, int], *, now: float, wall: float, max_age_s: float) -> Sample:
+    def sample(
+        self, desired: Mapping[str, int], *, now: float, wall: float, max_age_s: float
+    ) -> ScalingSample:
         """Of all gateways that reported in the last `max_age_s`; each replica as it was heard of last."""
         self._latest = {
             gateway: report
@@ -221,7 +223,7 @@ class Reports:
                 known = replicas.get(seen.replica_id)
                 if replica.state == _READY and (known is None or seen.age_s < known.age_s):
                     replicas[seen.replica_id] = seen
-        return Sample(
+        return ScalingSample(
             at=wall,
             desired=dict(desired),
             replicas=tuple(replicas[replica_id] for replica_id in sorted(replicas)),
@@ -233,7 +235,7 @@ def pool_views(
     config: ClusterConfig, view: RosterView, desired: Mapping[str, int], book: RoleTable
 ) -> tuple[PoolView, ...]:
     """The pools of the configuration that run: those with a desired count."""
-    lent = book.lent()
+    lent = book.assigned()
     pool_of = {record.identity.replica_id: record.pool for record in view.replicas}
     views = []
     for pool in config.pools:
@@ -251,7 +253,7 @@ def pool_views(
                 is_pinned=pool.name in view.pinned,
                 grew_at=grew_at,
                 changed_at=changed_at,
-                lent=tuple((key, since) for key, since in lent.items() if pool_of[key] == pool.name),
+                assigned=tuple((key, since) for key, since in lent.items() if pool_of[key] == pool.name),
             )
         )
     return tuple(views)

@@ -1,4 +1,4 @@
-"""Ray Serve's scale endpoint on the dashboard's port: the one lever that operators and the autoscaler pull.
+"""Ray Serve's scale endpoint on the dashboard's port: the one client that operators and the autoscaler pull.
 
     GET  /api/serve/applications/                                       targets, states
     POST /api/v1/applications/{app}/deployments/{deployment}/scale      {"target_num_replicas": n}

@@ -20,7 +20,7 @@ from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import StepCost
 from cluster.scaling.policy import decide, history_span_s
-from cluster.scaling.policy_input import Lend, Plan, PoolMove
+from cluster.scaling.policy_input import PoolMove, RoleAssignment, ScalingPlan
 from cluster.scaling.reactive import NUM_SAMPLES
 from cluster.scaling.samples import (
     BOTH,
@@ -29,7 +29,7 @@ from cluster.scaling.samples import (
     History,
     PoolView,
     ReplicaSample,
-    Sample,
+    ScalingSample,
     kind_of,
     last_changes,
 )
@@ -59,7 +59,7 @@ class ServiceModel(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedRequest:
     """A request on its way."""
 
     arrival: Arrival
@@ -68,7 +68,7 @@ class Job:
     first_at: float | None = None
     end_at: float | None = None
     # Where its KV has room.
-    target: Replica | None = None
+    target: SimulatedReplica | None = None
 
     @property
     def kv_tokens(self) -> float:
@@ -77,7 +77,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class SimulatedReplica:
     """Both sides of one engine. `progress` is how many tokens a sequence got that was there all the time."""
 
     replica_id: str
@@ -86,16 +86,16 @@ class Replica:
     ready_at: float
     model: ServiceModel
     is_leaving: bool = False
-    prompts: deque[Job] = field(default_factory=deque)
+    prompts: deque[SimulatedRequest] = field(default_factory=deque)
     # Their sum.
     queued_tokens: float = 0.0
-    computing: Job | None = None
+    computing: SimulatedRequest | None = None
     # The next to be computed: it has its room.
-    granted: Job | None = None
+    granted: SimulatedRequest | None = None
     # With their KV here, for a slot of the batch.
-    waiting: deque[Job] = field(default_factory=deque)
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
     # A heap: progress at its end, order of joining.
-    batch: list[tuple[float, int, Job]] = field(default_factory=list)
+    batch: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     progress: float = 0.0
     # KV of all that runs here, waits or is landing, without what the batch generated since it joined.
     held_tokens: float = 0.0
@@ -152,7 +152,7 @@ class Outcomes:
 
     # By pool: the time that its replicas existed, starting and leaving ones included.
     replica_s: dict[str, float]
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[SimulatedRequest] = field(default_factory=list)
     num_gaps: float = 0.0
     num_late_gaps: float = 0.0
     num_preemptions: int = 0
@@ -172,7 +172,7 @@ class SimulatedCluster:
         self._ttft_slo_s = ttft_slo_s
         self._itl_slo_s = itl_slo_s
         self._numbers = itertools.count()
-        self.replicas: list[Replica] = []
+        self.replicas: list[SimulatedReplica] = []
         self._counted = Demand()
         self.outcomes = Outcomes(dict.fromkeys(self.desired, 0.0))
         for pool in pools:
@@ -205,9 +205,9 @@ class SimulatedCluster:
 
     def _add(self, pool: str, ready_at: float) -> None:
         replica_id = f"{pool}-{next(self._numbers)}"
-        self.replicas.append(Replica(replica_id, pool, self._home[pool], ready_at, self._model))
+        self.replicas.append(SimulatedReplica(replica_id, pool, self._home[pool], ready_at, self._model))
 
-    def _reroute(self, replica: Replica) -> None:
+    def _reroute(self, replica: SimulatedReplica) -> None:
         jobs = list(replica.prompts)
         replica.prompts.clear()
         replica.queued_tokens = 0.0
@@ -218,13 +218,13 @@ class SimulatedCluster:
 
     def submit(self, arrival: Arrival) -> None:
         """It is at a prefill replica at once."""
-        job = Job(arrival, arrival.prompt_tokens, arrival.output_tokens)
+        job = SimulatedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.jobs.append(job)
         self._counted.num_arrived += 1
         self._counted.num_sequences += 1
         self._queue(job)
 
-    def _queue(self, job: Job) -> None:
+    def _queue(self, job: SimulatedRequest) -> None:
         """At the replica with the least backlog; while none is ready, at one that will be."""
         able = self._of_kinds(PREFILL, BOTH) or self._starting() or self.replicas
         chosen = min(able, key=lambda each: (each.backlog_tokens, each.replica_id))
@@ -244,7 +244,7 @@ class SimulatedCluster:
         self.now += TICK_S
         self.replicas = [each for each in self.replicas if not (each.is_leaving and each.is_empty)]
 
-    def _work(self, replica: Replica) -> None:
+    def _work(self, replica: SimulatedReplica) -> None:
         self._begin_prompt(replica)
         has_both = replica.computing is not None and bool(replica.batch)
         share_s = TICK_S / 2 if has_both else TICK_S
@@ -261,7 +261,7 @@ class SimulatedCluster:
                 self._finish_prompt(replica, job, self.now + TICK_S - left_s)
                 self._begin_prompt(replica)
 
-    def _begin_prompt(self, replica: Replica) -> None:
+    def _begin_prompt(self, replica: SimulatedReplica) -> None:
         """The next one that has room is computed; the one after it asks for room meanwhile."""
         if replica.granted is None:
             self._ask_for_room(replica)
@@ -269,7 +269,7 @@ class SimulatedCluster:
             replica.computing, replica.granted = replica.granted, None
             self._ask_for_room(replica)
 
-    def _ask_for_room(self, replica: Replica) -> None:
+    def _ask_for_room(self, replica: SimulatedReplica) -> None:
         """For the first in line; it waits at the decode replica that has most."""
         able = self._of_kinds(DECODE, BOTH)
         if not replica.prompts or not able:
@@ -286,7 +286,7 @@ class SimulatedCluster:
         target.held_tokens += job.kv_tokens
         target.num_landings += 1
 
-    def _finish_prompt(self, replica: Replica, job: Job, at: float) -> None:
+    def _finish_prompt(self, replica: SimulatedReplica, job: SimulatedRequest, at: float) -> None:
         replica.has_prefilled = True
         target = job.target
         assert target is not None
@@ -303,14 +303,14 @@ class SimulatedCluster:
         else:
             target.waiting.append(job)
 
-    def _admit(self, replica: Replica) -> None:
+    def _admit(self, replica: SimulatedReplica) -> None:
         while replica.waiting and len(replica.batch) < self._model.max_sequences:
             job = replica.waiting.popleft()
             entry = (replica.progress + job.remaining_output, next(self._numbers), job)
             heapq.heappush(replica.batch, entry)
             replica.joined_progress += replica.progress
 
-    def _decode(self, replica: Replica, share_s: float) -> None:
+    def _decode(self, replica: SimulatedReplica, share_s: float) -> None:
         batch = len(replica.batch)
         replica.step_s = self._model.step.step_s(batch)
         tokens = share_s / replica.step_s
@@ -331,10 +331,10 @@ class SimulatedCluster:
         while replica.used_tokens > self._model.kv_tokens and len(replica.batch) > 1:
             self._preempt(replica)
 
-    def _leave_batch(self, replica: Replica, end: float, job: Job) -> None:
+    def _leave_batch(self, replica: SimulatedReplica, end: float, job: SimulatedRequest) -> None:
         replica.joined_progress -= end - job.remaining_output
 
-    def _preempt(self, replica: Replica) -> None:
+    def _preempt(self, replica: SimulatedReplica) -> None:
         """The last that joined computes its prompt and output again, somewhere."""
         entry = max(replica.batch, key=lambda item: item[1])
         replica.batch.remove(entry)
@@ -348,31 +348,31 @@ class SimulatedCluster:
         job.remaining_prompt = job.kv_tokens
         self._queue(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: SimulatedRequest) -> None:
         job.end_at = self.now + TICK_S
         self._counted.ended([job.arrival.output_tokens])
 
     # ------------------------------------------------------------------------------------ what is seen
 
-    def take_sample(self) -> Sample:
+    def take_sample(self) -> ScalingSample:
         """As the scaler sees the cluster; the demand since the last call."""
         demand, self._counted = self._counted, Demand()
         ready = (each for each in self.replicas if each.ready_at <= self.now and not each.is_leaving)
-        return Sample(self.now, dict(self.desired), tuple(each.sample() for each in ready), demand)
+        return ScalingSample(self.now, dict(self.desired), tuple(each.sample() for each in ready), demand)
 
     @property
     def is_idle(self) -> bool:
         return all(each.is_empty for each in self.replicas)
 
-    def _of_kinds(self, *kinds: str) -> list[Replica]:
+    def _of_kinds(self, *kinds: str) -> list[SimulatedReplica]:
         return [
             each for each in self._serving() if kind_of(each.role, has_prefill=self._has_prefill) in kinds
         ]
 
-    def _serving(self) -> Iterable[Replica]:
+    def _serving(self) -> Iterable[SimulatedReplica]:
         return (each for each in self.replicas if each.ready_at <= self.now and not each.is_leaving)
 
-    def _starting(self) -> list[Replica]:
+    def _starting(self) -> list[SimulatedReplica]:
         return [each for each in self.replicas if each.ready_at > self.now and not each.is_leaving]
 
 
@@ -388,11 +388,11 @@ class Scheme(Protocol):
 
     def __call__(
         self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
-    ) -> Plan: ...
+    ) -> ScalingPlan: ...
 
 
-class Change(NamedTuple):
-    """What was done, and when: a `PoolMove`, `Lend` or `Recall` as text and counts."""
+class CountChange(NamedTuple):
+    """What was done, and when: a `PoolMove`, `RoleAssignment` or `Recall` as text and counts."""
 
     at: float
     pool: str
@@ -405,9 +405,9 @@ class Change(NamedTuple):
 class Replayed:
     """How a trace went."""
 
-    jobs: list[Job]
-    # Moves of counts; `role_changes` are the lends and recalls.
-    changes: list[Change]
+    jobs: list[SimulatedRequest]
+    # Moves of counts; `role_changes` are the role_changes and recalls.
+    changes: list[CountChange]
     role_changes: list[tuple[float, str]]
     # Desired, at every look.
     counts: list[tuple[float, dict[str, int]]]
@@ -440,7 +440,7 @@ class Replayed:
         """Of all requests: those in time with the first token and, on average, with the others."""
         return sum(self._is_good(job) for job in self.jobs) / max(len(self.jobs), 1)
 
-    def _is_good(self, job: Job) -> bool:
+    def _is_good(self, job: SimulatedRequest) -> bool:
         if job.first_at is None or job.end_at is None:
             return False
         gap_s = (job.end_at - job.first_at) / max(job.arrival.output_tokens - 1, 1)
@@ -476,7 +476,7 @@ class _Replay:
         self._history = History(history_span_s(config))
         self._moves: list[ScalingMove] = []
         self._lent: dict[str, tuple[str, float]] = {}
-        self._changes: list[Change] = []
+        self._changes: list[CountChange] = []
         self._role_changes: list[tuple[float, str]] = []
         self._counts: list[tuple[float, dict[str, int]]] = []
         self._notes: dict[str, float] = {}
@@ -511,8 +511,10 @@ class _Replay:
         sample = self._cluster.take_sample()
         self._history.add(sample)
         plan = self._scheme(self._history, self._config, self._views(), sample.at)
-        for change in plan.lends:
-            self._switch(change.replica_id, change.pool, change.role if isinstance(change, Lend) else "")
+        for change in plan.role_changes:
+            self._switch(
+                change.replica_id, change.pool, change.role if isinstance(change, RoleAssignment) else ""
+            )
             self._role_changes.append(
                 (sample.at, f"{type(change).__name__} {change.replica_id}: {change.reason}")
             )
@@ -525,10 +527,10 @@ class _Replay:
     def _carry_out(self, move: PoolMove, at: float) -> None:
         for replica_id, (home, _) in list(self._lent.items()):  # a scale order calls all of them back
             self._switch(replica_id, home, "")
-            self._role_changes.append((at, f"Recall {replica_id}: pool {move.pool} goes to {move.after}"))
+            self._role_changes.append((at, f"RoleReturn {replica_id}: pool {move.pool} goes to {move.after}"))
         self._cluster.scale(move.pool, move.after)
         self._moves.append(ScalingMove(at, move.pool, move.before, move.after, "autoscaler", move.reason))
-        self._changes.append(Change(at, *move))
+        self._changes.append(CountChange(at, *move))
 
     def _switch(self, replica_id: str, pool: str, role: str) -> None:
         """`role` "": back to its pool's."""
@@ -544,16 +546,20 @@ class _Replay:
             grew_at, changed_at = last_changes(pool.name, self._moves)
             lent = tuple((key, since) for key, (home, since) in self._lent.items() if home == pool.name)
             desired = self._cluster.desired[pool.name]
-            views.append(pool._replace(desired=desired, grew_at=grew_at, changed_at=changed_at, lent=lent))
+            views.append(
+                pool._replace(desired=desired, grew_at=grew_at, changed_at=changed_at, assigned=lent)
+            )
         return views
 
 
 # ------------------------------------------------------------------------------------ other schemes
 
 
-def keep_counts(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> Plan:
+def keep_counts(
+    history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
+) -> ScalingPlan:
     """Nothing is ever changed."""
-    return Plan()
+    return ScalingPlan()
 
 
 class TargetQueue:
@@ -565,10 +571,10 @@ class TargetQueue:
 
     def __call__(
         self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
-    ) -> Plan:
+    ) -> ScalingPlan:
         """One move a pool at most."""
         moves = [self._move(history, config, pool, now) for pool in pools]
-        return Plan(tuple(move for move in moves if move is not None))
+        return ScalingPlan(tuple(move for move in moves if move is not None))
 
     def _move(self, history: History, config: ScalingConfig, pool: PoolView, now: float) -> PoolMove | None:
         if pool.limits is None:
@@ -591,5 +597,5 @@ class TargetQueue:
         return PoolMove(pool.name, pool.desired, count, f"{up} would hold {target:g} requests each")
 
 
-def _num_requests(sample: Sample, pool: str) -> int:
+def _num_requests(sample: ScalingSample, pool: str) -> int:
     return sum(each.num_running + each.num_waiting for each in sample.replicas if each.pool == pool)

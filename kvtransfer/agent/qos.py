@@ -1,4 +1,4 @@
-"""Traffic classes: hand-over before prefetch before write-back, and the rates that limit each.
+"""Quality of service: hand-over before prefetch before write-back, and the rates that limit each.
 
 A *flow* is one run of copies of a class: it asks before every batch (a few megabytes). A batch of a lower
 class waits while a flow of a higher one waits or moves; a higher one never waits for a lower, so it meets at
@@ -48,7 +48,7 @@ class _FlowState:
 
 
 class TrafficRules:
-    """Who may move now (sans-I/O). `limits` are bytes a second for each class; 0: none.
+    """Decides who may move now (sans-I/O). `limits` are bytes a second for each class; 0: none.
 
     A limited class moves a batch, then waits until the rate has made up for it: over any span of w seconds at
     most w times the rate and one batch.
@@ -114,7 +114,7 @@ class Flow:
 
 
 class TrafficGovernor:
-    """The rules of one rank, for any number of threads."""
+    """Applies the rules to the flows of one rank, for any number of threads."""
 
     def __init__(self, settings: TransferSettings, clock: Clock) -> None:
         self._clock = clock
@@ -140,12 +140,12 @@ class TrafficGovernor:
                 self._changed.notify_all()
 
     def batch_bytes(self, traffic: TrafficClass) -> int:
-        """How much to ask for at a time."""
+        """Return how many bytes to ask for at a time."""
         limit = self._limits[traffic]
         return min(BATCH_BYTES, max(1, int(limit * BATCH_S))) if limit else BATCH_BYTES
 
     def wake(self) -> None:
-        """Whoever waits asks its `give_up` again, and the clock."""
+        """Make every waiting flow ask its `give_up` again, and the clock."""
         with self._changed:
             self._changed.notify_all()
 
@@ -189,7 +189,7 @@ class ClassQueue(Generic[T]):
             self._changed.notify_all()
 
     def put_first(self, traffic: TrafficClass, item: T) -> None:
-        """Before all others of its class: it had its turn already and goes on."""
+        """Before all others of its class: it had its turn already and continues."""
         with self._changed:
             self._items[traffic].appendleft(item)
             self._changed.notify_all()

@@ -51,10 +51,10 @@ class _Push:
         """Repeat it, over whatever carries its lanes then.
 
         The source blocks stay as they are until the push is done; the target's belong to its landing, and
-        nobody reads them before a manifest tells of them: so the same bytes go to the same place once more.
-        Nor can the first attempt come later, when the blocks have another use: a one-sided channel is drained
-        and closed before the push is repeated, and what a two-sided one left on the way is dropped by the
-        target once the landing is closed.
+        they are read only after a manifest has announced them: so the same bytes go to the same place once
+        more. Nor can the first attempt come later, when the blocks have another use: a one-sided channel is
+        drained and closed before the push is repeated, and what a two-sided one left on the way is dropped
+        by the target once the landing is closed.
         """
         self.num_moved = 0
         self.pieces.clear()
@@ -67,21 +67,21 @@ class WriterConnection:
         self,
         order: ConnectPeer,
         *,
-        house: WriterContext,
+        context: WriterContext,
         fence: PushFence,
         governor: TrafficGovernor,
         report: Callable[[TransferReport], None],
     ) -> None:
         self._order = order
-        self._clock = house.clock
+        self._clock = context.clock
         self._fence = fence
         self._governor = governor
         self._report = report
         self._queue: ClassQueue[_Push] = ClassQueue()
-        self._paths = Paths(order, house, lambda _: self._queue.wake())
+        self._paths = Paths(order, context, lambda _: self._queue.wake())
         self._lanes: list[OpenLane] = []
-        self._block_bytes = sum(house.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
-        self._max_failures = house.rank.settings.error_budget * max(1, len(order.transports))
+        self._block_bytes = sum(context.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
+        self._max_failures = context.rank.settings.error_budget * max(1, len(order.transports))
         # What `_seek` has found: the lane as it was, and its better path.
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
         self._seeker: threading.Thread | None = None

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-# (work, name) -> the task: `SupervisedTasks.spawn` of whoever answers for its errors.
+# (work, name) -> the task: `SupervisedTasks.spawn` of the owner that answers for its errors.
 Spawn = Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"]
 
 
 class SupervisedTasks:
     """The tasks that one owner starts during its life; `on_error` receives what one of them raises.
 
-    `asyncio.TaskGroup` does not fit: a group lives inside one `async with` and ends all its tasks at the first
-    error. These tasks are started from callbacks, end one by one, and their owner decides what an error ends.
+    `asyncio.TaskGroup` does not fit: a group lives inside one `async with` and ends all its tasks at the
+    first error. These tasks are started from callbacks, end one by one, and their owner decides what an error
+    ends.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:

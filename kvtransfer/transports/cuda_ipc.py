@@ -324,8 +324,8 @@ def _say_unmapped(sock: socket.socket) -> None:
 # ----------------------------------------------------------------------------------------------
 # The few calls of the CUDA driver that sharing device memory between processes needs, through ctypes.
 #
-# torch can share tensors between processes too, but lets go of the mapping when its garbage is collected; here
-# the end of a mapping is a proof, so it is explicit. Has not run yet: no device was at hand.
+# torch can share tensors between processes too, but lets go of the mapping when its garbage is collected;
+# here the end of a mapping is a proof, so it is explicit. Has not run yet: no device was at hand.
 
 HANDLE_BYTES = 64
 

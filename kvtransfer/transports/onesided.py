@@ -120,7 +120,7 @@ def _send(connection: Connection, request: Begin | Sync) -> None:
 
 
 def _await_end(sock: socket.socket) -> None:
-    """Return when the writer's end is closed, whatever else it still sends; tell it that we are done."""
+    """Return when the writer's end is closed, whatever else it still sends; shut down our side first."""
     with contextlib.suppress(OSError):  # reset: the writer closed with our answers unread
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):

@@ -13,8 +13,8 @@ stopped or cut off by the network alike. A writer that is asked to stop waits un
 or until the target has ended the connection, and so has destroyed its agent. Only over TCP devices can that
 take long: there the target's processor takes the bytes, and a stopped one leaves them in its socket.
 
-InfiniBand guards memory by keys. UCX over TCP does not: whoever reaches an agent's port could write the
-memory of its process. Name TCP devices (`rdma_devices`) in a trusted network only.
+InfiniBand guards memory by keys. UCX over TCP does not: any program that reaches an agent's port could
+write the memory of its process. Name TCP devices (`rdma_devices`) in a trusted network only.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from kvtransfer.transports.nixl import (
     NixlAgent,
     Posting,
     Region,
+    RegisteredBuffer,
     Runs,
-    Slot,
     is_infiniband,
     network_devices,
     pool_region,
@@ -111,7 +111,7 @@ class RdmaListener(Listener):
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
-        pool, scratch = pool_region(self._target.pool), Slot(self._target.pool, SCRATCH_BYTES)
+        pool, scratch = pool_region(self._target.pool), RegisteredBuffer(self._target.pool, SCRATCH_BYTES)
         try:
             agent = NixlAgent(self._devices)
         except PathError as error:
@@ -187,8 +187,10 @@ class RdmaChannel(OneSidedChannel):
         self._packed = Runs(packed_runs, packed.block_bytes, theirs.block_bytes)
         self._one_byte = Runs([Run(0, runs[0].dst_offset, 1)], packed.block_bytes, theirs.block_bytes)
         self._packs = min(run.num_bytes for run in runs) < _PACK_BELOW_BYTES and len(packed_runs) < len(runs)
-        slot_bytes = max(SCRATCH_BYTES, self._batch * self.piece_bytes if self._packs else self.piece_bytes)
-        self._slots = [Slot(rank.pool, slot_bytes) for _ in range(_MAX_UNDER_WAY if self._packs else 1)]
+        buffer_bytes = max(SCRATCH_BYTES, self._batch * self.piece_bytes if self._packs else self.piece_bytes)
+        self._buffers = [
+            RegisteredBuffer(rank.pool, buffer_bytes) for _ in range(_MAX_UNDER_WAY if self._packs else 1)
+        ]
         self._source = pool_region(rank.pool)
         target_bytes = welcome.num_blocks * theirs.block_bytes
         self._target = Region(offer.pool_address, target_bytes, offer.kind, offer.device_index)
@@ -198,7 +200,7 @@ class RdmaChannel(OneSidedChannel):
         self._is_served = True
         self._pause = threading.Event()
         self._ended = threading.Event()
-        for region in (self._source, *(slot.region for slot in self._slots)):
+        for region in (self._source, *(buffer.region for buffer in self._buffers)):
             agent.register(region)
         agent.connect(offer.metadata)
 
@@ -229,7 +231,7 @@ class RdmaChannel(OneSidedChannel):
         """Destroy our agent, then close the connection."""
         self.interrupt()
         self._agent.close()
-        self._slots.clear()
+        self._buffers.clear()
         super().close()
 
     def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
@@ -238,10 +240,10 @@ class RdmaChannel(OneSidedChannel):
         if not self._packs:
             self._post(self._direct, self._source, sources, self._target, targets)
             return self._pool.sums(sources, self._piece)
-        slot = self._slots[self._num_packed % _MAX_UNDER_WAY]
+        buffer = self._buffers[self._num_packed % _MAX_UNDER_WAY]
         self._num_packed += 1
-        sums = slot.gather(sources, self._piece)
-        self._post(self._packed, slot.region, range(len(moves)), self._target, targets)
+        sums = buffer.gather(sources, self._piece)
+        self._post(self._packed, buffer.region, range(len(moves)), self._target, targets)
         return sums
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
@@ -251,16 +253,16 @@ class RdmaChannel(OneSidedChannel):
         self._faults.at("push.half")
         self._post(self._second, self._source, [move.src_block], self._target, [move.dst_block])
         self._await(0, stopped)
-        (checksum,) = self._slots[0].gather([move.src_block], self._piece)
+        (checksum,) = self._buffers[0].gather([move.src_block], self._piece)
         if corrupt:
-            self._slots[0].flip_first_bit()
-            self._post(self._one_byte, self._slots[0].region, [0], self._target, [move.dst_block])
+            self._buffers[0].flip_first_bit()
+            self._post(self._one_byte, self._buffers[0].region, [0], self._target, [move.dst_block])
             self._await(0, stopped)
         return checksum
 
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
         run = Runs([Run(0, 0, num_bytes)], 0, 0)
-        self._post(run, self._slots[0].region, [0], self._scratch, [0])
+        self._post(run, self._buffers[0].region, [0], self._scratch, [0])
         self._await(0, stopped)
 
     def _timed(self, clock: Clock, num_bytes: int, stopped: Stopped) -> float:

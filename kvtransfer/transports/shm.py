@@ -39,7 +39,7 @@ _BATCH_BYTES = 16 << 20
 
 
 class ShmListener(OneSidedListener):
-    """Hands the pool's descriptor to proven writers."""
+    """Sends the pool's descriptor to proven writers."""
 
     transport: ClassVar[str] = "shm"
 
@@ -82,11 +82,11 @@ class ShmChannel(OneSidedChannel):
         self._scratch = scratch_offset(welcome.num_blocks * target.block_bytes)
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
-        """Nothing to wait for: stores are visible when made, if there still is somebody to see them."""
+        """Nothing to wait for: stores are visible when made, if the target still lives."""
         self._connection.check_other_end()
 
     def close(self) -> None:
-        """Unmap, then close the socket: its end tells the target that nothing can be written."""
+        """Unmap, then close the socket: its end proves to the target that nothing can be written."""
         self.interrupt()
         self._region = ByteRegion(memoryview(bytearray()))
         self._mapping.close()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from doctor_harness import said
-from gateway_harness import GatewayHouse, Pair, until
+from gateway_harness import GatewayHarness, Pair, until
 from gateway_model import BLOCK_TOKENS
 
 from cluster.api.client import GenerateOptions
@@ -294,11 +294,11 @@ async def test_a_gateway_tells_where_its_prompts_diverge(pair: Pair) -> None:
     assert said(serving.route, live)[0][0] is Severity.OK
 
 
-async def test_every_gateway_is_asked_and_one_that_is_gone_is_told(house: GatewayHouse) -> None:
-    await house.add_replica("b0", "both")
-    gateway, address = await house.add_gateway()
+async def test_every_gateway_is_asked_and_one_that_is_gone_is_told(harness: GatewayHarness) -> None:
+    await harness.add_replica("b0", "both")
+    gateway, address = await harness.add_gateway()
     for gateway_id, where in (("g0", address), ("g1", "127.0.0.1:1")):
-        await house.roster.register_gateway(GatewayRecord(gateway_id, 1, where, 1))
+        await harness.roster.register_gateway(GatewayRecord(gateway_id, 1, where, 1))
     await until(lambda: len(gateway.connections.gateways) == 2, "both gateways are known")
     live = await look(address, 0.0, Expected.of(None), "", SystemClock())
     assert [reply.status is not None for reply in live.gateways] == [True, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse, Pair, until
+from gateway_harness import GatewayHarness, Pair, until
 from gateway_model import PROMPT, encode
 
 from cluster.api.client import GenerateOptions
@@ -67,14 +67,14 @@ async def test_refusals_failures_and_attempts_have_their_codes(pair: Pair) -> No
     assert (window.num_arrived, window.num_finished, window.num_failed) == (2, 1, 1)
 
 
-async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(house: GatewayHouse) -> None:
-    dying = await house.add_replica("d0", "decode")
-    leaving = await house.add_replica("d1", "decode")
-    gateway, _ = await house.add_gateway()
+async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(harness: GatewayHarness) -> None:
+    dying = await harness.add_replica("d0", "decode")
+    leaving = await harness.add_replica("d1", "decode")
+    gateway, _ = await harness.add_gateway()
     counters = gateway.requests.counters
     record = leaving.record()
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    await house.roster.register_replica(type(record)(**fields | {"leaving": True}))
+    await harness.roster.register_replica(type(record)(**fields | {"leaving": True}))
     await until(lambda: any(it.record.leaving for it in gateway.connections.views()), "the roster says so")
     for replica in (dying, leaving):
         await replica.die()

@@ -202,11 +202,11 @@ def test_an_idle_prefill_replica_helps_decode_and_is_called_back() -> None:
     fixed = (pool("prefill", 3, limits=None), pool("decode", limits=None))
     lending = config(autoscale=False, lend_roles=True, itl_slo_s=0.03)
     run = replay(long + short, fixed, MODEL, lending)
-    lends = [text for _, text in run.role_changes if text.startswith("Lend prefill-")]
-    recalls = [text for _, text in run.role_changes if text.startswith("Recall prefill-")]
-    assert 1 <= len(lends) <= 2  # one stays
-    assert "while decode is short" in lends[0]
-    assert len(recalls) == len(lends)
+    role_changes = [text for _, text in run.role_changes if text.startswith("RoleAssignment prefill-")]
+    recalls = [text for _, text in run.role_changes if text.startswith("RoleReturn prefill-")]
+    assert 1 <= len(role_changes) <= 2  # one stays
+    assert "while decode is short" in role_changes[0]
+    assert len(recalls) == len(role_changes)
     assert run.changes == []
     alone = replay(long + short, fixed, MODEL, lending, keep_counts)
     assert run.itl_share > alone.itl_share + 0.2

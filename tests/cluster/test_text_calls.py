@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse, Pair
+from gateway_harness import GatewayHarness, Pair
 from gateway_model import BLOCK_TOKENS, MAX_CONTEXT, encode, write_model
 
 from cluster.api import servicer
@@ -35,10 +35,10 @@ class HeldPreprocessor(Preprocessor):
 
 @pytest.fixture
 def preprocessor(tmp_path: Path) -> HeldPreprocessor:
-    house = GatewayHouse(write_model(tmp_path / "m"))
-    gateway = house.config().gateway
+    harness = GatewayHarness(write_model(tmp_path / "m"))
+    gateway = harness.config().gateway
     made = HeldPreprocessor(
-        house.model_dir, "m", gateway, house.clock, lambda: 1, block_tokens=BLOCK_TOKENS, allow_pins=True
+        harness.model_dir, "m", gateway, harness.clock, lambda: 1, block_tokens=BLOCK_TOKENS, allow_pins=True
     )
     made.held, made.threads = threading.Event(), set()
     return made

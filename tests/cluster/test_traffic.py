@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import PROMPT, encode
 
 from cluster.api.client import Client, GenerateOptions
@@ -34,33 +34,33 @@ IDS = [f"request-{number}" for number in range(2000)]
 class TwoApps:
     """`tandem`, whose gateway clients call, and `tandem-v2`; the replicas of each give tokens of its own."""
 
-    def __init__(self, front: GatewayHouse, behind: GatewayHouse) -> None:
+    def __init__(self, front: GatewayHarness, behind: GatewayHarness) -> None:
         self.front, self.behind = front, behind
         self.address = ""
         self.behind_address = ""
 
     async def start(self) -> None:
-        for house, name, token in ((self.front, "d0", 65), (self.behind, "e0", 66)):
-            replica = await house.add_replica(name, "decode")
+        for harness, name, token in ((self.front, "d0", 65), (self.behind, "e0", 66)):
+            replica = await harness.add_replica(name, "decode")
             replica.script.tokens = [token] * 400
         self.address = await self.add_gateway(self.front, OWN)
         self.behind_address = await self.add_gateway(self.behind, OTHER)
 
-    async def add_gateway(self, house: GatewayHouse, app: str) -> str:
-        name = f"{app}-g{len(house.gateways)}"
+    async def add_gateway(self, harness: GatewayHarness, app: str) -> str:
+        name = f"{app}-g{len(harness.gateways)}"
         gateway = Gateway(
             gateway_id=name,
             epoch=1,
-            config=house.config().model_copy(update={"app": app}),
-            roster=house.roster,
-            secret=house.secret,
-            clock=house.clock,
+            config=harness.config().model_copy(update={"app": app}),
+            roster=harness.roster,
+            secret=harness.secret,
+            clock=harness.clock,
             open_roster=self.roster,
         )
-        house.gateways.append(gateway)
+        harness.gateways.append(gateway)
         address = f"127.0.0.1:{await gateway.start()}"
-        await house.roster.register_gateway(GatewayRecord(name, 1, address, 1))
-        await until(lambda: house.is_connected(gateway), "its replicas are connected")
+        await harness.roster.register_gateway(GatewayRecord(name, 1, address, 1))
+        await until(lambda: harness.is_connected(gateway), "its replicas are connected")
         return address
 
     def roster(self, app: str) -> RosterClient:
@@ -85,7 +85,7 @@ class TwoApps:
 
 @pytest.fixture
 async def apps(gateway_model: Path) -> AsyncIterator[TwoApps]:
-    both = TwoApps(GatewayHouse(gateway_model), GatewayHouse(gateway_model))
+    both = TwoApps(GatewayHarness(gateway_model), GatewayHarness(gateway_model))
     await both.start()
     yield both
     await both.front.close()

@@ -217,7 +217,7 @@ def test_a_wait_is_given_up_at_once() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(CLASSES), st.booleans())))
-def test_the_queue_hands_out_by_class_and_in_order(items: list[tuple[TrafficClass, bool]]) -> None:
+def test_the_queue_gives_items_by_class_and_in_order(items: list[tuple[TrafficClass, bool]]) -> None:
     queue: ClassQueue[int] = ClassQueue()
     expected: dict[TrafficClass, list[int]] = {traffic: [] for traffic in CLASSES}
     for number, (traffic, is_first) in enumerate(items):
