@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Literal, NamedTuple
 
-from workers.messages import BATCH_BOUNDS
+from workers.stats_record import BATCH_BOUNDS
 
 Kind = Literal["counter", "gauge", "histogram"]
 

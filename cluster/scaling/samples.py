@@ -17,7 +17,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.roles import RoleTable
-from workers.messages import ReplicaStats
+from workers.stats_record import ReplicaStats
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 # How long a replica takes to be ready, until one was seen to start.
