@@ -59,6 +59,7 @@ from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.replica.engine_core import EngineCore
+from workers.replica.partition import ReplicaSpec
 from workers.replica.rank_group import ProcessLauncher
 from workers.replica.step_loop import PIPELINE_DEPTH
 from workers.scheduler.block_pool import BlockPool
@@ -259,7 +260,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
 
 
 async def play_brain(order: dict[str, Any]) -> None:
-    core = await EngineCore.launch(
+    spec = ReplicaSpec(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
         role=order["role"],
@@ -269,10 +270,9 @@ async def play_brain(order: dict[str, Any]) -> None:
         engine=EngineConfig(**order["engine"]),
         transfer=TransferConfig(),
         secret=bytes.fromhex(order["secret"]),
-        launcher=ProcessLauncher(),
-        clock=CLOCK,
         host="127.0.0.1",
     )
+    core = await EngineCore.launch(spec, ProcessLauncher(), CLOCK)
     record = ReplicaRecord(
         identity=core.identity,
         pool=order["role"],

@@ -1,6 +1,6 @@
 """The connections of a gateway to the replicas: follows the roster, keeps a link to each, feeds the router.
 
-What concerns requests goes to `ConnectionEvents`; everything else (loads, KV events, leaving) is handled here.
+What concerns requests goes to `ConnectionEvents`; the rest (loads, KV events, leaving) is handled here.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from workers.messages import (
     LinkDown,
     LoadReport,
     Move,
-    PathMeasure,
     PurgeCache,
     ReplicaHello,
-    ReplicaStats,
     RoleChanged,
     StepFrame,
     Submission,
 )
+from workers.stats_record import PathMeasure, ReplicaStats
 
 _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1

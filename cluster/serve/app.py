@@ -48,6 +48,7 @@ from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
 from workers.model.model_config import read_model_config
 from workers.replica.engine_core import EngineCore
+from workers.replica.partition import ReplicaSpec
 
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
@@ -143,7 +144,7 @@ class ReplicaActor:
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
         self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
-        self._engine_core = await EngineCore.launch(
+        spec = ReplicaSpec(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,
@@ -153,11 +154,12 @@ class ReplicaActor:
             engine=self._pool.engine,
             transfer=config.transfer,
             secret=secret,
-            launcher=RayRankLauncher(self._pool.tp, config.logs, pool_name),
-            clock=self._clock,
             host=host,
             faults=config.debug.fault_rules,
             store=own_store_name(config, life),
+        )
+        self._engine_core = await EngineCore.launch(
+            spec, RayRankLauncher(self._pool.tp, config.logs, pool_name), self._clock
         )
         registry = ray_registry(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name

@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 from cluster.api.client import GenerateOptions
 from cluster.roster.messages import GatewayRecord
-from workers.messages import PathMeasure
+from workers.stats_record import PathMeasure
 
 pytestmark = [pytest.mark.slow, *needs_chromium]
 NUM_UPDATES = (

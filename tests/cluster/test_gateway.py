@@ -20,7 +20,8 @@ from cluster.serve.gateway_server import SERVICE_NAME
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages import PathMeasure, RequestFailed
+from workers.messages import RequestFailed
+from workers.stats_record import PathMeasure
 
 
 async def collect(stream: GenerateStream, collector: Collector) -> None:

@@ -45,6 +45,7 @@ from workers.messages import (
     TokenLogprob,
 )
 from workers.replica.engine_core import EngineCore
+from workers.replica.partition import ReplicaSpec
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
@@ -180,7 +181,7 @@ class E2eHarness:
         epoch: int = 1,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
-        core = await EngineCore.launch(
+        spec = ReplicaSpec(
             identity=ReplicaIdentity(name, epoch),
             pool=role,
             role=role,
@@ -190,12 +191,11 @@ class E2eHarness:
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
             secret=self.secret,
-            launcher=NurseryLauncher(),
-            clock=SystemClock(),
             host="127.0.0.1",
             store=store,
             faults=faults,
         )
+        core = await EngineCore.launch(spec, NurseryLauncher(), SystemClock())
         replica = self.replicas[name] = Replica(core, self.heard)
         await replica.connect(self.secret)
         return replica

@@ -42,7 +42,6 @@ from workers.messages import (
     LoadReport,
     Move,
     MoveEnded,
-    PathMeasure,
     PrefillReport,
     PurgeCache,
     ReplicaHello,
@@ -54,6 +53,7 @@ from workers.messages import (
     TokenDelta,
     TokenLogprob,
 )
+from workers.stats_record import PathMeasure
 
 
 async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:

@@ -25,7 +25,6 @@ from workers.messages import (
     HandOverTarget,
     LoadReport,
     MoveEnded,
-    PathMeasure,
     PeerLinkMessage,
     RequestFailed,
     SampleState,
@@ -39,6 +38,7 @@ from workers.replica.requests import Requests
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates
+from workers.stats_record import PathMeasure
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
 GATEWAY = ("gateway", 1)

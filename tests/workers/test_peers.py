@@ -37,7 +37,8 @@ from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from workers.disagg import peers as peers_module
 from workers.disagg.peers import Peers
-from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
+from workers.messages import PEER_CODEC, HandOverTarget, PeerLinkMessage
+from workers.stats_record import PathMeasure
 
 SECRET = draw_secret()
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)

@@ -13,7 +13,7 @@ from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.step import FinishedBlock
 from workers.store_connector.block_loader import TierCosts
 from workers.store_connector.block_saver import BlockSaver
-from workers.store_connector.tier_view import TierView
+from workers.store_connector.connector import TierView
 
 
 class SavingHarness:

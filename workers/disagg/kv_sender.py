@@ -37,7 +37,7 @@ from kvtransfer.protocol.actions import (
 from kvtransfer.protocol.sender import SendTable
 from kvtransfer.rpc.handshake import draw_id
 from workers.disagg.peers import Peers
-from workers.disagg.request_table import Push, RequestRecord, RequestTable
+from workers.disagg.request_table import ActiveRequest, Push, RequestTable
 from workers.interfaces import EngineControl, RankChannel
 from workers.messages import HandOver, HandOverTarget, PeerLinkMessage, RequestFailed, RequestKey, Submission
 from workers.scheduler.scheduler import Scheduler
@@ -74,7 +74,7 @@ class KvSender:
 
     # ------------------------------------------------------------------------------------ prompts
 
-    def accept(self, record: RequestRecord, target: HandOverTarget) -> None:
+    def accept(self, record: ActiveRequest, target: HandOverTarget) -> None:
         """Prepare the hand-over of a prompt that was queued: open the path to its decode replica."""
         record.push = PromptPush(record, target, self, self._scheduler, self._requests)
         self._peers.ensure(target, self)
@@ -150,7 +150,7 @@ class KvSender:
         """Stop pushing for this request, and give its landing back."""
         self._do(self.sends.stop(*key, reason, self._clock.now()))
 
-    def cancel(self, record: RequestRecord, reason: str) -> None:
+    def cancel(self, record: ActiveRequest, reason: str) -> None:
         """End the push of a request that is over here."""
         if record.push is not None:
             record.push = None
@@ -218,7 +218,7 @@ class KvSender:
                         self._advance(record, record.push, action)
 
     def _advance(
-        self, record: RequestRecord, push: Push, action: Granted | Pushed | HandOverReady | PushEnded
+        self, record: ActiveRequest, push: Push, action: Granted | Pushed | HandOverReady | PushEnded
     ) -> None:
         match action:
             case Granted():
@@ -232,7 +232,7 @@ class KvSender:
             case PushEnded():
                 push.ended(action)
 
-    def _hand_over(self, record: RequestRecord, ready: HandOverReady) -> None:
+    def _hand_over(self, record: ActiveRequest, ready: HandOverReady) -> None:
         self._peers.send_to_reader(
             ready.peer,
             HandOver(
@@ -252,7 +252,7 @@ class PromptPush:
 
     def __init__(
         self,
-        record: RequestRecord,
+        record: ActiveRequest,
         target: HandOverTarget,
         sender: KvSender,
         scheduler: Scheduler,

@@ -23,7 +23,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.protocol.actions import Pushed, PushEnded
 from workers.disagg.kv_sender import KvSender
-from workers.disagg.request_table import RequestRecord, RequestTable
+from workers.disagg.request_table import ActiveRequest, RequestTable
 from workers.interfaces import EngineControl
 from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
 from workers.scheduler.migration import Position
@@ -130,7 +130,7 @@ class MigrationManager:
 class Migration:
     """One stream on its way to `target`; see the module's drawing. It is the `Push` of its request."""
 
-    def __init__(self, record: RequestRecord, target: HandOverTarget, manager: MigrationManager) -> None:
+    def __init__(self, record: ActiveRequest, target: HandOverTarget, manager: MigrationManager) -> None:
         self.target = target
         self.state = _State.QUEUED
         self._record = record

@@ -44,7 +44,8 @@ from kvtransfer.messages import (
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.interfaces import EngineControl, RankChannel
-from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
+from workers.messages import PEER_CODEC, HandOverTarget, PeerLinkMessage
+from workers.stats_record import PathMeasure
 
 _HELLO_TIMEOUT_S = 10.0
 # Of a peer: planning takes as many steps as the product of both sides' ranks.

@@ -55,7 +55,7 @@ class Push(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class RequestRecord:
+class ActiveRequest:
     """What a replica knows of one request, beside what the scheduler computes of it."""
 
     key: RequestKey
@@ -74,7 +74,7 @@ class RequestTable:
     def __init__(self, gateways: GatewayNews, control: EngineControl) -> None:
         self._gateways = gateways
         self._control = control
-        self._records: dict[RequestKey, RequestRecord] = {}
+        self._records: dict[RequestKey, ActiveRequest] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -82,15 +82,15 @@ class RequestTable:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._records
 
-    def __iter__(self) -> Iterator[RequestRecord]:
+    def __iter__(self) -> Iterator[ActiveRequest]:
         """The requests of this moment; they may end while they are visited."""
         return iter(list(self._records.values()))
 
-    def get(self, key: RequestKey) -> RequestRecord | None:
+    def get(self, key: RequestKey) -> ActiveRequest | None:
         """Return the request, if it is still here."""
         return self._records.get(key)
 
-    def pushing_to(self, peer: ReplicaIdentity) -> list[tuple[RequestRecord, Push]]:
+    def pushing_to(self, peer: ReplicaIdentity) -> list[tuple[ActiveRequest, Push]]:
         """Return the requests whose KV goes to this replica."""
         return [
             (record, record.push)
@@ -98,15 +98,15 @@ class RequestTable:
             if record.push is not None and record.push.target.identity == peer
         ]
 
-    def add(self, submission: Submission, gateway: GatewayKey) -> RequestRecord:
+    def add(self, submission: Submission, gateway: GatewayKey) -> ActiveRequest:
         """Enter a request that the scheduler has accepted."""
         key = submission.request_id, submission.attempt
         samples = {sample.index for sample in submission.samples}
-        record = RequestRecord(key, gateway, submission.decode is not None, samples)
+        record = ActiveRequest(key, gateway, submission.decode is not None, samples)
         self._records[key] = record
         return record
 
-    def remove(self, key: RequestKey) -> RequestRecord | None:
+    def remove(self, key: RequestKey) -> ActiveRequest | None:
         """Forget the request, which is over here or continues at another replica; return it if it was here."""
         record = self._records.pop(key, None)
         self._control.wake()
@@ -118,7 +118,7 @@ class RequestTable:
         if record is not None:
             self._gateways.post(record.gateway, news)
 
-    def post_delta(self, delta: TokenDelta) -> RequestRecord | None:
+    def post_delta(self, delta: TokenDelta) -> ActiveRequest | None:
         """Send tokens of one sample. Return the request when that was the end of its last sample here."""
         key = delta.request_id, delta.attempt
         record = self._records.get(key)

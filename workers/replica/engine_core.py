@@ -19,9 +19,8 @@ import logging
 from collections.abc import Collection, Sequence
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.config import TransferConfig
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import (
     CompatibilityRecord,
@@ -33,13 +32,12 @@ from kvtransfer.messages import (
     PushDone,
     PushFailed,
     PushStopped,
-    ReplicaIdentity,
     Verified,
     WriterGone,
 )
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
-from workers.config import EngineConfig, Parallel
+from workers.config import EngineConfig
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
@@ -65,7 +63,7 @@ from workers.messages import (
     Submission,
 )
 from workers.replica.gateway_links import GatewayLinks
-from workers.replica.partition import Shape
+from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher
 from workers.replica.replica_reports import ReplicaReports
 from workers.replica.requests import Requests
@@ -85,28 +83,13 @@ class EngineCore:
     """One replica whose ranks have loaded; see the module's drawing. Built by `launch`, on one event loop."""
 
     def __init__(
-        self,
-        *,
-        identity: ReplicaIdentity,
-        pool: str,
-        role: str,
-        engine: EngineConfig,
-        transfer: TransferConfig,
-        secret: bytes,
-        clock: Clock,
-        faults: Faults,
-        shape: Shape,
-        group: RankGroup,
-        ready: Sequence[RankReady],
-        store: str | None,
+        self, spec: ReplicaSpec, shape: Shape, group: RankGroup, ready: Sequence[RankReady], clock: Clock
     ) -> None:
-        """`ready` are the reports of all ranks of the `group`; `store`, see `launch`."""
-        first = ready[0]
-        has_store = reaches_store(store, ready)
-        self.identity = identity
-        self.pool_name = pool
-        self.role = role
-        self.role_epoch = 0
+        """`ready` are the reports of all ranks of the `group`."""
+        first, engine, faults = ready[0], spec.engine, Faults(spec.faults)
+        has_store = reaches_store(spec.store, ready)
+        self.identity, self.pool_name = spec.identity, spec.pool
+        self.role, self.role_epoch = spec.role, 0
         self.address = ""
         self.ready = ready
         self.stages = shape.stages
@@ -122,17 +105,17 @@ class EngineCore:
         self._gateways = GatewayLinks(clock)
         self.table = RequestTable(self._gateways, self)
         self.peers = Peers(
-            identity=identity,
+            identity=spec.identity,
             compatibility=first.compatibility,
             ranks=tuple(each.endpoints for each in ready),
-            config=transfer,
-            secret=secret,
+            config=spec.transfer,
+            secret=spec.secret,
             clock=clock,
             channel=group,
             control=self,
         )
         self.kv_sender = KvSender(
-            config=transfer,
+            config=spec.transfer,
             block_tokens=engine.block_tokens,
             num_ranks=len(ready),
             scheduler=self.scheduler,
@@ -144,7 +127,7 @@ class EngineCore:
             faults=faults,
         )
         self.kv_receiver = KvReceiver(
-            config=transfer,
+            config=spec.transfer,
             num_ranks=len(ready),
             pool=self.pool,
             scheduler=self.scheduler,
@@ -155,18 +138,18 @@ class EngineCore:
             faults=faults,
         )
         self.migration = MigrationManager(
-            identity=identity,
+            identity=spec.identity,
             scheduler=self.scheduler,
             requests=self.table,
             sender=self.kv_sender,
             rates=self.steps.rates,
             control=self,
             clock=clock,
-            max_active=transfer.max_moves,
+            max_active=spec.transfer.max_moves,
             token_bytes=first.compatibility.token_bytes,
         )
         self.requests = Requests(
-            identity=identity,
+            identity=spec.identity,
             table=self.table,
             gateways=self._gateways,
             scheduler=self.scheduler,
@@ -176,23 +159,9 @@ class EngineCore:
             clock=clock,
             vocab_size=first.vocab_size,
         )
-        self.connector: StoreConnector | None = None
-        if has_store:
-            self.connector = StoreConnector(
-                name=store or "",
-                secret=secret,
-                identity=identity,
-                ready=ready,
-                pool=self.pool,
-                scheduler=self.scheduler,
-                engine=engine,
-                clock=clock,
-                ranks=group,
-                rates=self.steps.rates,
-                control=self,
-            )
+        self.connector = self._store_connector(spec, ready) if has_store else None
         self.reports = ReplicaReports(
-            identity=identity,
+            identity=spec.identity,
             pool=self.pool,
             scheduler=self.scheduler,
             steps=self.steps,
@@ -202,76 +171,50 @@ class EngineCore:
             peers=self.peers,
             connector=self.connector,
         )
-        self._server = LinkServer(secret, self._serve_gateway, self._serve_peer)
+        self._server = LinkServer(spec.secret, self._serve_gateway, self._serve_peer)
+
+    def _store_connector(self, spec: ReplicaSpec, ready: Sequence[RankReady]) -> StoreConnector:
+        return StoreConnector(
+            name=spec.store or "",
+            secret=spec.secret,
+            identity=spec.identity,
+            ready=ready,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            engine=spec.engine,
+            clock=self._clock,
+            ranks=self._group,
+            rates=self.steps.rates,
+            control=self,
+        )
 
     # ------------------------------------------------------------------------------- start and stop
 
     @classmethod
-    async def launch(
-        cls,
-        *,
-        identity: ReplicaIdentity,
-        pool: str,
-        role: str,
-        model_dir: str,
-        dtype: str,
-        parallel: Parallel,
-        engine: EngineConfig,
-        transfer: TransferConfig,
-        secret: bytes,
-        launcher: RankLauncher,
-        clock: Clock,
-        host: str,
-        store: str | None = None,
-        faults: Sequence[FaultRule] = (),
-    ) -> EngineCore:
+    async def launch(cls, spec: ReplicaSpec, launcher: RankLauncher, clock: Clock) -> EngineCore:
         """Load and warm up the ranks, build the engine core from what they report, and listen.
 
-        `store` is the socket of the node's store (None: there is none). Raises `RankDiedError` with the reason
-        when the ranks cannot serve; then nothing is left running.
+        Raises `RankDiedError` with the reason when the ranks cannot serve; then nothing is left running.
         """
-        shape = Shape(
-            identity=identity,
-            role=role,
-            model_dir=model_dir,
-            dtype=dtype,
-            parallel=parallel,
-            engine=engine,
-            transfer=transfer,
-            secret=secret,
-            faults=faults,
-        )
+        shape = Shape(spec)
         core: EngineCore
         group = RankGroup(
-            secret,
+            spec.secret,
             launcher,
             lambda rank, message: core.on_rank_message(rank, message),
             lambda reason: core.kill_ranks(reason),
             clock=clock,
-            start_stall_s=engine.start_stall_s,
+            start_stall_s=spec.engine.start_stall_s,
         )
         async with contextlib.AsyncExitStack() as failed:
             failed.push_async_callback(group.stop)
-            ready = await group.start(shape.specs, host, shape.plan_stages)
+            ready = await group.start(shape.specs, spec.host, shape.plan_stages)
             times = max(it.load_s for it in ready), max(it.warm_up_s for it in ready)
-            _log.info("%s: loaded in %.1f s, warmed up in %.1f s", identity.replica_id, *times)
-            core = cls(
-                identity=identity,
-                pool=pool,
-                role=role,
-                engine=engine,
-                transfer=transfer,
-                secret=secret,
-                clock=clock,
-                faults=Faults(faults),
-                shape=shape,
-                group=group,
-                ready=ready,
-                store=store,
-            )
+            _log.info("%s: loaded in %.1f s, warmed up in %.1f s", spec.identity.replica_id, *times)
+            core = cls(spec, shape, group, ready, clock)
             failed.pop_all()
             failed.push_async_callback(core.stop)
-            await core._listen(host)
+            await core._listen(spec.host)
             failed.pop_all()
         return core
 

@@ -22,14 +22,13 @@ from workers.messages import (
     Submission,
     TokenDelta,
 )
-from workers.scheduler.admission import RequestLimits, landing_needs, load_needs
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.migration import SequenceMigration
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import MicroBatches, Planner
-from workers.scheduler.sequence import LandingState, LoadState, Phase, Sequence
+from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
+from workers.scheduler.sequence import LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,
     FinishedBlock,
@@ -75,7 +74,7 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._end_token_ids = frozenset(eos_token_ids)
-        self._limits = RequestLimits(
+        self._limits = EngineLimits(
             max_context_tokens=max_context_tokens,
             max_kv_tokens=pool.num_total * pool.block_tokens,
             max_local_kv_tokens=most_local_tokens(
@@ -272,7 +271,7 @@ class Scheduler:
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
         for sequence in self._loading(need):
-            sequence.load, sequence.holds_others = LoadState.DONE, False
+            sequence.load, sequence.holds_others = StoreLoad.DONE, False
             sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
             for tier, count in num_loaded_tokens.items():
                 loaded = sequence.request.num_loaded_tokens
@@ -284,7 +283,7 @@ class Scheduler:
         return [
             sequence
             for sequence in (request.sequences if request else ())
-            if sequence.index == need.sample and sequence.load is LoadState.ASKED
+            if sequence.index == need.sample and sequence.load is StoreLoad.ASKED
         ]
 
     def take_finished(self) -> list[FinishedBlock]:

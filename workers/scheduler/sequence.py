@@ -26,7 +26,7 @@ class LandingState(Enum):
     READY = "ready"
 
 
-class LoadState(Enum):
+class StoreLoad(Enum):
     """Whether blocks that the device does not hold are to be had from the store, before it is admitted."""
 
     WANTED = "wanted"
@@ -161,7 +161,7 @@ class Sequence:
         self.forks: list[Sequence] = []
         self.phase = Phase.WAITING
         self.preempted = False
-        self.load = LoadState.DONE
+        self.load = StoreLoad.DONE
         # Nobody behind it in line is admitted: what it loads lacks room.
         self.holds_others = False
         self.finish = ""
