@@ -62,7 +62,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_tiny(tmp_path_factory.mktemp("walk"))
+    return copy_tiny(tmp_path_factory.mktemp("e2e"))
 
 
 @pytest.fixture(scope="module")
