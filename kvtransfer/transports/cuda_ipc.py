@@ -321,9 +321,9 @@ class Grid(NamedTuple):
 def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
     """The one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K or V of
     the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
-    row_bytes = (piece.head_end - piece.head_start) * src.head_bytes
-    num_rows = 2 * (piece.layer_end - piece.layer_start)
-    pitches = [(layout.shard.head_end - layout.shard.head_start) * layout.head_bytes for layout in (src, dst)]
+    row_bytes = piece.num_heads * src.head_bytes
+    num_rows = 2 * piece.num_layers
+    pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]
     if pitches == [row_bytes, row_bytes]:
         row_bytes, num_rows, pitches = row_bytes * num_rows, 1, [row_bytes * num_rows] * 2
     first = piece.layer_start, 0, piece.head_start
