@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from console_harness import ConsoleHouse
+from console_harness import ConsoleHarness
 from gateway_harness import GatewayHouse, Pair
 from gateway_model import write_model
 
@@ -38,9 +38,9 @@ async def pair(house: GatewayHouse) -> Pair:
 
 
 @pytest.fixture
-async def front(house: GatewayHouse) -> AsyncIterator[ConsoleHouse]:
+async def front(house: GatewayHouse) -> AsyncIterator[ConsoleHarness]:
     """The same pair, with a console."""
-    built = ConsoleHouse(house)
+    built = ConsoleHarness(house)
     await built.start()
     yield built
     await built.stop()

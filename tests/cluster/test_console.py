@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from console_harness import TOKEN, ConsoleHouse, FakeDashboard, Page
+from console_harness import TOKEN, ConsoleHarness, FakeDashboard, Page
 from gateway_harness import GatewayHouse, until
 from gateway_model import PROMPT, encode
 from google.protobuf.json_format import ParseDict
@@ -27,12 +27,12 @@ from workers.messages import PathMeasure
 
 
 @pytest.fixture
-def page(front: ConsoleHouse) -> Page:
+def page(front: ConsoleHarness) -> Page:
     return front.page
 
 
 @pytest.fixture
-def client(front: ConsoleHouse) -> Client:
+def client(front: ConsoleHarness) -> Client:
     return front.house.client(front.address)
 
 
@@ -40,7 +40,7 @@ def client(front: ConsoleHouse) -> Client:
 
 
 async def test_the_status_is_that_of_the_command_line(
-    front: ConsoleHouse, page: Page, client: Client, capsys: pytest.CaptureFixture[str]
+    front: ConsoleHarness, page: Page, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = PathMeasure(front.house.replicas["d0"].identity, 0, 0, "shm", 5.5, 3.0, "memory", "")
     front.house.replicas["p0"].report([path])
@@ -57,7 +57,7 @@ async def test_the_status_is_that_of_the_command_line(
 
 
 async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
-    front: ConsoleHouse, page: Page, client: Client
+    front: ConsoleHarness, page: Page, client: Client
 ) -> None:
     front.house.replicas["d0"].script.stop_after = 4
     options = GenerateOptions(seed=1, max_tokens=9, request_id="slow-one", tenant="them")
@@ -81,7 +81,7 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     assert ended["e2e_ms"] == pytest.approx(finished.timing.e2e_ms, abs=50)
 
 
-async def test_the_latest_requests_come_first(front: ConsoleHouse, page: Page, client: Client) -> None:
+async def test_the_latest_requests_come_first(front: ConsoleHarness, page: Page, client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.complete(PROMPT, GenerateOptions(max_tokens=1, request_id=name))
     shown = [request["request_id"] for request in (await page.get("/console/api/requests"))["requests"]]
@@ -89,7 +89,7 @@ async def test_the_latest_requests_come_first(front: ConsoleHouse, page: Page, c
     assert [record.request_id for record in front.gateway.desk.recent(2)] == ["three", "two"]
 
 
-async def test_a_failed_request_says_why(front: ConsoleHouse, page: Page, client: Client) -> None:
+async def test_a_failed_request_says_why(front: ConsoleHarness, page: Page, client: Client) -> None:
     front.house.replicas["d0"].script.stop_after = 2
     stream = client.generate(PROMPT, GenerateOptions(max_tokens=200, request_id="gone"))
 
@@ -119,7 +119,7 @@ async def test_a_request_that_nobody_knows_is_not_explained(page: Page) -> None:
     assert (status, fields["error"].startswith("id: ")) == (400, True)
 
 
-async def test_the_curves_are_of_what_clients_see(front: ConsoleHouse, page: Page, client: Client) -> None:
+async def test_the_curves_are_of_what_clients_see(front: ConsoleHarness, page: Page, client: Client) -> None:
     front.house.replicas["d0"].script.token_s = token_s = 0.02
     assert (await page.get("/console/api/curves"))["ttft"] == []
     done = await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=20))
@@ -135,7 +135,7 @@ async def test_the_curves_are_of_what_clients_see(front: ConsoleHouse, page: Pag
     assert curves["minute"]["num_output_tokens"] == 20
 
 
-async def test_the_page_is_told_where_it_is(front: ConsoleHouse, page: Page) -> None:
+async def test_the_page_is_told_where_it_is(front: ConsoleHarness, page: Page) -> None:
     about = await page.get("/console/api/about")
     assert (about["gateway_id"], about["app"], about["dashboard"]) == ("g0", "tandem", front.dashboard.url)
     assert (about["ttft_slo_s"], about["itl_slo_s"]) == (1.0, 0.1)
@@ -145,7 +145,7 @@ async def test_the_page_is_told_where_it_is(front: ConsoleHouse, page: Page) -> 
 
 
 async def test_an_order_reaches_the_dashboard_with_the_operators_token(
-    front: ConsoleHouse, page: Page, caplog: pytest.LogCaptureFixture
+    front: ConsoleHarness, page: Page, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
     status, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
@@ -161,7 +161,7 @@ async def test_an_order_reaches_the_dashboard_with_the_operators_token(
     ("what", "order"), [("scale", {"pool": "decode", "replicas": 3}), ("release", {"pool": "decode"})]
 )
 async def test_without_the_token_nothing_changes(
-    front: ConsoleHouse, page: Page, what: str, order: dict[str, Any]
+    front: ConsoleHarness, page: Page, what: str, order: dict[str, Any]
 ) -> None:
     assert (await page.order(what, order, token=""))[0] == 401
     assert (await page.order(what, order, token="another"))[0] == 403
@@ -181,7 +181,7 @@ async def test_without_the_token_nothing_changes(
     ],
 )
 async def test_the_dashboards_refusals_are_passed_on(
-    front: ConsoleHouse, page: Page, refusal: tuple[int, str], status: int
+    front: ConsoleHarness, page: Page, refusal: tuple[int, str], status: int
 ) -> None:
     front.dashboard.refusal = refusal
     answered, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
@@ -190,7 +190,7 @@ async def test_the_dashboards_refusals_are_passed_on(
     assert front.dashboard.orders == []
 
 
-async def test_orders_that_reach_no_dashboard_say_so(front: ConsoleHouse, page: Page) -> None:
+async def test_orders_that_reach_no_dashboard_say_so(front: ConsoleHarness, page: Page) -> None:
     order = {"pool": "decode", "replicas": 3}
     await front.dashboard.stop()
     status, fields = await page.order("scale", order)
@@ -243,7 +243,7 @@ async def test_there_need_not_be_a_console(house: GatewayHouse) -> None:
     assert gateway.console_port == 0
 
 
-async def test_the_console_ends_with_its_gateway(front: ConsoleHouse) -> None:
+async def test_the_console_ends_with_its_gateway(front: ConsoleHarness) -> None:
     port = front.gateway.console_port
     await front.page.get("/console/api/about")
     await front.gateway.stop()

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from console_harness import TOKEN, ConsoleHouse, Page
+from console_harness import TOKEN, ConsoleHarness, Page
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ ORDER = json.dumps({"pool": "decode", "replicas": 3}).encode()
 
 
 @pytest.fixture
-def page(front: ConsoleHouse) -> Page:
+def page(front: ConsoleHarness) -> Page:
     return front.page
 
 
@@ -104,7 +104,7 @@ def test_only_bearer_tokens_are_handed_on(authorization: str, token: str) -> Non
 # ------------------------------------------------------------------------------------------------ over HTTP
 
 
-async def test_a_page_of_another_site_gets_nothing(front: ConsoleHouse, page: Page) -> None:
+async def test_a_page_of_another_site_gets_nothing(front: ConsoleHarness, page: Page) -> None:
     for path in ("/console", "/console/console.js", "/console/api/status", "/console/api/requests"):
         assert (await page.ask("GET", path, {"Host": "evil.example"}))[0] == 421
     token = {"Authorization": f"Bearer {TOKEN}"}
@@ -147,7 +147,7 @@ async def test_a_page_of_another_site_gets_nothing(front: ConsoleHouse, page: Pa
         (b'{"pool": "\xff", "replicas": 3}', ""),
     ],
 )
-async def test_garbage_is_refused_by_name(front: ConsoleHouse, page: Page, body: bytes, named: str) -> None:
+async def test_garbage_is_refused_by_name(front: ConsoleHarness, page: Page, body: bytes, named: str) -> None:
     token = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     status, fields = await page.ask("POST", "/console/api/scale", token, body)
     assert status == 400
@@ -155,7 +155,7 @@ async def test_garbage_is_refused_by_name(front: ConsoleHouse, page: Page, body:
     assert front.dashboard.orders == []
 
 
-async def test_what_is_not_there_has_an_answer(front: ConsoleHouse, page: Page) -> None:
+async def test_what_is_not_there_has_an_answer(front: ConsoleHarness, page: Page) -> None:
     token = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     status, fields = await page.order("scale", {"pool": "nobody", "replicas": 3})
     assert (status, "decode, prefill" in fields["error"]) == (404, True)
@@ -170,7 +170,7 @@ async def test_what_is_not_there_has_an_answer(front: ConsoleHouse, page: Page) 
     assert front.dashboard.orders == []
 
 
-async def test_no_bytes_bring_it_down(front: ConsoleHouse, page: Page) -> None:
+async def test_no_bytes_bring_it_down(front: ConsoleHarness, page: Page) -> None:
     for raw in (
         b"\x00\x01\x02\x03\r\n\r\n",
         b"GET /console HTTP/1.1\r\n\r\n",
@@ -188,7 +188,7 @@ async def test_no_bytes_bring_it_down(front: ConsoleHouse, page: Page) -> None:
     assert (await page.get("/console/api/about"))["app"] == "tandem"
 
 
-async def test_every_answer_forbids_what_the_page_does_not_need(front: ConsoleHouse, page: Page) -> None:
+async def test_every_answer_forbids_what_the_page_does_not_need(front: ConsoleHarness, page: Page) -> None:
     for path in ("/console", "/console/console.js", "/console/api/status", "/nothing", "/"):
         async with page.session.get(page.url + path, allow_redirects=False) as reply:
             assert {name: reply.headers[name] for name in HEADERS} == HEADERS

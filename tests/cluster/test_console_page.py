@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from browser import Browser
-from console_harness import TOKEN, ConsoleHouse
+from console_harness import TOKEN, ConsoleHarness
 from gateway_harness import until
 from gateway_model import PROMPT
 from optional_programs import needs_chromium
@@ -36,7 +36,7 @@ async def look(work: Any, *arguments: Any) -> Any:
 
 
 async def test_the_page_shows_the_cluster_and_breaks_none_of_its_rules(
-    front: ConsoleHouse, browser: Browser
+    front: ConsoleHarness, browser: Browser
 ) -> None:
     d0 = front.house.replicas["d0"].identity
     path = PathMeasure(d0, 0, 0, "tcp", 2.5, 30.0, "lo", "shm: another user")
@@ -64,7 +64,7 @@ async def test_the_page_shows_the_cluster_and_breaks_none_of_its_rules(
 
 
 @pytest.mark.parametrize("width", [1280, 800])
-async def test_the_page_can_be_read(front: ConsoleHouse, browser: Browser, width: int) -> None:
+async def test_the_page_can_be_read(front: ConsoleHarness, browser: Browser, width: int) -> None:
     client = front.house.client(front.address)
     await client.complete(PROMPT, GenerateOptions(max_tokens=3, request_id="x" * 120))
 
@@ -80,7 +80,7 @@ async def test_the_page_can_be_read(front: ConsoleHouse, browser: Browser, width
     await look(check)
 
 
-async def test_the_focus_stays_while_the_page_updates(front: ConsoleHouse, browser: Browser) -> None:
+async def test_the_focus_stays_while_the_page_updates(front: ConsoleHarness, browser: Browser) -> None:
     def check() -> None:
         browser.open(f"{front.page.url}/console")
         more = '.pool:nth-child(2) [data-act="more"]'
@@ -93,7 +93,7 @@ async def test_the_focus_stays_while_the_page_updates(front: ConsoleHouse, brows
     await look(check)
 
 
-async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHouse, browser: Browser) -> None:
+async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHarness, browser: Browser) -> None:
     more = '.pool:nth-child(2) [data-act="more"]'
 
     def order() -> None:
@@ -129,7 +129,7 @@ async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHouse
     assert front.dashboard.orders == [("Pool-decode", 2)] * 2
 
 
-async def test_no_token_is_taken_from_the_address(front: ConsoleHouse, browser: Browser) -> None:
+async def test_no_token_is_taken_from_the_address(front: ConsoleHarness, browser: Browser) -> None:
     def order() -> None:
         browser.open(f"{front.page.url}/console#token={TOKEN}")
         browser.click('.pool:nth-child(1) [data-act="more"]')
@@ -140,7 +140,7 @@ async def test_no_token_is_taken_from_the_address(front: ConsoleHouse, browser: 
     assert front.dashboard.orders == []
 
 
-async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHouse, browser: Browser) -> None:
+async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHarness, browser: Browser) -> None:
     def order() -> None:
         browser.open(f"{front.page.url}/console")
         browser.click("#token-button")
@@ -162,7 +162,7 @@ async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHouse, 
     assert front.dashboard.orders == [("Pool-decode", 2), ("Pool-decode", 1)]
 
 
-async def test_a_refused_order_says_why(front: ConsoleHouse, browser: Browser) -> None:
+async def test_a_refused_order_says_why(front: ConsoleHarness, browser: Browser) -> None:
     front.dashboard.refusal = (412, "external_scaler_enabled=false")
 
     def order() -> None:
@@ -179,7 +179,7 @@ async def test_a_refused_order_says_why(front: ConsoleHouse, browser: Browser) -
     assert front.dashboard.orders == []
 
 
-async def test_a_request_is_explained_by_keyboard(front: ConsoleHouse, browser: Browser) -> None:
+async def test_a_request_is_explained_by_keyboard(front: ConsoleHarness, browser: Browser) -> None:
     client = front.house.client(front.address)
     await client.complete(PROMPT, GenerateOptions(max_tokens=3, request_id="why:me"))
     explained = await client.explain("why:me")
@@ -203,7 +203,7 @@ async def test_a_request_is_explained_by_keyboard(front: ConsoleHouse, browser: 
     await look(check)
 
 
-async def test_a_gateway_that_is_away_is_told_and_waited_for(front: ConsoleHouse, browser: Browser) -> None:
+async def test_a_gateway_that_is_away_is_told_and_waited_for(front: ConsoleHarness, browser: Browser) -> None:
     await look(browser.open, f"{front.page.url}/console")
     await look(browser.wait_text, "#ready", "ready")
     await front.gateway.stop()

@@ -107,7 +107,7 @@ class Page:
         return await self.ask("POST", f"/console/api/{what}", headers, json.dumps(order).encode())
 
 
-class ConsoleHouse:
+class ConsoleHarness:
     """p0 (prefill), d0 (decode), a gateway with a console, a dashboard, and a page."""
 
     def __init__(self, house: GatewayHouse) -> None:
