@@ -26,9 +26,8 @@ import numpy as np
 from cluster.api.client import Client, GenerateOptions
 from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.observation import Reports
-from cluster.scaling.rates import Rates, measured_rates
-from cluster.scaling.samples import History
+from cluster.scaling.forecast import MeasuredRates, measured_rates
+from cluster.scaling.samples import GatewayReports, History
 
 ROOT = Path(__file__).resolve().parent.parent
 # Tokens are drawn below this.
@@ -45,7 +44,7 @@ class Observer:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._reports = Reports()
+        self._reports = GatewayReports()
         self.history = History(600.0)
 
     async def look(self) -> Demand:
@@ -57,7 +56,7 @@ class Observer:
         self.history.add(sample)
         return sample.demand
 
-    def rates(self) -> Rates:
+    def rates(self) -> MeasuredRates:
         return measured_rates(self.history, CONFIG, 64, self._client.clock.wall(), has_prefill=True)
 
 

@@ -27,6 +27,7 @@ from workers.messages import (
     Submission,
 )
 from workers.replica.engine_core import EngineCore
+from workers.replica.partition import ReplicaSpec
 from workers.replica.rank_group import ProcessLauncher
 
 CLOCK = SystemClock()
@@ -70,7 +71,7 @@ class LinkedReplicas:
         store: str | None = None,
     ) -> EngineCore:
         """A started replica with a Link to it."""
-        core = EngineCore(
+        spec = ReplicaSpec(
             identity=ReplicaIdentity(name, 1),
             pool=role,
             role=role,
@@ -80,12 +81,10 @@ class LinkedReplicas:
             engine=engine,
             transfer=transfer or TransferConfig(),
             secret=self._secret,
-            launcher=ProcessLauncher(),
-            clock=CLOCK,
             host="127.0.0.1",
             store=store,
         )
-        await core.start()
+        core = await EngineCore.launch(spec, ProcessLauncher(), CLOCK)
         stream = await open_link(core.address, "link", self._secret, "benchmark")
         stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
         self._cores[name] = core, stream

@@ -34,8 +34,8 @@ import torch
 from cluster.api.client import Client, GenerateOptions
 from cluster.config import parse_config
 from cluster.proto import tandem_pb2 as pb
+from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
-from cluster.roster.remote import VIEW_CODEC
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.blocks.keys import block_keys
@@ -59,6 +59,7 @@ from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.replica.engine_core import EngineCore
+from workers.replica.partition import ReplicaSpec
 from workers.replica.rank_group import ProcessLauncher
 from workers.replica.step_loop import PIPELINE_DEPTH
 from workers.scheduler.block_pool import BlockPool
@@ -259,7 +260,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
 
 
 async def play_brain(order: dict[str, Any]) -> None:
-    core = EngineCore(
+    spec = ReplicaSpec(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
         role=order["role"],
@@ -269,11 +270,9 @@ async def play_brain(order: dict[str, Any]) -> None:
         engine=EngineConfig(**order["engine"]),
         transfer=TransferConfig(),
         secret=bytes.fromhex(order["secret"]),
-        launcher=ProcessLauncher(),
-        clock=CLOCK,
         host="127.0.0.1",
     )
-    await core.start()
+    core = await EngineCore.launch(spec, ProcessLauncher(), CLOCK)
     record = ReplicaRecord(
         identity=core.identity,
         pool=order["role"],
@@ -307,7 +306,10 @@ async def play_gateway(order: dict[str, Any]) -> None:
     secret = bytes.fromhex(order["secret"])
     gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, secret=secret, clock=CLOCK)
     port = await gateway.start()
-    while not all(view.takes_requests for view in gateway.links.views()) or not gateway.links.has_route():
+    while (
+        not all(view.takes_requests for view in gateway.connections.views())
+        or not gateway.connections.has_route()
+    ):
         await CLOCK.sleep(0.01)
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -21,7 +21,7 @@ from workers.config import EngineConfig, Parallel
 from workers.messages import RankUp, SampleState, SamplingParams, StepPlan, StepReport, Submission
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
-from workers.replica.partition import Shape
+from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import ProcessLauncher, RankGroup
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
@@ -61,7 +61,8 @@ class BareReplica:
         self._num_requests = 0
         secret = draw_secret()
         self._group = RankGroup(secret, ProcessLauncher(), self._take, self._died)
-        self._shape = Shape(
+        spec = ReplicaSpec(
+            pool="both",
             identity=ReplicaIdentity("bench", 1),
             role="both",
             model_dir=str(model_dir),
@@ -70,8 +71,8 @@ class BareReplica:
             engine=engine,
             transfer=TransferConfig(),
             secret=secret,
-            faults=(),
         )
+        self._shape = Shape(spec)
 
     async def start(self, attention_ratio: float | None = None) -> None:
         """`attention_ratio` is used instead of the measured one."""

@@ -70,7 +70,7 @@ class Bench:
                 num_threads=max(1, self._num_threads // parallel.num_ranks),
             )
             core = await replicas.add("r", "both", parallel, engine, store=settings.name)
-            tiers = core.tiers
+            tiers = core.connector
             assert tiers is not None
             while not tiers.is_open:
                 await CLOCK.sleep(0.01)

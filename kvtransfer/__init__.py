@@ -1,1 +1,1 @@
-"""Moves KV blocks between ranks: keys, checksums, layout, landings, transports. Knows no models."""
+"""Transfer KV blocks between ranks: keys, checksums, layout, landings, transports. Knows no models."""

@@ -16,7 +16,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of everything that crosses a wall: immutable, slotted, tagged with its class name."""
+    """Base of everything that crosses a process boundary: immutable, slotted, tagged with its class name."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -19,8 +19,8 @@ class TransferConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Those that are offered and used, in order of preference. Each pair of ranks takes the first that both
-    # offer, that connects and that is fast enough, and tells why it passed over the others; `gloo` is `nccl`'s
-    # code on a CPU.
+    # offer, that connects and that is fast enough, and reports why it rejected the others; `gloo` is the
+    # code of `nccl` on a CPU.
     transports: tuple[TransportName, ...] = Field(
         default=("cuda_ipc", "shm", "nccl", "rdma", "tcp"), min_length=1
     )
@@ -49,9 +49,9 @@ class TransferConfig(BaseModel):
     # A landing whose writer is not heard of for this long is aborted.
     landing_lease_s: float = Field(default=10.0, gt=0)
     # A writer whose prompt has not moved on for this long stops renewing the lease. It is longer than any
-    # step may take; two replicas that wait for each other's room part by it.
+    # step may take; two replicas that wait for each other's free blocks part by it.
     landing_stall_s: float = Field(default=30.0, gt=0)
-    # Landings waiting for room at a decode replica before it refuses.
+    # Landings that wait for free blocks at a decode replica before it refuses.
     landing_queue: int = Field(default=256, ge=1)
     # Share of the decode replica's blocks kept for the growth of what it already runs.
     growth_reserve: float = Field(default=0.1, ge=0, lt=1)
@@ -84,7 +84,7 @@ Admission = Literal["adaptive", "all", "seen_twice"]
 class StoreSettings(Part, frozen=True):
     """What a node's store process is started with; `StoreConfig` says what each means. Sizes are bytes.
 
-    `name` is the abstract unix socket on which brains and ranks of the node find the owner; `host` the
+    `name` is the abstract unix socket on which engine cores and ranks of the node find the owner; `host` the
     address on which other owners do."""
 
     node_id: str
@@ -134,7 +134,7 @@ class StoreConfig(BaseModel):
     admission: Admission = "adaptive"
     # Records that may wait to be written to NVMe; more are not: the store never holds up serving.
     write_queue: int = Field(default=1024, ge=1)
-    # How long a store that is told to end may write admitted records to NVMe.
+    # How long a store that is ordered to end may write admitted records to NVMe.
     flush_s: float = Field(default=5.0, ge=0)
     # The most of a tier that one tenant may take while others want it.
     tenant_share: float = Field(default=1.0, gt=0, le=1)
@@ -148,7 +148,7 @@ class StoreConfig(BaseModel):
     # False: each node knows its own tiers only.
     index: bool = True
     # A look-up in the index that takes longer is not waited for. A store that has not answered after 200 ms
-    # is taken for hung by its brains.
+    # is considered hung by its engine cores.
     lookup_budget_ms: float = Field(default=3.0, gt=0, le=100)
     # A node that is not heard of for this long holds nothing, as far as the index knows.
     node_lease_s: float = Field(default=10.0, gt=0)

@@ -44,7 +44,7 @@ class PushStoppedError(TransferError):
 
 
 class StoreError(TransferError):
-    """What the store was asked for cannot be had, or a record of it is damaged."""
+    """The store cannot provide what was requested, or one of its records is damaged."""
 
 
 class StoreIoError(StoreError):

@@ -1,9 +1,9 @@
 """Everything about KV that crosses a wall.
 
-Three borders: between the brains of two replicas (Peer link), between a brain and its ranks (transfer
-orders and their reports), and from a brain to whoever watches its cache (KV events). No tensors; ids are
-`str`, keys and landing ids are `bytes`, sizes are bytes, times are seconds. It is over 400 lines because what
-crosses a wall is listed in one place.
+Three boundaries: between the engine cores of two replicas (Peer link), between an engine core and its ranks
+(transfer orders and their reports), and from an engine core to the watchers of its cache (KV events). No
+tensors; ids are `str`, keys and landing ids are `bytes`, sizes are bytes, times are seconds. It is over 400
+lines because what crosses a wall is listed in one place.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ class Shard(Part, frozen=True):
     layer_end: int
     head_start: int
     head_end: int
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.layer_end - self.layer_start
+
+    @property
+    def num_heads(self) -> int:
+        """Number of KV heads of each layer."""
+        return self.head_end - self.head_start
 
 
 class CompatibilityRecord(Part, frozen=True):
@@ -85,7 +95,7 @@ class ReplicaIdentity(Part, frozen=True):
     epoch: int
 
 
-# ------------------------------------------------------------------------- Peer link: brain and brain
+# ------------------------------------------------------------------------- Peer link: between engine cores
 
 
 class PeerHello(Message, frozen=True):
@@ -194,7 +204,7 @@ class LandingResult(Message, frozen=True):
     num_bad_pieces: int
 
 
-# ------------------------------------------------------------------------ brain to rank: orders
+# ------------------------------------------------------------------------ engine core to rank: orders
 
 
 class TransferSettings(Part, frozen=True):
@@ -299,7 +309,7 @@ class VerifyOrder(Message, frozen=True):
     pieces: tuple[PieceCheck, ...]
 
 
-# ------------------------------------------------------------------------ rank to brain: reports
+# ------------------------------------------------------------------------ rank to engine core: reports
 
 
 class LanePath(Part, frozen=True):
@@ -389,13 +399,13 @@ class Verified(Message, frozen=True):
     bad_block_indices: tuple[int, ...]
 
 
-# ------------------------------------------------------------------------ KV events: brain to watchers
+# ------------------------------------------------------------------------ KV events: engine core to watchers
 
 
 class BlocksStored(Part, frozen=True):
     """Blocks `keys` (a chain, each the child of the one before) follow `parent` (b"" at the root) and are
-    held in `tier`. What the node's store holds is told in its cheapest tier, whether or not the device holds
-    it too."""
+    held in `tier`. What the node's store holds is reported in its cheapest tier, whether or not the device
+    holds it too."""
 
     parent: bytes
     keys: tuple[bytes, ...]

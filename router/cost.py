@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from router.load import LoadState
+from router.load import CurrentLoad
 from router.messages import Candidate, Decision
 
 # Assumed for a replica that has not measured its prefill rate.
@@ -73,7 +73,7 @@ class ReplicaCost(NamedTuple):
     """A replica that may be chosen: its load, how many leading prompt tokens its device holds, how many it
     would compute, and how many in between it would load from which tier of its node's store, at what cost."""
 
-    state: LoadState
+    state: CurrentLoad
     is_stale: bool
     matched_tokens: int
     uncached_tokens: int
@@ -92,18 +92,18 @@ class Choice(NamedTuple):
     local_cost: float
 
 
-def disturbance_tokens(state: LoadState, uncached_tokens: int) -> float:
+def disturbance_tokens(state: CurrentLoad, uncached_tokens: int) -> float:
     """Return the delay of the replica's streams if it computes that many tokens (formula above)."""
     if state.role == "prefill":
         return 0.0
     num_streams = state.num_sequences + (1 if state.role == "decode" else 0)
-    prefill_tok_s = state.prefill_tok_s or DEFAULT_PREFILL_TOK_S
-    decode_step_s = state.decode_step_s or DEFAULT_DECODE_STEP_S
+    prefill_tok_s = state.report.prefill_tok_s or DEFAULT_PREFILL_TOK_S
+    decode_step_s = state.report.decode_step_s or DEFAULT_DECODE_STEP_S
     return num_streams * uncached_tokens * min(1.0, uncached_tokens / prefill_tok_s / decode_step_s)
 
 
 def replica_cost(
-    query: RouteQuery, state: LoadState, is_stale: bool, device: int, dram: int, nvme: int
+    query: RouteQuery, state: CurrentLoad, is_stale: bool, device: int, dram: int, nvme: int
 ) -> ReplicaCost:
     """Price a replica with `device` leading blocks of the prompt on its device, and after them `dram` and
     `nvme` blocks in its node's store. At least one token must be computed, whatever is held."""
@@ -125,19 +125,19 @@ def replica_cost(
     )
 
 
-def load_ratio(state: LoadState, tier: str) -> float:
+def load_ratio(state: CurrentLoad, tier: str) -> float:
     """Return the time to load one token from this tier of the node's store, over the time to compute it."""
-    load_tok_s = state.load_tok_s.get(tier, 0.0)
-    if not state.prefill_tok_s or not load_tok_s:
+    load_tok_s = state.report.load_tok_s.get(tier, 0.0)
+    if not state.report.prefill_tok_s or not load_tok_s:
         return DEFAULT_LOAD_RATIO[tier]
-    return min(1.0, state.prefill_tok_s / load_tok_s)
+    return min(1.0, state.report.prefill_tok_s / load_tok_s)
 
 
-def transfer_ratio(state: LoadState) -> float:
+def transfer_ratio(state: CurrentLoad) -> float:
     """Return the time to send one token from this prefill replica, over the time to compute it there."""
-    if not state.prefill_tok_s or not state.transfer_tok_s:
+    if not state.report.prefill_tok_s or not state.report.transfer_tok_s:
         return DEFAULT_TRANSFER_RATIO
-    return state.prefill_tok_s / state.transfer_tok_s
+    return state.report.prefill_tok_s / state.report.transfer_tok_s
 
 
 def space_penalty_tokens(query: RouteQuery, replica: ReplicaCost) -> float:
@@ -145,16 +145,16 @@ def space_penalty_tokens(query: RouteQuery, replica: ReplicaCost) -> float:
     with the number of missing blocks. Before any report the free blocks are unknown and taken to be
     enough."""
     state = replica.state
-    if not state.num_total_blocks:
+    if not state.report.num_total_blocks:
         return 0.0
     needed_tokens = query.num_tokens - replica.matched_tokens + query.num_growth_tokens
     missing = -(-needed_tokens // query.block_tokens) - state.num_free_blocks
     return 0.0 if missing <= 0 else NO_SPACE_TOKENS + missing * query.block_tokens
 
 
-def never_fits(query: RouteQuery, state: LoadState) -> bool:
+def never_fits(query: RouteQuery, state: CurrentLoad) -> bool:
     """Whether the prompt exceeds all of the replica's device memory, as far as that is known."""
-    return 0 < state.num_total_blocks * query.block_tokens <= query.num_tokens
+    return 0 < state.report.num_total_blocks * query.block_tokens <= query.num_tokens
 
 
 def prefill_candidate(query: RouteQuery, replica: ReplicaCost) -> Candidate:
@@ -179,7 +179,7 @@ def decode_candidate(query: RouteQuery, replica: ReplicaCost, decode_pressure: f
         pressure += NEVER_FITS_TOKENS
         note = f"never fits, {note}" if note else "never fits"
     return Candidate(
-        replica_id=replica.state.replica_id,
+        replica_id=replica.state.report.identity.replica_id,
         side="decode",
         matched_tokens=replica.matched_tokens,
         uncached_tokens=query.num_tokens - replica.matched_tokens,
@@ -197,7 +197,7 @@ def local_candidate(query: RouteQuery, replica: ReplicaCost, decode_pressure: fl
     pressure, note = _decode_pressure(query, replica, decode_pressure)
     disturbance = disturbance_tokens(state, uncached)
     pressure += WORK_PART * uncached + disturbance
-    if 0 < state.max_local_tokens <= query.num_tokens:
+    if 0 < state.report.max_local_tokens <= query.num_tokens:
         pressure += NEVER_FITS_TOKENS
         note = f"never fits, {note}" if note else "never fits"
     if replica.is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides
@@ -257,7 +257,7 @@ def _computing(
     """A candidate on whose replica the prompt is computed."""
     state = replica.state
     return Candidate(
-        replica_id=state.replica_id,
+        replica_id=state.report.identity.replica_id,
         side=side,
         matched_tokens=replica.matched_tokens,
         uncached_tokens=replica.uncached_tokens,

@@ -1,13 +1,11 @@
 """Track each replica's load: its last report, plus what was routed there since.
 
-The service passes every report and every step of a request to the `LoadTracker`. Policies read `LoadState`.
+The service passes every report and every step of a request to the `LoadTracker`. Policies read `CurrentLoad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
@@ -19,30 +17,20 @@ from router.messages import ReplicaLoad
 REPORT_LAG_S = 0.02
 # A request without news for this long is stale and no longer counts as load: the message of its end was lost.
 STALE_REQUEST_S = 300.0
-_NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
-class LoadState(NamedTuple):
-    """A replica's load as of now. `num_total_blocks` is 0 before the first report, a rate is 0 until
-    measured."""
+class CurrentLoad(NamedTuple):
+    """A replica's load as of now: its last report, with the requests that the report does not show added.
+    Before the first report, the report's counts and rates are 0 and `received_at` is -inf."""
 
-    replica_id: str
     role: str
+    report: ReplicaLoad
     # Prompt tokens accepted there (or on the way there) and not yet computed.
     backlog_tokens: int
     # Sequences that decode there, wait there, or are on their way there.
     num_sequences: int
     # Blocks free for another request; may be negative when more is on its way than fits.
     num_free_blocks: int
-    num_total_blocks: int
-    prefill_tok_s: float
-    decode_step_s: float
-    transfer_tok_s: float
-    reported_at: float
-    # By tier of the node's store; a tier that was not measured is absent or 0.
-    load_tok_s: Mapping[str, float] = _NO_RATES
-    # The longest context that it can serve alone, host memory included; 0 if unknown.
-    max_local_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +97,7 @@ class _ReplicaLoad:
     computing: _Pending = field(default_factory=_Pending)
     staying: _Pending = field(default_factory=_Pending)
     expected: _Pending = field(default_factory=_Pending)
-    state: LoadState | None = None
+    state: CurrentLoad | None = None
 
     @property
     def pending(self) -> tuple[_Pending, _Pending, _Pending]:
@@ -198,7 +186,7 @@ class LoadTracker:
                 if (replica := self._replicas.get(replica_id)) is not None:
                     replica.forget(request_id)
 
-    def state(self, replica_id: str) -> LoadState:
+    def state(self, replica_id: str) -> CurrentLoad:
         """Return the load as of now of a known replica."""
         replica = self._replicas[replica_id]
         if replica.state is None:
@@ -229,7 +217,7 @@ class LoadTracker:
             self.on_finished(placement.request_id)
 
 
-def _state_of(replica: _ReplicaLoad) -> LoadState:
+def _state_of(replica: _ReplicaLoad) -> CurrentLoad:
     """Add the pending placements to the report.
 
     Landings in the report and expected requests overlap (an expected request becomes a landing shortly
@@ -246,17 +234,10 @@ def _state_of(replica: _ReplicaLoad) -> LoadState:
         not_landed = 1.0 - report.num_landings / len(expected.placements)
         num_new_blocks += round(not_landed * expected.num_new_blocks)
     num_coming = max(report.num_landings, expected.num_sequences) + staying.num_sequences
-    return LoadState(
-        replica_id=replica.identity.replica_id,
+    return CurrentLoad(
         role=replica.role,
+        report=report,
         backlog_tokens=report.num_backlog_tokens + replica.computing.num_prefill_tokens,
         num_sequences=report.num_running + report.num_waiting + num_coming,
         num_free_blocks=report.num_free_blocks - num_new_blocks,
-        num_total_blocks=report.num_total_blocks,
-        prefill_tok_s=report.prefill_tok_s,
-        decode_step_s=report.decode_step_s,
-        transfer_tok_s=report.transfer_tok_s,
-        reported_at=report.received_at,
-        load_tok_s=report.load_tok_s,
-        max_local_tokens=report.max_local_tokens,
     )

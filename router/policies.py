@@ -142,7 +142,7 @@ def _plain(query: RouteQuery, replica: ReplicaCost, side: str, rank: float) -> C
         matched_tokens = replica.matched_tokens
         replica = ReplicaCost(state, replica.is_stale, matched_tokens, query.num_tokens - matched_tokens)
     return Candidate(
-        replica_id=state.replica_id,
+        replica_id=state.report.identity.replica_id,
         side=side,
         matched_tokens=replica.matched_tokens,
         uncached_tokens=replica.uncached_tokens,

@@ -228,7 +228,7 @@ class RouterService:
             state = self._load.state(replica_id)
             device = match.device.get(replica_id, 0)
             dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
-            replicas.append(replica_cost(query, state, state.reported_at < oldest, device, dram, nvme))
+            replicas.append(replica_cost(query, state, state.report.received_at < oldest, device, dram, nvme))
         return replicas
 
     def _place(self, request: RouteRequest, query: RouteQuery, decision: Decision) -> None:

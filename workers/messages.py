@@ -2,8 +2,7 @@
 
 Link: gateway <-> engine core, one frame per engine step upward. Peer link: engine core <-> engine core (KV messages of
 `kvtransfer.messages` plus `HandOver`). Rank channel: engine core <-> rank, one plan down and one report up a
-step. Token ids travel as uint32 little-endian bytes; no tensors. It is over 400 lines because what crosses a
-wall is listed in one place.
+step. Token ids travel as uint32 little-endian bytes; no tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +22,12 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.store.messages import StoreOrder, StoreReport
+from workers.stats_record import DeviceMemory, ReplicaStats
+
+# (request id, attempt).
+RequestKey = tuple[str, int]
+# (gateway id, epoch).
+GatewayKey = tuple[str, int]
 
 # ---------------------------------------------------------------------------------- what is asked for
 
@@ -218,117 +223,14 @@ class IsolationReport(Part, frozen=True):
     is_cleared: bool
 
 
-class PathMeasure(Part, frozen=True):
-    """One rank-to-rank path of a replica pair, as measured when it was joined. Without a `transport`:
-    there is none at all to the peer, because of `instead_of`."""
-
-    peer: ReplicaIdentity
-    rank: int
-    peer_rank: int
-    transport: str
-    gb_s: float
-    latency_us: float
-    device: str = ""
-    instead_of: str = ""
-
-
-class DeviceMemory(Part, frozen=True):
-    """Of a rank's device: a GPU's memory, or on a CPU the rank's process and the host's memory."""
-
-    used_bytes: int
-    total_bytes: int
-
-
-# Sequences of a step: the upper bounds of `num_steps_by_batch`, whose last entry counts larger ones.
-BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-
-class ReplicaStats(Part, frozen=True):
-    """The statistics of a replica, each declared here and nowhere else: messages, metrics
-    (`cluster.metrics.definitions`), the status and the samples of the autoscaler read these fields by name.
-
-    Counters are totals since the replica's start; rates are moving averages, 0 until they are known.
-    """
-
-    # Sequences.
-    num_running: int = 0
-    num_waiting: int = 0
-    # Prompt tokens accepted and not yet computed, cached ones excluded.
-    num_backlog_tokens: int = 0
-    num_preemptions: int = 0
-    # Streams moved to other replicas while they ran, and those that stayed because their move failed.
-    num_moved_streams: int = 0
-    num_failed_moves: int = 0
-
-    # KV blocks. Free ones include cached blocks that nobody uses; leaked ones are referenced by nothing known.
-    num_total_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_quarantined_blocks: int = 0
-    num_leaked_blocks: int = 0
-    # Blocks of running sequences that are in host memory now.
-    num_offloaded_blocks: int = 0
-    # KV slots that running sequences hold and that contain no token yet.
-    num_unfilled_tokens: int = 0
-
-    # Steps. Computed tokens are those of prompts and the inputs of decode steps.
-    num_steps: int = 0
-    num_computed_tokens: int = 0
-    num_sampled_tokens: int = 0
-    # By number of sequences, in buckets with the upper bounds `BATCH_BOUNDS`.
-    num_steps_by_batch: tuple[int, ...] = ()
-    # Sequences, summed over all steps.
-    num_batched_sequences: int = 0
-    prefill_tok_s: float = 0.0
-    decode_step_s: float = 0.0
-    # Time in which a stage computed, the mean over the stages.
-    busy_s: float = 0.0
-    # The least arithmetic, and the least device memory reads, that the steps needed (`workers.model.sizes`).
-    num_flops: float = 0.0
-    num_read_bytes: float = 0.0
-    # Measured at start, all ranks together; 0: not measured.
-    peak_flop_s: float = 0.0
-    peak_byte_s: float = 0.0
-    # Shares of the two peaks that recent steps achieved while they ran.
-    mfu: float = 0.0
-    mbu: float = 0.0
-    # By rank, a few seconds old; () until all ranks have reported.
-    memory: tuple[DeviceMemory, ...] = ()
-
-    # Prefix cache. Queried tokens are those of computed prompts that could have been cached.
-    num_queried_tokens: int = 0
-    # Of those: the ones that were, by tier ("device", "dram", "nvme", "remote").
-    num_hit_tokens: dict[str, int] = {}
-
-    # Landings, the waiting ones included.
-    num_landings: int = 0
-    num_waiting_landings: int = 0
-    # By cause (`kvtransfer.protocol.actions.Lost`): landings that ended without hand-over.
-    num_lost_landings: dict[str, int] = {}
-    num_checksum_failures: int = 0
-    # KV written to other replicas: the rate of recent pushes, bytes by traffic class, bytes and time by transport.
-    transfer_gb_s: float = 0.0
-    num_moved_bytes: dict[str, int] = {}
-    num_transport_bytes: dict[str, int] = {}
-    transport_s: dict[str, float] = {}
-    paths: tuple[PathMeasure, ...] = ()
-
-    # The node's store. Rates and loaded tokens by tier.
-    load_tok_s: dict[str, float] = {}
-    num_loaded_tokens: dict[str, int] = {}
-    # Blocks written through to the host tier, and finished blocks that were not, by cause ("queue", "refused",
-    # "failed").
-    num_stored_blocks: int = 0
-    num_unstored_blocks: dict[str, int] = {}
-    # Records that failed their checksum when they were read: their blocks were computed.
-    num_store_checksum_failures: int = 0
-
-
 class LoadReport(ReplicaStats, frozen=True, kw_only=True):
     """The statistics of a replica after a step, or once a second when it is idle."""
 
     identity: ReplicaIdentity
     sequence: int
+
+
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
 
 
 class StepFrame(Message, frozen=True):

@@ -1,1 +1,1 @@
-"""The front of a gateway: gRPC methods, what they reply, the listening port, and the client library."""
+"""The gRPC API: servicer, replies, the listening port, and the client library."""

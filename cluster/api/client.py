@@ -1,6 +1,7 @@
 """A small client of `tandem.v1.Inference`: streams that survive the loss of a gateway, and everything else.
 
-For asyncio; `cluster.api.blocking_client` is the same for all others. The command line and the benchmarks use it.
+For asyncio; `cluster.api.blocking_client` is the same for all others. The command line and the benchmarks use
+it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import grpc
 import grpc.aio
 
 from cluster.errors import CallError, FieldViolation, InvalidRequestError, bad_fields, retry_after_s
+from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
 from kvtransfer.common.backoff import backoff_s
 from kvtransfer.common.clock import Clock, SystemClock
 
@@ -148,8 +149,8 @@ class GenerateStream:
                 if kind == "accepted":
                     if self._accepted is None:
                         self._accepted = response.accepted
-                        told = dict(await self._call.initial_metadata() or ())
-                        self._application = told.get(APPLICATION_KEY, "")
+                        metadata = dict(await self._call.initial_metadata() or ())
+                        self._application = metadata.get(APPLICATION_KEY, "")
                         self.request_id = response.accepted.request_id
                         yield response.accepted
                 elif kind == "delta":
@@ -402,10 +403,6 @@ def _call_error(error: Any) -> CallError:
 
 # ----------------------------------------------------------------------------------------------
 # What a caller of the Python client asks for: a prompt and options, and the message that carries them.
-
-# Metadata of `Generate`, where requests are split between applications: to the client, which one answers;
-# from a client that resumes a stream, which one began it.
-APPLICATION_KEY = "tandem-application"
 
 
 class Turn(NamedTuple):

@@ -1,55 +1,62 @@
-"""What the gateway knows, as the messages of its API: status, models, explanations, ends of requests."""
+"""What the gateway knows, as the messages of its API: output, status, models, explanations."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.metadata
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from cluster.api.status import StatusThread
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.gateway.actions import Emit
 from cluster.gateway.history import RequestHistory
-from cluster.gateway.replica_connections import ReplicaLinks
-from cluster.gateway.replica_view import ReplicaView
-from cluster.gateway.request_manager import RequestManager, RequestRecord
+from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
+from cluster.gateway.request_manager import RequestInfo, RequestManager
+from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.demand import demand_message
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
+from cluster.metrics.replica_stats import load_of
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import RosterView
+from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.text.preprocess import Preprocessor
-from kvtransfer.common.clock import Clock
+from kvtransfer.common.clock import Clock, let_others_run
+from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
 from workers.messages import PrefillReport
+from workers.stats_record import PathMeasure, ReplicaStats
 
 # How old a status may be. Replicas report about as often.
 STATUS_S = 0.2
+# Paths built before the event loop may run again.
+_NUM_PATHS = 64
 _PACKAGES = ("tandem-serve", "ray", "torch", "grpcio", "tokenizers", "msgspec")
 
+T = TypeVar("T")
 
-class Reporter:
-    """Answers the questions that concern no single stream."""
+
+class StatusService:
+    """Answers the calls that concern no single stream."""
 
     def __init__(
         self,
         config: ClusterConfig,
-        desk: RequestManager,
-        links: ReplicaLinks,
-        intake: Preprocessor,
+        requests: RequestManager,
+        connections: ReplicaConnections,
+        preprocessor: Preprocessor,
         stores: StoreAdmin,
         clock: Clock,
-        lately: RequestHistory,
+        history: RequestHistory,
     ) -> None:
-        self._lately = lately
+        self._history = history
         self._config = config
-        self._desk = desk
-        self._links = links
-        self._intake = intake
+        self._requests = requests
+        self._connections = connections
+        self._preprocessor = preprocessor
         self._stores = stores
         self._clock = clock
         self._started_at = clock.now()
@@ -58,41 +65,44 @@ class Reporter:
         self._status = Fresh(self._make_status, STATUS_S, clock)
 
     def configure(self, config: ClusterConfig) -> None:
-        """Another deploy has set other counts."""
+        """Take over the replica counts of another deploy."""
         self._config = config
 
     def model(self) -> pb.Model:
-        compatibility = self._links.compatibility
+        """Describe the served model."""
+        compatibility = self._connections.compatibility
         return pb.Model(
             name=self._config.model_name,
-            max_context_tokens=self._links.max_context_tokens,
-            vocab_size=self._desk.limits().vocab_size,
-            has_chat_template=self._intake.has_chat_template,
+            max_context_tokens=self._connections.max_context_tokens,
+            vocab_size=self._requests.limits().vocab_size,
+            has_chat_template=self._preprocessor.has_chat_template,
             fingerprint=compatibility.model_fingerprint.hex() if compatibility else "",
             block_tokens=self._config.pools[0].engine.block_tokens,
         )
 
     async def status(self) -> pb.StatusResponse:
-        """Not older than `STATUS_S`, and the same for all who ask: nobody may change it."""
+        """Return a status not older than `STATUS_S`, the same for all callers, who must not change it."""
         return await self._status.get()
 
     async def paths(self, replica_ids: Collection[str]) -> AsyncIterator[pb.ReplicaPaths]:
-        """The measured paths from these replicas; of all when there are none."""
-        views = self._links.views()
+        """Yield the measured paths from these replicas; from all when there are none."""
+        views = self._connections.views()
         asked = [view for view in views if not replica_ids or view.record.identity.replica_id in replica_ids]
         async for message in self._thread.paths(asked, {view.record.identity for view in views}):
             yield message
 
     def close(self) -> None:
-        """End its thread."""
+        """End the thread."""
         self._thread.close()
 
     async def _make_status(self) -> pb.StatusResponse:
         now = self._clock.now()
-        return await self._thread.add_replicas(self._status_without_replicas(now), self._links.views(), now)
+        return await self._thread.add_replicas(
+            self._status_without_replicas(now), self._connections.views(), now
+        )
 
     def _status_without_replicas(self, now: float) -> pb.StatusResponse:
-        counters = self._desk.counters
+        counters = self._requests.counters
         return pb.StatusResponse(
             model=self.model(),
             gateways=[
@@ -103,52 +113,52 @@ class Reporter:
                     process_id=record.process_id,
                     console=record.console,
                 )
-                for record in self._links.gateways
+                for record in self._connections.gateways
             ],
             uptime_s=now - self._started_at,
             versions=self._versions,
-            num_running_requests=self._desk.num_running,
+            num_running_requests=self._requests.num_running,
             num_finished_requests=counters.num_ended("finished"),
             num_failed_requests=counters.num_ended("failed"),
             num_cancelled_requests=counters.num_ended("cancelled"),
-            ready=self._links.has_route(),
+            ready=self._connections.has_route(),
             wall_time_s=self._clock.wall(),
-            recent=self._lately.recent(),
-            prefixes=self._lately.prefixes(),
+            recent=self._history.summary(),
+            prefixes=self._history.prefixes(),
             stores=self._stores.members(),
-            pools=pools_of(self._config, self._links),
-            moves=moves_of(self._links.roster_view),
-            traffic=self._links.roster_view.traffic,
+            pools=pools_of(self._config, self._connections),
+            moves=moves_of(self._connections.roster_view),
+            traffic=self._connections.roster_view.traffic,
             demand=demand_message(counters.demand),
         )
 
     def explain(self, request_id: str) -> pb.ExplainResponse:
-        """`UnknownRequestError` when the request is neither running nor recent."""
-        return _explanation(self._desk.record(request_id))
+        """Explain a request; raise `UnknownRequestError` when it is neither running nor recent."""
+        return _explanation(self._requests.record(request_id))
 
 
-def delta_of(emit: Emit) -> pb.GenerateResponse:
-    """The stream's message for new output of one sample."""
+def delta_of(delta: OutputDelta) -> pb.GenerateResponse:
+    """Return the stream's message for new output of one sample."""
     return pb.GenerateResponse(
         delta=pb.Delta(
-            sample=emit.sample,
-            first_index=emit.first_index,
-            token_ids=np.frombuffer(emit.tokens, dtype="<u4").tolist(),
-            text=emit.text,
+            sample=delta.sample,
+            first_index=delta.first_index,
+            token_ids=np.frombuffer(delta.tokens, dtype="<u4").tolist(),
+            text=delta.text,
             logprobs=[
                 pb.TokenLogprob(
                     logprob=item.logprob,
                     top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in item.top],
                 )
-                for item in emit.logprobs
+                for item in delta.logprobs
             ],
-            finish_reason=emit.finish,
+            finish_reason=delta.finish,
         )
     )
 
 
 def finished_of(summary: Summary) -> pb.GenerateResponse:
-    """The stream's last message."""
+    """Return the stream's last message."""
     return pb.GenerateResponse(
         finished=pb.Finished(
             samples=[
@@ -187,7 +197,7 @@ def _timing(summary: Summary) -> pb.Timing:
     )
 
 
-def _explanation(record: RequestRecord) -> pb.ExplainResponse:
+def _explanation(record: RequestInfo) -> pb.ExplainResponse:
     return pb.ExplainResponse(
         request_id=record.request_id,
         state=record.state,
@@ -227,7 +237,7 @@ def _decision(attempt: int, decision: Decision) -> pb.Decision:
 
 
 def _versions() -> dict[str, str]:
-    """Of what matters when something is reported; "" where it is not installed as a distribution."""
+    """Return the versions that a bug report needs; "" where a package is not installed as a distribution."""
     found: dict[str, str] = {}
     for package in _PACKAGES:
         try:
@@ -237,16 +247,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------
-# Values that cost something, made a few times a second at most for all who ask.
-
-T = TypeVar("T")
-
-
 class Fresh(Generic[T]):
-    """A value that is made again when it is older than `max_age_s`; who asks meanwhile waits for the same.
+    """A value that costs something: made again when it is older than `max_age_s`, for all callers at once.
 
-    It is made once at a time, also when whoever asked for it has gone.
+    The value is made once at a time, also when the caller that asked for it has gone.
     """
 
     def __init__(self, make: Callable[[], Awaitable[T]], max_age_s: float, clock: Clock) -> None:
@@ -257,7 +261,7 @@ class Fresh(Generic[T]):
         self._making: asyncio.Task[T] | None = None
 
     async def get(self) -> T:
-        """The value, or what making it raised."""
+        """Return the value, or raise what making it raised."""
         if self._making is None or (self._making.done() and self._is_old()):
             self._making = asyncio.create_task(self._make_it())
         return await asyncio.shield(self._making)
@@ -273,18 +277,14 @@ class Fresh(Generic[T]):
         return value
 
 
-# ----------------------------------------------------------------------------------------------
-# What is wanted of the pools, and what there is: the roster's wishes beside this gateway's Links.
-
-
-def pools_of(config: ClusterConfig, links: ReplicaLinks) -> list[pb.Pool]:
-    """The pools of the configuration, in its order."""
-    ready = [view for view in links.views() if view.takes_requests]
-    return [_pool(config, pool, links.roster_view, ready) for pool in config.pools]
+def pools_of(config: ClusterConfig, connections: ReplicaConnections) -> list[pb.Pool]:
+    """Return the state of the configured pools, in the order of the configuration."""
+    ready = [view for view in connections.views() if view.takes_requests]
+    return [_pool(config, pool, connections.roster_view, ready) for pool in config.pools]
 
 
 def moves_of(view: RosterView) -> list[pb.ScalingMove]:
-    """The latest changes of counts and roles, oldest first."""
+    """Return the latest changes of counts and roles, oldest first."""
     return [
         pb.ScalingMove(
             at=move.at, pool=move.pool, before=move.before, after=move.after, by=move.by, reason=move.reason
@@ -306,4 +306,126 @@ def _pool(config: ClusterConfig, pool: PoolConfig, view: RosterView, ready: list
         max=limits.max if limits else 0,
         num_ready=len(own),
         num_lent=sum(replica.role != pool.role for replica in own),
+    )
+
+
+# ----------------------------------------------------------------------------------------------
+# The replicas' part of a status, and the paths between them, made in a thread beside the event loop. The loop
+# passes what it knows by reference; messages are built from that, and only those that changed.
+
+
+class ReplicaLook(NamedTuple):
+    """What a replica's message is made of; nothing of it is changed later."""
+
+    record: ReplicaRecord
+    state: str
+    note: str
+    role: str
+    role_epoch: int
+    load: ReplicaStats | None
+
+    @staticmethod
+    def of(view: ReplicaView) -> ReplicaLook:
+        """Take what is known of the replica now."""
+        hello, record = view.hello, view.record
+        role_epoch = hello.role_epoch if hello else record.role_epoch
+        return ReplicaLook(record, str(view.state), view.note, view.role, role_epoch, view.load)
+
+    def is_same(self, other: ReplicaLook) -> bool:
+        """Compare by identity where that is enough: reports and records are never changed."""
+        return self.record is other.record and self.load is other.load and self[1:5] == other[1:5]
+
+
+class StatusThread:
+    """Builds messages for one gateway, one at a time, from the event loop that asks."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "status")
+        # By replica; for the thread alone.
+        self._built: dict[str, tuple[ReplicaLook, pb.Replica]] = {}
+        # Messages of replicas built since the start.
+        self.num_built = 0
+
+    async def add_replicas(
+        self, status: pb.StatusResponse, views: Sequence[ReplicaView], now: float
+    ) -> pb.StatusResponse:
+        """Add the replicas as they are now to the message. Nobody else may use it meanwhile."""
+        looks = [(ReplicaLook.of(view), now - view.load_at) for view in views]
+        return await self._run(lambda: self._add(status, looks))
+
+    async def paths(
+        self, views: Sequence[ReplicaView], known: Collection[ReplicaIdentity]
+    ) -> AsyncIterator[pb.ReplicaPaths]:
+        """Yield the paths of each replica, in this order, to the replicas of `known`."""
+        looks = [(view.record.identity, view.paths) for view in views]
+        for identity, paths in looks:
+            yield await self._run(functools.partial(_replica_paths, identity, paths, known))
+
+    def close(self) -> None:
+        """End the thread, after its present work."""
+        self._executor.shutdown(cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _add(
+        self, status: pb.StatusResponse, looks: Sequence[tuple[ReplicaLook, float]]
+    ) -> pb.StatusResponse:
+        before, self._built = self._built, {}
+        for look, age_s in looks:
+            replica_id = look.record.identity.replica_id
+            known = before.get(replica_id)
+            if known is None or not known[0].is_same(look):
+                known = look, _replica(look)
+                self.num_built += 1
+                let_others_run()  # the event loop may have been waiting
+            self._built[replica_id] = known
+            if look.load is not None:
+                known[1].load.age_s = age_s
+            status.replicas.append(known[1])
+        return status
+
+
+def _replica(look: ReplicaLook) -> pb.Replica:
+    record = look.record
+    return pb.Replica(
+        replica_id=record.identity.replica_id,
+        epoch=record.identity.epoch,
+        pool=record.pool,
+        role=look.role,
+        address=record.address,
+        state=look.state,
+        note=look.note,
+        process_id=record.process_id,
+        rank_process_ids=record.rank_process_ids,
+        load=load_of(look.load) if look.load else None,
+        tp=record.tp,
+        stage_layers=[end - start for start, end in record.stages],
+        home_role=record.home_role or record.role,
+        role_epoch=look.role_epoch,
+    )
+
+
+def _replica_paths(
+    identity: ReplicaIdentity, paths: Sequence[PathMeasure], known: Collection[ReplicaIdentity]
+) -> pb.ReplicaPaths:
+    reply = pb.ReplicaPaths(replica_id=identity.replica_id, epoch=identity.epoch)
+    for number, path in enumerate(paths):
+        if path.peer in known:
+            reply.paths.append(_path(path))
+        if number % _NUM_PATHS == 0:
+            let_others_run()
+    return reply
+
+
+def _path(path: PathMeasure) -> pb.Path:
+    return pb.Path(
+        peer_replica_id=path.peer.replica_id,
+        rank=path.rank,
+        peer_rank=path.peer_rank,
+        transport=path.transport,
+        gb_s=path.gb_s,
+        latency_us=path.latency_us,
+        device=path.device,
+        instead_of=path.instead_of,
     )

@@ -1,4 +1,4 @@
-"""The methods of `tandem.v1.Inference`: each translates, asks the desk, and ends in one reply or status."""
+"""The methods of `tandem.v1.Inference`: each translates, calls the gateway, and ends in one reply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from cluster.api.replies import Reporter, delta_of, finished_of
+from cluster.api.replies import StatusService, delta_of, finished_of
 from cluster.api.store_admin import StoreAdmin
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError, to_grpc_status
 from cluster.gateway.request_manager import Accepted, RequestManager
@@ -18,7 +18,7 @@ from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import Preprocessor
-from cluster.text.validation import Limits, check_detokenize, check_tokenize
+from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
 
@@ -27,22 +27,22 @@ Context = Any
 
 
 class InferenceServicer:
-    """One instance serves all calls. A cancelled call is a `CancelledError` here, and then at the desk."""
+    """Serves all calls. A cancelled call is a `CancelledError` here, which abandons the request."""
 
     def __init__(
         self,
         *,
-        desk: RequestManager,
+        requests: RequestManager,
         texts: TextCalls,
-        reporter: Reporter,
+        status: StatusService,
         stores: StoreAdmin,
         faults: Faults,
         traffic: TrafficSplitter,
     ) -> None:
-        self._desk = desk
+        self._requests = requests
         self._traffic = traffic
         self._texts = texts
-        self._reporter = reporter
+        self._status = status
         self._stores = stores
         self._faults = faults
 
@@ -50,7 +50,7 @@ class InferenceServicer:
         if await self._traffic.answered(request, context):
             return
         try:
-            accepted = await self._desk.accept(request, context.time_remaining(), caller_of(context))
+            accepted = await self._requests.accept(request, context.time_remaining(), caller_of(context))
         except RequestError as error:
             await _abort(context, error)
         try:
@@ -58,38 +58,38 @@ class InferenceServicer:
         except RequestError as error:
             await _abort(context, error)
         finally:
-            accepted.walk.abandon()
+            accepted.task.abandon()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
-            return await self._texts.tokenize(request, self._desk.limits())
+            return await self._texts.tokenize(request, self._requests.limits())
         except RequestError as error:
             await _abort(context, error)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         try:
-            return await self._texts.detokenize(request, self._desk.limits())
+            return await self._texts.detokenize(request, self._requests.limits())
         except RequestError as error:
             await _abort(context, error)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._reporter.model()])
+        return pb.ListModelsResponse(models=[self._status.model()])
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return await self._reporter.status()
+        return await self._status.status()
 
     async def Paths(self, request: pb.PathsRequest, context: Context) -> None:
-        async for message in self._reporter.paths(frozenset(request.replica_ids)):
+        async for message in self._status.paths(frozenset(request.replica_ids)):
             await context.write(message)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         try:
             if not request.request_id:
-                problem = "is empty; `accepted` and the command line tell it"
+                problem = "is empty; `accepted` and the command line show it"
                 raise InvalidRequestError(FieldViolation("request_id", problem))
             if (reply := await self._traffic.explain(request)) is not None:
                 return reply
-            return self._reporter.explain(request.request_id)
+            return self._status.explain(request.request_id)
         except RequestError as error:
             await _abort(context, error)
 
@@ -115,21 +115,21 @@ class InferenceServicer:
             await _abort(context, error)
 
     async def _stream(self, accepted: Accepted, context: Context) -> None:
-        """One `accepted`, the deltas, one `finished`; raises how the request failed."""
+        """Write one `accepted`, the deltas and one `finished`; raise the error of a failed request."""
         first = pb.Accepted(
             request_id=accepted.request_id,
             seed=accepted.seed,
             num_prompt_tokens=accepted.num_prompt_tokens,
         )
         await context.write(pb.GenerateResponse(accepted=first))
-        while not isinstance(output := await accepted.walk.next(), Summary):
+        while not isinstance(output := await accepted.task.next(), Summary):
             self._faults.at("gateway.token")
             await context.write(delta_of(output))
         await context.write(finished_of(output))
 
 
 def caller_of(context: Context) -> Caller:
-    """Who calls, and the trace that the call belongs to."""
+    """Return who calls, and the trace that the call belongs to."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return Caller(
         peer=context.peer() or "",
@@ -144,45 +144,46 @@ async def _abort(context: Context, error: RequestError) -> NoReturn:
     raise AssertionError("abort does not return")
 
 
-# ----------------------------------------------------------------------------------------------
-# Tokenize and Detokenize: so many at once, beside the event loop and beside the threads of Generate.
-
-# Of both kinds at once, running and waiting. The size of each is limited by the model's context.
+# Calls of Tokenize and Detokenize at once, running and waiting. The size of each is limited by the model's
+# context.
 MAX_CALLS = 32
 _NUM_THREADS = 2
-# Copied between two chances of the event loop.
+# Token ids copied before the event loop may run again.
 _NUM_TOKENS = 4096
 
 T = TypeVar("T")
 
 
 class TextCalls:
-    """Of one gateway. `OverloadedError` when there are `MAX_CALLS` already."""
+    """Runs Tokenize and Detokenize in their own threads, beside the event loop and the threads of Generate.
 
-    def __init__(self, intake: Preprocessor) -> None:
-        self._intake = intake
+    A call beyond `MAX_CALLS` raises `OverloadedError`.
+    """
+
+    def __init__(self, preprocessor: Preprocessor) -> None:
+        self._preprocessor = preprocessor
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "text")
         self._num_calls = 0
 
-    async def tokenize(self, request: pb.TokenizeRequest, limits: Limits) -> pb.TokenizeResponse:
-        """`RequestError` when the request cannot be served."""
+    async def tokenize(self, request: pb.TokenizeRequest, limits: ServingLimits) -> pb.TokenizeResponse:
+        """Tokenize text or a chat; raise `RequestError` when the request cannot be served."""
         with self._admitted():
             await self._run(lambda: check_tokenize(request, limits))
             if request.WhichOneof("input") == "chat":
-                text, adds_tokens = await self._intake.render_chat(request.chat, limits), False
+                text, adds_tokens = await self._preprocessor.render_chat(request.chat, limits), False
             else:
                 text, adds_tokens = request.text, True
             if request.HasField("add_special_tokens"):
                 adds_tokens = request.add_special_tokens
             return await self._run(lambda: self._tokenized(text, adds_tokens))
 
-    async def detokenize(self, request: pb.DetokenizeRequest, limits: Limits) -> pb.DetokenizeResponse:
-        """`RequestError` when the request cannot be served."""
+    async def detokenize(self, request: pb.DetokenizeRequest, limits: ServingLimits) -> pb.DetokenizeResponse:
+        """Decode token ids; raise `RequestError` when the request cannot be served."""
         with self._admitted():
             return await self._run(lambda: self._detokenized(request, limits))
 
     def close(self) -> None:
-        """End the threads, after what they do now."""
+        """End the threads, after their present work."""
         self._executor.shutdown(cancel_futures=True)
 
     @contextlib.contextmanager
@@ -201,22 +202,24 @@ class TextCalls:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _tokenized(self, text: str, adds_tokens: bool) -> pb.TokenizeResponse:
-        tokens = np.frombuffer(self._intake.encode_now(text, add_special_tokens=adds_tokens), dtype="<u4")
+        tokens = np.frombuffer(
+            self._preprocessor.encode_now(text, add_special_tokens=adds_tokens), dtype="<u4"
+        )
         response = pb.TokenizeResponse()
         for start in range(0, len(tokens), _NUM_TOKENS):
             response.token_ids.extend(tokens[start : start + _NUM_TOKENS].tolist())
             let_others_run()
         return response
 
-    def _detokenized(self, request: pb.DetokenizeRequest, limits: Limits) -> pb.DetokenizeResponse:
+    def _detokenized(self, request: pb.DetokenizeRequest, limits: ServingLimits) -> pb.DetokenizeResponse:
         check_detokenize(request, limits)
         tokens = _as_bytes(request.token_ids)
-        text = self._intake.decode(tokens, keep_special_tokens=request.keep_special_tokens)
+        text = self._preprocessor.decode(tokens, keep_special_tokens=request.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
 
 def _as_bytes(ids: Sequence[int]) -> bytes:
-    """Token ids as uint32 little-endian."""
+    """Return token ids as uint32 little-endian."""
     parts = []
     for start in range(0, len(ids), _NUM_TOKENS):
         parts.append(np.asarray(ids[start : start + _NUM_TOKENS], dtype="<u4").tobytes())

@@ -1,1 +1,1 @@
-"""The command line `tandem`: commands, and how they show their results."""
+"""The command line `tandem`: commands, and the rendering of their results."""

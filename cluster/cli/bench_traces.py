@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,11 +16,17 @@ from rich.table import Table
 from cluster.cli.terminal import AsJson, err, made_table, out
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits, ScalingConfig
+from cluster.scaling.forecast import StepCost
 from cluster.scaling.policy import decide
-from cluster.scaling.rates import DECODE, PREFILL, StepCost
-from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arrivals, replay
-from cluster.scaling.samples import PoolView
-from cluster.scaling.simulation import Arrival, ServiceModel
+from cluster.scaling.samples import DECODE, PREFILL, PoolView
+from cluster.scaling.simulation import (
+    Arrival,
+    Replayed,
+    ServiceModel,
+    TargetQueue,
+    keep_counts,
+    replay,
+)
 from kvtransfer.errors import StoreError
 from kvtransfer.store.policy.trace_simulation import (
     POLICIES,
@@ -264,3 +271,29 @@ def store_table(outcomes: Sequence[Outcome]) -> Table:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+
+
+def read_arrivals(path: Path, *, speed: float = 1.0, last_s: float = math.inf) -> list[Arrival]:
+    """A trace in Mooncake's format (JSON lines, times in ms), `speed` times as fast, its first `last_s`
+    seconds. `BenchError` names the line that is none."""
+    decoder = msgspec.json.Decoder(_Line)
+    arrivals = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    request = decoder.decode(line)
+                except msgspec.MsgspecError as error:
+                    raise BenchError(f"{path}, line {number}: {error}") from error
+                at = request.timestamp / 1e3 / speed
+                if at <= last_s:
+                    arrivals.append(Arrival(at, max(1, request.input_length), max(1, request.output_length)))
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from error
+    return sorted(arrivals)

@@ -1,1 +1,1 @@
-"""The operator console: one page and its JSON, served by each gateway."""
+"""The operator's console: one page and its JSON, served by each gateway."""

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from cluster.api.json_text import as_dict, status_json
-from cluster.api.replies import Fresh, Reporter
+from cluster.api.replies import Fresh, StatusService
 from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.orders import Operations
 from cluster.errors import DashboardAwayError
-from cluster.gateway.request_manager import RequestManager, RequestRecord
+from cluster.gateway.request_manager import RequestInfo, RequestManager
 from cluster.metrics.gateway_counters import CURVE_S
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock
@@ -36,7 +36,7 @@ class ConsoleApi:
         *,
         gateway_id: str,
         config: ClusterConfig,
-        reporter: Reporter,
+        status: StatusService,
         requests: RequestManager,
         stores: StoreAdmin,
         operations: Operations | None,
@@ -44,7 +44,7 @@ class ConsoleApi:
     ) -> None:
         self._gateway_id = gateway_id
         self._config = config
-        self._reporter = reporter
+        self._status_service = status
         self._requests = requests
         self._counters = requests.counters
         self._operations = operations
@@ -79,12 +79,12 @@ class ConsoleApi:
     async def requests(self) -> dict[str, Any]:
         """Return the running and recent requests of this gateway, the latest first."""
         now = self._clock.now()
-        records = self._requests.recent(MAX_REQUESTS)
+        records = self._requests.latest(MAX_REQUESTS)
         return {"requests": [_request(record, now) for record in records]}
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """Return what `tandem explain --json` prints; `UnknownRequestError` for an unknown request."""
-        return as_dict(self._reporter.explain(request_id))
+        return as_dict(self._status_service.explain(request_id))
 
     async def curves(self) -> dict[str, Any]:
         """Return TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is
@@ -108,7 +108,7 @@ class ConsoleApi:
             return ""
 
     async def _make_status(self) -> str:
-        reply = await self._reporter.status()
+        reply = await self._status_service.status()
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
         # In a thread: with many replicas this would delay the tokens of this event loop.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
@@ -116,7 +116,7 @@ class ConsoleApi:
     async def _make_paths(self) -> str:
         shown: list[pb.ReplicaPaths] = []
         num_paths = num_left_out = 0
-        async for replica in self._reporter.paths(()):
+        async for replica in self._status_service.paths(()):
             if num_paths + len(replica.paths) > MAX_PATHS:
                 num_left_out += 1
                 continue
@@ -127,7 +127,7 @@ class ConsoleApi:
         )
 
 
-def _request(record: RequestRecord, now: float) -> dict[str, Any]:
+def _request(record: RequestInfo, now: float) -> dict[str, Any]:
     """Times are milliseconds, null while not known; `age_s` counts from the request's arrival."""
     last = record.decisions[-1].decision if record.decisions else None
     return {

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from cluster.api.grpc_server import check_free
-from cluster.api.replies import Reporter
+from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, GatewayConfig
 from cluster.console.console_data import ConsoleApi
@@ -34,7 +34,7 @@ AnOrder = TypeVar("AnOrder", bound=Order)
 def open_console(
     gateway_id: str,
     config: ClusterConfig,
-    reporter: Reporter,
+    status: StatusService,
     requests: RequestManager,
     stores: StoreAdmin,
     operations: Operations | None,
@@ -47,7 +47,7 @@ def open_console(
     api = ConsoleApi(
         gateway_id=gateway_id,
         config=config,
-        reporter=reporter,
+        status=status,
         requests=requests,
         stores=stores,
         operations=operations,

@@ -1,1 +1,1 @@
-"""What could go wrong on this machine before anything starts, and what does go wrong in a running cluster."""
+"""The checks of `tandem doctor`: misconfigurations of a machine, and problems of a running cluster."""

@@ -1,29 +1,29 @@
-"""Where the stream of one attempt decodes, and how it moves on from a replica that leaves (sans-I/O)."""
+"""The migration of one attempt's stream away from a decode replica that leaves (sans-I/O)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.gateway.actions import Action, MoveAt, NotePrefilled, Release, RouteMove
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import HandOverTarget, Move
 
-# After a move that did not come about, until the next target is asked for.
-MOVE_PAUSE_S = 0.5
-# Until a target is asked for again when there was none.
-NOWHERE_PAUSE_S = 1.0
-# After the target was lost: what the replica that it moves from has not told by then is not waited for.
+# Before the next target is asked for, after a migration that failed.
+RETRY_PAUSE_S = 0.5
+# Before a target is asked for again, after there was none.
+NO_TARGET_PAUSE_S = 1.0
+# How long the source of a migration may take to report its outcome after the target was lost.
 OVERDUE_S = 5.0
 
 
 class StreamMigration:
-    """The moves of an attempt, one after another; `RequestState` tells it what happens::
+    """Where the stream of an attempt decodes, and its migrations, one after another::
 
-        decodes --find--> target --switch--> decodes there; the former replica may still owe tokens
-           ^                 |
-           +------ fail -----+    (the target is left out next time)
+        decodes --begin--> target --switch--> decodes there; the former replica may still owe tokens
+           ^                  |
+           +------- fail -----+    (the target is left out next time)
 
-    `note(now, name, detail)` tells the timeline.
+    `RequestState` reports what happens. A method that returns True asks for a new target: the caller must
+    schedule one. `note(now, name, detail)` adds to the timeline.
     """
 
     def __init__(self, request_id: str, note: Callable[[float, str, str], None]) -> None:
@@ -34,30 +34,31 @@ class StreamMigration:
         self.reset(None, 0, can_move=False)
 
     def reset(self, decode: ReplicaIdentity | None, number: int, *, can_move: bool) -> None:
-        """A new attempt, whose submission has this number."""
+        """Begin an attempt, whose submission has this number."""
         self.decode = decode
         self.target: ReplicaIdentity | None = None
-        # Why the target is gone: whether it has the stream is told by the replica that it moves from.
+        # Why the target is gone. Whether it has the stream is for the source to report.
         self.target_lost = ""
         self._target_lost_at = 0.0
         self.num_moves = 0
-        # Its prompt is done, and handed over.
+        # The prompt is computed and handed over.
         self.is_decoding = False
         self._number = number
         self._can_move = can_move
-        self._is_asking = False
-        self._was_nowhere = False
+        self._is_seeking = False
+        self._had_no_target = False
         self._refused: set[str] = set()
         self._owed: dict[ReplicaIdentity, int] = {}
 
-    # -------------------------------------------------------------------------------------- questions
+    # --------------------------------------------------------------------------------------- queries
 
     @property
     def has_to_move(self) -> bool:
-        """Whether it decodes at a replica that it shall leave, and is not on its way yet."""
+        """Whether the stream decodes on a replica that it must leave, and has no target yet."""
         return self.is_decoding and self._can_move and self.target is None and self.is_leaving(self.decode)
 
     def is_leaving(self, replica: ReplicaIdentity | None) -> bool:
+        """Whether streams must leave this replica."""
         return replica in self._leaving
 
     def is_former(self, replica: ReplicaIdentity) -> bool:
@@ -65,70 +66,71 @@ class StreamMigration:
         return replica in self._owed
 
     def owes(self, replica: ReplicaIdentity, num_tokens: int) -> bool:
-        """Whether a replica that had the stream has not told all its tokens, when there are so many."""
+        """Whether a replica that had the stream has yet to send tokens beyond the first `num_tokens`."""
         return num_tokens < self._owed.get(replica, 0)
 
-    def excluded(self) -> tuple[str, ...]:
-        """Ids of replicas that it shall not move to; it is being asked for another."""
-        self._is_asking = False
-        assert self.decode is not None
-        return tuple(sorted({self.decode.replica_id, *self._refused}))
+    # ---------------------------------------------------------------------------------------- events
 
-    # ----------------------------------------------------------------------------------------- events
-
-    def stay(self, replica: ReplicaIdentity, may_stay: bool) -> list[Action]:
-        """Streams may stay at this replica from now on, or shall leave it."""
+    def stay(self, replica: ReplicaIdentity, may_stay: bool) -> bool:
+        """Record whether streams may stay on this replica."""
         if may_stay:
             self._leaving.discard(replica)
         else:
             self._leaving.add(replica)
-        return self.seek(0.0)
+        return self.seek()
 
-    def decodes(self) -> list[Action]:
-        """The stream is where it shall decode."""
+    def decodes(self) -> bool:
+        """Record that the stream decodes where it was routed to."""
         self.is_decoding = True
-        return self.seek(0.0)
+        return self.seek()
 
-    def seek(self, delay_s: float) -> list[Action]:
-        """Ask for a target, if it has to move."""
-        if not self.has_to_move or self._is_asking:
-            return []
-        self._is_asking = True
-        return [RouteMove(delay_s)]
+    def seek(self) -> bool:
+        """Return whether a target must be scheduled; False while one is sought already."""
+        if not self.has_to_move or self._is_seeking:
+            return False
+        self._is_seeking = True
+        return True
 
-    def routed(self, target: HandOverTarget | None, now: float) -> list[Action]:
-        """There is a target, or none: then all may be tried again, after a pause."""
+    def excluded(self) -> tuple[str, ...]:
+        """Ids of replicas that cannot be the target that is asked for now."""
+        self._is_seeking = False
         assert self.decode is not None
-        if target is None:
-            if not self._was_nowhere:
-                self._note(now, "nowhere to move", "no other decode replica takes it")
-            self._was_nowhere = True
-            self._refused.clear()
-            return self.seek(NOWHERE_PAUSE_S)
+        return tuple(sorted({self.decode.replica_id, *self._refused}))
+
+    def no_target(self, now: float) -> bool:
+        """Record that there is no target, so that all replicas may be tried again later."""
+        if not self._had_no_target:
+            self._note(now, "nowhere to move", "no other decode replica takes it")
+        self._had_no_target = True
+        self._refused.clear()
+        return self.seek()
+
+    def begin(self, target: HandOverTarget, now: float) -> tuple[ReplicaIdentity, Move]:
+        """Begin to move to `target`; returns the source and the order for it."""
+        assert self.decode is not None
         self.target, self.target_lost = target.identity, ""
         self._note(now, "moving", f"{self.decode.replica_id} -> {target.identity.replica_id}")
-        return [MoveAt(self.decode, Move(self._request_id, self._number, target))]
+        return self.decode, Move(self._request_id, self._number, target)
 
-    def lose_target(self, reason: str, now: float) -> list[Action]:
-        """Its Link has ended."""
+    def lose_target(self, reason: str, now: float) -> None:
+        """Record that the connection to the target has ended."""
         self.target_lost, self._target_lost_at = reason, now
-        return [RouteMove(OVERDUE_S)]
 
     def is_overdue(self, now: float) -> bool:
-        """Whether nobody tells what became of a move to a replica that is gone."""
+        """Whether the source has not reported in time what became of a migration to a lost target."""
         is_lost = self.target is not None and bool(self.target_lost)
         return is_lost and now >= self._target_lost_at + OVERDUE_S
 
-    def failed(self, reason: str, now: float) -> list[Action]:
-        """It goes on where it was."""
+    def fail(self, reason: str, now: float) -> bool:
+        """Record that the stream stays where it was."""
         assert self.target is not None
         self._note(now, "not moved", f"{self.target.replica_id}: {reason}")
         self._refused.add(self.target.replica_id)
         self.target, self.target_lost = None, ""
-        return [Release(self._request_id), *self.seek(MOVE_PAUSE_S)]
+        return self.seek()
 
-    def switch(self, first_index: int, now: float) -> list[Action]:
-        """It goes on at the target, from this output index on; what it had before is told by where it was."""
+    def switch(self, first_index: int, now: float) -> bool:
+        """Record that the target decodes from this output index on; the source still owes what is before."""
         assert self.decode is not None
         assert self.target is not None
         self._note(now, "moved", f"{self.decode.replica_id} -> {self.target.replica_id}")
@@ -137,4 +139,4 @@ class StreamMigration:
         self.decode, self.target = self.target, None
         self._refused.clear()
         self.num_moves += 1
-        return [NotePrefilled(self._request_id), *self.seek(0.0)]
+        return self.seek()

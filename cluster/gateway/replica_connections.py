@@ -1,16 +1,19 @@
-"""The gateway's side of the Links: follows the roster, keeps a Link to every replica, feeds the router.
+"""The connections of a gateway to the replicas: follows the roster, keeps a link to each, feeds the router.
 
-What concerns requests goes to a `LinkEvents`; everything else (loads, KV events, leaving) ends here.
+What concerns requests goes to `ConnectionEvents`; the rest (loads, KV events, leaving) is handled here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
 
 from msgspec.structs import replace
 
-from cluster.gateway.replica_view import LinkEvents, ReplicaState, ReplicaView
+from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.state import RosterClient
 from kvtransfer.common.backoff import Backoff
@@ -39,11 +42,11 @@ from workers.messages import (
     Move,
     PurgeCache,
     ReplicaHello,
-    ReplicaStats,
     RoleChanged,
     StepFrame,
     Submission,
 )
+from workers.stats_record import PathMeasure, ReplicaStats
 
 _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1
@@ -51,21 +54,81 @@ _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
 # The statistics that the router reads.
 _ROUTED = tuple(name for name in ReplicaLoad.__struct_fields__ if name in ReplicaStats.__struct_fields__)
-# A brain reports several times a second. One that says nothing for this long is stopped or hangs.
+# An engine core reports several times a second. One that is silent for this long is stopped or hangs.
 SILENCE_S = 8.0
+
+# A replica answers a purge between two steps.
+_PURGE_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
-class ReplicaLinks:
-    """Roster, Links and router of one gateway.
+class ConnectionEvents(Protocol):
+    """What hears of the replicas' news: `cluster.gateway.request_manager.RequestManager`."""
+
+    def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
+        """Handle what a replica reports of a step."""
+
+    def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
+        """Handle that the connection to this life of the replica has ended."""
+
+    def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
+        """Handle whether streams may continue on this replica: not if it leaves, or its role is "prefill"."""
+
+    def on_members(self) -> None:
+        """Handle that replicas came or left, so that what can be served may have changed."""
+
+
+class ReplicaState(StrEnum):
+    """The state of one replica, as this gateway sees it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    LEAVING = "leaving"
+    # It serves another model or block size than the others; see `note`.
+    REFUSED = "refused"
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """What a gateway knows of one replica of the roster. `hello` is None until it was connected."""
+
+    record: ReplicaRecord
+    state: ReplicaState = ReplicaState.CONNECTING
+    note: str = ""
+    hello: ReplicaHello | None = None
+    load: LoadReport | None = None
+    load_at: float = 0.0
+    paths: tuple[PathMeasure, ...] = ()
+    stream: FrameStream | None = field(default=None, repr=False)
+    # Purges that it has not answered yet, by number.
+    purges: dict[int, asyncio.Future[CachePurged]] = field(default_factory=dict, repr=False)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the life that was connected last; 0 before the first."""
+        return self.hello.identity.epoch if self.hello else 0
+
+    @property
+    def role(self) -> str:
+        """The role that the replica has now."""
+        return self.hello.role if self.hello else self.record.role
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may be routed to the replica."""
+        return self.state is ReplicaState.READY and self.stream is not None
+
+
+class ReplicaConnections:
+    """Roster, links and router of one gateway.
 
         roster.view --> one task per listed replica: connect -> hello -> snapshot -> frames ... -> lost
                               ^                                                          |
                               +------------- again after a pause, while listed ----------+
 
-    A replica that is not listed any more keeps its Link until that ends by itself: the roster may be wrong
-    for a while, and the streams must not suffer from it.
+    A replica that is no longer listed keeps its link until that ends by itself: the roster may be wrong for
+    a while, and the streams must not suffer from it.
     """
 
     def __init__(
@@ -85,7 +148,7 @@ class ReplicaLinks:
         self._router = router
         self._secret = secret
         self._clock = clock
-        self._events: LinkEvents
+        self._events: ConnectionEvents
         self._listed: frozenset[str] = frozenset()
         self._views: dict[str, ReplicaView] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -100,13 +163,13 @@ class ReplicaLinks:
         # The least of the replicas connected so far that can serve alone; 0 before the first.
         self.max_context_tokens = 0
 
-    def start(self, events: LinkEvents) -> None:
-        """Follow the roster from now on; must be called on the event loop."""
+    def start(self, events: ConnectionEvents) -> None:
+        """Follow the roster from now on, and report to `events`; must be called on the event loop."""
         self._events = events
         self._watching = asyncio.create_task(self._watch(), name="roster-watch")
 
     async def stop(self) -> None:
-        """Close every Link."""
+        """Close every link."""
         tasks = [*self._tasks.values(), *([self._watching] if self._watching else [])]
         for task in tasks:
             task.cancel()
@@ -116,48 +179,72 @@ class ReplicaLinks:
                 view.stream.close()
 
     def views(self) -> list[ReplicaView]:
-        """All replicas of the roster, and those still connected, by id."""
+        """Return all replicas of the roster, and those still connected, by id."""
         return [self._views[replica_id] for replica_id in sorted(self._views)]
 
     def find(self, replica_id: str) -> ReplicaView | None:
-        """The listed or connected replica of this id."""
+        """Return the listed or connected replica of this id."""
         return self._views.get(replica_id)
 
     def target(self, replica_id: str) -> HandOverTarget | None:
-        """Identity and address of the connected replica of this id; None when there is none."""
+        """Return the identity and address of the connected replica of this id; None when there is none."""
         view = self._views.get(replica_id)
         if view is None or view.stream is None or view.hello is None:
             return None
         return HandOverTarget(view.hello.identity, view.record.address)
 
     def has_route(self) -> bool:
-        """Whether any request could be placed: a decode replica is a whole engine."""
+        """Whether any request could be placed: a decode replica is a complete engine."""
         return any(view.takes_requests and view.role != "prefill" for view in self._views.values())
 
     def is_connected(self) -> bool:
-        """Whether there is a Link to any replica, also one that leaves."""
+        """Whether there is a link to any replica, also one that leaves."""
         return any(view.stream is not None for view in self._views.values())
 
     def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
-        """Queue on the Link to this life of the replica; False when there is none."""
+        """Queue the message on the link to this life of the replica; False when there is none."""
         view = self._views.get(replica.replica_id)
         if view is None or view.hello is None or view.hello.identity != replica:
             return False
         return _send(view.stream, message)
 
+    async def purge_caches(
+        self, tenant: str | None, model: str | None, remaining_s: float | None
+    ) -> list[pb.ReplicaPurged]:
+        """Purge the caches of this tenant on replicas of models whose fingerprint begins so; None: of all.
+
+        Each replica is listed with the outcome, or with the reason why that is not known.
+        """
+        limit_s = _PURGE_S if remaining_s is None else min(_PURGE_S, remaining_s / 2)
+        views = [view for view in self.views() if _serves(view, model)]
+        return list(await asyncio.gather(*(self._purge(view, tenant, limit_s) for view in views)))
+
     def purge(self, view: ReplicaView, tenant: str | None) -> asyncio.Future[CachePurged]:
-        """Have a replica forget what it caches of the tenant (None: of all); the answer, or `PeerGoneError`
-        when there is no Link to it or that ends first."""
+        """Order a replica to purge what it caches of the tenant (None: of all). The future has the answer, or
+        `PeerGoneError` when there is no link to the replica or that ends first."""
         self._num_purges = number = self._num_purges + 1
         answer: asyncio.Future[CachePurged] = asyncio.get_running_loop().create_future()
         if _send(view.stream, PurgeCache(number, tenant)):
             view.purges[number] = answer
-            answer.add_done_callback(
-                lambda _: view.purges.pop(number, None)
-            )  # also when nobody waits any more
+            # Also when nobody waits any more.
+            answer.add_done_callback(lambda _: view.purges.pop(number, None))
         else:
             answer.set_exception(PeerGoneError(view.note or "no link to it yet"))
         return answer
+
+    async def _purge(self, view: ReplicaView, tenant: str | None, limit_s: float) -> pb.ReplicaPurged:
+        reply = pb.ReplicaPurged(replica_id=view.record.identity.replica_id)
+        try:
+            async with asyncio.timeout(limit_s):
+                purged = await self.purge(view, tenant)
+        except PeerGoneError as error:
+            reply.error = f"not purged for certain: {error}"
+        except TimeoutError:
+            reply.error = f"no answer within {limit_s:.1f} s; it may still do what was asked"
+        else:
+            reply.num_blocks, reply.num_held = purged.num_blocks, purged.num_held
+            reply.num_requests = purged.num_requests
+        return reply
 
     # ------------------------------------------------------------------------------------- roster
 
@@ -187,10 +274,10 @@ class ReplicaLinks:
                 )
         self._events.on_members()
 
-    # --------------------------------------------------------------------------------------- Links
+    # --------------------------------------------------------------------------------------- links
 
     async def _follow(self, replica_id: str) -> None:
-        """Keep a Link to the replica until the roster forgets it."""
+        """Keep a link to the replica until the roster forgets it."""
         backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
         view = self._views[replica_id]
         while replica_id in self._listed:
@@ -206,7 +293,7 @@ class ReplicaLinks:
         del self._views[replica_id]
 
     async def _serve_link(self, view: ReplicaView, stream: FrameStream) -> bool:
-        """Use the Link until it ends. False when the replica did not become ready on it."""
+        """Use the link until it ends. False when the replica did not become ready on it."""
         reason = "the link ended"
         try:
             hello = await self._greet(stream)
@@ -245,7 +332,7 @@ class ReplicaLinks:
                 _log.error("replica %s is not used: %s", hello.identity.replica_id, reason)
             view.state, view.note = ReplicaState.REFUSED, reason
             return False
-        if self.compatibility is None or not self._has_members():
+        if self.compatibility is None or not self.is_connected():
             self.compatibility = hello.compatibility
             self.max_context_tokens = 0
         if hello.role != "prefill":  # a prompt too long for a prefill replica is routed around it
@@ -263,17 +350,14 @@ class ReplicaLinks:
         return True
 
     def _refusal(self, record: ReplicaRecord, hello: ReplicaHello) -> str:
-        """Why this replica cannot be used; "" when it can."""
+        """Return why this replica cannot be used; "" when it can."""
         if hello.identity.replica_id != record.identity.replica_id:
             return f"its address answers as {hello.identity.replica_id}"
         if hello.compatibility.block_tokens != self._block_tokens:
             return f"block_tokens {hello.compatibility.block_tokens}, configured {self._block_tokens}"
-        if self.compatibility is None or not self._has_members():
+        if self.compatibility is None or not self.is_connected():
             return ""
         return "; ".join(self.compatibility.differences(hello.compatibility))
-
-    def _has_members(self) -> bool:
-        return any(view.stream is not None for view in self._views.values())
 
     def _leave(self, view: ReplicaView, reason: str) -> None:
         assert view.hello is not None
@@ -351,8 +435,15 @@ class ReplicaLinks:
         )
 
 
+def _serves(view: ReplicaView, model: str | None) -> bool:
+    """Whether the replica may serve the model, as one that never was connected may."""
+    if model is None or view.hello is None:
+        return True
+    return view.hello.compatibility.model_fingerprint.hex().startswith(model)
+
+
 async def _receive(stream: FrameStream) -> bytes | None:
-    """The next frame, None at the end; `TimeoutError` when nothing comes."""
+    """Return the next frame, None at the end; raise `TimeoutError` when nothing comes."""
     async with asyncio.timeout(SILENCE_S):
         return await stream.receive()
 

@@ -1,6 +1,6 @@
-"""The requests of one gateway: accepted here, carried by a `RequestTask` each, remembered for a while when ended.
+"""The requests of one gateway: accepted here, run by a `RequestTask` each, remembered after the end.
 
-The Links bring news of replicas here, and each request gets its part.
+`ReplicaConnections` report here what replicas send, and each request gets its part.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from cluster.errors import (
     UnknownRequestError,
     to_grpc_status,
 )
-from cluster.gateway.replica_connections import ReplicaLinks
-from cluster.gateway.request_state import RequestState
+from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_task import RequestTask, Router
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import Preprocessed, Preprocessor
-from cluster.text.validation import Limits, check_request
-from kvtransfer.blocks.keys import TOKEN_BYTES
+from cluster.text.preprocess import PreparedRequest, Preprocessor
+from cluster.text.tokenizer import SampleText
+from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import Cancel, StepFrame
@@ -40,14 +39,14 @@ NUM_RECORDS = 1024
 _NUM_STALE = 1024
 _NOBODY = Caller()
 # Of the id and the tenant of a refused request, which may be of any length.
-_MAX_TOLD_CHARS = 128
+_MAX_LOGGED_CHARS = 128
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """What is known of a request. `state`: "running", "finished", "cancelled" or "failed"."""
+class RequestInfo:
+    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"."""
 
     request_id: str
     state: str
@@ -58,16 +57,16 @@ class RequestRecord:
     tenant: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    # 0: none yet.
+    # 0: there is none yet.
     first_token_at: float = 0.0
-    # 0: it runs.
+    # 0: it is running.
     ended_at: float = 0.0
 
 
 class Accepted(NamedTuple):
-    """A request on its way."""
+    """A running request."""
 
-    walk: RequestTask
+    task: RequestTask
     request_id: str
     seed: int
     num_prompt_tokens: int
@@ -76,15 +75,15 @@ class Accepted(NamedTuple):
 class RequestManager:
     """All requests of a gateway.
 
-    A request lives under its id on the wire, which is new for every call; under the client's own id it can
-    be found (`record`) and, when the client calls again to resume it, taken over.
+    A request is kept by its id on the wire, which is new for every call; by the client's own id it can be
+    found (`record`) and, when the client calls again to resume it, taken over.
     """
 
     def __init__(
         self,
         *,
-        intake: Preprocessor,
-        links: ReplicaLinks,
+        preprocessor: Preprocessor,
+        connections: ReplicaConnections,
         router: Router,
         clock: Clock,
         max_requests: int,
@@ -92,34 +91,34 @@ class RequestManager:
         counters: GatewayCounters,
         observers: Sequence[Observer] = (),
     ) -> None:
-        self._intake = intake
-        self._links = links
+        self._preprocessor = preprocessor
+        self._connections = connections
         self._router = router
         self._clock = clock
         self._max_requests = max_requests
         self._members_changed = on_members
         self._observers = (counters.ended, *observers)
         self.counters = counters
-        self._walks: dict[str, RequestTask] = {}
+        self._tasks: dict[str, RequestTask] = {}
         # Running, by the client's request id.
         self._latest: dict[str, RequestTask] = {}
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._records: OrderedDict[str, RequestInfo] = OrderedDict()
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._num_arriving = 0
         self._is_leaving = False
 
     @property
     def num_running(self) -> int:
-        return len(self._walks)
+        return len(self._tasks)
 
-    def limits(self) -> Limits:
-        """What a request may ask for now."""
-        return self._intake.limits(self._links.max_context_tokens)
+    def limits(self) -> ServingLimits:
+        """Return what a request may ask for now."""
+        return self._preprocessor.limits(self._connections.max_context_tokens)
 
     async def accept(
         self, request: pb.GenerateRequest, deadline_s: float | None, caller: Caller = _NOBODY
     ) -> Accepted:
-        """Check, tokenize and start the request; a `RequestError` says why not.
+        """Check, tokenize and start the request; raise the `RequestError` that says why it cannot be.
 
         `deadline_s` is what remains of the client's deadline (None: none).
         """
@@ -127,11 +126,11 @@ class RequestManager:
         try:
             return await self._accept(request, deadline_s, caller, now)
         except RequestError as error:
-            self._tell(
+            self._observe(
                 EndedRequest(
-                    request_id=request.request_id[:_MAX_TOLD_CHARS],
+                    request_id=request.request_id[:_MAX_LOGGED_CHARS],
                     wire_id="",
-                    tenant=request.tenant[:_MAX_TOLD_CHARS],
+                    tenant=request.tenant[:_MAX_LOGGED_CHARS],
                     caller=caller,
                     state="refused",
                     code=to_grpc_status(error).code.name,
@@ -145,21 +144,21 @@ class RequestManager:
     async def _accept(
         self, request: pb.GenerateRequest, deadline_s: float | None, caller: Caller, now: float
     ) -> Accepted:
-        if len(self._walks) + self._num_arriving >= self._max_requests:
+        if len(self._tasks) + self._num_arriving >= self._max_requests:
             raise OverloadedError(f"this gateway has {self._max_requests} requests, the most it takes")
         limits = self.limits()
         check_request(request, limits)
         self._num_arriving += 1
         try:
-            prompt = await self._intake.prompt_tokens(request, limits)
+            prompt = await self._preprocessor.prompt_tokens(request, limits)
         finally:
             self._num_arriving -= 1
-        compatibility = self._links.compatibility
+        compatibility = self._connections.compatibility
         if self._is_leaving:
             raise UnavailableError("this gateway is stopping", 0.0)
         if compatibility is None:
             raise UnavailableError("no replica has connected to this gateway yet")
-        planned = self._intake.plan(
+        prepared, texts = self._preprocessor.prepare(
             request,
             prompt,
             limits,
@@ -168,98 +167,106 @@ class RequestManager:
         )
         if deadline_s is not None and now + deadline_s <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
-        request_id = request.request_id or planned.plan.request_id
-        walk = self._begin(request_id, planned, now, caller, resumes=bool(request.resume))
-        return Accepted(walk, request_id, planned.seed, len(prompt) // TOKEN_BYTES)
+        request_id = request.request_id or prepared.request_id
+        task = self._begin(request_id, prepared, texts, now, caller, resumes=bool(request.resume))
+        return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens)
 
-    def record(self, request_id: str) -> RequestRecord:
-        """Of a running or recent request; `UnknownRequestError` when there is none."""
-        walk = self._latest.get(request_id)
-        if walk is not None:
-            return _record(request_id, walk, "running", "")
+    def record(self, request_id: str) -> RequestInfo:
+        """Return what is known of a running or recent request, or raise `UnknownRequestError`."""
+        task = self._latest.get(request_id)
+        if task is not None:
+            return _record(request_id, task, "running", "")
         known = self._records.get(request_id)
         if known is None:
             what = f"request {request_id[:128]!r} is neither running at this gateway nor"
             raise UnknownRequestError(f"{what} one of the last {NUM_RECORDS} that ended here")
         return known
 
-    def recent(self, limit: int) -> list[RequestRecord]:
-        """At most `limit` running requests and as many that ended, together, the latest arrivals first."""
+    def latest(self, limit: int) -> list[RequestInfo]:
+        """Return at most `limit` running requests and as many that ended, the latest arrivals first."""
         latest = islice(reversed(self._latest.items()), limit)
-        running = [_record(request_id, walk, "running", "") for request_id, walk in latest]
+        running = [_record(request_id, task, "running", "") for request_id, task in latest]
         ended = (it for it in reversed(self._records.values()) if it.request_id not in self._latest)
         return sorted([*running, *islice(ended, limit)], key=lambda it: it.started_at, reverse=True)
 
     def leave(self) -> None:
-        """Accept no more requests; those that run go on."""
+        """Accept no more requests; those that run continue."""
         self._is_leaving = True
 
     def close(self) -> None:
         """End every request with UNAVAILABLE, so that clients resume at another gateway; accept none."""
         self.leave()
-        for walk in list(self._walks.values()):
-            walk.abandon(UnavailableError("this gateway is stopping", 0.0))
+        for task in list(self._tasks.values()):
+            task.abandon(UnavailableError("this gateway is stopping", 0.0))
 
-    # ------------------------------------------------------------------------------ from the Links
+    # -------------------------------------------------------------- from the connections to replicas
 
     def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
-        """Each request gets its news, in the order in which they matter within a step."""
+        """Pass each request its part, in the order in which that matters within a step."""
         now = self._clock.now()
         for report in frame.prefills:
-            if (walk := self._walk(source, report.request_id, report.attempt)) is not None:
+            if (task := self._current(source, report.request_id, report.attempt)) is not None:
                 self.counters.prefilled(report, now)
-                walk.on_prefilled(report)
+                task.apply(task.state.on_prefilled, report)
         for joined in frame.hand_overs:
-            if (walk := self._walk(source, joined.request_id, joined.attempt)) is not None:
-                walk.on_handed_over(source, joined)
+            if (task := self._current(source, joined.request_id, joined.attempt)) is not None:
+                task.apply(task.state.on_handed_over, source, joined)
         for delta in frame.deltas:
-            if (walk := self._walk(source, delta.request_id, delta.attempt)) is not None:
+            if (task := self._current(source, delta.request_id, delta.attempt)) is not None:
                 self.counters.streamed(source.replica_id, delta, now)
-                walk.on_delta(source, delta)
+                task.apply(task.state.on_delta, source, delta)
         for isolated in frame.isolations:
-            if (walk := self._walks.get(isolated.request_id)) is not None:
-                walk.on_isolated(source, isolated)
+            if (task := self._tasks.get(isolated.request_id)) is not None:
+                task.apply(task.state.on_isolated, source, isolated)
         for failure in frame.failures:
-            if (walk := self._walks.get(failure.request_id)) is not None:
+            if (task := self._tasks.get(failure.request_id)) is not None:
                 self.counters.attempt_failed(source.replica_id, failure.code, now)
-                walk.on_failed(source, failure)
+                task.apply(task.state.on_failed, source, failure)
         for ended in frame.moves:
-            if (walk := self._walks.get(ended.request_id)) is not None:
-                walk.on_move_ended(source, ended)
+            if (task := self._tasks.get(ended.request_id)) is not None:
+                task.apply(task.state.on_move_ended, source, ended)
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
-        """Every request that runs there must know."""
-        view = self._links.find(source.replica_id)
+        """Report to every request that a replica is lost."""
+        view = self._connections.find(source.replica_id)
         if view is not None and not view.record.leaving:
             self.counters.lost(view.record.pool)
-        for walk in list(self._walks.values()):
-            walk.on_lost(source, reason)
+        for task in list(self._tasks.values()):
+            task.apply(task.state.on_lost, source, reason)
 
     def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
-        """Streams shall leave this replica, or may stay there after all."""
-        for walk in list(self._walks.values()):
-            walk.on_streams(source, may_stay)
+        """Report to every request that streams must leave this replica, or may stay there after all."""
+        for task in list(self._tasks.values()):
+            task.apply(task.state.on_streams, source, may_stay)
 
     def on_members(self) -> None:
+        """Report that what can be served may have changed."""
         self._members_changed()
 
-    def _walk(self, source: ReplicaIdentity, request_id: str, attempt: int) -> RequestTask | None:
-        """The request, if this attempt is its current one; otherwise the replica is told to stop, once."""
-        walk = self._walks.get(request_id)
-        if walk is not None and walk.journey.is_current(attempt):
-            return walk
+    def _current(self, source: ReplicaIdentity, request_id: str, attempt: int) -> RequestTask | None:
+        """Return the request whose running attempt this is; otherwise order the replica to stop, once."""
+        task = self._tasks.get(request_id)
+        if task is not None and task.state.is_current(attempt):
+            return task
         key = (source, request_id, attempt)
         if key not in self._stale:
             self._stale[key] = None
             if len(self._stale) > _NUM_STALE:
                 self._stale.popitem(last=False)
-            self._links.send(source, Cancel(request_id, attempt))
+            self._connections.send(source, Cancel(request_id, attempt))
         return None
 
     # ------------------------------------------------------------------------------------ requests
 
     def _begin(
-        self, request_id: str, planned: Preprocessed, now: float, caller: Caller, *, resumes: bool
+        self,
+        request_id: str,
+        prepared: PreparedRequest,
+        texts: Sequence[SampleText],
+        now: float,
+        caller: Caller,
+        *,
+        resumes: bool,
     ) -> RequestTask:
         older = self._latest.get(request_id)
         if older is not None and not resumes:
@@ -268,24 +275,28 @@ class RequestManager:
             older.abandon(AbandonedError("taken over by a call that resumes it"))
 
         def on_end(error: RequestError | None) -> None:
-            self._end(request_id, walk, error, caller)
+            self._end(request_id, task, error, caller)
 
-        walk = RequestTask(
-            RequestState(planned.plan, planned.texts, now),
-            links=self._links,
+        task = RequestTask(
+            prepared,
+            texts,
+            connections=self._connections,
             router=self._router,
             clock=self._clock,
             on_end=on_end,
+            started_at=now,
         )
-        self._walks[planned.plan.request_id] = self._latest[request_id] = walk
-        self.counters.arrived(planned.plan, now)
-        walk.begin()
-        return walk
+        self._tasks[prepared.request_id] = self._latest[request_id] = task
+        self.counters.arrived(prepared, now)
+        task.begin()
+        return task
 
-    def _end(self, request_id: str, walk: RequestTask, error: RequestError | None, caller: Caller) -> None:
-        del self._walks[walk.journey.plan.request_id]
-        if self._latest.get(request_id) is walk:
+    def _end(self, request_id: str, task: RequestTask, error: RequestError | None, caller: Caller) -> None:
+        request, prepared = task.state, task.state.prepared
+        del self._tasks[prepared.request_id]
+        if self._latest.get(request_id) is task:
             del self._latest[request_id]
+        reason = str(error) if error else ""
         if error is None:
             state = "finished"
         elif isinstance(error, AbandonedError):
@@ -295,47 +306,46 @@ class RequestManager:
             _log.info("request %s failed: %s", request_id, error, extra={"request_id": request_id})
         self._records.pop(request_id, None)
         now = self._clock.now()
-        self._records[request_id] = _record(request_id, walk, state, str(error) if error else "", now)
+        self._records[request_id] = _record(request_id, task, state, reason, now)
         if len(self._records) > NUM_RECORDS:
             self._records.popitem(last=False)
-        plan = walk.journey.plan
-        self._tell(
+        self._observe(
             EndedRequest(
                 request_id=request_id,
-                wire_id=plan.request_id,
-                tenant=plan.tenant,
+                wire_id=prepared.request_id,
+                tenant=prepared.tenant,
                 caller=caller,
                 state=state,
                 code=to_grpc_status(error).code.name if error else "OK",
-                reason=str(error) if error else "",
-                started_at=walk.journey.started_at,
+                reason=reason,
+                started_at=request.started_at,
                 ended_at=now,
-                summary=walk.journey.summary(now),
-                decisions=tuple(walk.journey.decisions),
-                timeline=tuple(walk.journey.timeline),
-                plan=plan,
+                summary=request.summary(now),
+                decisions=tuple(request.decisions),
+                timeline=tuple(request.timeline),
+                prepared=prepared,
             )
         )
 
-    def _tell(self, ended: EndedRequest) -> None:
+    def _observe(self, ended: EndedRequest) -> None:
         for observe in self._observers:
             observe(ended)
 
 
 def _record(
-    request_id: str, walk: RequestTask, state: str, reason: str, ended_at: float = 0.0
-) -> RequestRecord:
-    journey = walk.journey
-    return RequestRecord(
+    request_id: str, task: RequestTask, state: str, reason: str, ended_at: float = 0.0
+) -> RequestInfo:
+    request = task.state
+    return RequestInfo(
         request_id=request_id,
         state=state,
         reason=reason,
-        started_at=journey.started_at,
-        decisions=tuple(journey.decisions),
-        timeline=tuple(journey.timeline),
-        tenant=journey.plan.tenant,
-        num_prompt_tokens=len(journey.plan.prompt) // TOKEN_BYTES,
-        num_output_tokens=journey.num_output_tokens,
-        first_token_at=journey.first_token_at,
+        started_at=request.started_at,
+        decisions=tuple(request.decisions),
+        timeline=tuple(request.timeline),
+        tenant=request.prepared.tenant,
+        num_prompt_tokens=request.prepared.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        first_token_at=request.first_token_at,
         ended_at=ended_at,
     )

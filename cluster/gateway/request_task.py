@@ -1,74 +1,56 @@
-"""Carries one journey: asks the router, writes to the Links, keeps the timers, and buffers the output.
+"""One running request: asks the router, writes to the replicas, keeps the timers, and buffers the output.
 
-One `RequestTask` per running request; everything happens on the gateway's event loop, without locks.
+One `RequestTask` per request; everything happens on the gateway's event loop, without locks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVarTuple
 
 from cluster.errors import AbandonedError, RequestError, SlowClientError
-from cluster.gateway.actions import (
-    Action,
-    CancelAt,
-    Emit,
-    Fail,
-    Finish,
-    MoveAt,
-    NotePrefilled,
-    Release,
-    Route,
-    RouteMove,
-    Submit,
-)
 from cluster.gateway.request_state import RequestState
+from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.ended_request import Summary
+from cluster.text.preprocess import PreparedRequest
+from cluster.text.tokenizer import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
-from workers.messages import (
-    Cancel,
-    HandOverReport,
-    HandOverTarget,
-    IsolationReport,
-    Move,
-    MoveEnded,
-    PrefillReport,
-    RequestFailed,
-    Submission,
-    TokenDelta,
-)
+from workers.messages import Cancel, HandOverTarget, Move, Submission
 
 # Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
 # A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
 MAX_UNREAD = 65536
 
+Args = TypeVarTuple("Args")
 
-class Links(Protocol):
-    """What a walk needs of `cluster.gateway.replica_connections.ReplicaLinks`."""
+
+class Connections(Protocol):
+    """What a request needs of `cluster.gateway.replica_connections.ReplicaConnections`."""
 
     def target(self, replica_id: str) -> HandOverTarget | None:
-        """The connected replica of this id; None when there is none."""
+        """Return the connected replica of this id; None when there is none."""
 
     def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
-        """Queue on its Link; False when there is none to this life of the replica."""
+        """Queue the message for this life of the replica; False when it is not connected."""
 
 
 class Router(Protocol):
-    """What a walk needs of `router.service.RouterService`."""
+    """What a request needs of `router.service.RouterService`."""
 
     def route(self, request: RouteRequest) -> Decision:
-        """`NoReplicaError` when there is no place."""
+        """Place the request; `NoReplicaError` when there is no place."""
 
     def route_move(self, request: RouteRequest) -> str:
-        """The decode replica that a running stream shall move to; `NoReplicaError` when there is none."""
+        """Return the decode replica that a running stream must move to; `NoReplicaError` without one."""
 
     def on_prefilled(self, request_id: str) -> None: ...
 
@@ -77,180 +59,173 @@ class Router(Protocol):
 
 class OutputBuffer:
     """Output on its way to the client. What waits is merged per sample, so a slow reader gets fewer, longer
-    deltas; the terminal comes last."""
+    deltas; the end comes last."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[Emit]] = {}
-        self._terminal: Finish | Fail | None = None
+        self._waiting: dict[int, list[OutputDelta]] = {}
+        self._end: Summary | RequestError | None = None
         self._ready = asyncio.Event()
         self.num_unread = 0
 
-    def put(self, emit: Emit) -> None:
-        self._waiting.setdefault(emit.sample, []).append(emit)
-        self.num_unread += _weight(emit)
+    def put(self, delta: OutputDelta) -> None:
+        """Append output of one sample."""
+        self._waiting.setdefault(delta.sample, []).append(delta)
+        self.num_unread += _weight(delta)
         self._ready.set()
 
-    def close(self, terminal: Finish | Fail) -> None:
-        """The last entry; what waits before a failure by `SlowClientError` is dropped."""
-        if isinstance(terminal, Fail) and isinstance(terminal.error, SlowClientError):
+    def close(self, end: Summary | RequestError) -> None:
+        """Append the end; `SlowClientError` drops what waits before it."""
+        if isinstance(end, SlowClientError):
             self._waiting.clear()
-        self._terminal = terminal
+        self._end = end
         self._ready.set()
 
-    async def get(self) -> Emit | Finish | Fail:
-        """The next entry; the terminal again and again at the end."""
+    async def get(self) -> OutputDelta | Summary:
+        """Return the next output, at last the summary, or raise the error; the end again and again."""
         await self._ready.wait()
         if self._waiting:
-            emits = self._waiting.pop(next(iter(self._waiting)))
-            self.num_unread -= sum(_weight(emit) for emit in emits)
-            if not self._waiting and self._terminal is None:
+            deltas = self._waiting.pop(next(iter(self._waiting)))
+            self.num_unread -= sum(_weight(delta) for delta in deltas)
+            if not self._waiting and self._end is None:
                 self._ready.clear()
-            return _merged(emits)
-        assert self._terminal is not None
-        return self._terminal
+            return _merged(deltas)
+        assert self._end is not None
+        if isinstance(self._end, RequestError):
+            raise self._end
+        return self._end
 
 
 class RequestTask:
-    """One request on its way; ends by `Finish`, by `Fail`, or by `abandon` when its client has left."""
+    """Runs one `RequestState` to its end, and carries out its effects.
+
+    Transitions run to completion: what an effect leads to at once (a router that answers, a connection that
+    is gone, a client that is cut off) waits in `_due` until the transition has returned. So no effect
+    re-enters the machine.
+    """
 
     def __init__(
         self,
-        journey: RequestState,
+        prepared: PreparedRequest,
+        texts: Sequence[SampleText],
         *,
-        links: Links,
+        connections: Connections,
         router: Router,
         clock: Clock,
         on_end: Callable[[RequestError | None], None],
+        started_at: float,
     ) -> None:
-        self.journey = journey
-        self._links = links
+        self.state = RequestState(prepared, texts, self, started_at)
+        self._request_id = prepared.request_id
+        self._connections = connections
         self._router = router
         self._clock = clock
         self._on_end = on_end
-        self._outbox = OutputBuffer()
+        self._buffer = OutputBuffer()
         self._timers = SupervisedTasks()
+        self._due: deque[Callable[[float], None]] = deque()
+        self._is_applying = False
 
     def begin(self) -> None:
-        """Start the journey and the deadline's timer."""
-        deadline_at = self.journey.plan.deadline_at
+        """Start the state machine and the deadline's timer."""
+        deadline_at = self.state.prepared.deadline_at
         if deadline_at is not None:
-            self._after(deadline_at - self._clock.now(), self._on_deadline)
-        self._apply(self.journey.start(self._clock.now()))
+            self._start_timer(deadline_at - self._clock.now(), partial(self.apply, self.state.on_deadline))
+        self.apply(self.state.start)
 
-    async def next(self) -> Emit | Summary:
-        """The next output, or the summary once all was delivered; raises the error of a failed request."""
-        entry = await self._outbox.get()
-        if isinstance(entry, Fail):
-            raise entry.error
-        return entry.summary if isinstance(entry, Finish) else entry
+    async def next(self) -> OutputDelta | Summary:
+        """Return the next output, or the summary after all of it; raise the error of a failed request."""
+        return await self._buffer.get()
 
     def abandon(self, error: RequestError | None = None) -> None:
-        """Nobody waits for the output any more: stop the work wherever it is. Does nothing after the end."""
-        error = error or AbandonedError("the client cancelled the call")
-        self._apply(self.journey.on_cancel(error, self._clock.now()))
+        """Stop the work wherever it is: nobody waits for the output any more. Does nothing after the end."""
+        self.apply(self.state.on_cancel, error or AbandonedError("the client cancelled the call"))
 
-    def on_prefilled(self, report: PrefillReport) -> None:
-        self._apply(self.journey.on_prefilled(report, self._clock.now()))
+    def apply(self, transition: Callable[[*Args, float], None], *args: *Args) -> None:
+        """Run a transition of `state`, at once or after the one that runs."""
+        if self._is_applying:
+            self._due.append(lambda now: transition(*args, now))
+            return
+        self._is_applying = True
+        try:
+            transition(*args, self._clock.now())
+            while self._due:
+                self._due.popleft()(self._clock.now())
+        finally:
+            self._is_applying = False
 
-    def on_handed_over(self, source: ReplicaIdentity, report: HandOverReport) -> None:
-        self._apply(self.journey.on_handed_over(source, report, self._clock.now()))
+    # ------------------------------------------------------------ effects (cluster.gateway.request_state)
 
-    def on_streams(self, replica: ReplicaIdentity, may_stay: bool) -> None:
-        """Streams shall leave this replica, or may stay there after all."""
-        self._apply(self.journey.on_streams(replica, may_stay))
+    def route(self, request: RouteRequest, delay_s: float) -> None:
+        self._after(delay_s, partial(self._route, request))
 
-    def on_move_ended(self, source: ReplicaIdentity, ended: MoveEnded) -> None:
-        self._apply(self.journey.on_move_ended(source, ended, self._clock.now()))
+    def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
+        if not self._connections.send(replica, submission):
+            self.apply(self.state.on_unsent, replica)
 
-    def on_delta(self, source: ReplicaIdentity, delta: TokenDelta) -> None:
-        self._apply(self.journey.on_delta(source, delta, self._clock.now()))
+    def cancel(self, replica: ReplicaIdentity, cancel: Cancel) -> None:
+        self._connections.send(replica, cancel)
 
-    def on_failed(self, source: ReplicaIdentity, failure: RequestFailed) -> None:
-        self._apply(self.journey.on_failed(source, failure, self._clock.now()))
+    def schedule_move(self, delay_s: float) -> None:
+        self._after(delay_s, partial(self.apply, self.state.on_move_time))
 
-    def on_isolated(self, source: ReplicaIdentity, report: IsolationReport) -> None:
-        self._apply(self.journey.on_isolated(source, report, self._clock.now()))
+    def route_move(self, request: RouteRequest) -> None:
+        target = None
+        with contextlib.suppress(NoReplicaError):
+            target = self._connections.target(self._router.route_move(request))
+            if target is None:  # it has just gone
+                self.release_placement()
+        self.apply(self.state.on_move_routed, target)
 
-    def on_lost(self, replica: ReplicaIdentity, reason: str) -> None:
-        """A Link has ended."""
-        self._apply(self.journey.on_lost(replica, reason, self._clock.now()))
+    def move(self, replica: ReplicaIdentity, order: Move) -> None:
+        self._connections.send(replica, order)
 
-    # ------------------------------------------------------------------------------------- actions
+    def confirm_placement(self) -> None:
+        self._router.on_prefilled(self._request_id)
 
-    def _apply(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Emit):
-                self._emit(action)
-            elif isinstance(action, Submit):
-                if not self._links.send(action.replica, action.submission):
-                    self._apply(self.journey.on_unsent(action.replica, self._clock.now()))
-                    return
-            elif isinstance(action, CancelAt):
-                self._links.send(action.replica, action.cancel)
-            elif isinstance(action, MoveAt):
-                self._links.send(action.replica, action.move)
-            elif isinstance(action, Route):
-                self._later(action.delay_s, partial(self._route, action.request))
-            elif isinstance(action, RouteMove):
-                self._later(action.delay_s, self._route_move)
-            elif isinstance(action, NotePrefilled):
-                self._router.on_prefilled(action.request_id)
-            elif isinstance(action, Release):
-                self._router.on_finished(action.request_id)
-            else:
-                self._end(action)
+    def release_placement(self) -> None:
+        self._router.on_finished(self._request_id)
 
-    def _emit(self, emit: Emit) -> None:
-        self._outbox.put(emit)
-        if self._outbox.num_unread > MAX_UNREAD:
-            error = SlowClientError(f"more than {MAX_UNREAD} tokens wait for the client to read them", 0.0)
-            self.abandon(error)
+    def emit(self, delta: OutputDelta) -> None:
+        self._buffer.put(delta)
+        if self._buffer.num_unread > MAX_UNREAD:
+            self.abandon(
+                SlowClientError(f"more than {MAX_UNREAD} tokens wait for the client to read them", 0.0)
+            )
 
-    def _end(self, terminal: Finish | Fail) -> None:
+    def finish(self, summary: Summary) -> None:
+        self._end(summary, None)
+
+    def fail(self, error: RequestError) -> None:
+        self._end(error, error)
+
+    def _end(self, end: Summary | RequestError, error: RequestError | None) -> None:
         self._timers.cancel()
-        self._outbox.close(terminal)
-        self._on_end(terminal.error if isinstance(terminal, Fail) else None)
-
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
-        if delay_s <= 0:
-            act()
-        else:
-            self._after(delay_s, act)
+        self._buffer.close(end)
+        self._on_end(error)
 
     def _route(self, request: RouteRequest) -> None:
-        now = self._clock.now()
         try:
             decision = self._router.route(request)
         except NoReplicaError as error:
-            self._apply(self.journey.on_no_route(str(error), error.retry_after_s, now))
+            self.apply(self.state.on_no_route, str(error), error.retry_after_s)
             return
-        prefill = self._links.target(decision.prefill) if decision.prefill else None
-        decode = self._links.target(decision.decode)
+        prefill = self._connections.target(decision.prefill) if decision.prefill else None
+        decode = self._connections.target(decision.decode)
         if decode is None or (decision.prefill and prefill is None):
-            self._router.on_finished(request.request_id)
-            self._apply(self.journey.on_no_route("the chosen replica has just gone", 1.0, now))
+            self.release_placement()
+            self.apply(self.state.on_no_route, "the chosen replica has just gone", 1.0)
             return
         computes = prefill.identity if prefill is not None and prefill != decode else None
-        self._apply(self.journey.on_routed(decision, computes, decode, now))
-
-    def _route_move(self) -> None:
-        self._apply(self.journey.on_move_time(self._clock.now()))
-        request = self.journey.move_request()
-        if request is None:
-            return
-        target = None
-        with contextlib.suppress(NoReplicaError):
-            target = self._links.target(self._router.route_move(request))
-            if target is None:  # it has just gone
-                self._router.on_finished(request.request_id)
-        self._apply(self.journey.on_move_routed(target, self._clock.now()))
-
-    # -------------------------------------------------------------------------------------- timers
-
-    def _on_deadline(self) -> None:
-        self._apply(self.journey.on_deadline(self._clock.now()))
+        self.apply(self.state.on_routed, decision, computes, decode)
 
     def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Run `act` after so many seconds; at once when there are none."""
+        if delay_s <= 0:
+            act()
+        else:
+            self._start_timer(delay_s, act)
+
+    def _start_timer(self, delay_s: float, act: Callable[[], None]) -> None:
         async def wait() -> None:
             await self._clock.sleep(max(0.0, delay_s))
             act()
@@ -258,18 +233,18 @@ class RequestTask:
         self._timers.spawn(wait(), "request-timer")
 
 
-def _weight(emit: Emit) -> int:
-    return len(emit.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in emit.logprobs)
+def _weight(delta: OutputDelta) -> int:
+    return len(delta.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in delta.logprobs)
 
 
-def _merged(emits: list[Emit]) -> Emit:
-    if len(emits) == 1:
-        return emits[0]
-    return Emit(
-        sample=emits[0].sample,
-        first_index=emits[0].first_index,
-        tokens=b"".join(emit.tokens for emit in emits),
-        text="".join(emit.text for emit in emits),
-        logprobs=tuple(item for emit in emits for item in emit.logprobs),
-        finish=emits[-1].finish,
+def _merged(deltas: list[OutputDelta]) -> OutputDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return OutputDelta(
+        sample=deltas[0].sample,
+        first_index=deltas[0].first_index,
+        tokens=b"".join(delta.tokens for delta in deltas),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(item for delta in deltas for item in delta.logprobs),
+        finish=deltas[-1].finish,
     )

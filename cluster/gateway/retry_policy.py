@@ -1,29 +1,28 @@
-"""Where the attempts of a request go, and with what: replicas to go round, routes to ask for, submissions."""
+"""Retries of a request: which replicas to avoid, and whether the request itself breaks them (sans-I/O)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from cluster.errors import PoisonRequestError
-from cluster.gateway.sample_output import Sample
-from cluster.text.preprocess import PreparedRequest
-from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.backoff import backoff_s
 from kvtransfer.messages import ReplicaIdentity
-from router.messages import RouteRequest
-from workers.messages import HandOverTarget, IsolationReport, SampleState, Submission
+from workers.messages import IsolationReport
 
 _BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+# As many replicas may break under a request that is not cleared in between.
+_NUM_BREAKS = 2
+_MAX_REASON_CHARS = 300
 
 
 def backoff(num_failures: int) -> float:
-    """Seconds before the next attempt, after so many that failed."""
+    """Return the seconds before the next attempt, after so many that failed."""
     return backoff_s(num_failures + 1, _BACKOFF_S, MAX_BACKOFF_S)
 
 
 class RetryPolicy:
-    """Replicas that the next attempts go round."""
+    """The replicas that the next attempts of a request avoid."""
 
     def __init__(self) -> None:
         self._excluded: set[str] = set()
@@ -33,31 +32,32 @@ class RetryPolicy:
         self._num_no_routes = 0
 
     def exclude(self, replicas: Iterable[ReplicaIdentity]) -> None:
-        """They failed: until no other is left."""
+        """Exclude replicas that failed, until no other is left."""
         self._excluded.update(replica.replica_id for replica in replicas)
 
     def avoid(self, replica_id: str) -> None:
-        """It had no room: for the next attempt only."""
+        """Exclude a replica that had no capacity from the next attempt only."""
         self._avoided.add(replica_id)
 
     def cut_off(self, replica_id: str) -> None:
-        """A prefill replica had no way to a decode replica; without another, the latter goes on alone."""
+        """Record that a prefill replica has no path to a decode replica; without another decode replica, that
+        one continues alone."""
         self._cut_off.add(replica_id)
 
     def forgive(self, replica: ReplicaIdentity) -> bool:
-        """Whether an attempt that ended because this replica leaves does not count: the first one."""
+        """Return whether an attempt that ended because this replica leaves does not count: the first one."""
         is_first = replica not in self._forgiven
         self._forgiven.add(replica)
         return is_first
 
     def routed(self) -> None:
-        """There is a new attempt."""
+        """Begin a new attempt."""
         self._avoided.clear()
         self._num_no_routes = 0
 
     def relent(self) -> float:
-        """No place is left: allow them all, but for the one side of a broken path instead of the other.
-        Returned is for how long to wait before."""
+        """Allow all replicas, because no place is left, but for the one side of a broken path instead of the
+        other. Returns the seconds to wait before."""
         had_exclusions = bool(self._excluded or self._avoided)
         self._excluded.clear()
         self._avoided.clear()
@@ -66,91 +66,30 @@ class RetryPolicy:
         self._num_no_routes += 1
         return pause_s
 
-    def ids(self) -> tuple[str, ...]:
+    def excluded(self) -> tuple[str, ...]:
+        """Return the ids of the replicas that the next attempt must avoid."""
         return tuple(sorted(self._excluded | self._avoided))
 
 
-def route_request(
-    plan: PreparedRequest, unfinished: Sequence[Sample], excluded: tuple[str, ...]
-) -> RouteRequest:
-    """For what is left of the request."""
-    longest = max(sample.num_tokens for sample in unfinished)
-    shortest = min(sample.num_tokens for sample in unfinished)
-    return RouteRequest(
-        request_id=plan.request_id,
-        tenant=plan.tenant,
-        block_keys=plan.block_keys,
-        num_tokens=len(plan.prompt) // TOKEN_BYTES + longest,
-        max_new_tokens=max(1, plan.sampling.max_tokens - shortest),
-        num_samples=len(unfinished),
-        excluded=excluded,
-        pinned_prefill=plan.pinned_prefill,
-        pinned_decode=plan.pinned_decode,
-    )
-
-
-def by_submission(unfinished: Sequence[Sample]) -> list[list[Sample]]:
-    """Samples without any output together, each other one by itself."""
-    fresh = [sample for sample in unfinished if not sample.output]
-    groups = [[sample] for sample in unfinished if sample.output]
-    return [fresh, *groups] if fresh else groups
-
-
-def submission(
-    plan: PreparedRequest,
-    group: Sequence[Sample],
-    number: int,
-    target: HandOverTarget | None,
-    now: float,
-    *,
-    suspect: bool = False,
-) -> Submission:
-    """The samples of `group`, as they are now."""
-    for sample in group:
-        sample.begin_attempt()
-    deadline_at = plan.deadline_at
-    return Submission(
-        request_id=plan.request_id,
-        attempt=number,
-        tenant=plan.tenant,
-        priority=plan.priority,
-        prompt=plan.prompt,
-        block_keys=plan.block_keys,
-        samples=tuple(SampleState(sample.index, sample.seed, bytes(sample.output)) for sample in group),
-        sampling=plan.sampling,
-        decode=target,
-        deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
-        suspect=suspect,
-    )
-
-
-# ----------------------------------------------------------------------------------------------
-# Whether a request breaks the replicas that run it: what is known of that, and what follows (sans-I/O).
-#
-# A replica that dies or breaks takes along whatever runs there, and cannot tell the culprit from its
-# neighbours. So all that were in flight become suspects. Where they are submitted again, a suspect runs alone
-# until it has survived some steps; then it is cleared. What breaks while it runs alone is evidence::
-#
-#     innocent --in flight when a replica broke--> suspect --again, running alone--> poison: INTERNAL
-#         ^                                           |
-#         +---------------- cleared ------------------+
-
-# As many replicas may break under a request that is not cleared in between.
-_NUM_BREAKS = 2
-_MAX_REASON_CHARS = 300
-
-
 class Suspicion:
-    """Of one request.
+    """Whether a request breaks the replicas that run it::
 
-    What breaks under a suspect is told by the replica, where that still can. When it is gone as a whole, a
+        innocent --in flight when a replica broke--> suspect --again, running alone--> poison: INTERNAL
+            ^                                           |
+            +---------------- cleared ------------------+
+
+    A replica that dies or breaks takes along whatever runs there, and nothing shows which request was the
+    cause. So all that were in flight become suspects. Where they are submitted again, a suspect runs alone
+    until it has survived some steps; then it is cleared. What breaks while it runs alone is evidence.
+
+    A replica that can still report names the suspects under which it broke. When it is gone as a whole, a
     request that was not a suspect there may have been the cause, and a suspect only if it had begun to run
     alone, or was cleared.
     """
 
     def __init__(self, max_attempts: int) -> None:
-        """In all, fewer than `max_attempts` replicas may break under it, cleared in between or not. As many
-        that break for other reasons are forgiven."""
+        """Allow fewer than `max_attempts` replicas to break under the request in all, cleared in between or
+        not; as many that break for other reasons are forgiven."""
         self._max_breaks = max(max_attempts, _NUM_BREAKS)
         self._num_forgivable = max_attempts
         self._breaks: list[str] = []
@@ -161,16 +100,16 @@ class Suspicion:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next submission is to run alone at first."""
+        """Whether the next submission must run alone at first."""
         return self._num_since_cleared > 0
 
     def routed(self, numbers: Iterable[int]) -> None:
-        """A new attempt, whose submissions have these numbers."""
+        """Begin an attempt, whose submissions have these numbers."""
         self._uncleared = set(numbers) if self.is_suspect else set()
         self._alone.clear()
 
     def isolated(self, replica: ReplicaIdentity, report: IsolationReport) -> None:
-        """A submission of the running attempt begins to run alone there, or is cleared."""
+        """Record that a submission of the running attempt begins to run alone there, or is cleared."""
         if not report.is_cleared:
             self._alone.add((replica, report.attempt))
             return
@@ -180,23 +119,23 @@ class Suspicion:
             self._num_since_cleared = 0
 
     def may_have_broken(self, replica: ReplicaIdentity) -> bool:
-        """Whether a replica that is gone, and had the request, may be so because of it."""
+        """Return whether a replica that is gone, and had the request, may be so because of the request."""
         return not self._uncleared or any(alone == replica for alone, _ in self._alone)
 
     def broke(self, reason: str) -> PoisonRequestError | None:
-        """A replica, named in `reason`, broke, maybe because of the request. The error when that is once too
-        often."""
+        """Record that a replica, named in `reason`, may have broken because of the request. Returns the error
+        when that is once too often."""
         self._breaks.append(reason[:_MAX_REASON_CHARS])
         self._num_since_cleared += 1
         if self._num_since_cleared < _NUM_BREAKS and len(self._breaks) < self._max_breaks:
             return None
-        told = "; then ".join(self._breaks[-_NUM_BREAKS:])
+        reasons = "; then ".join(self._breaks[-_NUM_BREAKS:])
         return PoisonRequestError(
-            f"not tried again, because replicas broke while they ran this request: {told}"
+            f"not tried again, because replicas broke while they ran this request: {reasons}"
         )
 
     def forgives(self, replica: ReplicaIdentity) -> bool:
-        """Whether an attempt that ended because of this replica does not count: the first one, within
+        """Return whether an attempt that ended because of this replica does not count: the first one, within
         limits."""
         is_forgiven = replica not in self._forgiven and len(self._forgiven) < self._num_forgivable
         self._forgiven.add(replica)

@@ -1,4 +1,4 @@
-"""Requests that another application of the Ray cluster answers: another version of the model, beside ours.
+"""Requests that another application of the Ray cluster answers, with another version of the model.
 
 The roster says which share of the requests goes where. Which requests those are is decided by a hash of
 tenant and request id, so that retries and resumed streams stay where the request began.
@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from cluster.api.client import APPLICATION_KEY
 from cluster.errors import UnavailableError, to_grpc_status
-from cluster.gateway.replica_connections import ReplicaLinks
+from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.metrics.ended_request import RelayedRequest
+from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
 from kvtransfer.common.clock import Clock
@@ -50,7 +49,7 @@ Context = Any
 
 
 def application_of(shares: Mapping[str, float], own: str, tenant: str, request_id: str) -> str:
-    """Which application answers the request. A change of the shares moves no more requests than it must:
+    """Return which application answers the request. A change of the shares moves no more requests than it must:
     those of `own` are what the others, in the order of their names, leave."""
     digest = hashlib.sha256(f"{tenant}\0{request_id}".encode()).digest()
     place = int.from_bytes(digest[:_HASH_BYTES], "big") / 256**_HASH_BYTES
@@ -66,7 +65,7 @@ def application_of(shares: Mapping[str, float], own: str, tenant: str, request_i
 
 
 class RemoteApp:
-    """The gateways of one other application, followed through its roster."""
+    """The gateways of another application, followed through its roster."""
 
     def __init__(self, app: str, roster: RosterClient) -> None:
         self.app = app
@@ -87,7 +86,7 @@ class RemoteApp:
             _log.warning("the roster of application %s does not answer", self.app)
 
     def in_order(self, request_id: str) -> list[str]:
-        """Addresses to try, another first for another request."""
+        """Return the addresses to try; the order depends on the request."""
         return [
             record.address
             for record in sorted(
@@ -111,7 +110,7 @@ class RemoteApp:
 
 
 class _Answer(NamedTuple):
-    """How a call ended elsewhere, as `context.abort` takes it."""
+    """How a forwarded call ended, as `context.abort` takes it."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -120,12 +119,12 @@ class _Answer(NamedTuple):
 
 
 class TrafficSplitter:
-    """Passes calls of `Generate` on to the application that shall answer them.
+    """Forwards calls of `Generate` to the application that must answer them.
 
-    A gateway of the other application that does not take the request is no reason to fail: the next one is
-    asked, then the request is answered here. Only a stream that began there and is resumed waits for it,
-    because its tokens are another model's. What was begun is passed through as it comes: messages, deadline,
-    cancellation, errors with their details.
+    A gateway of the other application that refuses the request is no reason to fail: the next one is tried,
+    then the request is answered here. Only a resumed stream that began there cannot be answered here, because
+    its tokens are another model's. Messages, deadline, cancellation and errors with their details are passed
+    through as they come.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class TrafficSplitter:
         *,
         app: str,
         model_name: str,
-        links: ReplicaLinks,
+        connections: ReplicaConnections,
         open_roster: Callable[[str], RosterClient] | None,
         clock: Clock,
         on_end: Callable[[RelayedRequest], None] | None = None,
@@ -141,7 +140,7 @@ class TrafficSplitter:
         """`open_roster` finds the roster of another application; without it, requests stay here."""
         self._app = app
         self._model_name = model_name
-        self._links = links
+        self._connections = connections
         self._open_roster = open_roster
         self._clock = clock
         self._on_end = on_end
@@ -154,13 +153,13 @@ class TrafficSplitter:
 
     @property
     def num_running(self) -> int:
-        """Calls that are being answered elsewhere."""
+        """The number of calls that other applications are answering."""
         return len(self._calls)
 
     async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
-        """True when the call was answered elsewhere, to its end; False: answer it here. The request gets an
+        """Return True when another application answered the call to its end; False: answer it here. The request gets an
         id if it has none. Ends by `context.abort` where the other application's answer is an error."""
-        shares = self._links.roster_view.traffic
+        shares = self._connections.roster_view.traffic
         if not shares or self._open_roster is None or self._is_leaving:
             return False
         metadata = dict(context.invocation_metadata() or ())
@@ -176,7 +175,7 @@ class TrafficSplitter:
         return False
 
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse | None:
-        """As the gateway answers that a request was passed on to; None where there is none, or it is gone."""
+        """Return the answer of the gateway that the request was forwarded to; None where there is none."""
         address = self._addresses.get(request.request_id)
         if address is None:
             return None
@@ -187,7 +186,7 @@ class TrafficSplitter:
         return reply
 
     def leave(self) -> None:
-        """Pass on no more calls; those that run go on."""
+        """Forward no more calls; those that run continue."""
         self._is_leaving = True
 
     def close(self) -> None:
@@ -205,7 +204,7 @@ class TrafficSplitter:
 
     async def _pass_on(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
         began_at = self._clock.now()
-        other = self._elsewhere(app)
+        other = self._remote_app(app)
         await other.wait_seen()
         answer = _Answer(grpc.StatusCode.UNAVAILABLE, "it has no gateway", has_begun=False)
         try:
@@ -263,7 +262,7 @@ class TrafficSplitter:
         ]
         return (*kept, (RELAYED_KEY, self._app))
 
-    def _elsewhere(self, app: str) -> RemoteApp:
+    def _remote_app(self, app: str) -> RemoteApp:
         if app not in self._others:
             assert self._open_roster is not None
             self._others[app] = RemoteApp(app, self._open_roster(app))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Literal, NamedTuple
 
-from workers.messages import BATCH_BOUNDS
+from workers.stats_record import BATCH_BOUNDS
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -54,8 +54,8 @@ REQUEST_TIMES = {
 BATCH_SIZE = tuple(float(bound) for bound in BATCH_BOUNDS)
 
 
-# Labels: of what gateways export, of what they measured of a replica's work, of what replicas export, of their
-# paths to other replicas, and of the stores of their nodes.
+# Labels: of what gateways export, of what they measured of a replica's work, of what replicas export, of
+# their paths to other replicas, and of the stores of their nodes.
 _GATEWAY = ("app", "gateway", "model")
 _SERVED = ("app", "gateway", "model", "pool", "replica")
 _REPLICA = ("app", "pool", "replica", "model")
@@ -64,10 +64,10 @@ _NODE = ("app", "node")
 _TIER = ("app", "node", "tier")
 
 _NEEDS_PAIR = "needs two replicas of separate pools"
-_NEEDS_STORE = "needs a store with room (`store.dram_gb`)"
+_NEEDS_STORE = "needs a store (`store.dram_gb`)"
 _NEEDS_NVME = "needs a tier on NVMe (`store.nvme_path`)"
 _NEEDS_LOAD = "a prompt must be in the store and no longer on the device"
-_NEEDS_FULL_STORE = "the store must be full or away"
+_NEEDS_FULL_STORE = "the store must be full or unavailable"
 
 
 def _metric(
@@ -105,7 +105,7 @@ REQUESTS = (
     _times("tpot_seconds", "Mean time for an output token after the first, of each finished request."),
     _times("e2e_seconds", "From acceptance to the end, of each finished request."),
     _times("queue_seconds", "From arrival at a replica until the prompt was scheduled."),
-    _times("prefill_seconds", "From then until the prompt was computed."),
+    _times("prefill_seconds", "From the scheduling of the prompt until it was computed."),
     _times(
         "hand_over_seconds",
         "From the first piece of KV written until the last one was verified at the decode replica.",
@@ -119,35 +119,36 @@ REQUESTS = (
         "gRPC status.",
         by="state code",
     ),
-    _gateway("running_requests", "num_running", "requests", "Requests that run."),
+    _gateway("running_requests", "num_running", "requests", "Running requests."),
     _gateway(
         "retried_requests_total",
         "num_retried",
         "requests",
         "Finished requests that took more than one attempt.",
     ),
-    _gateway("prompt_tokens_total", "num_prompt_tokens", "tokens", "Of accepted requests."),
+    _gateway("prompt_tokens_total", "num_prompt_tokens", "tokens", "Prompt tokens of accepted requests."),
     _gateway(
         "cached_prompt_tokens_total",
         "num_cached_tokens",
         "tokens",
-        "Of those: tokens whose KV was there, by the tier where it was (device, dram, nvme, remote).",
+        "Prompt tokens whose KV was cached, by the tier that held it (device, dram, nvme, remote).",
         by="tier",
     ),
     _gateway(
         "expected_cached_tokens_total",
         "num_expected_cached_tokens",
         "tokens",
-        "That the router expected to be cached where it placed the prompt, over all attempts.",
+        "Prompt tokens that the router expected to be cached where it placed the prompt, over all attempts.",
     ),
     _served(
         "routed_attempts_total",
         "num_routed",
         "attempts",
-        "That ended after the router had placed them here to prefill, to decode, or for both (local).",
+        "Ended attempts that the router had placed at this replica to prefill, to decode, or for "
+        "both (local).",
         by="side",
     ),
-    _gateway("output_tokens_total", "num_output_tokens", "tokens", "That reached the gateway."),
+    _gateway("output_tokens_total", "num_output_tokens", "tokens", "Output tokens that reached the gateway."),
     _gateway(
         "first_tokens_total",
         "demand.num_first_tokens",
@@ -158,20 +159,20 @@ REQUESTS = (
         "late_first_tokens_total",
         "demand.num_late_first_tokens",
         "requests",
-        "Of those: the ones later than `scaling.ttft_slo_s`.",
+        "Requests whose first token came later than `scaling.ttft_slo_s`.",
     ),
     _gateway("token_gaps_total", "demand.num_gaps", "gaps", "Gaps between tokens of one continuation."),
     _gateway(
         "late_token_gaps_total",
         "demand.num_late_gaps",
         "gaps",
-        "Of those: the ones longer than `scaling.itl_slo_s`.",
+        "Gaps between tokens longer than `scaling.itl_slo_s`.",
     ),
     _gateway(
         "hand_overs_total",
         "num_hand_overs",
         "requests",
-        "Finished requests that were handed over, by transport (none: nothing had to move).",
+        "Finished requests that were handed over, by transport (none: no KV had to be transferred).",
         by="transport",
         why_empty=NEEDS_HAND_OVER,
     ),
@@ -179,7 +180,7 @@ REQUESTS = (
         "hand_over_bytes_total",
         "num_hand_over_bytes",
         "bytes",
-        "KV that moved for them.",
+        "KV transferred in hand-overs.",
         by="transport",
         why_empty=NEEDS_HAND_OVER,
     ),
@@ -187,8 +188,8 @@ REQUESTS = (
         "attempt_failures_total",
         "num_attempt_failures",
         "attempts",
-        "Attempts that a replica gave up, by code: refused (no room), peer, internal, leaving, deadline, "
-        "invalid. Most are placed again and the client sees nothing.",
+        "Attempts that failed at a replica, by code: refused (no capacity), peer, internal, "
+        "leaving, deadline, invalid. Most are placed again and the client does not notice.",
         by="code",
         why_empty=NEEDS_FAULT,
     ),
@@ -213,7 +214,7 @@ TENANTS = (
         "tenant_cached_tokens_total",
         "num_cached_tokens",
         "tokens",
-        "Prompt tokens whose KV was there.",
+        "Prompt tokens whose KV was cached.",
         by="tenant",
     ),
     _gateway("tenant_output_tokens_total", "num_output_tokens", "tokens", "Output tokens.", by="tenant"),
@@ -227,19 +228,19 @@ TENANTS = (
 )
 
 POOLS = (
-    _gateway("pool_replicas", "", "replicas", "As this gateway sees them.", by="pool state"),
+    _gateway("pool_replicas", "", "replicas", "Replicas as this gateway sees them.", by="pool state"),
     _gateway(
         "pool_desired_replicas",
         "",
         "replicas",
-        "What the configuration, an operator or the autoscaler wants.",
+        "Replicas that the configuration, an operator or the autoscaler wants.",
         by="pool",
     ),
     _gateway(
         "pool_pinned", "", "", "1 while an operator's choice keeps the autoscaler from the pool.", by="pool"
     ),
     _gateway(
-        "pool_lent_replicas", "", "replicas", "Replicas of the pool that play the other role now.", by="pool"
+        "pool_lent_replicas", "", "replicas", "Replicas of the pool that have the other role now.", by="pool"
     ),
     _gateway(
         "scaling_moves_total",
@@ -255,12 +256,17 @@ POOLS = (
         "Links that ended to replicas that were not leaving: they died, hung, or the network broke.",
         by="pool",
     ),
-    _gateway("path_floor_bytes_per_second", "", "bytes/s", "`transfer.min_gb_s`; 0: none."),
+    _gateway(
+        "path_floor_bytes_per_second",
+        "",
+        "bytes/s",
+        "Lowest accepted rate of a path, `transfer.min_gb_s`; 0: none.",
+    ),
 )
 
 ENGINES = (
-    _replica("running_sequences", "num_running", "sequences", "Sequences that are computed."),
-    _replica("waiting_sequences", "num_waiting", "sequences", "Sequences that wait."),
+    _replica("running_sequences", "num_running", "sequences", "Running sequences."),
+    _replica("waiting_sequences", "num_waiting", "sequences", "Waiting sequences."),
     _replica(
         "backlog_tokens", "num_backlog_tokens", "tokens", "Prompt tokens that are accepted and not computed."
     ),
@@ -277,33 +283,33 @@ ENGINES = (
         "prefill_tokens_per_second",
         "prefill_tok_s",
         "tokens/s",
-        "Prompt tokens computed while there is prefill; 0: none yet.",
+        "Rate of prompt tokens during prefill; 0: none yet.",
     ),
     _replica(
         "decode_step_seconds",
         "decode_step_s",
         "seconds",
-        "How long a step without prefill takes; 0: none yet.",
+        "Duration of a step without prefill; 0: none yet.",
     ),
-    _replica("busy_seconds_total", "busy_s", "seconds", "Time in which it computed."),
-    _replica("flops_total", "num_flops", "operations", "The least arithmetic its steps needed."),
+    _replica("busy_seconds_total", "busy_s", "seconds", "Time in which the replica computed."),
+    _replica("flops_total", "num_flops", "operations", "Minimum arithmetic of the steps."),
     _replica(
         "device_read_bytes_total",
         "num_read_bytes",
         "bytes",
-        "The least its steps had to read from device memory.",
+        "Minimum that the steps had to read from device memory.",
     ),
     _replica(
         "peak_flops_per_second",
         "peak_flop_s",
         "operations/s",
-        "Measured at start by a matrix product, all ranks together.",
+        "Arithmetic measured at start by a matrix product, all ranks together.",
     ),
     _replica(
         "peak_read_bytes_per_second",
         "peak_byte_s",
         "bytes/s",
-        "Measured at start by reading memory, all ranks together.",
+        "Bandwidth measured at start by reading memory, all ranks together.",
     ),
     _replica("mfu_ratio", "mfu", "", "Achieved share of the measured arithmetic, while steps run (MFU)."),
     _replica("mbu_ratio", "mbu", "", "Achieved share of the measured bandwidth, while steps run (MBU)."),
@@ -311,70 +317,72 @@ ENGINES = (
         "device_memory_used_bytes",
         "",
         "bytes",
-        "In use on the rank's GPU, by whomever; on a CPU what the rank's process has in memory.",
+        "Memory in use on the rank's GPU, by any process; on a CPU the memory of the rank's process.",
         by="rank",
     ),
-    _replica("device_memory_total_bytes", "", "bytes", "Of that GPU, or of the host.", by="rank"),
-    _replica("preemptions_total", "num_preemptions", "sequences", "That gave their blocks to others."),
+    _replica("device_memory_total_bytes", "", "bytes", "Memory of that GPU, or of the host.", by="rank"),
+    _replica("preemptions_total", "num_preemptions", "sequences", "Sequences that were preempted."),
     _replica(
         "replica_role",
         "",
         "",
-        "1 for the role that it plays now; not its pool's while it is lent.",
+        "1 for the replica's current role, which differs from its pool's while it is lent.",
         by="role",
     ),
-    _replica("moved_streams_total", "num_moved_streams", "streams", "That went on at another replica."),
+    _replica("moved_streams_total", "num_moved_streams", "streams", "Streams that moved to another replica."),
     _replica(
         "failed_stream_moves_total",
         "num_failed_moves",
         "streams",
-        "That should have, and stayed or were placed again.",
+        "Streams whose move failed: they stayed or were placed again.",
     ),
 )
 
 KV = (
-    _replica("kv_blocks", "num_total_blocks", "blocks", "KV blocks that there are."),
-    _replica("free_blocks", "num_free_blocks", "blocks", "That can be taken, cached ones included."),
+    _replica("kv_blocks", "num_total_blocks", "blocks", "All KV blocks."),
     _replica(
-        "cached_blocks", "num_cached_blocks", "blocks", "Of those: the ones that hold a finished prefix."
+        "free_blocks", "num_free_blocks", "blocks", "Blocks that can be allocated, cached ones included."
     ),
+    _replica("cached_blocks", "num_cached_blocks", "blocks", "Free blocks that hold a finished prefix."),
     _replica("kv_usage_ratio", "", "", "Share of the blocks that requests hold."),
     _replica(
         "kv_fragmentation_ratio",
         "",
         "",
-        "Share of what running sequences hold that no token is in yet; part of it is reserved for prompts "
-        "that are being computed.",
+        "Share of the running sequences' blocks that holds no token yet; part of it is reserved "
+        "for prompts that are being computed.",
     ),
-    _replica("landings", "num_landings", "landings", "That are open or wait for room."),
+    _replica("landings", "num_landings", "landings", "Landings that are open or wait for free blocks."),
     _replica(
         "quarantined_blocks",
         "num_quarantined_blocks",
         "blocks",
-        "That a writer of an ended landing could still write.",
+        "Blocks that a writer of an ended landing could still write.",
     ),
-    _replica("leaked_blocks", "num_leaked_blocks", "blocks", "That are referenced although nothing runs."),
     _replica(
-        "offloaded_blocks", "num_offloaded_blocks", "blocks", "Of running sequences that lie in host memory."
+        "leaked_blocks", "num_leaked_blocks", "blocks", "Blocks that are referenced although nothing runs."
+    ),
+    _replica(
+        "offloaded_blocks", "num_offloaded_blocks", "blocks", "Blocks of running sequences in host memory."
     ),
     _replica(
         "prefix_queried_tokens_total",
         "num_queried_tokens",
         "tokens",
-        "Of prompts that were computed: what could have been cached.",
+        "Tokens of computed prompts that could have been cached.",
     ),
     _replica(
         "prefix_hit_tokens_total",
         "num_hit_tokens",
         "tokens",
-        "Of those: what was, by the tier that had it.",
+        "Tokens of computed prompts that were cached, by the tier that held them.",
         by="tier",
     ),
     _replica(
         "loaded_tokens_total",
         "num_loaded_tokens",
         "tokens",
-        "Whose KV was loaded from the store instead of computed.",
+        "Tokens whose KV was loaded from the store instead of computed.",
         by="tier",
         why_empty=_NEEDS_LOAD,
     ),
@@ -382,11 +390,13 @@ KV = (
         "load_tokens_per_second",
         "load_tok_s",
         "tokens/s",
-        "Rate at which KV comes from a tier of the store.",
+        "Rate at which KV is loaded from a tier of the store.",
         by="tier",
         why_empty=_NEEDS_LOAD,
     ),
-    _replica("stored_blocks_total", "num_stored_blocks", "blocks", "Written through to the node's store."),
+    _replica(
+        "stored_blocks_total", "num_stored_blocks", "blocks", "Blocks written through to the node's store."
+    ),
     _replica(
         "unstored_blocks_total",
         "num_unstored_blocks",
@@ -416,7 +426,7 @@ TRANSFER = (
         "transfer_seconds_total",
         "transport_s",
         "seconds",
-        "Time spent writing it, summed over pushes of each rank.",
+        "Time spent writing KV, summed over pushes of each rank.",
         by="transport",
         why_empty=NEEDS_HAND_OVER,
     ),
@@ -435,15 +445,21 @@ TRANSFER = (
         "path_bytes_per_second",
         "",
         "bytes/s",
-        "Measured rate of a path between ranks; 0: it is gone, or there is none (transport none).",
+        "Measured rate of a path between ranks; 0: the path is lost, or there is none (transport none).",
         why_empty=_NEEDS_PAIR,
     ),
-    _path("path_latency_seconds", "", "seconds", "Its measured latency.", why_empty=_NEEDS_PAIR),
+    _path(
+        "path_latency_seconds",
+        "",
+        "seconds",
+        "Measured latency of a path between ranks.",
+        why_empty=_NEEDS_PAIR,
+    ),
     _replica(
         "lost_landings_total",
         "num_lost_landings",
         "landings",
-        "That ended without hand-over.",
+        "Landings that ended without hand-over.",
         by="cause",
         why_empty=NEEDS_FAULT,
     ),
@@ -451,33 +467,41 @@ TRANSFER = (
         "checksum_failures_total",
         "num_checksum_failures",
         "pieces",
-        "KV pieces that failed their checksum and were computed again.",
+        "KV pieces that failed their checksum and were recomputed.",
     ),
 )
 
 STORES = (
-    _tier("store_bytes", "num_bytes", "bytes", "What a tier holds, headers and padding included."),
-    _tier("store_capacity_bytes", "capacity_bytes", "bytes", "What it may hold."),
-    _tier("store_records", "num_records", "records", "In it."),
-    _tier("store_queued", "num_queued", "records", "That wait to be written to it."),
-    _tier("store_leases", "num_leases", "records", "That are being read."),
-    _tier("store_quarantined", "num_quarantined", "records", "Places that somebody could still write."),
+    _tier("store_bytes", "num_bytes", "bytes", "Bytes in the tier, headers and padding included."),
+    _tier("store_capacity_bytes", "capacity_bytes", "bytes", "Capacity of the tier."),
+    _tier("store_records", "num_records", "records", "Records in the tier."),
+    _tier("store_queued", "num_queued", "records", "Records that wait to be written to the tier."),
+    _tier("store_leases", "num_leases", "records", "Records that are being read."),
+    _tier("store_quarantined", "num_quarantined", "records", "Slots that some process could still write."),
     _tier("store_read_bytes_per_second", "read_gb_s", "bytes/s", "Measured rate of recent reads.", scale=_GB),
     _tier(
         "store_write_bytes_per_second", "write_gb_s", "bytes/s", "Measured rate of recent writes.", scale=_GB
     ),
-    _tier("store_latency_seconds", "latency_s", "seconds", "Of one read (nvme), of one fetch (remote)."),
-    _tier("store_hits_total", "num_hits", "blocks", "Asked for that it had."),
-    _tier("store_misses_total", "num_misses", "blocks", "Asked for that it did not have."),
-    _tier("store_hit_bytes_total", "num_hit_bytes", "bytes", "That were read of it."),
-    _tier("store_put_bytes_total", "num_put_bytes", "bytes", "That were put into it."),
     _tier(
-        "store_written_bytes_total", "num_written_bytes", "bytes", "The same, with what was written again."
+        "store_latency_seconds", "latency_s", "seconds", "Latency of one read (nvme), of one fetch (remote)."
     ),
-    _tier("store_evictions_total", "num_evictions", "records", "That made room for others."),
-    _tier("store_refused_total", "num_refused", "records", "That found no room."),
+    _tier("store_hits_total", "num_hits", "blocks", "Requested blocks that the tier had."),
+    _tier("store_misses_total", "num_misses", "blocks", "Requested blocks that the tier did not have."),
+    _tier("store_hit_bytes_total", "num_hit_bytes", "bytes", "Bytes read from the tier."),
+    _tier("store_put_bytes_total", "num_put_bytes", "bytes", "Bytes put into the tier."),
     _tier(
-        "store_checksum_failures_total", "num_checksum_failures", "records", "Dropped for a wrong checksum."
+        "store_written_bytes_total",
+        "num_written_bytes",
+        "bytes",
+        "Bytes written to the tier, rewrites included.",
+    ),
+    _tier("store_evictions_total", "num_evictions", "records", "Records evicted to free space."),
+    _tier("store_refused_total", "num_refused", "records", "Records refused for lack of space."),
+    _tier(
+        "store_checksum_failures_total",
+        "num_checksum_failures",
+        "records",
+        "Records dropped for a wrong checksum.",
     ),
     _tier("store_io_errors_total", "num_io_errors", "operations", "Reads and writes that failed."),
     _node(
@@ -487,19 +511,21 @@ STORES = (
         "Bytes written to NVMe over bytes put there.",
         why_empty=_NEEDS_NVME,
     ),
-    _node("store_index_lookups_total", "num_lookups", "look-ups", "In the index of all nodes."),
-    _node("store_index_late_total", "num_late", "look-ups", "That were not waited for."),
-    _node("store_index_errors_total", "num_errors", "look-ups", "That failed."),
-    _node("store_index_announced_total", "num_announced", "records", "Announced to it."),
+    _node("store_index_lookups_total", "num_lookups", "look-ups", "Look-ups in the index of all nodes."),
+    _node("store_index_late_total", "num_late", "look-ups", "Look-ups that exceeded their time budget."),
+    _node("store_index_errors_total", "num_errors", "look-ups", "Look-ups that failed."),
+    _node("store_index_announced_total", "num_announced", "records", "Records announced to the index."),
     _node(
         "store_index_dropped_total",
         "num_dropped",
         "records",
-        "Announcements that found no room in the queue.",
+        "Announcements dropped because the queue was full.",
     ),
-    _node("store_index_rebuilds_total", "num_rebuilds", "times", "That everything was announced again."),
-    _node("store_index_latency_seconds", "latency_s", "seconds", "Of one look-up."),
-    _node("store_index_state", "", "", "1 for what it is (off, up, slow, down), else 0.", by="state"),
+    _node(
+        "store_index_rebuilds_total", "num_rebuilds", "times", "Times that all records were announced again."
+    ),
+    _node("store_index_latency_seconds", "latency_s", "seconds", "Latency of one look-up."),
+    _node("store_index_state", "", "", "1 for the current state (off, up, slow, down), else 0.", by="state"),
 )
 
 SECTIONS = {

@@ -11,7 +11,7 @@ from cluster.metrics.histogram import cumulative
 from cluster.metrics.registry import MetricsRegistry
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.store.messages import StoreStat
-from workers.messages import PathMeasure, ReplicaStats
+from workers.stats_record import PathMeasure, ReplicaStats
 
 _GB = 1e9
 _REQUESTS = [metric for metric in SECTIONS["Requests"] if metric.field]

@@ -6,7 +6,7 @@ import operator
 from typing import Any, NamedTuple
 
 from cluster.proto import tandem_pb2 as pb
-from workers.messages import ReplicaStats
+from workers.stats_record import ReplicaStats
 
 
 class _Renamed(NamedTuple):

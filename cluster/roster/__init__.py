@@ -1,1 +1,1 @@
-"""Who serves, and what an operator wishes: kept by one actor, watched by all."""
+"""The roster: who serves, and the counts that operators ordered; kept by one actor, watched by all."""

@@ -1,8 +1,8 @@
 """Who serves: replicas, gateways and stores register here and everyone watches by long poll.
 
-`Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `roster_wire` has the
-plain class that becomes a named Ray actor, and what calls it. A member renews its registration periodically,
-which is also how a restarted actor is filled again; meanwhile the members' last view stays in force.
+`Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `cluster.roster.actor`
+has the class that becomes a named Ray actor, and what calls it. A member renews its registration
+periodically, which also fills a restarted actor again; meanwhile the members' last view stays in force.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ScalingRoster(RosterClient, Protocol):
 
 
 class Roster:
-    """The state: members with epochs, the wishes, a version that grows with every visible change.
+    """The state: members with epochs, the desired state, a version that grows with every visible change.
 
     Times are passed in (seconds of one monotonic clock). `first_version` must grow from one incarnation of
     the roster to the next, so that watchers see the versions of all incarnations in order.
@@ -95,7 +95,7 @@ class Roster:
         self._stores: dict[str, StoreRecord] = {}
         self._renewed_at: dict[str, float] = {}
         self._removed_epoch: dict[str, int] = {}
-        self._wishes = DesiredState(first_version)
+        self._desired = DesiredState(first_version)
 
     @property
     def version(self) -> int:
@@ -108,7 +108,7 @@ class Roster:
             gateways=tuple(self._gateways[key] for key in sorted(self._gateways)),
             stores=tuple(self._stores[key] for key in sorted(self._stores)),
         )
-        return self._wishes.fill(members)
+        return self._desired.fill(members)
 
     def register_replica(self, record: ReplicaRecord, now: float) -> bool:
         """False when the record's epoch is over: a newer one is registered, or this one was removed."""
@@ -164,9 +164,9 @@ class Roster:
             self._forget(member_id)
         return gone
 
-    def tell(self, change: Callable[[DesiredState], bool]) -> None:
+    def change(self, change: Callable[[DesiredState], bool]) -> None:
         """Change what is remembered."""
-        if change(self._wishes):
+        if change(self._desired):
             self._version += 1
 
     def _is_over(self, member_id: str, epoch: int, registered: int | None) -> bool:
@@ -203,32 +203,32 @@ class LocalRoster:
         await self._apply(lambda: self._roster.remove(member_id, epoch))
 
     async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
-        await self._tell(lambda wishes: wishes.set_desired(pool, num_replicas, pinned=pinned))
+        await self._change(lambda state: state.set_desired(pool, num_replicas, pinned=pinned))
 
     async def release(self, pool: str) -> None:
-        await self._tell(lambda wishes: wishes.release(pool))
+        await self._change(lambda state: state.release(pool))
 
     async def forget(self, pool: str) -> None:
-        await self._tell(lambda wishes: wishes.forget(pool))
+        await self._change(lambda state: state.forget(pool))
 
     async def set_lease(self, lease: RoleLease) -> None:
-        await self._tell(lambda wishes: wishes.set_lease(lease))
+        await self._change(lambda state: state.set_lease(lease))
 
     async def drop_lease(self, replica: ReplicaIdentity) -> None:
-        await self._tell(lambda wishes: wishes.drop_lease(replica))
+        await self._change(lambda state: state.drop_lease(replica))
 
     async def add_move(self, move: ScalingMove) -> None:
-        await self._tell(lambda wishes: wishes.add_move(move))
+        await self._change(lambda state: state.add_move(move))
 
     async def set_traffic(self, shares: dict[str, float]) -> None:
-        await self._tell(lambda wishes: wishes.set_traffic(shares))
+        await self._change(lambda state: state.set_traffic(shares))
 
     async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
-        await self._tell(lambda wishes: wishes.set_observed(deploy_mark, targets, declared))
+        await self._change(lambda state: state.set_observed(deploy_mark, targets, declared))
 
     async def restore(self, memory: RosterView) -> RosterView:
-        """Give this life of the roster what an earlier one was told; the view with it."""
-        await self._tell(lambda wishes: wishes.restore(memory))
+        """Restore the orders that an earlier life of the roster had; returns the view with them."""
+        await self._change(lambda state: state.restore(memory))
         return self._roster.view()
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
@@ -241,8 +241,8 @@ class LocalRoster:
                 self._expire()
             return self._roster.view()
 
-    async def _tell(self, change: Callable[[DesiredState], bool]) -> None:
-        await self._apply(lambda: self._roster.tell(change))
+    async def _change(self, change: Callable[[DesiredState], bool]) -> None:
+        await self._apply(lambda: self._roster.change(change))
 
     async def _apply(self, change: Callable[[], T]) -> T:
         async with self._changed:
@@ -267,7 +267,7 @@ async def keep_registered(
 
 
 # ----------------------------------------------------------------------------------------------
-# What the roster was told to remember: counts, pins, role leases, moves, traffic. Outlives the roster.
+# The orders that the roster remembers: counts, pins, role leases, moves, traffic. Outlives the roster.
 #
 # A new life of the roster begins without any of it; watchers then give it what they saw last (`restore`).
 
@@ -285,7 +285,7 @@ class DesiredPool(NamedTuple):
 class DesiredState:
     """The state. Every method that changes something says whether it did.
 
-    `first_version` is that of this life of the roster. What was told to this life is never overridden by a
+    `first_version` is that of this life of the roster. What was ordered in this life is never overridden by a
     memory, and of several memories the latest counts.
     """
 
@@ -299,18 +299,18 @@ class DesiredState:
         self._targets: dict[str, int] = {}
         self._declared: dict[str, int] = {}
         self._deploy_mark = ""
-        # Kind and key of what this life was told.
-        self._told: set[tuple[str, str]] = set()
+        # Kind and key of what was ordered in this life.
+        self._own: set[tuple[str, str]] = set()
 
     def fill(self, view: RosterView) -> RosterView:
-        """The view of the members, with the wishes added."""
+        """The view of the members, with the desired state added."""
         return RosterView(
             version=view.version,
             replicas=view.replicas,
             gateways=view.gateways,
             stores=view.stores,
-            desired={pool: wish.num_replicas for pool, wish in sorted(self._pools.items())},
-            pinned=tuple(pool for pool, wish in sorted(self._pools.items()) if wish.pinned),
+            desired={pool: it.num_replicas for pool, it in sorted(self._pools.items())},
+            pinned=tuple(pool for pool, it in sorted(self._pools.items()) if it.pinned),
             leases=tuple(self._leases[key] for key in sorted(self._leases)),
             moves=self._moves,
             traffic=dict(self._traffic),
@@ -321,22 +321,22 @@ class DesiredState:
         )
 
     def set_desired(self, pool: str, num_replicas: int, *, pinned: bool) -> bool:
-        wish = DesiredPool(num_replicas, pinned)
-        self._told.add(("pool", pool))
-        changed = self._pools.get(pool) != wish
-        self._pools[pool] = wish
+        wanted = DesiredPool(num_replicas, pinned)
+        self._own.add(("pool", pool))
+        changed = self._pools.get(pool) != wanted
+        self._pools[pool] = wanted
         return changed
 
     def release(self, pool: str) -> bool:
         """The pool is nobody's choice any more; its count stays until somebody changes it."""
-        wish = self._pools.get(pool)
-        if wish is None or not wish.pinned:
+        known = self._pools.get(pool)
+        if known is None or not known.pinned:
             return False
-        return self.set_desired(pool, wish.num_replicas, pinned=False)
+        return self.set_desired(pool, known.num_replicas, pinned=False)
 
     def forget(self, pool: str) -> bool:
         """Nothing is wanted of the pool: the configuration's count is right."""
-        self._told.add(("pool", pool))
+        self._own.add(("pool", pool))
         return self._pools.pop(pool, None) is not None
 
     def set_lease(self, lease: RoleLease) -> bool:
@@ -345,7 +345,7 @@ class DesiredState:
         known = self._leases.get(key)
         if known is not None and (lease.epoch, lease.replica.epoch) <= (known.epoch, known.replica.epoch):
             return False
-        self._told.add(("lease", key))
+        self._own.add(("lease", key))
         self._leases[key] = lease
         return True
 
@@ -355,7 +355,7 @@ class DesiredState:
         known = self._leases.get(key)
         if known is None or known.replica.epoch > replica.epoch:
             return False
-        self._told.add(("lease", key))
+        self._own.add(("lease", key))
         del self._leases[key]
         return True
 
@@ -368,20 +368,20 @@ class DesiredState:
 
     def set_traffic(self, shares: Mapping[str, float]) -> bool:
         """Shares by application; empty: all requests stay."""
-        self._told.add(("traffic", ""))
+        self._own.add(("traffic", ""))
         changed = self._traffic != shares
         self._traffic = dict(shares)
         return changed
 
     def set_observed(self, deploy_mark: str, targets: Mapping[str, int], declared: Mapping[str, int]) -> bool:
         """What the scaler saw of Ray Serve."""
-        self._told.add(("observed", ""))
+        self._own.add(("observed", ""))
         before = self._deploy_mark, self._targets, self._declared
         self._deploy_mark, self._targets, self._declared = deploy_mark, dict(targets), dict(declared)
         return before != (deploy_mark, self._targets, self._declared)
 
     def restore(self, memory: RosterView) -> bool:
-        """Take what this life was not told from what a watcher saw of an earlier one."""
+        """Take what was not ordered in this life from what a watcher saw of an earlier one."""
         if not self._restored_version < memory.version <= self._first_version:
             return False
         if memory.incarnation == self._first_version:
@@ -389,24 +389,24 @@ class DesiredState:
         self._restored_version = memory.version
         before = self.fill(memory)
         pinned = set(memory.pinned)
-        self._pools = self._with_told(
+        self._pools = self._with_own(
             "pool",
             self._pools,
             {pool: DesiredPool(num, pool in pinned) for pool, num in memory.desired.items()},
         )
         remembered = {lease.replica.replica_id: lease for lease in memory.leases}
-        self._leases = self._with_told("lease", self._leases, remembered)
+        self._leases = self._with_own("lease", self._leases, remembered)
         self._moves = _latest({move: None for move in (*memory.moves, *self._moves)})
-        if ("traffic", "") not in self._told:
+        if ("traffic", "") not in self._own:
             self._traffic = dict(memory.traffic)
-        if ("observed", "") not in self._told:
+        if ("observed", "") not in self._own:
             self._deploy_mark, self._targets = memory.deploy_mark, dict(memory.targets)
             self._declared = dict(memory.declared)
         return self.fill(memory) != before
 
-    def _with_told(self, kind: str, own: dict[str, T], remembered: Mapping[str, T]) -> dict[str, T]:
-        told = {key: value for key, value in own.items() if (kind, key) in self._told}
-        return {key: value for key, value in remembered.items() if (kind, key) not in self._told} | told
+    def _with_own(self, kind: str, own: dict[str, T], remembered: Mapping[str, T]) -> dict[str, T]:
+        kept = {key: value for key, value in own.items() if (kind, key) in self._own}
+        return {key: value for key, value in remembered.items() if (kind, key) not in self._own} | kept
 
 
 def _latest(moves: Iterable[ScalingMove]) -> tuple[ScalingMove, ...]:

@@ -70,7 +70,7 @@ _log = logging.getLogger(__name__)
 
 
 class CountMemory(Protocol):
-    """`RememberedCounts`; raises `IndexAwayError` while its server is away."""
+    """`RedisCounts`; raises `IndexAwayError` while its server is away."""
 
     async def read(self) -> KnownCounts | None: ...
 
@@ -158,7 +158,7 @@ def counts_key(namespace: str, life: str) -> str:
     return f"{namespace}:counts:{life}"
 
 
-class RememberedCounts:
+class RedisCounts:
     """The counts under one key. Each call opens a connection of its own and raises `IndexAwayError`."""
 
     def __init__(self, url: str, key: str) -> None:

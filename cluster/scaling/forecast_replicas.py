@@ -1,4 +1,4 @@
-"""The slow floor: how many replicas the expected demand needs at the measured speed, tails counted."""
+"""Forecasts how many replicas the expected demand needs at the measured speed, tails included."""
 
 from __future__ import annotations
 
@@ -6,34 +6,29 @@ import math
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import (
-    TAIL,
-    Moments,
-    tail_crowd,
-    tail_wait_s,
-)
-from cluster.scaling.rates import BOTH, DECODE, PREFILL, Rates, Sizes
+from cluster.scaling.forecast import TAIL, MeasuredRates, Moments, RequestSizes, tail_crowd, tail_wait_s
+from cluster.scaling.samples import BOTH, DECODE, PREFILL
 
-# Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for room.
+# Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for blocks.
 _KV_SHARE = 0.9
 
 
-class Need(NamedTuple):
+class ReplicaNeed(NamedTuple):
     """How many replicas, and why; None: what it would follow from was not measured yet."""
 
     num_replicas: int | None
     reason: str
 
 
-class Load(NamedTuple):
+class ExpectedLoad(NamedTuple):
     """Requests a second with their sizes, at the measured speed."""
 
     per_s: float
     dispersion: float
-    sizes: Sizes
-    rates: Rates
+    sizes: RequestSizes
+    rates: MeasuredRates
 
-    def scaled(self, factor: float) -> Load:
+    def scaled(self, factor: float) -> ExpectedLoad:
         return self._replace(per_s=self.per_s * factor)
 
     @property
@@ -57,13 +52,13 @@ class Load(NamedTuple):
         return self.output_tok_s * self.rates.step.step_s(self.rates.batch)
 
 
-def prefill_need(load: Load, config: ScalingConfig) -> Need:
+def prefill_need(load: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:
     """Replicas that compute prompts and nothing else."""
     if load.per_s <= 0:
-        return Need(1, "no requests")
+        return ReplicaNeed(1, "no requests")
     service, prompt = load.service, load.sizes.prompt
     if service is None or prompt is None:
-        return Need(None, "no prefill rate was measured yet")
+        return ReplicaNeed(None, "no prefill rate was measured yet")
     busy = load.per_s * service.mean
     needed = _ceil(busy / config.target_load)
     counted = _with_wait(needed, load, service, busy, config.ttft_slo_s)
@@ -76,10 +71,10 @@ def prefill_need(load: Load, config: ScalingConfig) -> Need:
             f"; {counted} so that {1 - TAIL:.0%} have their first token within {config.ttft_slo_s:g} s "
             f"although sizes vary (squared variation {service.variation:.1f}, arrivals {load.dispersion:.1f})"
         )
-    return Need(counted, reason)
+    return ReplicaNeed(counted, reason)
 
 
-def _with_wait(num_replicas: int, load: Load, service: Moments, busy: float, slo_s: float) -> int:
+def _with_wait(num_replicas: int, load: ExpectedLoad, service: Moments, busy: float, slo_s: float) -> int:
     """As many more as keep the tail of the wait, and the prompt's own time, within `slo_s`. Where the mean
     prompt alone takes longer no number does, and the load decides."""
     if service.mean >= slo_s:
@@ -90,20 +85,20 @@ def _with_wait(num_replicas: int, load: Load, service: Moments, busy: float, slo
     return num_replicas
 
 
-def decode_need(load: Load, config: ScalingConfig) -> Need:
+def decode_need(load: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:
     """Replicas that decode and compute no prompts."""
     if load.per_s <= 0:
-        return Need(1, "no requests")
+        return ReplicaNeed(1, "no requests")
     present, output, rates = load.num_sequences, load.sizes.output, load.rates
     if present is None or output is None:
-        return Need(None, "no decode step was measured yet")
+        return ReplicaNeed(None, "no decode step was measured yet")
     crowd = tail_crowd(present, dispersion=load.dispersion)
     by_batch = _ceil(max(present / config.target_load, crowd) / rates.batch)
-    by_room = _by_room(load, config)
-    if by_room > by_batch:
-        return Need(by_room, _room_reason(load, present, by_room))
+    by_kv_blocks = _by_kv_blocks(load, config)
+    if by_kv_blocks > by_batch:
+        return ReplicaNeed(by_kv_blocks, _kv_reason(load, present, by_kv_blocks))
     each = "one" if rates.batch == 1 else f"batches of {rates.batch}"
-    return Need(
+    return ReplicaNeed(
         by_batch,
         f"{_rate(load.output_tok_s or 0.0)} tokens/s ({_rate(load.per_s)} requests/s with {output.mean:.0f} "
         f"tokens), against {rates.decode_tok_s:.0f} tok/s a replica in {each} within {config.itl_slo_s:g} s "
@@ -111,7 +106,7 @@ def decode_need(load: Load, config: ScalingConfig) -> Need:
     )
 
 
-def _by_room(load: Load, config: ScalingConfig) -> int:
+def _by_kv_blocks(load: ExpectedLoad, config: ScalingConfig) -> int:
     """What the KV of all sequences needs; 1 while their size is not known."""
     present, output, rates = load.num_sequences, load.sizes.output, load.rates
     if present is None or output is None or rates.kv_blocks <= 0:
@@ -121,7 +116,7 @@ def _by_room(load: Load, config: ScalingConfig) -> int:
     return _ceil(sequences * rates.blocks_per_sequence / rates.kv_blocks)
 
 
-def _room_reason(load: Load, present: float, needed: int) -> str:
+def _kv_reason(load: ExpectedLoad, present: float, needed: int) -> str:
     output = load.sizes.output
     variation = output.variation if output else 0.0
     return (
@@ -131,26 +126,28 @@ def _room_reason(load: Load, present: float, needed: int) -> str:
     )
 
 
-def both_need(prefill: Load, decode: Load, config: ScalingConfig) -> Need:
+def both_need(prefill: ExpectedLoad, decode: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:
     """Replicas that do both: the time that prompts take and the time that steps take add up."""
     if prefill.per_s <= 0 and decode.per_s <= 0:
-        return Need(1, "no requests")
+        return ReplicaNeed(1, "no requests")
     service, present = prefill.service, decode.num_sequences
     if service is None or present is None:
-        return Need(None, "neither a prefill rate nor a decode step was measured yet")
+        return ReplicaNeed(None, "neither a prefill rate nor a decode step was measured yet")
     prompts, steps = prefill.per_s * service.mean, present / decode.rates.batch
-    by_room = _by_room(decode, config)
+    by_kv_blocks = _by_kv_blocks(decode, config)
     needed = _ceil((prompts + steps) / config.target_load)
-    if by_room > needed:
-        return Need(by_room, _room_reason(decode, present, by_room))
-    return Need(
+    if by_kv_blocks > needed:
+        return ReplicaNeed(by_kv_blocks, _kv_reason(decode, present, by_kv_blocks))
+    return ReplicaNeed(
         needed,
         f"{_rate(prefill.per_s)} requests/s keep {prompts:.1f} replicas busy with prompts and {steps:.1f} "
         f"with steps; at {config.target_load:.0%} load they need {needed}",
     )
 
 
-def floors(load: Load, config: ScalingConfig, reach: dict[str, int]) -> dict[str, Need]:
+def forecast_replicas(
+    load: ExpectedLoad, config: ScalingConfig, reach: dict[str, int]
+) -> dict[str, ReplicaNeed]:
     """By kind, for the kinds in `reach`, which says how many replicas each may have at most. What dedicated
     pools cannot serve at their limits is left to those that do both."""
     needs = {}

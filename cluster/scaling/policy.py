@@ -1,23 +1,29 @@
 """How many prefill and decode replicas there should be, and which play the other role: a pure function.
 
 `decide` looks at the history, the configuration and the pools, and at nothing else; the scaler actor calls it
-live, `replay` over a trace. docs/scaling.md tells the reasoning.
+live, `replay` over a trace. docs/scaling.md explains the reasoning.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.forecast_replicas import Need
-from cluster.scaling.policy_input import HYSTERESIS, Kind, Lend, Plan, PoolMove, Recall, View
-from cluster.scaling.rates import BOTH, DECODE, PREFILL
-from cluster.scaling.role_assignment import role_changes
-from cluster.scaling.samples import History, PoolView
+from cluster.scaling.forecast_replicas import ReplicaNeed
+from cluster.scaling.policy_input import (
+    HYSTERESIS,
+    PolicyView,
+    PoolMove,
+    ReplicaKind,
+    RoleAssignment,
+    RoleReturn,
+    ScalingPlan,
+)
+from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView
 
-__all__ = ["Lend", "Plan", "PoolMove", "Recall", "decide", "history_span_s"]
+__all__ = ["PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
 
 _MIN_STALE_S = 10.0
 
@@ -27,62 +33,65 @@ def history_span_s(config: ScalingConfig) -> float:
     return max(config.forecast_s, config.down_cool_down_s, config.lend_after_s) + 2 * config.interval_s
 
 
-def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> Plan:
+def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> ScalingPlan:
     """What to change at Unix time `now`. Nothing while the samples are missing or old.
 
-    Moves concern pools with limits that are not pinned, and only with `config.autoscale`; lends only with
-    `config.lend_roles`. The caller carries them out, or not: the next call starts from what is.
+    Moves concern pools with limits that are not pinned, and only with `config.autoscale`; role changes only
+    with `config.lend_roles`. The caller carries them out, or not: the next call starts from what is.
     """
     latest = history.latest
     if latest is None:
-        return Plan(notes=("nothing was seen yet",))
+        return ScalingPlan(notes=("nothing was seen yet",))
     age_s = now - latest.at
     if age_s > max(5 * config.interval_s, _MIN_STALE_S):
-        return Plan(notes=(f"nothing is decided: the latest figures are {age_s:.0f} s old",))
-    view = View(history, config, pools, latest, now)
+        return ScalingPlan(notes=(f"nothing is decided: the latest samples are {age_s:.0f} s old",))
+    view = PolicyView(history, config, pools, latest, now)
     needs, lasting = view.needs(), view.lasting_needs()
-    lends = role_changes(view, needs, lasting)
+    changes = role_changes(view, needs, lasting)
     if not config.autoscale:
-        return Plan(lends=lends)
+        return ScalingPlan(role_changes=changes)
     moves: list[PoolMove] = []
     notes: list[str] = []
-    wishes = _wishes(view, needs, notes)
+    targets = _targets(view, needs, notes)
     for name, kind in view.kinds.items():
-        wish = wishes[name]
-        if wish.num_replicas > kind.num_desired:
-            moves += _growth(view, kind, wish, notes)
+        target = targets[name]
+        if target.num_replicas > kind.num_desired:
+            moves += _growth(view, kind, target, notes)
         else:
             moves += _shrinking(view, kind, lasting[name])
     moved = {move.pool for move in moves}
     for kind in view.kinds.values():
         moves += _into_limits(view, [pool for pool in kind.pools if pool.name not in moved])
-    return Plan(tuple(moves), lends, tuple(notes))
+    return ScalingPlan(tuple(moves), changes, tuple(notes))
 
 
-class _Wish(NamedTuple):
+class _Target(NamedTuple):
     """How many replicas a kind should have at home, and why."""
 
     num_replicas: int
     reason: str
 
 
-def _wishes(view: View, needs: Mapping[str, Need], notes: list[str]) -> dict[str, _Wish]:
-    """The larger of the floor and of what the fast loop asks for; all kinds together."""
-    wishes = {}
+def _targets(view: PolicyView, needs: Mapping[str, ReplicaNeed], notes: list[str]) -> dict[str, _Target]:
+    """The larger of the forecast and of what the shortages ask for; all kinds together."""
+    targets = {}
     for name, kind in view.kinds.items():
-        need, pressure = needs[name], view.pressures.get(name)
-        wish = _Wish(need.num_replicas or 0, f"forecast: {need.reason}")
+        need, shortage = needs[name], view.shortages.get(name)
+        target = _Target(need.num_replicas or 0, f"forecast: {need.reason}")
         if need.num_replicas is None and need.reason:
             notes.append(f"{name}: {need.reason}")
-        if pressure is not None and (wanted := pressure.num_replicas - kind.num_borrowed) > wish.num_replicas:
-            wish = _Wish(wanted, f"now: {pressure.reason}")
-        wishes[name] = wish
-    if PREFILL in wishes and DECODE in wishes and BOTH not in wishes:
-        wishes[PREFILL] = _not_beyond_decode(view, wishes[PREFILL], wishes[DECODE], notes)
-    return wishes
+        if (
+            shortage is not None
+            and (wanted := shortage.num_replicas - kind.num_borrowed) > target.num_replicas
+        ):
+            target = _Target(wanted, f"now: {shortage.reason}")
+        targets[name] = target
+    if PREFILL in targets and DECODE in targets and BOTH not in targets:
+        targets[PREFILL] = _not_beyond_decode(view, targets[PREFILL], targets[DECODE], notes)
+    return targets
 
 
-def _not_beyond_decode(view: View, prefill: _Wish, decode: _Wish, notes: list[str]) -> _Wish:
+def _not_beyond_decode(view: PolicyView, prefill: _Target, decode: _Target, notes: list[str]) -> _Target:
     """More prompts than decode replicas can take need no prefill replicas: those would wait with them."""
     if (queue := view.blocked_queue()) is not None:
         notes.append(f"prefill does not grow for its queue, which waits for decode: {queue.reason}")
@@ -101,28 +110,28 @@ def _not_beyond_decode(view: View, prefill: _Wish, decode: _Wish, notes: list[st
 # -------------------------------------------------------------------------------------------------- growth
 
 
-def _growth(view: View, kind: Kind, wish: _Wish, notes: list[str]) -> list[PoolMove]:
+def _growth(view: PolicyView, kind: ReplicaKind, target: _Target, notes: list[str]) -> list[PoolMove]:
     """The pools in their order, each as far as it may."""
-    missing = wish.num_replicas - kind.num_desired
+    missing = target.num_replicas - kind.num_desired
     moves = []
     for pool in kind.pools:
         limits, why_not = _may_grow(view, pool)
         if limits is None:
             notes.append(
                 f"{pool.name} stays at {pool.desired}, {why_not}, although {missing} more would help: "
-                f"{wish.reason}"
+                f"{target.reason}"
             )
             continue
         after = min(limits.max, pool.desired + missing)
         if after > pool.desired:
-            moves.append(PoolMove(pool.name, pool.desired, after, wish.reason))
+            moves.append(PoolMove(pool.name, pool.desired, after, target.reason))
             missing -= after - pool.desired
         if missing == 0:
             break
     return moves
 
 
-def _may_grow(view: View, pool: PoolView) -> tuple[PoolLimits | None, str]:
+def _may_grow(view: PolicyView, pool: PoolView) -> tuple[PoolLimits | None, str]:
     """The limits within which it may, or why it may not."""
     cool_down_s = view.config.up_cool_down_s
     if pool.is_pinned:
@@ -139,7 +148,7 @@ def _may_grow(view: View, pool: PoolView) -> tuple[PoolLimits | None, str]:
 # ----------------------------------------------------------------------------------------------- shrinking
 
 
-def _shrinking(view: View, kind: Kind, lasting: Need) -> list[PoolMove]:
+def _shrinking(view: PolicyView, kind: ReplicaKind, lasting: ReplicaNeed) -> list[PoolMove]:
     """The last pool that may, by a quarter of what is too many, one at least: when the smaller kind serves
     more than the demand of late, and would have held what was there."""
     for_s = view.config.down_cool_down_s
@@ -159,24 +168,24 @@ def _shrinking(view: View, kind: Kind, lasting: Need) -> list[PoolMove]:
     return []
 
 
-def _may_kind_shrink(view: View, kind: Kind) -> bool:
-    """Everything that was ordered is there and tells its load, nothing is short or borrowed, and it was
+def _may_kind_shrink(view: PolicyView, kind: ReplicaKind) -> bool:
+    """Everything that was ordered is there and reports its load, nothing is short or borrowed, and it was
     watched for long enough."""
     is_settled = all(view.latest.num_ready(pool.name) == pool.desired for pool in kind.pools)
     is_known = all(replica.is_known for replica in view.latest.replicas)
     is_watched = view.history.covered_s >= view.config.down_cool_down_s
     return (
-        is_settled and is_known and is_watched and not kind.num_borrowed and kind.name not in view.pressures
+        is_settled and is_known and is_watched and not kind.num_borrowed and kind.name not in view.shortages
     )
 
 
-def _may_shrink(view: View, pool: PoolView) -> bool:
+def _may_shrink(view: PolicyView, pool: PoolView) -> bool:
     if pool.limits is None or pool.is_pinned or pool.desired <= pool.limits.min:
         return False
     return pool.changed_at is None or view.now >= pool.changed_at + view.config.down_cool_down_s
 
 
-def _into_limits(view: View, pools: Sequence[PoolView]) -> list[PoolMove]:
+def _into_limits(view: PolicyView, pools: Sequence[PoolView]) -> list[PoolMove]:
     """Pools that an operator left outside of their limits and released; downwards one by one."""
     moves = []
     for pool in pools:
@@ -188,3 +197,132 @@ def _into_limits(view: View, pools: Sequence[PoolView]) -> list[PoolMove]:
         elif pool.desired > most and _may_shrink(view, pool):
             moves.append(PoolMove(pool.name, pool.desired, pool.desired - 1, f"above its limit of {most}"))
     return moves
+
+
+# ----------------------------------------------------------------------------------------------
+# Which replicas play the other role: idle ones, where that role is short, until home needs them.
+
+_OTHER = {PREFILL: DECODE, DECODE: PREFILL}
+
+
+def role_changes(
+    view: PolicyView, needs: Mapping[str, ReplicaNeed], lasting: Mapping[str, ReplicaNeed]
+) -> tuple[RoleAssignment | RoleReturn, ...]:
+    """Returns first. At most one replica at a time is assigned in each direction, and is seen at work for
+    `lend_after_s` before the next."""
+    changes: list[RoleAssignment | RoleReturn] = []
+    for home, other in _OTHER.items():
+        if home in view.kinds and other in view.kinds:
+            changes += _returns(view, view.kinds[home], view.kinds[other], needs, lasting)
+    if not view.config.lend_roles:
+        return tuple(changes)
+    returned = {change.pool for change in changes}
+    for home, other in _OTHER.items():
+        if home in view.kinds and other in view.kinds:
+            source = view.kinds[home]
+            if not returned & {pool.name for kind in (source, view.kinds[other]) for pool in kind.pools}:
+                changes += _assignments(view, source, view.kinds[other], lasting)
+    return tuple(changes)
+
+
+# ----------------------------------------------------------------------------------------------- returns
+
+
+def _returns(
+    view: PolicyView,
+    home: ReplicaKind,
+    other: ReplicaKind,
+    needs: Mapping[str, ReplicaNeed],
+    lasting: Mapping[str, ReplicaNeed],
+) -> Iterator[RoleReturn]:
+    """Those whom home needs now, the latest assigned first; else one that the other role can do without."""
+    num_missing = _num_missing(view, home, needs)
+    why_home = _why_home(view, home, needs)
+    assigned = sorted(
+        ((since, replica_id, pool) for pool in home.pools for replica_id, since in pool.assigned),
+        reverse=True,
+    )
+    has_returned = False
+    for since, replica_id, pool in assigned:
+        reason = ""
+        if not view.config.lend_roles:
+            reason = "role changes are switched off"
+        elif pool.is_pinned:
+            reason = "an operator chose the pool's count"
+        elif num_missing > 0:
+            reason = why_home
+            num_missing -= 1
+        elif not has_returned and (reason := _why_spare(view, other, lasting, replica_id, since)):
+            has_returned = True
+        if reason:
+            yield RoleReturn(replica_id, pool.name, reason)
+
+
+def _num_missing(view: PolicyView, home: ReplicaKind, needs: Mapping[str, ReplicaNeed]) -> int:
+    shortage = view.shortages.get(home.name)
+    wanted = max(needs[home.name].num_replicas or 0, shortage.num_replicas if shortage else 0)
+    return max(wanted - home.num_effective, 1 if shortage else 0)
+
+
+def _why_home(view: PolicyView, home: ReplicaKind, needs: Mapping[str, ReplicaNeed]) -> str:
+    shortage = view.shortages.get(home.name)
+    return f"{home.name} needs it: {shortage.reason if shortage else needs[home.name].reason}"
+
+
+def _why_spare(
+    view: PolicyView, other: ReplicaKind, lasting: Mapping[str, ReplicaNeed], replica_id: str, since: float
+) -> str:
+    """Why the other role can do without it; "": it cannot, or has had it for too short to know."""
+    for_s = view.config.lend_after_s
+    if since > view.now - for_s or other.name in view.shortages:
+        return ""
+    if _is_idle(view, replica_id, other.name):
+        return f"idle for {for_s:g} s as {other.name}"
+    is_enough = (lasting[other.name].num_replicas or 1) < other.num_effective
+    if is_enough and view.can_spare(other.name, for_s):
+        return f"{other.name} could do with one replica less for {for_s:g} s"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------ assignments
+
+
+def _assignments(
+    view: PolicyView, home: ReplicaKind, other: ReplicaKind, lasting: Mapping[str, ReplicaNeed]
+) -> Iterator[RoleAssignment]:
+    shortage = view.shortages.get(other.name)
+    for_s = view.config.lend_after_s
+    if shortage is None or home.name in view.shortages:
+        return
+    if any(since > view.now - for_s for pool in home.pools for _, since in pool.assigned):
+        return
+    num_kept = max(1, lasting[home.name].num_replicas or 1)
+    num_here = view.side(home.name, view.latest).num_replicas
+    if min(num_here, home.num_effective) <= num_kept or not view.was_short(other.name, for_s):
+        return
+    for pool in home.pools:
+        for replica_id in _idle_at_home(view, pool):
+            reason = f"idle for {for_s:g} s, while {other.name} is short: {shortage.reason}"
+            yield RoleAssignment(replica_id, pool.name, other.name, reason)
+            return
+
+
+def _idle_at_home(view: PolicyView, pool: PoolView) -> list[str]:
+    """In the order of their ids."""
+    assigned = {replica_id for replica_id, _ in pool.assigned}
+    if pool.is_pinned:
+        return []
+    own = [each.replica_id for each in view.latest.replicas if each.pool == pool.name]
+    return [each for each in sorted(own) if each not in assigned and _is_idle(view, each, pool.role)]
+
+
+def _is_idle(view: PolicyView, replica_id: str, role: str) -> bool:
+    """Whether it was seen all the time since `lend_after_s`, in this role and without work."""
+    for_s = view.config.lend_after_s
+    samples = view.history.since(view.now - for_s)
+    seen = [each for sample in samples for each in sample.replicas if each.replica_id == replica_id]
+    return (
+        view.history.covered_s >= for_s
+        and len(seen) == len(samples) > 0
+        and all(each.is_idle and each.role == role for each in seen)
+    )

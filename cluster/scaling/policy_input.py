@@ -6,38 +6,50 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL
-from cluster.scaling.forecast_replicas import Load, Need, floors
-from cluster.scaling.rates import (
+from cluster.scaling.forecast import (
+    TAIL,
+    ArrivalRates,
+    MeasuredRates,
+    RequestSizes,
+    measured_arrivals,
+    measured_rates,
+    measured_sizes,
+)
+from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed, forecast_replicas
+from cluster.scaling.reactive import (
+    KV_NEAR_FULL,
+    WINDOW_S,
+    ReactiveSignals,
+    Shortage,
+    Side,
+    late_share,
+    side_of,
+)
+from cluster.scaling.samples import (
     BOTH,
     DECODE,
     PREFILL,
-    Rates,
-    Sizes,
-    Work,
+    History,
+    PoolView,
+    ScalingSample,
     kind_of,
     may_prefill,
-    measured_rates,
-    measured_sizes,
-    measured_work,
 )
-from cluster.scaling.reactive import KV_NEAR_FULL, RECENT_S, FastLoop, Pressure, Side, late_share, side_of
-from cluster.scaling.samples import History, PoolView, Sample
 
 # A pool shrinks only where the smaller one could serve this much more than the demand.
 HYSTERESIS = 1.2
-# Of the samples that must show room for one replica less.
+# Of the samples that must show could do with one replica less.
 _SPARE_SHARE = 0.9
 
 
-class Kind(NamedTuple):
+class ReplicaKind(NamedTuple):
     """The pools that do the same, and how many replicas they have and could have."""
 
     name: str
     pools: tuple[PoolView, ...]
-    # At home, those that are lent included.
+    # At home, those that play the other role included.
     num_desired: int
-    num_lent: int
+    num_assigned: int
     num_borrowed: int
     # The most that limits and operators allow.
     reach: int
@@ -45,14 +57,19 @@ class Kind(NamedTuple):
     @property
     def num_effective(self) -> int:
         """Those that do this work once all that was ordered is ready."""
-        return self.num_desired - self.num_lent + self.num_borrowed
+        return self.num_desired - self.num_assigned + self.num_borrowed
 
 
-class View:
+class PolicyView:
     """A moment, as `decide` sees it. There must be a latest sample."""
 
     def __init__(
-        self, history: History, config: ScalingConfig, pools: Sequence[PoolView], latest: Sample, now: float
+        self,
+        history: History,
+        config: ScalingConfig,
+        pools: Sequence[PoolView],
+        latest: ScalingSample,
+        now: float,
     ) -> None:
         self.history = history
         self.config = config
@@ -61,31 +78,33 @@ class View:
         self.has_prefill = may_prefill(pools)
         self.kinds = _kinds(pools, has_prefill=self.has_prefill)
         self.max_sequences = min((pool.max_sequences for pool in pools if pool.role != PREFILL), default=1)
-        self.rates: Rates = measured_rates(history, config, self.max_sequences, now, self.has_prefill)
-        self.sizes: Sizes = measured_sizes(history, now, config.forecast_s / 2)
+        self.rates: MeasuredRates = measured_rates(history, config, self.max_sequences, now, self.has_prefill)
+        self.sizes: RequestSizes = measured_sizes(history, now, config.forecast_s / 2)
         self.start_s = max((history.start_s(pool.name) for pool in pools), default=0.0)
-        self.work: Work = measured_work(history, config, min(self.start_s, config.forecast_s / 2), now)
-        self.pressures = self.pressures_at(0)
+        self.work: ArrivalRates = measured_arrivals(
+            history, config, min(self.start_s, config.forecast_s / 2), now
+        )
+        self.shortages = self.shortages_at(0)
 
-    def pressures_at(self, num_ago: int) -> dict[str, Pressure]:
+    def shortages_at(self, num_ago: int) -> dict[str, Shortage]:
         """By kind: the shortages that stood before the latest `num_ago` samples. A prefill queue that waits
         for decode is decode's shortage."""
-        fast = self._fast_loop(num_ago)
-        found = {kind: fast.pressure(kind) for kind in self.kinds}
+        fast = self._signals(num_ago)
+        found = {kind: fast.shortage(kind) for kind in self.kinds}
         if fast.is_blocked():
             found.pop(PREFILL, None)
-        return {kind: pressure for kind, pressure in found.items() if pressure is not None}
+        return {kind: shortage for kind, shortage in found.items() if shortage is not None}
 
-    def blocked_queue(self) -> Pressure | None:
-        """The prefill queue that stands because prompts wait for decode; it is none of `pressures`."""
-        fast = self._fast_loop()
-        return fast.pressure(PREFILL) if PREFILL in self.kinds and fast.is_blocked() else None
+    def blocked_queue(self) -> Shortage | None:
+        """The prefill queue that stands because prompts wait for decode; it is none of `shortages`."""
+        fast = self._signals()
+        return fast.shortage(PREFILL) if PREFILL in self.kinds and fast.is_blocked() else None
 
-    def _fast_loop(self, num_ago: int = 0) -> FastLoop:
+    def _signals(self, num_ago: int = 0) -> ReactiveSignals:
         """Over the half minute before the latest `num_ago` samples."""
-        recent = self.history.since(self.latest.at - RECENT_S - num_ago * self.config.interval_s)
-        return FastLoop(
-            recent[: len(recent) - num_ago],
+        samples = self.history.since(self.latest.at - WINDOW_S - num_ago * self.config.interval_s)
+        return ReactiveSignals(
+            samples[: len(samples) - num_ago],
             self.config,
             self.rates,
             self.sizes,
@@ -98,27 +117,27 @@ class View:
         """Whether the kind was short in every sample since then."""
         num_since = len(self.history.since(self.now - for_s))
         return self.history.covered_s >= for_s and all(
-            kind in self.pressures_at(num_ago) for num_ago in range(num_since)
+            kind in self.shortages_at(num_ago) for num_ago in range(num_since)
         )
 
-    def needs(self) -> dict[str, Need]:
+    def needs(self) -> dict[str, ReplicaNeed]:
         """By kind: what the expected demand needs. Too short a history says nothing."""
         if self.history.covered_s < self.config.forecast_s / 10:
-            return dict.fromkeys(self.kinds, Need(None, ""))
-        return floors(self._load(self.work.expected.per_s), self.config, self._reach)
+            return dict.fromkeys(self.kinds, ReplicaNeed(None, ""))
+        return forecast_replicas(self._load(self.work.expected.per_s), self.config, self._reach)
 
-    def lasting_needs(self) -> dict[str, Need]:
-        """The same with what was asked lately, and room above it: no pool shrinks below that."""
-        return floors(self._load(HYSTERESIS * self.work.lasting_per_s), self.config, self._reach)
+    def lasting_needs(self) -> dict[str, ReplicaNeed]:
+        """The same with the latest demand and a margin above it: no pool shrinks below that."""
+        return forecast_replicas(self._load(HYSTERESIS * self.work.lasting_per_s), self.config, self._reach)
 
-    def _load(self, per_s: float) -> Load:
-        return Load(per_s, self.work.expected.dispersion, self.sizes, self.rates)
+    def _load(self, per_s: float) -> ExpectedLoad:
+        return ExpectedLoad(per_s, self.work.expected.dispersion, self.sizes, self.rates)
 
     @property
     def _reach(self) -> dict[str, int]:
         return {name: kind.reach for name, kind in self.kinds.items()}
 
-    def side(self, kind: str, sample: Sample) -> Side:
+    def side(self, kind: str, sample: ScalingSample) -> Side:
         return side_of(sample, kind, has_prefill=self.has_prefill)
 
     def can_spare(self, kind: str, for_s: float, num_spared: int = 1) -> bool:
@@ -130,7 +149,7 @@ class View:
         fitting = [self._fits(kind, self.side(kind, sample), num_left) for sample in samples]
         return sum(fitting) >= _SPARE_SHARE * len(samples)
 
-    def _were_late(self, kind: str, samples: Sequence[Sample]) -> bool:
+    def _were_late(self, kind: str, samples: Sequence[ScalingSample]) -> bool:
         """Whether half as many first tokens, or gaps, as may be late were."""
         is_late = False
         if kind != DECODE:
@@ -153,26 +172,26 @@ class View:
             return False
         if kind == PREFILL:
             return True
-        # Streams that go on for long get slower with fewer replicas, but stay: what counts is whether batches
-        # and blocks have room for them. What arrives anew is the floor's part.
+        # Streams that last long get slower with fewer replicas, but stay: what counts is whether batches
+        # and blocks have space for them. New arrivals are the forecast's part.
         load = self.config.target_load
         sequences = max(1.0, load * num_left * self.rates.batch)
         has_batch = side.num_running + side.num_waiting <= sequences
         return has_batch and side.num_used_blocks <= load * (1 - KV_NEAR_FULL) * share * side.num_total_blocks
 
 
-def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Kind]:
+def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, ReplicaKind]:
     found = {}
     for name in (PREFILL, DECODE, BOTH):
         own = tuple(pool for pool in pools if kind_of(pool.role, has_prefill=has_prefill) == name)
         if not own:
             continue
-        num_borrowed = sum(len(pool.lent) for pool in pools if _borrower(pool.role) == name)
-        found[name] = Kind(
+        num_borrowed = sum(len(pool.assigned) for pool in pools if _borrower(pool.role) == name)
+        found[name] = ReplicaKind(
             name,
             own,
             num_desired=sum(pool.desired for pool in own),
-            num_lent=sum(len(pool.lent) for pool in own),
+            num_assigned=sum(len(pool.assigned) for pool in own),
             num_borrowed=num_borrowed,
             reach=sum(_most(pool) for pool in own),
         )
@@ -180,7 +199,7 @@ def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Kind]:
 
 
 def _borrower(role: str) -> str:
-    """Whom replicas of this home role are lent to; "": nobody."""
+    """The other role that replicas of this home role may play; "": none."""
     return {PREFILL: DECODE, DECODE: PREFILL}.get(role, "")
 
 
@@ -203,7 +222,7 @@ class PoolMove(NamedTuple):
     reason: str
 
 
-class Lend(NamedTuple):
+class RoleAssignment(NamedTuple):
     """This replica shall play `role`, which is not its pool's."""
 
     replica_id: str
@@ -212,7 +231,7 @@ class Lend(NamedTuple):
     reason: str
 
 
-class Recall(NamedTuple):
+class RoleReturn(NamedTuple):
     """This replica shall play its pool's role again."""
 
     replica_id: str
@@ -220,9 +239,9 @@ class Recall(NamedTuple):
     reason: str
 
 
-class Plan(NamedTuple):
-    """What to do now: recalls and lends first, then the moves. `notes` tell what stands in the way."""
+class ScalingPlan(NamedTuple):
+    """What to do now: role changes first, then the moves. `notes` say what prevents more."""
 
     moves: tuple[PoolMove, ...] = ()
-    lends: tuple[Lend | Recall, ...] = ()
+    role_changes: tuple[RoleAssignment | RoleReturn, ...] = ()
     notes: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""The fast loop: what queues, KV room and step times of the last few samples ask for, without any forecast.
+"""The reactive part: what queues, free KV blocks and step times of the last few samples ask for.
 
-A signal counts when it stands in each of the last `NUM_SAMPLES` samples. Prompts that wait for room at the
+A signal counts when it stands in each of the last `NUM_SAMPLES` samples. Prompts that wait for blocks at the
 decode side are decode's shortage, however long the prefill queue is: more prefill replicas would wait too.
 """
 
@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL
-from cluster.scaling.rates import BOTH, DECODE, PREFILL, Rates, Sizes, kind_of
-from cluster.scaling.samples import ReplicaSample, Sample
+from cluster.scaling.forecast import TAIL, MeasuredRates, RequestSizes
+from cluster.scaling.samples import BOTH, DECODE, PREFILL, ScalingSample, kind_of
 
 NUM_SAMPLES = 3
 # How far back late first tokens and late gaps count, and prompts that had to wait for decode.
-RECENT_S = 30.0
+WINDOW_S = 30.0
 # Free share of the KV blocks below which landings soon wait.
 KV_NEAR_FULL = 0.1
 # Of the recent samples: when decode was full in so many, the prefill queue is decode's doing.
@@ -28,7 +27,7 @@ _BLOCKED_SHARE = 0.3
 _MIN_OUTCOMES = 20
 
 
-class Pressure(NamedTuple):
+class Shortage(NamedTuple):
     """A kind of replica is short. `num_replicas` would be enough for what is there now."""
 
     num_replicas: int
@@ -61,7 +60,11 @@ class Side(NamedTuple):
         return self.num_total_blocks - self.num_free_blocks
 
 
-def side_of(sample: Sample, kind: str, *, has_prefill: bool) -> Side:
+# The statistics of which a side has the sum over its replicas.
+_SUMMED = tuple(name for name in Side._fields if name.startswith("num_") and name != "num_replicas")
+
+
+def side_of(sample: ScalingSample, kind: str, *, has_prefill: bool) -> Side:
     """The replicas whose effective role makes them of this kind."""
     replicas = [
         each
@@ -69,44 +72,33 @@ def side_of(sample: Sample, kind: str, *, has_prefill: bool) -> Side:
         if each.is_known and kind_of(each.role, has_prefill=has_prefill) == kind
     ]
 
-    def total(field: Callable[[ReplicaSample], int]) -> int:
-        return sum(map(field, replicas))
-
     steps = [each.decode_step_s for each in replicas if each.num_running and each.decode_step_s > 0]
     speeds = [each.prefill_tok_s for each in replicas if each.prefill_tok_s > 0]
     return Side(
         num_replicas=len(replicas),
-        num_running=total(lambda each: each.num_running),
-        num_waiting=total(lambda each: each.num_waiting),
-        num_landings=total(lambda each: each.num_landings),
-        num_waiting_landings=total(lambda each: each.num_waiting_landings),
-        num_backlog_tokens=total(lambda each: each.num_backlog_tokens),
-        num_free_blocks=total(lambda each: each.num_free_blocks),
-        num_total_blocks=total(lambda each: each.num_total_blocks),
-        num_offloaded_blocks=total(lambda each: each.num_offloaded_blocks),
-        num_preemptions=total(lambda each: each.num_preemptions),
+        **{name: sum(getattr(each, name) for each in replicas) for name in _SUMMED},
         prefill_tok_s=len(replicas) * sum(speeds) / len(speeds) if speeds else 0.0,
         mean_step_s=sum(steps) / len(steps) if steps else 0.0,
     )
 
 
-class FastLoop:
-    """The signals of the last samples, as pressures by kind."""
+class ReactiveSignals:
+    """The signals of the last samples, as shortages by kind."""
 
     def __init__(
         self,
-        recent: Sequence[Sample],
+        samples: Sequence[ScalingSample],
         config: ScalingConfig,
-        rates: Rates,
-        sizes: Sizes,
+        rates: MeasuredRates,
+        sizes: RequestSizes,
         max_sequences: int,
         start_s: float,
         *,
         has_prefill: bool,
     ) -> None:
-        """`recent` are the samples of the last half minute or so, oldest first; `start_s` is how long a new
+        """`samples` are the samples of the last half minute or so, oldest first; `start_s` is how long a new
         replica takes."""
-        self._recent = recent
+        self._samples = samples
         self._config = config
         self._rates = rates
         self._sizes = sizes
@@ -117,18 +109,18 @@ class FastLoop:
     def sides(self, kind: str) -> list[Side]:
         """One for each of the last `NUM_SAMPLES`; none while there are fewer, or while replicas come or go:
         what they change must be seen first."""
-        lately = self._recent[-NUM_SAMPLES:]
-        found = [side_of(sample, kind, has_prefill=self._has_prefill) for sample in lately]
+        latest = self._samples[-NUM_SAMPLES:]
+        found = [side_of(sample, kind, has_prefill=self._has_prefill) for sample in latest]
         is_settled = len(found) == NUM_SAMPLES and len({side.num_replicas for side in found}) == 1
         return found if is_settled and found[-1].num_replicas else []
 
-    def pressure(self, kind: str) -> Pressure | None:
+    def shortage(self, kind: str) -> Shortage | None:
         """What this kind is short of; None: of nothing."""
         found = []
         if kind in (PREFILL, BOTH):
             found.append(self._queue(kind))
         if kind in (DECODE, BOTH):
-            found += [self._room(kind), self._steps(kind)]
+            found += [self._kv_space(kind), self._steps(kind)]
         return max(filter(None, found), key=lambda each: each.num_replicas, default=None)
 
     # --------------------------------------------------------------------------------- prompts that wait
@@ -142,7 +134,7 @@ class FastLoop:
         prompt, tok_s = self._sizes.prompt, self._rates.prefill_tok_s
         return prompt.mean / tok_s if prompt and tok_s > 0 else 0.0
 
-    def _queue(self, kind: str) -> Pressure | None:
+    def _queue(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
         if not sides or not all(side.prefill_tok_s > 0 for side in sides):
             return None
@@ -150,7 +142,7 @@ class FastLoop:
         if any(side.num_running + side.num_waiting <= side.num_replicas for side in sides):
             return None
         slo_s, own_s = self._config.ttft_slo_s, self._prompt_s
-        late = late_share(self._recent, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
+        late = late_share(self._samples, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
         allowed_s = slo_s - own_s if own_s < slo_s else slo_s
         queue_s = min(self.queue_s(side) for side in sides)
         if queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
@@ -164,14 +156,14 @@ class FastLoop:
         )
         if late > TAIL:
             reason += f", and {late:.0%} of them were late"
-        return Pressure(wanted, reason)
+        return Shortage(wanted, reason)
 
     def _to_clear(self, side: Side) -> int:
         """Replicas that keep up with what arrives, and clear what will wait when they are ready in as long as
         they take to start. No more than there are requests, at least one more than there are."""
-        lately = self._recent[-NUM_SAMPLES - 1 :]
-        span_s = lately[-1].at - lately[0].at
-        arrived = sum(sample.demand.num_arrived for sample in lately[1:])
+        window = self._samples[-NUM_SAMPLES - 1 :]
+        span_s = window[-1].at - window[0].at
+        arrived = sum(sample.demand.num_arrived for sample in window[1:])
         prompt = self._sizes.prompt
         each_s = prompt.mean / span_s if prompt and span_s > 0 else 0.0
         arriving_tok_s = arrived * each_s
@@ -183,9 +175,9 @@ class FastLoop:
         needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
         return max(side.num_replicas + 1, min(needed, side.num_running + side.num_waiting))
 
-    # ----------------------------------------------------------------------------------- room for decoding
+    # ----------------------------------------------------------------------------------- space for decoding
 
-    def _room(self, kind: str) -> Pressure | None:
+    def _kv_space(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
         if not sides:
             return None
@@ -195,7 +187,7 @@ class FastLoop:
         preempted = latest.num_preemptions - sides[0].num_preemptions
         offloaded = min(side.num_offloaded_blocks for side in sides)
         if waiting:
-            why = f"{waiting} prompts wait for KV room at the decode side"
+            why = f"{waiting} prompts wait for free KV blocks at the decode side"
         elif all(map(self._is_slotless, sides)):
             sequences = latest.num_running + latest.num_waiting
             why = f"{sequences} sequences share {self._num_slots(latest)} slots"
@@ -208,7 +200,7 @@ class FastLoop:
         else:
             return None
         wanted = max(latest.num_replicas + 1, self._to_hold(latest))
-        return Pressure(wanted, f"{why} ({latest.num_replicas} replicas, {free:.0%} free)")
+        return Shortage(wanted, f"{why} ({latest.num_replicas} replicas, {free:.0%} free)")
 
     def _num_slots(self, side: Side) -> int:
         return side.num_replicas * self._max_sequences
@@ -218,12 +210,12 @@ class FastLoop:
         sequences = side.num_sequences + self._num_coming()
         blocks = float(side.num_used_blocks)
         blocks += (sequences - side.num_running) * self._rates.blocks_per_sequence
-        room = side.num_total_blocks / side.num_replicas * (1 - KV_NEAR_FULL)
-        return math.ceil(max(blocks / room, sequences / self._rates.batch))
+        capacity = side.num_total_blocks / side.num_replicas * (1 - KV_NEAR_FULL)
+        return math.ceil(max(blocks / capacity, sequences / self._rates.batch))
 
     def _num_coming(self) -> float:
         """Sequences that the prefill side hands over before those that decode now have ended."""
-        side = side_of(self._recent[-1], PREFILL, has_prefill=self._has_prefill)
+        side = side_of(self._samples[-1], PREFILL, has_prefill=self._has_prefill)
         num_prompts = side.num_running + side.num_waiting
         prompt, output, step = self._sizes.prompt, self._sizes.output, self._rates.step
         if not (prompt and output and step and prompt.mean > 0 and side.prefill_tok_s > 0):
@@ -231,12 +223,12 @@ class FastLoop:
         stay_s = output.mean * step.step_s(self._rates.batch)
         return min(num_prompts, stay_s * side.prefill_tok_s / prompt.mean)
 
-    def _steps(self, kind: str) -> Pressure | None:
+    def _steps(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
         if not sides:
             return None
         latest, slo_s = sides[-1], self._config.itl_slo_s
-        late = late_share(self._recent, lambda each: (each.num_gaps, each.num_late_gaps))
+        late = late_share(self._samples, lambda each: (each.num_gaps, each.num_late_gaps))
         step_s = min(side.mean_step_s for side in sides)
         is_slow = step_s > (slo_s / 2 if late > TAIL else slo_s)
         # With one sequence a replica, another replica makes no step shorter.
@@ -249,17 +241,17 @@ class FastLoop:
         )
         if late > TAIL:
             reason += f", and {late:.0%} of the gaps were longer"
-        return Pressure(min(wanted, latest.num_sequences), reason)
+        return Shortage(min(wanted, latest.num_sequences), reason)
 
     def is_blocked(self) -> bool:
         """Whether prompts had to wait for decode in a good part of the recent samples: between them a place
         gets free now and then, and is taken at once."""
-        sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._recent]
+        sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._samples]
         count = sides[-1].num_replicas if sides else 0
         # Since replicas came or went: what was before says nothing of now.
-        lately = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
-        is_often = sum(map(self._is_full, lately)) > _BLOCKED_SHARE * len(lately)
-        return self._room(DECODE) is not None or (len(lately) >= NUM_SAMPLES and is_often)
+        stable = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
+        is_often = sum(map(self._is_full, stable)) > _BLOCKED_SHARE * len(stable)
+        return self._kv_space(DECODE) is not None or (len(stable) >= NUM_SAMPLES and is_often)
 
     def _is_full(self, side: Side) -> bool:
         has_blocks = side.num_free_blocks >= KV_NEAR_FULL * side.num_total_blocks
@@ -270,7 +262,7 @@ class FastLoop:
         return side.num_running + side.num_waiting > self._num_slots(side)
 
 
-def late_share(samples: Sequence[Sample], counts: Callable[[Demand], tuple[int, int]]) -> float:
+def late_share(samples: Sequence[ScalingSample], counts: Callable[[Demand], tuple[int, int]]) -> float:
     """Of all in these samples; `counts` says (all, late) of one. 0 while there are few."""
     pairs = [counts(sample.demand) for sample in samples]
     total = sum(count for count, _ in pairs)

@@ -1,9 +1,9 @@
 """Whose count is right when Serve's target differs from the desired one: sans-I/O, one look at a time.
 
-Serve says only what its targets are, not who set them. What the roster remembers tells the rest:
+Serve says only what its targets are, not who set them. The rest follows from what the roster remembers:
 
     target == desired                         nothing to do
-    target as at the last look                our own order has not arrived: pull the lever (again)
+    target as at the last look                our own order has not arrived: pull the client (again)
     target as configured, after a deploy      the deploy has reset it: restore the desired count
     anything else                             an operator's order: that is desired now, and pinned
 
@@ -12,9 +12,9 @@ stands beside them (`PoolTarget.declared`). Where that changes, pools that nobod
 autoscaled follow it.
 
 So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
-be told apart: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the reset
-by the deploy itself; the count is restored then. An order of the count that the pool has already cannot be
-seen at all: `tandem scale` and the console tell the roster of it themselves.
+be distinguished: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the
+reset by the deploy itself; the count is restored then. An order of the count that the pool has already
+cannot be seen at all: `tandem scale` and the console report it to the roster themselves.
 """
 
 from __future__ import annotations
@@ -49,39 +49,39 @@ class Forget(NamedTuple):
     pool: str
 
 
-class Tell(NamedTuple):
+class RecordMove(NamedTuple):
     """Remember the move."""
 
     move: ScalingMove
 
 
-class RecallLent(NamedTuple):
-    """Every lent replica goes home."""
+class RestoreRoles(NamedTuple):
+    """Return every replica to its pool's role."""
 
     reason: str
 
 
 class Observed(NamedTuple):
-    """Tell the roster what was seen of Serve; comes before any lever is pulled."""
+    """Tell the roster what was seen of Serve; comes before any client is pulled."""
 
     deploy_mark: str
     targets: dict[str, int]
     declared: dict[str, int]
 
 
-class Pull(NamedTuple):
+class SetTarget(NamedTuple):
     """Set Serve's target; then say how it went (`pulled` or `failed`)."""
 
     pool: str
     num_replicas: int
 
 
-Action = SetDesired | Forget | Tell | RecallLent | Observed | Pull
+Action = SetDesired | Forget | RecordMove | RestoreRoles | Observed | SetTarget
 
 
 @dataclass(slots=True)
 class _Retry:
-    """Of a lever that could not be pulled."""
+    """Of a client that could not be pulled."""
 
     backoff: Backoff = field(default_factory=lambda: Backoff(_MIN_RETRY_S, _MAX_RETRY_S))
     not_before: float = 0.0
@@ -115,7 +115,7 @@ class Reconciler:
         if seen is None or seen.status == _DELETING or not seen.pools:
             return []
         is_settled = self._settle(seen.deploy_mark, roster, now)
-        judge = _Judge(roster, set(autoscaled), is_settled, wall)
+        judge = _Comparison(roster, set(autoscaled), is_settled, wall)
         for pool, target in sorted(seen.pools.items()):
             judge.judge(pool, target)
         if seen.status == _RUNNING:
@@ -132,20 +132,20 @@ class Reconciler:
     def order(self, move: ScalingMove) -> list[Action]:
         """A move of our own, decided on what the last look saw: recorded first, then carried out."""
         return [
-            RecallLent(f"pool {move.pool} goes from {move.before} to {move.after}"),
+            RestoreRoles(f"pool {move.pool} goes from {move.before} to {move.after}"),
             SetDesired(move.pool, move.after, pinned=False),
-            Tell(move),
-            Pull(move.pool, move.after),
+            RecordMove(move),
+            SetTarget(move.pool, move.after),
         ]
 
-    def pulled(self, pull: Pull) -> Observed:
+    def pulled(self, pull: SetTarget) -> Observed:
         """Serve has taken the order: from now on another target is somebody else's."""
         self._retries.pop(pull.pool, None)
         targets = {**self._observed.targets, pull.pool: pull.num_replicas}
         self._observed = self._observed._replace(targets=targets)
         return self._observed
 
-    def failed(self, pull: Pull, now: float) -> None:
+    def failed(self, pull: SetTarget, now: float) -> None:
         """Serve could not be reached, or refused: the desired count stays, and it is tried again."""
         retry = self._retries.setdefault(pull.pool, _Retry())
         retry.not_before = now + retry.backoff.failed()
@@ -164,8 +164,8 @@ class Reconciler:
         return retry is None or now >= retry.not_before
 
 
-class _Judge:
-    """One look: collects what to tell the roster, and which levers to pull after that."""
+class _Comparison:
+    """One look: collects the changes for the roster, and the targets to set in Serve after that."""
 
     def __init__(self, roster: RosterView, autoscaled: set[str], is_settled: bool, wall: float) -> None:
         self._roster = roster
@@ -173,7 +173,7 @@ class _Judge:
         self._is_settled = is_settled
         self._wall = wall
         self.actions: list[Action] = []
-        self.pulls: list[Pull] = []
+        self.pulls: list[SetTarget] = []
 
     def judge(self, pool: str, seen: PoolTarget) -> None:
         desired = self._roster.desired.get(pool)
@@ -186,7 +186,7 @@ class _Judge:
         elif seen.target == desired:
             return
         elif seen.target == last:
-            self.pulls.append(Pull(pool, desired))
+            self.pulls.append(SetTarget(pool, desired))
         elif not self._is_settled and seen.target == seen.configured:
             self._after_deploy(pool, seen, desired)
         else:
@@ -205,10 +205,10 @@ class _Judge:
         if self._roster.desired.get(pool, seen.target) != seen.declared or seen.target != seen.declared:
             self.actions.append(SetDesired(pool, seen.declared, pinned=False))
         if seen.target != seen.declared:
-            self.actions.append(RecallLent(f"the configuration sets pool {pool} to {seen.declared}"))
+            self.actions.append(RestoreRoles(f"the configuration sets pool {pool} to {seen.declared}"))
             reason = f"the configuration says {seen.declared}, it said {before}"
             self._tell(pool, seen.target, seen.declared, "deploy", reason)
-            self.pulls.append(Pull(pool, seen.declared))
+            self.pulls.append(SetTarget(pool, seen.declared))
 
     def _nothing_wanted(self, pool: str, seen: PoolTarget, last: int | None) -> None:
         if seen.target == seen.configured:
@@ -224,16 +224,16 @@ class _Judge:
         if pool in self._roster.pinned or pool in self._autoscaled:
             reason = f"a deploy had set it to the configured {seen.configured}"
             self._tell(pool, seen.target, desired, "deploy", reason)
-            self.pulls.append(Pull(pool, desired))
+            self.pulls.append(SetTarget(pool, desired))
             return
         self.actions.append(Forget(pool))
         reason = "a deploy set it to the configured count, and nobody has pinned the pool"
         self._tell(pool, desired, seen.target, "deploy", reason)
 
     def _ordered(self, pool: str, before: int, after: int) -> None:
-        self.actions.append(RecallLent(f"an operator set pool {pool} to {after}"))
+        self.actions.append(RestoreRoles(f"an operator set pool {pool} to {after}"))
         self.actions.append(SetDesired(pool, after, pinned=True))
         self._tell(pool, before, after, "operator", "ordered through Ray Serve's scale endpoint")
 
     def _tell(self, pool: str, before: int, after: int, by: str, reason: str) -> None:
-        self.actions.append(Tell(ScalingMove(self._wall, pool, before, after, by, reason)))
+        self.actions.append(RecordMove(ScalingMove(self._wall, pool, before, after, by, reason)))

@@ -1,27 +1,28 @@
-"""What the policy looks at: samples of all replicas and of the demand, one a tick, for a bounded time."""
+"""Samples of all replicas and of the demand, one a tick, for a bounded time: what the policy looks at.
 
-# Who fills what:
-# - `cluster.scaling.observation` makes a `Sample` of the `tandem.v1.StatusResponse` of all gateways: a
-#   `ReplicaSample` is a `Replica` with its `Load`, of the gateway that heard of it last (least `age_s`);
-#   `Sample.demand` is what a `DemandMeter` makes of the `StatusResponse.demand` of each gateway.
-# - The gateway's counters (`cluster.metrics.gateway_counters`) count `StatusResponse.demand`: all twelve fields of
-#   `tandem.v1.Demand`, since the gateway's start.
-# - The brain's load report has `num_waiting_landings`, which the gateway copies to `Load`.
+Gateways report a `tandem.v1.StatusResponse` each. A `ReplicaSample` is a `Replica` with its `Load`, as the
+gateway that heard of it last reported it; the demand of a sample is the sum over all gateways since the last.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from cluster.metrics.demand import Demand
-from cluster.roster.messages import ScalingMove
+from cluster.config import ClusterConfig
+from cluster.metrics.demand import Demand, demand_of
+from cluster.metrics.replica_stats import stats_of
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.config import PoolLimits
-from workers.messages import ReplicaStats
+from cluster.scaling.roles import RoleTable
+from workers.stats_record import ReplicaStats
 
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 # How long a replica takes to be ready, until one was seen to start.
 _DEFAULT_START_S = 30.0
-# Figures of a replica that are older tell nothing.
+# Older statistics of a replica say nothing.
 _MAX_AGE_S = 10.0
 
 
@@ -37,7 +38,7 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether it has told its load, and lately."""
+        """Whether its load was reported not long ago."""
         return self.num_total_blocks > 0 and self.age_s <= _MAX_AGE_S
 
     @property
@@ -72,7 +73,7 @@ class DemandMeter:
         return taken
 
 
-class Sample(NamedTuple):
+class ScalingSample(NamedTuple):
     """One look at everything."""
 
     # Unix time, as in `ScalingMove`.
@@ -85,7 +86,7 @@ class Sample(NamedTuple):
     demand: Demand
 
     def num_ready(self, pool: str) -> int:
-        """Of its own, lent ones included."""
+        """Of its own, those in another role included."""
         return sum(replica.pool == pool for replica in self.replicas)
 
 
@@ -106,7 +107,17 @@ class PoolView(NamedTuple):
     grew_at: float | None = None
     changed_at: float | None = None
     # Its replicas that hold a lease for another role: id, and Unix time since when.
-    lent: tuple[tuple[str, float], ...] = ()
+    assigned: tuple[tuple[str, float], ...] = ()
+
+
+def may_prefill(pools: Sequence[PoolView]) -> bool:
+    """Whether any pool computes prompts for others; without one, decode pools compute their own."""
+    return any(pool.role in (PREFILL, BOTH) for pool in pools)
+
+
+def kind_of(role: str, *, has_prefill: bool) -> str:
+    """What a role does in this cluster."""
+    return BOTH if role == DECODE and not has_prefill else role
 
 
 def last_changes(pool: str, moves: Sequence[ScalingMove]) -> tuple[float | None, float | None]:
@@ -121,11 +132,11 @@ class History:
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[ScalingSample] = deque()
         self._starting_since: dict[str, float] = {}
         self._start_s: dict[str, float] = {}
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: ScalingSample) -> None:
         """Times grow; a sample from before the latest one (the clock was set back) starts afresh."""
         if self._samples and sample.at <= self._samples[-1].at:
             self._samples.clear()
@@ -136,7 +147,7 @@ class History:
         for pool, desired in sample.desired.items():
             self._watch_start(pool, desired, sample)
 
-    def _watch_start(self, pool: str, desired: int, sample: Sample) -> None:
+    def _watch_start(self, pool: str, desired: int, sample: ScalingSample) -> None:
         """Measure from the order to the last replica's being ready."""
         if sample.num_ready(pool) < desired:
             self._starting_since.setdefault(pool, sample.at)
@@ -148,7 +159,7 @@ class History:
         return self._start_s.get(pool, _DEFAULT_START_S)
 
     @property
-    def latest(self) -> Sample | None:
+    def latest(self) -> ScalingSample | None:
         return self._samples[-1] if self._samples else None
 
     @property
@@ -156,17 +167,103 @@ class History:
         """From the oldest sample to the latest."""
         return self._samples[-1].at - self._samples[0].at if self._samples else 0.0
 
-    def since(self, at: float) -> list[Sample]:
+    def since(self, at: float) -> list[ScalingSample]:
         """The samples from this time on, oldest first."""
-        recent = []
+        found = []
         for sample in reversed(self._samples):
             if sample.at < at:
                 break
-            recent.append(sample)
-        return recent[::-1]
+            found.append(sample)
+        return found[::-1]
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[ScalingSample]:
         return iter(self._samples)
 
     def __len__(self) -> int:
         return len(self._samples)
+
+
+# ----------------------------------------------------------------------------------------------
+# From the reports of the gateways and the roster to samples and pools.
+
+_READY = "ready"
+
+
+class _Report(NamedTuple):
+    received_at: float
+    status: pb.StatusResponse
+
+
+class GatewayReports:
+    """The latest report of each gateway; times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, _Report] = {}
+        self._demand = DemandMeter()
+
+    def add(self, gateway: str, status: pb.StatusResponse, now: float) -> None:
+        """`gateway` names it with its epoch."""
+        self._latest[gateway] = _Report(now, status)
+        self._demand.add(gateway, demand_of(status.demand))
+
+    def sample(
+        self, desired: Mapping[str, int], *, now: float, wall: float, max_age_s: float
+    ) -> ScalingSample:
+        """Of all gateways that reported in the last `max_age_s`; each replica as it was heard of last."""
+        self._latest = {
+            gateway: report
+            for gateway, report in self._latest.items()
+            if now - report.received_at <= max_age_s
+        }
+        self._demand.keep(tuple(self._latest))
+        replicas: dict[str, ReplicaSample] = {}
+        for report in self._latest.values():
+            for replica in report.status.replicas:
+                seen = _replica(replica, now - report.received_at)
+                known = replicas.get(seen.replica_id)
+                if replica.state == _READY and (known is None or seen.age_s < known.age_s):
+                    replicas[seen.replica_id] = seen
+        return ScalingSample(
+            at=wall,
+            desired=dict(desired),
+            replicas=tuple(replicas[replica_id] for replica_id in sorted(replicas)),
+            demand=self._demand.take(),
+        )
+
+
+def pool_views(
+    config: ClusterConfig, view: RosterView, desired: Mapping[str, int], roles: RoleTable
+) -> tuple[PoolView, ...]:
+    """The pools of the configuration that run: those with a desired count."""
+    assigned = roles.assigned()
+    pool_of = {record.identity.replica_id: record.pool for record in view.replicas}
+    views = []
+    for pool in config.pools:
+        if pool.name not in desired:
+            continue
+        grew_at, changed_at = last_changes(pool.name, view.moves)
+        views.append(
+            PoolView(
+                name=pool.name,
+                role=pool.role,
+                desired=desired[pool.name],
+                max_sequences=pool.engine.max_sequences,
+                block_tokens=pool.engine.block_tokens,
+                limits=config.scaling.pools.get(pool.name) if config.scaling.autoscale else None,
+                is_pinned=pool.name in view.pinned,
+                grew_at=grew_at,
+                changed_at=changed_at,
+                assigned=tuple((key, since) for key, since in assigned.items() if pool_of[key] == pool.name),
+            )
+        )
+    return tuple(views)
+
+
+def _replica(replica: pb.Replica, report_age_s: float) -> ReplicaSample:
+    return ReplicaSample(
+        replica_id=replica.replica_id,
+        pool=replica.pool,
+        role=replica.role,
+        age_s=replica.load.age_s + report_age_s,
+        **stats_of(replica.load),
+    )

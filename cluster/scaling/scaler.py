@@ -13,38 +13,37 @@ from cluster.roster.messages import RoleLease, RosterView, ScalingMove
 from cluster.roster.state import ScalingRoster
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.counts import KeptCounts
-from cluster.scaling.observation import Reports, pool_views
-from cluster.scaling.policy import Lend, Plan, decide, history_span_s
+from cluster.scaling.policy import RoleAssignment, ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import (
     Action,
     Forget,
     Observed,
-    Pull,
-    RecallLent,
     Reconciler,
+    RecordMove,
+    RestoreRoles,
     SetDesired,
-    Tell,
+    SetTarget,
 )
 from cluster.scaling.roles import RoleTable
-from cluster.scaling.samples import History, PoolView
+from cluster.scaling.samples import GatewayReports, History, PoolView, pool_views
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 
 # A gateway that missed so many is not looked at.
 _MISSED_REPORTS = 4
-_FIGURE = re.compile(r"[\d.]+")
+_NUMBER = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
-Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], Plan]
+Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], ScalingPlan]
 
 
 class Scaler:
-    """One application's. `open_lever` finds Ray's dashboard, which may move with the head node."""
+    """One application's. `open_client` finds Ray's dashboard, which may move with the head node."""
 
     def __init__(
         self,
         config: ClusterConfig,
         roster: ScalingRoster,
-        open_lever: Callable[[], Awaitable[ServeClient]],
+        open_client: Callable[[], Awaitable[ServeClient]],
         clock: Clock,
         policy: Policy = decide,
         counts: KeptCounts | None = None,
@@ -53,10 +52,10 @@ class Scaler:
         self._counts = counts
         self._policy = policy
         self._roster = roster
-        self._open_lever = open_lever
+        self._open_client = open_client
         self._clock = clock
-        self._keeper = Reconciler()
-        self._reports = Reports()
+        self._reconciler = Reconciler()
+        self._reports = GatewayReports()
         self._problem = ""
         self._notes: tuple[str, ...] = ()
         self.configure(config)
@@ -80,7 +79,7 @@ class Scaler:
                 problem = str(error)
             if problem != self._problem:
                 self._problem = problem
-                _log.warning("scaling waits: %s", problem) if problem else _log.warning("scaling goes on")
+                _log.warning("scaling waits: %s", problem) if problem else _log.warning("scaling continues")
             await self._clock.sleep(self._config.scaling.interval_s)
 
     async def tick(self) -> None:
@@ -89,21 +88,21 @@ class Scaler:
         if view.version == 0:
             return
         await self._end_leases(view)
-        async with await self._open_lever() as lever:
-            seen = await lever.application()
+        async with await self._open_client() as client:
+            seen = await client.application()
             if self._counts is not None and seen is not None:
                 view = await self._take_over(self._counts, seen, view)
             now, wall = self._clock.now(), self._clock.wall()
-            actions = self._keeper.look(seen, view, self._autoscaled(), now, wall)
-            await self._carry_out(actions, lever)
+            actions = self._reconciler.look(seen, view, self._autoscaled(), now, wall)
+            await self._carry_out(actions, client)
             is_calm = all(isinstance(action, Observed) for action in actions)
             if seen is not None and is_calm:
-                await self._follow_policy(await self._roster.view(0, 0.0), seen, lever)
+                await self._follow_policy(await self._roster.view(0, 0.0), seen, client)
         if self._counts is not None:
             await self._counts.keep(await self._roster.view(0, 0.0))
 
     async def _take_over(self, kept: KeptCounts, seen: AppTargets, view: RosterView) -> RosterView:
-        """What an earlier Ray cluster was told goes on in this one, whose roster is new."""
+        """Take over what was ordered in an earlier Ray cluster: the roster of this one is new."""
         left = await kept.left(self._config, seen, view)
         for pool, num_replicas in left.desired.items():
             await self._roster.set_desired(pool, num_replicas, pool in left.pinned)
@@ -113,16 +112,16 @@ class Scaler:
         return self._config.scaling.autoscaled
 
     async def _end_leases(self, view: RosterView) -> None:
-        book = RoleTable(view, self._clock.wall())
-        for replica in book.expired():
+        roles = RoleTable(view, self._clock.wall())
+        for replica in roles.expired():
             await self._roster.drop_lease(replica)
-        await self._set_leases(book.strays(), view)
+        await self._set_leases(roles.strays(), view)
 
-    async def _follow_policy(self, view: RosterView, seen: AppTargets, lever: ServeClient) -> None:
+    async def _follow_policy(self, view: RosterView, seen: AppTargets, client: ServeClient) -> None:
         scaling = self._config.scaling
         if not (scaling.autoscale or scaling.lend_roles):
-            book = RoleTable(view, self._clock.wall())
-            await self._set_leases(book.recall_all("lending is switched off"), view)
+            roles = RoleTable(view, self._clock.wall())
+            await self._set_leases(roles.restore_all("role changes are switched off"), view)
             return
         desired = {pool: view.desired.get(pool, target.target) for pool, target in seen.pools.items()}
         wall = self._clock.wall()
@@ -132,22 +131,22 @@ class Scaler:
         )
         pools = pool_views(self._config, view, desired, RoleTable(view, wall))
         plan = self._policy(self._history, scaling, pools, wall)
-        notes = tuple(_FIGURE.sub("", note) for note in plan.notes)
-        if notes != self._notes:  # with other figures it is still the same
+        notes = tuple(_NUMBER.sub("", note) for note in plan.notes)
+        if notes != self._notes:  # with other numbers it is still the same
             self._notes = notes
             _log.info("the policy: %s", "; ".join(plan.notes) or "nothing stands in its way any more")
         await self._change_roles(plan, view)
         for move in plan.moves:
-            told = ScalingMove(wall, move.pool, move.before, move.after, "autoscaler", move.reason)
-            await self._carry_out(self._keeper.order(told), lever)
+            record = ScalingMove(wall, move.pool, move.before, move.after, "autoscaler", move.reason)
+            await self._carry_out(self._reconciler.order(record), client)
 
-    async def _change_roles(self, plan: Plan, view: RosterView) -> None:
-        book = RoleTable(view, self._clock.wall())
+    async def _change_roles(self, plan: ScalingPlan, view: RosterView) -> None:
+        roles = RoleTable(view, self._clock.wall())
         leases = [
-            book.lend(item.replica_id, item.role, item.reason)
-            if isinstance(item, Lend)
-            else book.recall(item.replica_id, item.reason)
-            for item in plan.lends
+            roles.assign(item.replica_id, item.role, item.reason)
+            if isinstance(item, RoleAssignment)
+            else roles.restore(item.replica_id, item.reason)
+            for item in plan.role_changes
         ]
         await self._set_leases([lease for lease in leases if lease is not None], view)
 
@@ -161,32 +160,32 @@ class Scaler:
             move = ScalingMove(self._clock.wall(), pool, count, count, "autoscaler", reason)
             await self._roster.add_move(move)
 
-    async def _carry_out(self, actions: Sequence[Action], lever: ServeClient) -> None:
+    async def _carry_out(self, actions: Sequence[Action], client: ServeClient) -> None:
         for action in actions:
             match action:
                 case SetDesired(pool, num_replicas, pinned):
                     await self._roster.set_desired(pool, num_replicas, pinned)
                 case Forget(pool):
                     await self._roster.forget(pool)
-                case Tell(move):
+                case RecordMove(move):
                     _log.warning("pool %s: %d -> %d by %s: %s", *move_fields(move))
                     await self._roster.add_move(move)
-                case RecallLent(reason):
+                case RestoreRoles(reason):
                     view = await self._roster.view(0, 0.0)
-                    await self._set_leases(RoleTable(view, self._clock.wall()).recall_all(reason), view)
+                    await self._set_leases(RoleTable(view, self._clock.wall()).restore_all(reason), view)
                 case Observed():
                     await self._roster.set_observed(*action)
-                case Pull():
-                    await self._pull(action, lever)
+                case SetTarget():
+                    await self._pull(action, client)
 
-    async def _pull(self, pull: Pull, lever: ServeClient) -> None:
+    async def _pull(self, pull: SetTarget, client: ServeClient) -> None:
         try:
-            await lever.scale(pull.pool, pull.num_replicas)
+            await client.scale(pull.pool, pull.num_replicas)
         except DashboardError as error:
-            self._keeper.failed(pull, self._clock.now())
+            self._reconciler.failed(pull, self._clock.now())
             _log.warning("pool %s cannot be set to %d now: %s", pull.pool, pull.num_replicas, error)
             return
-        observed = self._keeper.pulled(pull)
+        observed = self._reconciler.pulled(pull)
         await self._roster.set_observed(*observed)
 
 

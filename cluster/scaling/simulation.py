@@ -1,21 +1,38 @@
-"""A cluster without engines: prefill and decode replicas as service models, in time steps, for `replay`.
+"""Replays arrivals through a cluster without engines, where the live policy, or another, decides the counts.
 
-A prompt takes tokens over `prefill_tok_s`, one at a time a replica, and begins when a decode replica has room
-for it; a decode step takes `step.step_s(batch)`. A replica with a prompt and a batch halves its time.
+The simulated replicas are service models that advance in time steps. A prompt takes its tokens over
+`prefill_tok_s`, one at a time a replica, and begins when a decode replica has space for it; a decode step
+takes `step.step_s(batch)`. A replica with a prompt and a batch halves its time.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple, Protocol
 
 from cluster.metrics.demand import Demand
-from cluster.scaling.rates import BOTH, DECODE, PREFILL, StepCost, kind_of
-from cluster.scaling.samples import PoolView, ReplicaSample, Sample
+from cluster.roster.messages import ScalingMove
+from cluster.scaling.config import ScalingConfig
+from cluster.scaling.forecast import StepCost
+from cluster.scaling.policy import decide, history_span_s
+from cluster.scaling.policy_input import PoolMove, RoleAssignment, ScalingPlan
+from cluster.scaling.reactive import NUM_SAMPLES
+from cluster.scaling.samples import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    History,
+    PoolView,
+    ReplicaSample,
+    ScalingSample,
+    kind_of,
+    last_changes,
+)
 
 TICK_S = 0.1
 
@@ -42,7 +59,7 @@ class ServiceModel(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedRequest:
     """A request on its way."""
 
     arrival: Arrival
@@ -50,8 +67,8 @@ class Job:
     remaining_output: int
     first_at: float | None = None
     end_at: float | None = None
-    # Where its KV has room.
-    target: Replica | None = None
+    # Where its KV has space.
+    target: SimulatedReplica | None = None
 
     @property
     def kv_tokens(self) -> float:
@@ -60,7 +77,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class SimulatedReplica:
     """Both sides of one engine. `progress` is how many tokens a sequence got that was there all the time."""
 
     replica_id: str
@@ -69,23 +86,23 @@ class Replica:
     ready_at: float
     model: ServiceModel
     is_leaving: bool = False
-    prompts: deque[Job] = field(default_factory=deque)
+    prompts: deque[SimulatedRequest] = field(default_factory=deque)
     # Their sum.
     queued_tokens: float = 0.0
-    computing: Job | None = None
-    # The next to be computed: it has its room.
-    granted: Job | None = None
+    computing: SimulatedRequest | None = None
+    # The next to be computed: it has its space.
+    granted: SimulatedRequest | None = None
     # With their KV here, for a slot of the batch.
-    waiting: deque[Job] = field(default_factory=deque)
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
     # A heap: progress at its end, order of joining.
-    batch: list[tuple[float, int, Job]] = field(default_factory=list)
+    batch: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     progress: float = 0.0
     # KV of all that runs here, waits or is landing, without what the batch generated since it joined.
     held_tokens: float = 0.0
     # The sum over the batch.
     joined_progress: float = 0.0
     num_landings: int = 0
-    # Prompts that found no room here in this time step.
+    # Prompts that found no space here in this time step.
     num_refused: int = 0
     num_preemptions: int = 0
     step_s: float = 0.0
@@ -135,7 +152,7 @@ class Outcomes:
 
     # By pool: the time that its replicas existed, starting and leaving ones included.
     replica_s: dict[str, float]
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[SimulatedRequest] = field(default_factory=list)
     num_gaps: float = 0.0
     num_late_gaps: float = 0.0
     num_preemptions: int = 0
@@ -155,7 +172,7 @@ class SimulatedCluster:
         self._ttft_slo_s = ttft_slo_s
         self._itl_slo_s = itl_slo_s
         self._numbers = itertools.count()
-        self.replicas: list[Replica] = []
+        self.replicas: list[SimulatedReplica] = []
         self._counted = Demand()
         self.outcomes = Outcomes(dict.fromkeys(self.desired, 0.0))
         for pool in pools:
@@ -177,7 +194,7 @@ class SimulatedCluster:
             self._reroute(replica)
 
     def set_role(self, replica_id: str, role: str) -> None:
-        """What it runs it finishes; prompts that have not begun go elsewhere."""
+        """What it runs it finishes; prompts that have not begun go to other replicas."""
         for replica in self.replicas:
             if replica.replica_id == replica_id:
                 replica.role = role
@@ -188,9 +205,9 @@ class SimulatedCluster:
 
     def _add(self, pool: str, ready_at: float) -> None:
         replica_id = f"{pool}-{next(self._numbers)}"
-        self.replicas.append(Replica(replica_id, pool, self._home[pool], ready_at, self._model))
+        self.replicas.append(SimulatedReplica(replica_id, pool, self._home[pool], ready_at, self._model))
 
-    def _reroute(self, replica: Replica) -> None:
+    def _reroute(self, replica: SimulatedReplica) -> None:
         jobs = list(replica.prompts)
         replica.prompts.clear()
         replica.queued_tokens = 0.0
@@ -201,13 +218,13 @@ class SimulatedCluster:
 
     def submit(self, arrival: Arrival) -> None:
         """It is at a prefill replica at once."""
-        job = Job(arrival, arrival.prompt_tokens, arrival.output_tokens)
+        job = SimulatedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.jobs.append(job)
         self._counted.num_arrived += 1
         self._counted.num_sequences += 1
         self._queue(job)
 
-    def _queue(self, job: Job) -> None:
+    def _queue(self, job: SimulatedRequest) -> None:
         """At the replica with the least backlog; while none is ready, at one that will be."""
         able = self._of_kinds(PREFILL, BOTH) or self._starting() or self.replicas
         chosen = min(able, key=lambda each: (each.backlog_tokens, each.replica_id))
@@ -227,7 +244,7 @@ class SimulatedCluster:
         self.now += TICK_S
         self.replicas = [each for each in self.replicas if not (each.is_leaving and each.is_empty)]
 
-    def _work(self, replica: Replica) -> None:
+    def _work(self, replica: SimulatedReplica) -> None:
         self._begin_prompt(replica)
         has_both = replica.computing is not None and bool(replica.batch)
         share_s = TICK_S / 2 if has_both else TICK_S
@@ -244,15 +261,15 @@ class SimulatedCluster:
                 self._finish_prompt(replica, job, self.now + TICK_S - left_s)
                 self._begin_prompt(replica)
 
-    def _begin_prompt(self, replica: Replica) -> None:
-        """The next one that has room is computed; the one after it asks for room meanwhile."""
+    def _begin_prompt(self, replica: SimulatedReplica) -> None:
+        """The next one that has space is computed; the one after it asks for space meanwhile."""
         if replica.granted is None:
             self._ask_for_room(replica)
         if replica.computing is None and replica.granted is not None:
             replica.computing, replica.granted = replica.granted, None
             self._ask_for_room(replica)
 
-    def _ask_for_room(self, replica: Replica) -> None:
+    def _ask_for_room(self, replica: SimulatedReplica) -> None:
         """For the first in line; it waits at the decode replica that has most."""
         able = self._of_kinds(DECODE, BOTH)
         if not replica.prompts or not able:
@@ -269,7 +286,7 @@ class SimulatedCluster:
         target.held_tokens += job.kv_tokens
         target.num_landings += 1
 
-    def _finish_prompt(self, replica: Replica, job: Job, at: float) -> None:
+    def _finish_prompt(self, replica: SimulatedReplica, job: SimulatedRequest, at: float) -> None:
         replica.has_prefilled = True
         target = job.target
         assert target is not None
@@ -286,14 +303,14 @@ class SimulatedCluster:
         else:
             target.waiting.append(job)
 
-    def _admit(self, replica: Replica) -> None:
+    def _admit(self, replica: SimulatedReplica) -> None:
         while replica.waiting and len(replica.batch) < self._model.max_sequences:
             job = replica.waiting.popleft()
             entry = (replica.progress + job.remaining_output, next(self._numbers), job)
             heapq.heappush(replica.batch, entry)
             replica.joined_progress += replica.progress
 
-    def _decode(self, replica: Replica, share_s: float) -> None:
+    def _decode(self, replica: SimulatedReplica, share_s: float) -> None:
         batch = len(replica.batch)
         replica.step_s = self._model.step.step_s(batch)
         tokens = share_s / replica.step_s
@@ -314,10 +331,10 @@ class SimulatedCluster:
         while replica.used_tokens > self._model.kv_tokens and len(replica.batch) > 1:
             self._preempt(replica)
 
-    def _leave_batch(self, replica: Replica, end: float, job: Job) -> None:
+    def _leave_batch(self, replica: SimulatedReplica, end: float, job: SimulatedRequest) -> None:
         replica.joined_progress -= end - job.remaining_output
 
-    def _preempt(self, replica: Replica) -> None:
+    def _preempt(self, replica: SimulatedReplica) -> None:
         """The last that joined computes its prompt and output again, somewhere."""
         entry = max(replica.batch, key=lambda item: item[1])
         replica.batch.remove(entry)
@@ -331,29 +348,247 @@ class SimulatedCluster:
         job.remaining_prompt = job.kv_tokens
         self._queue(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: SimulatedRequest) -> None:
         job.end_at = self.now + TICK_S
         self._counted.ended([job.arrival.output_tokens])
 
     # ------------------------------------------------------------------------------------ what is seen
 
-    def take_sample(self) -> Sample:
+    def take_sample(self) -> ScalingSample:
         """As the scaler sees the cluster; the demand since the last call."""
         demand, self._counted = self._counted, Demand()
         ready = (each for each in self.replicas if each.ready_at <= self.now and not each.is_leaving)
-        return Sample(self.now, dict(self.desired), tuple(each.sample() for each in ready), demand)
+        return ScalingSample(self.now, dict(self.desired), tuple(each.sample() for each in ready), demand)
 
     @property
     def is_idle(self) -> bool:
         return all(each.is_empty for each in self.replicas)
 
-    def _of_kinds(self, *kinds: str) -> list[Replica]:
+    def _of_kinds(self, *kinds: str) -> list[SimulatedReplica]:
         return [
             each for each in self._serving() if kind_of(each.role, has_prefill=self._has_prefill) in kinds
         ]
 
-    def _serving(self) -> Iterable[Replica]:
+    def _serving(self) -> Iterable[SimulatedReplica]:
         return (each for each in self.replicas if each.ready_at <= self.now and not each.is_leaving)
 
-    def _starting(self) -> list[Replica]:
+    def _starting(self) -> list[SimulatedReplica]:
         return [each for each in self.replicas if each.ready_at > self.now and not each.is_leaving]
+
+
+# ----------------------------------------------------------------------------------------------
+# The replay: what the scaler and the roster do, around a simulated cluster.
+
+# After the last arrival the replay continues for at most so long.
+_TAIL_S = 3600.0
+
+
+class Scheme(Protocol):
+    """Whoever decides counts: `cluster.scaling.policy.decide`, or what it is compared with."""
+
+    def __call__(
+        self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
+    ) -> ScalingPlan: ...
+
+
+class CountChange(NamedTuple):
+    """What was done, and when: a `PoolMove`, `RoleAssignment` or `Recall` as text and counts."""
+
+    at: float
+    pool: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Replayed(Outcomes):
+    """How a trace went."""
+
+    # Moves of counts.
+    changes: list[CountChange]
+    role_changes: list[tuple[float, str]]
+    # Desired, at every look.
+    counts: list[tuple[float, dict[str, int]]]
+    # Each once, when it first stood.
+    notes: list[tuple[float, str]]
+    config: ScalingConfig = field(repr=False)
+
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Of those that had a first token."""
+        return [job.first_at - job.arrival.at for job in self.jobs if job.first_at is not None]
+
+    @property
+    def ttft_share(self) -> float:
+        """Of all requests: those with their first token in time."""
+        in_time = sum(ttft_s <= self.config.ttft_slo_s for ttft_s in self.ttfts_s)
+        return in_time / max(len(self.jobs), 1)
+
+    @property
+    def itl_share(self) -> float:
+        """Of all gaps between tokens: those that were short enough."""
+        return 1 - self.num_late_gaps / self.num_gaps if self.num_gaps else 1.0
+
+    @property
+    def good_share(self) -> float:
+        """Of all requests: those in time with the first token and, on average, with the others."""
+        return sum(self._is_good(job) for job in self.jobs) / max(len(self.jobs), 1)
+
+    def _is_good(self, job: SimulatedRequest) -> bool:
+        if job.first_at is None or job.end_at is None:
+            return False
+        gap_s = (job.end_at - job.first_at) / max(job.arrival.output_tokens - 1, 1)
+        is_prompt = job.first_at - job.arrival.at <= self.config.ttft_slo_s
+        return is_prompt and gap_s <= self.config.itl_slo_s
+
+    @property
+    def total_replica_s(self) -> float:
+        return sum(self.replica_s.values())
+
+
+def replay(
+    arrivals: Sequence[Arrival],
+    pools: Sequence[PoolView],
+    model: ServiceModel,
+    config: ScalingConfig,
+    scheme: Scheme = decide,
+) -> Replayed:
+    """The trace from its beginning until all is answered. `pools` say what there is at the start."""
+    return _Replay(pools, model, config, scheme).run(sorted(arrivals))
+
+
+class _Replay:
+    """One run: the cluster, and what the scaler actor and the roster remember."""
+
+    def __init__(
+        self, pools: Sequence[PoolView], model: ServiceModel, config: ScalingConfig, scheme: Scheme
+    ) -> None:
+        self._pools = tuple(pools)
+        self._config = config
+        self._scheme = scheme
+        self._cluster = SimulatedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
+        self._history = History(history_span_s(config))
+        self._moves: list[ScalingMove] = []
+        self._assigned: dict[str, tuple[str, float]] = {}
+        self._changes: list[CountChange] = []
+        self._role_changes: list[tuple[float, str]] = []
+        self._counts: list[tuple[float, dict[str, int]]] = []
+        self._notes: dict[str, float] = {}
+
+    def run(self, arrivals: Sequence[Arrival]) -> Replayed:
+        cluster, next_index, look_at = self._cluster, 0, 0.0
+        end_at = (arrivals[-1].at if arrivals else 0.0) + _TAIL_S
+        while next_index < len(arrivals) or (not cluster.is_idle and cluster.now < end_at):
+            while next_index < len(arrivals) and arrivals[next_index].at < cluster.now + TICK_S:
+                cluster.submit(arrivals[next_index])
+                next_index += 1
+            if cluster.now >= look_at:
+                look_at += self._config.interval_s
+                self._look()
+            cluster.advance()
+        outcomes = cluster.outcomes
+        return Replayed(
+            changes=self._changes,
+            role_changes=self._role_changes,
+            counts=self._counts,
+            notes=[(at, note) for note, at in self._notes.items()],
+            **{item.name: getattr(outcomes, item.name) for item in fields(outcomes)},
+            config=self._config,
+        )
+
+    def _look(self) -> None:
+        """What the scaler does at each tick: look, decide, carry out."""
+        sample = self._cluster.take_sample()
+        self._history.add(sample)
+        plan = self._scheme(self._history, self._config, self._views(), sample.at)
+        for change in plan.role_changes:
+            self._switch(
+                change.replica_id, change.pool, change.role if isinstance(change, RoleAssignment) else ""
+            )
+            self._role_changes.append(
+                (sample.at, f"{type(change).__name__} {change.replica_id}: {change.reason}")
+            )
+        for move in plan.moves:
+            self._carry_out(move, sample.at)
+        for note in plan.notes:
+            self._notes.setdefault(note, sample.at)
+        self._counts.append((sample.at, dict(self._cluster.desired)))
+
+    def _carry_out(self, move: PoolMove, at: float) -> None:
+        for replica_id, (home, _) in list(self._assigned.items()):  # a scale order calls all of them back
+            self._switch(replica_id, home, "")
+            self._role_changes.append((at, f"RoleReturn {replica_id}: pool {move.pool} goes to {move.after}"))
+        self._cluster.scale(move.pool, move.after)
+        self._moves.append(ScalingMove(at, move.pool, move.before, move.after, "autoscaler", move.reason))
+        self._changes.append(CountChange(at, *move))
+
+    def _switch(self, replica_id: str, pool: str, role: str) -> None:
+        """`role` "": back to its pool's."""
+        if role:
+            self._assigned[replica_id] = pool, self._cluster.now
+        else:
+            self._assigned.pop(replica_id, None)
+        self._cluster.set_role(replica_id, role or self._cluster.home_role(pool))
+
+    def _views(self) -> list[PoolView]:
+        views = []
+        for pool in self._pools:
+            grew_at, changed_at = last_changes(pool.name, self._moves)
+            assigned = tuple(
+                (key, since) for key, (home, since) in self._assigned.items() if home == pool.name
+            )
+            desired = self._cluster.desired[pool.name]
+            views.append(
+                pool._replace(desired=desired, grew_at=grew_at, changed_at=changed_at, assigned=assigned)
+            )
+        return views
+
+
+# ------------------------------------------------------------------------------------ other schemes
+
+
+def keep_counts(
+    history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
+) -> ScalingPlan:
+    """Nothing is ever changed."""
+    return ScalingPlan()
+
+
+class TargetQueue:
+    """Each pool by itself: as many replicas as hold its requests at `target` a replica, the plain scheme of
+    many autoscalers. Upward at once, downward when it held for `down_cool_down_s`."""
+
+    def __init__(self, prefill_target: float, decode_target: float) -> None:
+        self._targets = {True: prefill_target, False: decode_target}
+
+    def __call__(
+        self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
+    ) -> ScalingPlan:
+        """One move a pool at most."""
+        moves = [self._move(history, config, pool, now) for pool in pools]
+        return ScalingPlan(tuple(move for move in moves if move is not None))
+
+    def _move(self, history: History, config: ScalingConfig, pool: PoolView, now: float) -> PoolMove | None:
+        if pool.limits is None:
+            return None
+        target = self._targets[pool.role == PREFILL]
+        wanted = [
+            _num_requests(sample, pool.name) / target
+            for sample in history.since(now - config.down_cool_down_s)
+        ]
+        up = math.ceil(sum(wanted[-NUM_SAMPLES:]) / len(wanted[-NUM_SAMPLES:]))
+        down = math.ceil(max(wanted))
+        count = up if up > pool.desired else min(down, pool.desired)
+        count = min(max(count, pool.limits.min), pool.limits.max)
+        is_up = count > pool.desired
+        since, wait_s = (
+            (pool.grew_at, config.up_cool_down_s) if is_up else (pool.changed_at, config.down_cool_down_s)
+        )
+        if count == pool.desired or (since is not None and now < since + wait_s):
+            return None
+        return PoolMove(pool.name, pool.desired, count, f"{up} would hold {target:g} requests each")
+
+
+def _num_requests(sample: ScalingSample, pool: str) -> int:
+    return sum(each.num_running + each.num_waiting for each in sample.replicas if each.pool == pool)

@@ -48,6 +48,7 @@ from workers.errors import RankDiedError
 from workers.messages import HandOverTarget
 from workers.model.model_config import read_model_config
 from workers.replica.engine_core import EngineCore
+from workers.replica.partition import ReplicaSpec
 
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
@@ -142,7 +143,8 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._engine_core = EngineCore(
+        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
+        spec = ReplicaSpec(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,
@@ -152,14 +154,13 @@ class ReplicaActor:
             engine=self._pool.engine,
             transfer=config.transfer,
             secret=secret,
-            launcher=RayRankLauncher(self._pool.tp, config.logs, pool_name),
-            clock=self._clock,
             host=host,
             faults=config.debug.fault_rules,
             store=own_store_name(config, life),
         )
-        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
-        await self._engine_core.start()
+        self._engine_core = await EngineCore.launch(
+            spec, RayRankLauncher(self._pool.tp, config.logs, pool_name), self._clock
+        )
         registry = ray_registry(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )
@@ -300,7 +301,7 @@ class GatewayActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            counters = self._gateway.desk.counters
+            counters = self._gateway.requests.counters
             status = await self._gateway.status()
             for _ in self._metrics.update(counters, status, self._clock.now()):
                 await self._clock.sleep(0)

@@ -19,7 +19,7 @@ from ray import serve
 from cluster.config import ClusterConfig, parse_config, read_cluster_secret, read_redis_url
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.roster.actor import await_roster
-from cluster.scaling.counts import KnownCounts, RememberedCounts, counts_key, counts_of, counts_to_deploy
+from cluster.scaling.counts import KnownCounts, RedisCounts, counts_key, counts_of, counts_to_deploy
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
 from cluster.serve.app import build_application, check_model
 from cluster.serve.ray_private import deployed_config
@@ -83,7 +83,7 @@ def known_counts(config: ClusterConfig, key: str) -> KnownCounts:
     remembered = None
     if key:
         try:
-            remembered = asyncio.run(RememberedCounts(config.store.redis_url, key).read())
+            remembered = asyncio.run(RedisCounts(config.store.redis_url, key).read())
         except (IndexAwayError, WireError) as error:
             _log.warning("the counts that an earlier Ray cluster left cannot be read: %s", error)
     if remembered is None and problem:

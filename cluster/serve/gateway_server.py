@@ -1,7 +1,6 @@
-"""The gateway: the gRPC server in front of a desk, its Links and its router, all in this process.
+"""The gateway: a gRPC server, the request manager, connections to replicas and a router in one process.
 
-No Ray and no torch here: `cluster.serve.app` runs a `Gateway` in a Serve replica; tests and benchmarks
-anywhere.
+Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve replica, tests run it anywhere.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.api.grpc_server import ClientPort, bind, open_health, open_server
-from cluster.api.replies import Reporter
+from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.http_server import open_console
 from cluster.console.orders import Operations
-from cluster.gateway.cache_purges import CachePurges
 from cluster.gateway.history import RequestHistory
-from cluster.gateway.replica_connections import ReplicaLinks
+from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.ended_request import Observer
@@ -44,7 +42,7 @@ _DRAIN_LOOK_S = 0.05
 _NOTICE_S = 10.0
 # How long a gateway that takes a port over waits for its replicas before it listens.
 _TAKE_OVER_S = 10.0
-# gRPC lets a connection live up to a tenth longer than it is told.
+# gRPC lets a connection live up to a tenth longer than its age limit.
 _AGE_JITTER = 1.1
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -59,12 +57,12 @@ class Gateway:
 
         client --gRPC--> InferenceServicer --> RequestManager --> RequestTask (RequestState) --> RouterService
                                                  ^          |
-                                                 +-- ReplicaLinks --Links--> brains
+                                                 +-- ReplicaConnections --links--> engine cores
 
-    Registration in the roster is the caller's. Health says SERVING while a request could be placed.
-    `operations` is what the console can have done; None: nothing. `open_roster` finds the roster of another
-    application, to which requests may be passed on; None: all are answered here. `advertised_host` is where
-    clients reach it, if that is not where it listens.
+    The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
+    `operations` is what the console may order; None: nothing. `open_roster` finds the roster of another
+    application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
+    clients reach the gateway, if that is not where it listens.
     """
 
     def __init__(
@@ -88,9 +86,17 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
-        self._intake = Preprocessor(config, clock, seeds)
-        self._texts = TextCalls(self._intake)
-        self._links = ReplicaLinks(
+        self._preprocessor = Preprocessor(
+            config.model,
+            config.model_name,
+            config.gateway,
+            clock,
+            seeds,
+            block_tokens=block_tokens,
+            allow_pins=config.debug.allow_pins,
+        )
+        self._texts = TextCalls(self._preprocessor)
+        self.connections = ReplicaConnections(
             gateway_id=gateway_id,
             epoch=epoch,
             block_tokens=block_tokens,
@@ -99,18 +105,16 @@ class Gateway:
             secret=secret,
             clock=clock,
         )
-        self._tracer: RequestTracer | None = None
-        observers: list[Observer] = [log_access] if config.logs.access else []
-        if config.tracing.endpoint:
-            self._tracer = RequestTracer(
-                config.tracing, app=config.app, gateway_id=gateway_id, model=config.model_name, clock=clock
-            )
+        history = RequestHistory(block_tokens, clock)
+        self._tracer = _open_tracer(config, gateway_id, clock)
+        observers: list[Observer] = [history.ended]
+        if config.logs.access:
+            observers.append(log_access)
+        if self._tracer is not None:
             observers.append(self._tracer)
-        lately = RequestHistory(block_tokens, clock)
-        observers.append(lately.ended)
-        self.desk = RequestManager(
-            intake=self._intake,
-            links=self._links,
+        self.requests = RequestManager(
+            preprocessor=self._preprocessor,
+            connections=self.connections,
             router=router,
             clock=clock,
             max_requests=config.gateway.max_requests,
@@ -123,24 +127,26 @@ class Gateway:
                 itl_slo_s=config.scaling.itl_slo_s,
             ),
         )
-        stores = StoreAdmin(lambda: self._links.stores, CachePurges(self._links).purge, secret, gateway_id)
-        reporter = Reporter(config, self.desk, self._links, self._intake, stores, clock, lately)
-        self._console = open_console(gateway_id, config, reporter, self.desk, stores, operations, clock)
-        # Where it listens after `start`; 0: there is none.
+        stores = StoreAdmin(self.connections, secret, gateway_id)
+        status = StatusService(
+            config, self.requests, self.connections, self._preprocessor, stores, clock, history
+        )
+        self._console = open_console(gateway_id, config, status, self.requests, stores, operations, clock)
+        # Where the console listens after `start`; 0: there is none.
         self.console_port = 0
-        self._reporter = reporter
+        self._status = status
         self._traffic = TrafficSplitter(
             app=config.app,
             model_name=config.model_name,
-            links=self._links,
+            connections=self.connections,
             open_roster=open_roster,
             clock=clock,
             on_end=log_relayed if config.logs.access else None,
         )
         self._servicer = InferenceServicer(
-            desk=self.desk,
+            requests=self.requests,
             texts=self._texts,
-            reporter=reporter,
+            status=status,
             stores=stores,
             faults=Faults(config.debug.fault_rules),
             traffic=self._traffic,
@@ -152,17 +158,13 @@ class Gateway:
         self._is_serving = False
         self._tasks = SupervisedTasks()
 
-    @property
-    def links(self) -> ReplicaLinks:
-        return self._links
-
     async def status(self) -> pb.StatusResponse:
-        """As the call of this name answers; not to be changed."""
-        return await self._reporter.status()
+        """Answer as the call of this name; callers must not change the message."""
+        return await self._status.status()
 
     def configure(self, config: ClusterConfig) -> None:
-        """From now on the pools' counts are these; nothing else of it is taken over while a gateway runs."""
-        self._reporter.configure(config)
+        """Take over the pools' counts; nothing else of the configuration changes while a gateway runs."""
+        self._status.configure(config)
 
     async def start(self) -> int:
         """Follow the roster, listen, and return the port; `StartError` when somebody else has it.
@@ -180,20 +182,20 @@ class Gateway:
         reflection.enable_server_reflection(names, self._server)
         await self._set_health()
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
-            self._links.start(self.desk)
+            self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
-            await self._wait_while(lambda: not self._links.has_route(), end_at)
+            await self._wait_while(lambda: not self.connections.has_route(), end_at)
         self._port = bind(self._server, settings, is_shared=takes_over)
         self._health_server = await open_health(settings, self._health, is_shared=takes_over)
         if self._console is not None:
             self.console_port = await self._console.start(is_shared=takes_over)
         await self._server.start()
         if not takes_over:
-            self._links.start(self.desk)
+            self.connections.start(self.requests)
         return self._port.number
 
     async def stop(self) -> None:
-        """Leave so that clients notice nothing, as far as `drain_s` allows.
+        """Leave without failing a call, as far as `drain_s` allows.
 
         While there are other gateways, this one's clients move first: new connections go to the others, and
         open ones are closed at their age, which fails no call. Then no request is taken, and those that run
@@ -206,20 +208,20 @@ class Gateway:
             await self._console.stop()
         if self._port is not None:
             await self._move_clients(self._port, end_at)
-        self.desk.leave()
+        self.requests.leave()
         self._traffic.leave()
-        await self._wait_while(lambda: self._num_running and self._links.is_connected(), end_at)
-        self.desk.close()
+        await self._wait_while(lambda: self._num_running and self.connections.is_connected(), end_at)
+        self.requests.close()
         self._traffic.close()
         if self._server is not None:
             await self._server.stop(grace=1.0)
         if self._health_server is not None:
             await self._health_server.stop(grace=0.0)
         await self._traffic.stop()
-        await self._links.stop()
-        await self._intake.close()
+        await self.connections.stop()
+        await self._preprocessor.close()
         self._texts.close()
-        self._reporter.close()
+        self._status.close()
         if self._tracer is not None:
             await self._tracer.stop()
 
@@ -227,18 +229,18 @@ class Gateway:
         """Return when no client is connected any more, or they cannot be moved: no other gateway is there,
         or the application itself stops."""
         settings = self._config.gateway
-        others = [it for it in self._links.gateways if it.gateway_id != self._gateway_id]
-        if not others or not self._links.has_route():
+        others = [it for it in self.connections.gateways if it.gateway_id != self._gateway_id]
+        if not others or not self.connections.has_route():
             return
         if any(self._shares_address(it, port.number) for it in others):
             if self._health_server is not None:
                 await self._health_server.stop(grace=0.0)
         else:
-            await self._wait_while(self._links.has_route, min(end_at, self._clock.now() + _NOTICE_S))
+            await self._wait_while(self.connections.has_route, min(end_at, self._clock.now() + _NOTICE_S))
         port.stop_accepting()
         if settings.max_connection_age_s is not None:
             end_at = min(end_at, self._clock.now() + _AGE_JITTER * settings.max_connection_age_s)
-            await self._wait_while(lambda: self._links.has_route() and port.num_connections(), end_at)
+            await self._wait_while(lambda: self.connections.has_route() and port.num_connections(), end_at)
 
     async def _wait_while(self, condition: Callable[[], object], end_at: float) -> None:
         while condition() and self._clock.now() < end_at:
@@ -251,18 +253,18 @@ class Gateway:
 
     @property
     def _num_running(self) -> int:
-        return self.desk.num_running + self._traffic.num_running
+        return self.requests.num_running + self._traffic.num_running
 
     def _token_bytes(self) -> int:
         """0 before the first replica has connected."""
-        return self._links.compatibility.token_bytes if self._links.compatibility else 0
+        return self.connections.compatibility.token_bytes if self.connections.compatibility else 0
 
     def _pool_of(self, replica_id: str) -> str:
-        view = self._links.find(replica_id)
+        view = self.connections.find(replica_id)
         return view.record.pool if view else ""
 
     def _on_members(self) -> None:
-        if self._links.has_route() != self._is_serving:
+        if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
             self._tasks.spawn(self._set_health(), "gateway-health")
 
@@ -272,3 +274,12 @@ class Gateway:
         value = status.SERVING if self._is_serving else status.NOT_SERVING
         for name in ("", SERVICE_NAME):
             await self._health.set(name, value)
+
+
+def _open_tracer(config: ClusterConfig, gateway_id: str, clock: Clock) -> RequestTracer | None:
+    """Return what sends traces; None where the configuration wants none."""
+    if not config.tracing.endpoint:
+        return None
+    return RequestTracer(
+        config.tracing, app=config.app, gateway_id=gateway_id, model=config.model_name, clock=clock
+    )

@@ -20,7 +20,7 @@ from cluster.errors import DashboardAwayError
 from cluster.metrics.logs import log_to_stderr
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.actor import NAMESPACE, open_roster
-from cluster.scaling.counts import KeptCounts, RememberedCounts
+from cluster.scaling.counts import KeptCounts, RedisCounts
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
 from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
@@ -57,7 +57,7 @@ class RayScaler:
         self._mark = mark
         keeping: KeptCounts | None = None
         if counts_key and config.store.redis_url:
-            remembered = RememberedCounts(config.store.redis_url, counts_key)
+            remembered = RedisCounts(config.store.redis_url, counts_key)
             keeping = KeptCounts(remembered, _began_at_ms(config.app), SystemClock())
         self._scaler = Scaler(
             config, open_roster(config.app), self._open_client, SystemClock(), counts=keeping

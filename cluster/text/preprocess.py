@@ -1,20 +1,20 @@
-"""From a client's request to a plan: checks, chat template, tokenizer, seed, block keys."""
+"""From a client's request to a prepared one: limits, chat template, tokenizer, seeds, block keys."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 
-from cluster.config import ClusterConfig
+from cluster.config import GatewayConfig
 from cluster.errors import TemplateError
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
-from cluster.text.validation import Limits, max_tokens_of, sampling_of
+from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.handshake import draw_id
@@ -26,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SampleStart:
-    """A sample as the client asks for it: `output` and `finish` are empty unless it resumes."""
+    """A sample as the client asks for it; `output` and `finish` are empty unless the request resumes."""
 
     index: int
     seed: int
@@ -36,7 +36,7 @@ class SampleStart:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """One request, checked and tokenized. `request_id` is unique on the wire, also among resumed calls."""
+    """A request, checked and tokenized. `request_id` is unique on the wire, also among resumed calls."""
 
     request_id: str
     tenant: str
@@ -54,45 +54,60 @@ class PreparedRequest:
     pinned_prefill: str = ""
     pinned_decode: str = ""
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of the prompt."""
+        return len(self.prompt) // TOKEN_BYTES
 
-class Preprocessed(NamedTuple):
-    """A request ready to go: what to do, the text of each sample so far, and the seed of them all."""
-
-    plan: PreparedRequest
-    texts: list[SampleText]
-    seed: int
+    @property
+    def seed(self) -> int:
+        """The seed of the request, which is that of its first sample."""
+        return self.samples[0].seed
 
 
 class Preprocessor:
-    """The model's texts and limits; holds nothing of any request."""
+    """Prepares requests for one model; holds nothing of any request."""
 
-    def __init__(self, config: ClusterConfig, clock: Clock, draw_seed: Callable[[], int]) -> None:
-        self._config = config
+    def __init__(
+        self,
+        model_dir: Path,
+        model_name: str,
+        gateway: GatewayConfig,
+        clock: Clock,
+        draw_seed: Callable[[], int],
+        *,
+        block_tokens: int,
+        allow_pins: bool,
+    ) -> None:
+        self._model_name = model_name
+        self._gateway = gateway
         self._clock = clock
         self._draw_seed = draw_seed
-        self._model = read_model_config(config.model)
-        self._text = ModelText.load(config.model)
-        template = load_chat_template(config.model)
+        self._block_tokens = block_tokens
+        self._allow_pins = allow_pins
+        self._model = read_model_config(model_dir)
+        self._text = ModelText.load(model_dir)
+        template = load_chat_template(model_dir)
         self._chat = ChatRenderer(template) if template is not None else None
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
         return self._chat is not None
 
-    def limits(self, max_context_tokens: int) -> Limits:
-        """What a request may ask for; `max_context_tokens` 0: no replica has told its own yet."""
-        gateway = self._config.gateway
-        return Limits(
-            model_name=self._config.model_name,
+    def limits(self, max_context_tokens: int) -> ServingLimits:
+        """Return what a request may ask for; `max_context_tokens` 0: no replica has reported its own yet."""
+        return ServingLimits(
+            model_name=self._model_name,
             vocab_size=self._model.vocab_size,
             max_context_tokens=max_context_tokens or self._model.max_context_tokens,
-            max_samples=gateway.max_samples,
-            default_max_tokens=gateway.default_max_tokens,
-            allow_pins=self._config.debug.allow_pins,
+            max_samples=self._gateway.max_samples,
+            default_max_tokens=self._gateway.default_max_tokens,
+            allow_pins=self._allow_pins,
         )
 
-    async def prompt_tokens(self, request: pb.GenerateRequest, limits: Limits) -> bytes:
-        """The prompt of a checked request, as uint32 little-endian."""
+    async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> bytes:
+        """Return the prompt of a checked request, as uint32 little-endian."""
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             return np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
@@ -100,52 +115,54 @@ class Preprocessor:
             return await self.encode(request.text)
         return await self.encode(await self.render_chat(request.chat, limits), add_special_tokens=False)
 
-    def plan(
+    def prepare(
         self,
         request: pb.GenerateRequest,
         prompt: bytes,
-        limits: Limits,
+        limits: ServingLimits,
         *,
         fingerprint: bytes,
         deadline_at: float | None,
-    ) -> Preprocessed:
-        """The plan of a checked and tokenized request; `InvalidRequestError` when it is too long."""
+    ) -> tuple[PreparedRequest, list[SampleText]]:
+        """Prepare a checked and tokenized request, with the text of each sample so far.
+
+        Raises `InvalidRequestError` when the request is too long.
+        """
         max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         starts, texts = self._samples(request, seed, max_tokens)
         unique = draw_id().hex()
-        block_tokens = self._config.pools[0].engine.block_tokens
-        plan = PreparedRequest(
+        prepared = PreparedRequest(
             request_id=f"{request.request_id}~{unique[:8]}" if request.request_id else unique,
             tenant=request.tenant,
             priority=request.priority,
             prompt=prompt,
-            block_keys=block_keys(prompt, block_tokens, fingerprint, request.tenant),
+            block_keys=block_keys(prompt, self._block_tokens, fingerprint, request.tenant),
             sampling=sampling_of(request, max_tokens),
             samples=tuple(starts),
             deadline_at=deadline_at,
-            max_attempts=self._config.gateway.max_attempts,
+            max_attempts=self._gateway.max_attempts,
             pinned_prefill=request.pins.prefill,
             pinned_decode=request.pins.decode,
         )
-        return Preprocessed(plan, texts, seed)
+        return prepared, texts
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
-        """Token ids as uint32 little-endian bytes."""
+        """Return the token ids of the text as uint32 little-endian bytes."""
         if len(text) <= SHORT_CHARS:
             return self.encode_now(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """As `encode`, in whatever thread this is."""
+        """Encode in the calling thread."""
         return self._text.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self._text.decode(tokens, keep_special_tokens=keep_special_tokens)
 
-    async def render_chat(self, chat: pb.ChatMessages, limits: Limits) -> str:
-        """The prompt's text by the model's template; `TemplateError` when that cannot be."""
+    async def render_chat(self, chat: pb.ChatMessages, limits: ServingLimits) -> str:
+        """Render the prompt's text by the model's template; raise `TemplateError` when that cannot be done."""
         if self._chat is None:
             raise TemplateError("this model has no chat template; send text instead")
         return await self._chat.render(
@@ -163,7 +180,7 @@ class Preprocessor:
     def _samples(
         self, request: pb.GenerateRequest, seed: int, max_tokens: int
     ) -> tuple[list[SampleStart], list[SampleText]]:
-        """Fresh samples, or what a resuming client has of them, which may be all there is to have."""
+        """Return fresh samples, or what a resuming client has of them, which may be complete."""
         resumed = {item.sample: item for item in request.resume}
         starts: list[SampleStart] = []
         texts: list[SampleText] = []
@@ -189,7 +206,7 @@ class Preprocessor:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of sample `index`: the request's own for 0, else splitmix64's `index`-th output."""
+    """Return the 64-bit seed of a sample: the request's own for 0, else splitmix64's `index`-th output."""
     if index == 0:
         return seed
     mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK

@@ -1,4 +1,4 @@
-"""The transfer agent of a rank: takes the brain's transfer orders, moves bytes on threads, reports back.
+"""The transfer agent of a rank: carries out the engine core's transfer orders on threads, and reports.
 
 As a writer it holds `WriterConnection`s and the `PushFence`; as a target it holds listeners and the `Gate`.
 The rank's own thread calls `handle`, which never waits; `report` is called from any thread, one call at a
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class TransferAgent:
-    """Everything of a rank that moves KV. Listens from its construction until `close`."""
+    """Owns everything of a rank that moves KV. Listens from its construction until `close`."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class TransferAgent:
         )
         self._verifier.start()
         self._listeners, unoffered = _listen(TargetRank(rank, pool, self._gate, secret, settings))
-        self._house = WriterContext(
+        self._context = WriterContext(
             WriterRank(identity, rank, pool, secret, faults, settings),
             host_id(),
             frozenset(listener.endpoint.transport for listener in self._listeners),
@@ -98,12 +98,12 @@ class TransferAgent:
         return RankEndpoints(
             self._rank,
             self._pool.layout.shard,
-            self._house.host_id,
+            self._context.host_id,
             tuple(listener.endpoint for listener in self._listeners),
         )
 
     def handle(self, order: TransferOrder) -> None:
-        """Start or do what is ordered; the answers come as reports."""
+        """Start or carry out an order; the answers come as reports."""
         match order:
             case PushOrder():
                 if self._fence.submit(order):
@@ -144,7 +144,7 @@ class TransferAgent:
             del self._connections[connection_id]
         self._connections[order.connection_id] = WriterConnection(
             order,
-            house=self._house,
+            context=self._context,
             fence=self._fence,
             governor=self.governor,
             report=self._report,
@@ -182,7 +182,7 @@ class TransferAgent:
 
 
 def _listen(target: TargetRank) -> tuple[list[Listener], dict[str, str]]:
-    """What is offered, and why the other configured transports are not."""
+    """Return the listeners of what is offered, and why the other configured transports are not."""
     listeners: list[Listener] = []
     unoffered: dict[str, str] = {}
     for name in target.settings.transports:

@@ -1,9 +1,9 @@
 """The paths of one connection: which transport carries each of its lanes, and why no better one does.
 
 A lane takes the first transport, in order of preference, that suits both ranks, is offered, is not cooling
-down after failures, connects, and is measured at or above the floor. One that cannot suit the pair (shm to
-another host) is *not applicable*, which is no news; one that could but is not used is *passed over*, which
-is told in `LanePath.instead_of` and in the log.
+down after failures, connects, and is measured at or above the minimum rate. One that cannot suit the pair
+(shm to another host) is *not applicable*, which is expected; one that could but is not used is *passed
+over*, which `LanePath.instead_of` and the log say.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OpenLane:
 
 
 class RejectedPaths:
-    """The transports that were not taken, each with its reason."""
+    """Collects the transports that were not taken, each with its reason."""
 
     def __init__(self) -> None:
         self.not_applicable: list[str] = []
@@ -67,50 +67,50 @@ class Paths:
     """Opens the channels of one connection and knows which are open. Any thread may call it; `close_all`
     comes last."""
 
-    def __init__(self, order: ConnectPeer, house: WriterContext, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, order: ConnectPeer, context: WriterContext, on_lost: Callable[[str], None]) -> None:
         self._order = order
-        self._house = house
+        self._context = context
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._is_interrupted = False
 
     def open(self, lane: Lane, names: Sequence[str]) -> OpenLane:
-        """The best path of `lane` among the transports `names`; `PathError` tells of each why not."""
-        passed = RejectedPaths()
+        """Open the best path of `lane` among the transports `names`; `PathError` says of each why not."""
+        rejected = RejectedPaths()
         for name in names:
             if self._is_interrupted:
                 raise PathError("closed on request")
-            address = self._address(lane, name, passed)
+            address = self._address(lane, name, rejected)
             if address is None:
                 continue
             try:
                 channel, measured = self._connect(lane, name, address)
             except TransferError as error:
                 self._note_failure(lane, name, str(error))
-                passed.pass_over(name, str(error))
+                rejected.pass_over(name, str(error))
                 continue
             is_slow = measured.gb_s < self._order.min_gb_s
             slow = f"{measured.gb_s:.3g} GB/s is below the floor of {self._order.min_gb_s:g} GB/s"
             if is_slow and self._order.refuse_slow:
                 self.close(channel)
-                if self._house.health.reason(self._key(lane, name)):
+                if self._context.health.reason(self._key(lane, name)):
                     self._note_failure(lane, name, slow)  # it was tried again after it had failed
-                passed.pass_over(name, slow)
+                rejected.pass_over(name, slow)
                 continue
             if is_slow:
-                passed.pass_over(name, f"{slow}, but used as configured")
-            self._log_path(lane, channel, measured, passed)
-            return OpenLane(lane, channel, _lane_path(lane, channel, measured, passed))
-        raise PathError(f"no path to rank {lane.target.rank}: {passed}")
+                rejected.pass_over(name, f"{slow}, but used as configured")
+            self._log_path(lane, channel, measured, rejected)
+            return OpenLane(lane, channel, _lane_path(lane, channel, measured, rejected))
+        raise PathError(f"no path to rank {lane.target.rank}: {rejected}")
 
     def better(self, opened: OpenLane) -> tuple[str, ...]:
         """All transports preferred to the lane's present one, when one of them failed before and may be
         tried again; else none."""
         names = self._order.transports
         better = names[: names.index(opened.path.transport)]
-        now = self._house.clock.now()
-        is_due = any(self._house.health.is_due(self._key(opened.lane, name), now) for name in better)
+        now = self._context.clock.now()
+        is_due = any(self._context.health.is_due(self._key(opened.lane, name), now) for name in better)
         return better if is_due else ()
 
     def note_lost(self, opened: OpenLane) -> None:
@@ -119,7 +119,7 @@ class Paths:
 
     def note_success(self, opened: OpenLane) -> None:
         """A push went through the lane."""
-        self._house.health.succeeded(self._key(opened.lane, opened.channel.transport))
+        self._context.health.succeeded(self._key(opened.lane, opened.channel.transport))
 
     def interrupt(self) -> None:
         """Whatever waits for the peer ends soon, now and later."""
@@ -138,42 +138,42 @@ class Paths:
         for channel in list(self._channels):
             self.close(channel)
 
-    def _address(self, lane: Lane, name: str, passed: RejectedPaths) -> str | None:
+    def _address(self, lane: Lane, name: str, rejected: RejectedPaths) -> str | None:
         """Where to reach the lane's target over the transport; None when there is a reason not to try."""
         transport = TRANSPORTS.get(name)
         if transport is None:
-            passed.pass_over(name, "no such transport")
+            rejected.pass_over(name, "no such transport")
             return None
-        device = self._house.rank.pool.device
-        unsuited = transport.unsuited(device, lane.target.host_id == self._house.host_id)
+        device = self._context.rank.pool.device
+        unsuited = transport.unsuited(device, lane.target.host_id == self._context.host_id)
         if unsuited:
-            passed.not_applicable.append(f"{name}: {unsuited}")
+            rejected.not_applicable.append(f"{name}: {unsuited}")
             return None
         address = next((each.address for each in lane.target.endpoints if each.transport == name), None)
         if address is None:
-            ours = name in self._house.offered
-            why = self._house.unoffered.get(name, "")
+            ours = name in self._context.offered
+            why = self._context.unoffered.get(name, "")
             here = f"not offered: {why}" if why else "not offered"
-            passed.pass_over(name, "not offered by the peer" if ours else here, is_news=ours)
+            rejected.pass_over(name, "not offered by the peer" if ours else here, is_news=ours)
             return None
         key = self._key(lane, name)
-        cooling_s = self._house.health.cooling_s(key, self._house.clock.now())
+        cooling_s = self._context.health.cooling_s(key, self._context.clock.now())
         if cooling_s > 0:
-            reason = self._house.health.reason(key)
-            passed.pass_over(name, f"failed ({reason}), not tried again for {cooling_s:.1f} s")
+            reason = self._context.health.reason(key)
+            rejected.pass_over(name, f"failed ({reason}), not tried again for {cooling_s:.1f} s")
             return None
         return address
 
     def _connect(self, lane: Lane, name: str, address: str) -> tuple[Channel, Measured]:
         channel = TRANSPORTS[name].connect(
-            self._house.rank, lane, address, self._order.connection_id, self._on_lost
+            self._context.rank, lane, address, self._order.connection_id, self._on_lost
         )
         with self._lock:
             self._channels.append(channel)
             if self._is_interrupted:
                 channel.interrupt()
         try:
-            return channel, channel.measure(self._house.clock)
+            return channel, channel.measure(self._context.clock)
         except TransferError:
             self.close(channel)
             raise
@@ -183,45 +183,45 @@ class Paths:
 
     def _note_failure(self, lane: Lane, name: str, reason: str) -> None:
         if not self._is_interrupted:  # a channel that we closed ourselves has not failed
-            self._house.health.failed(self._key(lane, name), reason, self._house.clock.now())
+            self._context.health.failed(self._key(lane, name), reason, self._context.clock.now())
 
-    def _log_path(self, lane: Lane, channel: Channel, measured: Measured, passed: RejectedPaths) -> None:
+    def _log_path(self, lane: Lane, channel: Channel, measured: Measured, rejected: RejectedPaths) -> None:
         _log.log(
-            logging.WARNING if passed.is_news else logging.INFO,
+            logging.WARNING if rejected.is_news else logging.INFO,
             "rank %d -> %s rank %d over %s (%s): %.2f GB/s, %.0f us%s%s",
-            self._house.rank.rank,
+            self._context.rank.rank,
             self._order.peer.replica_id,
             lane.target.rank,
             channel.transport,
             channel.device,
             measured.gb_s,
             measured.latency_us,
-            f"; instead of {'; '.join(passed.passed_over)}" if passed.passed_over else "",
-            f"; not applicable: {'; '.join(passed.not_applicable)}" if passed.not_applicable else "",
+            f"; instead of {'; '.join(rejected.passed_over)}" if rejected.passed_over else "",
+            f"; not applicable: {'; '.join(rejected.not_applicable)}" if rejected.not_applicable else "",
         )
 
 
-def _lane_path(lane: Lane, channel: Channel, measured: Measured, passed: RejectedPaths) -> LanePath:
+def _lane_path(lane: Lane, channel: Channel, measured: Measured, rejected: RejectedPaths) -> LanePath:
     return LanePath(
         lane.target.rank,
         channel.transport,
         channel.device,
         measured.gb_s,
         measured.latency_us,
-        "; ".join(passed.passed_over),
+        "; ".join(rejected.passed_over),
     )
 
 
 # ----------------------------------------------------------------------------------------------
 # Which transports to which peer ranks may be tried: an error budget and a doubling cool-down (sans-I/O).
 #
-# fresh --failure--> counting --failures = budget--> cooling down --time--> due --failure--> cooling down, twice
-#   ^                   |                                                    |              as long
+# fresh --failure--> counting --failures = budget--> cooling down --time--> due --failure--> cooling down,
+#   ^                   |                                                    |              twice as long
 #   +----- success -----+------------------------- success ------------------+
 
 
 class PathKey(NamedTuple):
-    """A way to a rank of one life of a peer; a peer that was restarted starts afresh."""
+    """Names a path to a rank of one registration of a peer; a restarted peer starts afresh."""
 
     peer: ReplicaIdentity
     rank: int
@@ -239,7 +239,7 @@ class _Record:
 
 
 class PathHealth:
-    """The failures of all paths of one rank since their last success. Any thread may call it."""
+    """Counts the failures of all paths of one rank since their last success. Any thread may call it."""
 
     def __init__(self, error_budget: int, cool_down_s: float, max_cool_down_s: float) -> None:
         self._error_budget = error_budget

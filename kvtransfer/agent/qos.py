@@ -1,4 +1,4 @@
-"""Traffic classes: hand-over before prefetch before write-back, and the rates that limit each.
+"""Quality of service: hand-over before prefetch before write-back, and the rates that limit each.
 
 A *flow* is one run of copies of a class: it asks before every batch (a few megabytes). A batch of a lower
 class waits while a flow of a higher one waits or moves; a higher one never waits for a lower, so it meets at
@@ -7,6 +7,7 @@ most one batch of each such flow. Knows nothing of what is copied.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ BATCH_S = 0.005
 STALLED_S = 1.0
 
 T = TypeVar("T")
+# (num_bytes, give_up) -> whether the batch may move; see `TrafficGovernor.flow`.
+TakeTurn = Callable[[int, Callable[[], bool]], bool]
 
 
 class Counted(NamedTuple):
@@ -48,7 +51,7 @@ class _FlowState:
 
 
 class TrafficRules:
-    """Who may move now (sans-I/O). `limits` are bytes a second for each class; 0: none.
+    """Decides who may move now (sans-I/O). `limits` are bytes a second for each class; 0: none.
 
     A limited class moves a batch, then waits until the rate has made up for it: over any span of w seconds at
     most w times the rate and one batch.
@@ -99,22 +102,8 @@ def _holds_s(flow: _FlowState, now: float) -> float:
     return STALLED_S if flow.moving_since is None else flow.moving_since + STALLED_S - now
 
 
-class Flow:
-    """An open flow, used by one thread."""
-
-    def __init__(self, governor: TrafficGovernor, number: int, traffic: TrafficClass) -> None:
-        self._governor = governor
-        self._number = number
-        self._traffic = traffic
-
-    def next(self, num_bytes: int, give_up: Callable[[], bool]) -> bool:
-        """End the batch before and wait until `num_bytes` more may move: True. False when `give_up` says so:
-        asked before waiting and after every `TrafficGovernor.wake`; it must not call the governor."""
-        return self._governor.await_turn(self._number, self._traffic, num_bytes, give_up)
-
-
 class TrafficGovernor:
-    """The rules of one rank, for any number of threads."""
+    """Applies the rules to the flows of one rank, for any number of threads."""
 
     def __init__(self, settings: TransferSettings, clock: Clock) -> None:
         self._clock = clock
@@ -128,24 +117,28 @@ class TrafficGovernor:
         self._counted = dict.fromkeys(CLASSES, Counted(0, 0, 0.0))
 
     @contextmanager
-    def flow(self, traffic: TrafficClass) -> Iterator[Flow]:
-        """Hold lower classes back until the end of the block; ask before every batch in it."""
+    def flow(self, traffic: TrafficClass) -> Iterator[TakeTurn]:
+        """Hold lower classes back until the end of the block, which calls what it receives before every batch.
+
+        `take_turn(num_bytes, give_up)` ends the batch before and waits until `num_bytes` more may move: True.
+        False when `give_up` says so: it is asked before waiting and after every `wake`, and must not call the
+        governor."""
         with self._changed:
             number = self._rules.open(traffic)
         try:
-            yield Flow(self, number, traffic)
+            yield functools.partial(self._await_turn, number, traffic)
         finally:
             with self._changed:
                 self._rules.close(number)
                 self._changed.notify_all()
 
     def batch_bytes(self, traffic: TrafficClass) -> int:
-        """How much to ask for at a time."""
+        """Return how many bytes to ask for at a time."""
         limit = self._limits[traffic]
         return min(BATCH_BYTES, max(1, int(limit * BATCH_S))) if limit else BATCH_BYTES
 
     def wake(self) -> None:
-        """Whoever waits asks its `give_up` again, and the clock."""
+        """Make every waiting flow ask its `give_up` again, and the clock."""
         with self._changed:
             self._changed.notify_all()
 
@@ -154,10 +147,9 @@ class TrafficGovernor:
         with self._changed:
             return dict(self._counted)
 
-    def await_turn(
+    def _await_turn(
         self, number: int, traffic: TrafficClass, num_bytes: int, give_up: Callable[[], bool]
     ) -> bool:
-        """`Flow.next`."""
         with self._changed:
             asked_at = self._clock.now()
             while not (given_up := give_up()):
@@ -189,7 +181,7 @@ class ClassQueue(Generic[T]):
             self._changed.notify_all()
 
     def put_first(self, traffic: TrafficClass, item: T) -> None:
-        """Before all others of its class: it had its turn already and goes on."""
+        """Before all others of its class: it had its turn already and continues."""
         with self._changed:
             self._items[traffic].appendleft(item)
             self._changed.notify_all()

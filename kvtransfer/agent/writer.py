@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtransfer.agent.lanes import OpenLane, Paths, WriterContext
-from kvtransfer.agent.qos import ClassQueue, Flow, TrafficGovernor
+from kvtransfer.agent.qos import ClassQueue, TakeTurn, TrafficGovernor
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import (
     BlockMove,
@@ -51,10 +51,10 @@ class _Push:
         """Repeat it, over whatever carries its lanes then.
 
         The source blocks stay as they are until the push is done; the target's belong to its landing, and
-        nobody reads them before a manifest tells of them: so the same bytes go to the same place once more.
-        Nor can the first attempt come later, when the blocks have another use: a one-sided channel is drained
-        and closed before the push is repeated, and what a two-sided one left on the way is dropped by the
-        target once the landing is closed.
+        they are read only after a manifest has announced them: so the same bytes go to the same place once
+        more. Nor can the first attempt come later, when the blocks have another use: a one-sided channel is
+        drained and closed before the push is repeated, and what a two-sided one left on the way is dropped
+        by the target once the landing is closed.
         """
         self.num_moved = 0
         self.pieces.clear()
@@ -67,21 +67,21 @@ class WriterConnection:
         self,
         order: ConnectPeer,
         *,
-        house: WriterContext,
+        context: WriterContext,
         fence: PushFence,
         governor: TrafficGovernor,
         report: Callable[[TransferReport], None],
     ) -> None:
         self._order = order
-        self._clock = house.clock
+        self._clock = context.clock
         self._fence = fence
         self._governor = governor
         self._report = report
         self._queue: ClassQueue[_Push] = ClassQueue()
-        self._paths = Paths(order, house, lambda _: self._queue.wake())
+        self._paths = Paths(order, context, lambda _: self._queue.wake())
         self._lanes: list[OpenLane] = []
-        self._block_bytes = sum(house.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
-        self._max_failures = house.rank.settings.error_budget * max(1, len(order.transports))
+        self._block_bytes = sum(context.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
+        self._max_failures = context.rank.settings.error_budget * max(1, len(order.transports))
         # What `_seek` has found: the lane as it was, and its better path.
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
         self._seeker: threading.Thread | None = None
@@ -245,14 +245,14 @@ class WriterConnection:
         for opened in self._lanes:
             with _marking_lost(opened):
                 opened.channel.begin(order.landing_id, lambda: self._is_stopped(order))
-        with self._governor.flow(order.traffic) as flow:
-            self._write(push, flow)
+        with self._governor.flow(order.traffic) as take_turn:
+            self._write(push, take_turn)
             for opened in self._lanes:
                 with _marking_lost(opened):
                     opened.channel.flush(order.landing_id, lambda: self._is_stopped(order))
         return push.num_moved == len(order.moves)
 
-    def _write(self, push: _Push, flow: Flow) -> None:
+    def _write(self, push: _Push, take_turn: TakeTurn) -> None:
         """Write batch after batch, until the end or until a higher class waits for this thread."""
         order = push.order
         if not self._lanes:
@@ -260,7 +260,7 @@ class WriterConnection:
         batch_moves = max(1, self._governor.batch_bytes(order.traffic) // max(1, self._block_bytes))
         while push.num_moved < len(order.moves):
             batch = order.moves[push.num_moved : push.num_moved + batch_moves]
-            may_move = flow.next(len(batch) * self._block_bytes, lambda: self._gives_way(order))
+            may_move = take_turn(len(batch) * self._block_bytes, lambda: self._gives_way(order))
             if self._is_stopped(order):
                 raise PushStoppedError("stopped on request")
             if not may_move:

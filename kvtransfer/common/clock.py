@@ -35,7 +35,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told: for tests and simulation."""
+    """A clock that moves only by `advance`: for tests and simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now = start_s

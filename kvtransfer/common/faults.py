@@ -1,9 +1,9 @@
 """Named points in the protocol where a test may kill, stop or corrupt; in production they do nothing.
 
 A point is declared by calling `faults.at("name")`. The rules come from the configuration's `debug.faults`
-(off by default). A rule fires in one process of the whole cluster: whoever first creates its marker file
-acts, and writes its process id there, so that a test knows whom it stopped. It fires there once, or `times`
-times.
+(off by default). A rule fires in one process of the whole cluster: the first that creates its marker file
+acts, and writes its process id there, so that a test knows which process it stopped. It fires there once, or
+`times` times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FaultRule(Part, frozen=True):
 
 
 class Faults:
-    """The rules of one process; an empty one costs a dictionary look-up per point."""
+    """Applies the rules of one process; without rules a point costs one dictionary look-up."""
 
     def __init__(self, rules: Sequence[FaultRule] = ()) -> None:
         self._rules: dict[str, list[FaultRule]] = {}

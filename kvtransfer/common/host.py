@@ -36,12 +36,9 @@ def cpu_flags(cpu_info: Path | None = None) -> frozenset[str]:
     return frozenset.intersection(*(frozenset(line.split()) for line in found)) if found else frozenset()
 
 
-# ----------------------------------------------------------------------------------------------
-# A folder below the system's temporary one that nobody but this user can have written to.
-
-
 def private_folder(name: str) -> Path:
-    """The folder `<name>-<user id>`, made now if it is missing.
+    """Return the folder `<name>-<user id>` below the temporary folder, which no other user can have written
+    to; create it if it is missing.
 
     Raises `OSError` when it cannot be made, or is not a folder of this user's that others cannot write to.
     """

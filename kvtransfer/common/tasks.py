@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 
-# (work, name) -> the task: `SupervisedTasks.spawn` of whoever answers for its errors.
+# (work, name) -> the task: `SupervisedTasks.spawn` of the owner that answers for its errors.
 Spawn = Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"]
 
 
 class SupervisedTasks:
     """The tasks that one owner starts during its life; `on_error` receives what one of them raises.
 
-    `asyncio.TaskGroup` does not fit: a group lives inside one `async with` and ends all its tasks at the first
-    error. These tasks are started from callbacks, end one by one, and their owner decides what an error ends.
+    `asyncio.TaskGroup` does not fit: a group lives inside one `async with` and ends all its tasks at the
+    first error. These tasks are started from callbacks, end one by one, and their owner decides what an error
+    ends.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
@@ -56,3 +57,14 @@ class SupervisedTasks:
         else:
             context = {"message": f"task {task.get_name()!r} failed", "exception": error, "task": task}
             task.get_loop().call_exception_handler(context)
+
+
+async def wait_first(*awaitables: Awaitable[object]) -> None:
+    """Return when one of them is done, and cancel the others, except futures and tasks that were passed."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, awaitable in zip(tasks, awaitables, strict=True):
+            if task is not awaitable:
+                task.cancel()

@@ -1,4 +1,4 @@
-"""What the two sides of the landing protocol ask the brain to do; `landing` and `pushing` return them."""
+"""The actions that both sides of the landing protocol return, and that the engine core carries out."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Landed(NamedTuple):
     num_bad_pieces: int
 
 
-# Why an open landing was lost: its writer gave it up, somebody sent what does not fit, the request was
+# Why an open landing was lost: its writer gave it up, a message did not fit, the request was
 # cancelled or its replica leaves, the Peer link ended, or its lease ran out.
 LostCause = Literal["writer", "message", "cancelled", "link", "progress"]
 
 
 class Lost(NamedTuple):
-    """Action: an open landing ended here without hand-over (for the caller's records and figures)."""
+    """Action: an open landing ended here without hand-over (for the caller's records and statistics)."""
 
     landing_id: bytes
     request_id: str

@@ -1,12 +1,13 @@
-"""The writer rank's fence: which pushes are queued, running or stopped, and when `StopPush` is answered.
+"""The fence of a rank. As a writer: which pushes are queued, running or stopped, and when `StopPush` is
+answered (`PushFence`). As a target: who may write which landing (`Gate`).
 
     submit -> queued -> start -> running -> end        reports PushDone or PushFailed
                | ^                |   |
             stop +------ park ----+  stop: asked between batches    -> PushFailed, then PushStopped
 
-Called by the order handler and by the writing threads. Who calls `end` or `park` has seen to it that nothing
-of the push is under way any more. Reports are made under its lock, so that nothing of a landing follows its
-`PushStopped`.
+The order handler and the writing threads call the fence. A caller of `end` or `park` has made sure that
+nothing of the push is under way any more. Reports are made under its lock, so that nothing of a landing
+follows its `PushStopped`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LANDING_STOPPED = "its landing was stopped"
 
 
 class PushFence:
-    """Every push of one rank; push ids are unique within it."""
+    """Tracks every push of one rank; push ids are unique within it."""
 
     def __init__(self, report: Callable[[TransferReport], None]) -> None:
         self._report = report
@@ -186,7 +187,7 @@ class OpenedLanding:
 
 
 class Gate:
-    """All landings of one rank, and its one-sided connections."""
+    """Tracks all landings of one rank, and its one-sided connections."""
 
     def __init__(self, report: Callable[[TransferReport], None]) -> None:
         self._report = report
@@ -253,7 +254,7 @@ class Gate:
             self._report(WriterGone(writer, connection))
 
     def shut(self) -> None:
-        """The rank is closing: nobody waits for a landing any more."""
+        """End every wait for a landing: the rank is closing."""
         with self._changed:
             self._is_shut = True
             self._changed.notify_all()

@@ -1,6 +1,6 @@
 """Landings, the decode side: who may write incoming KV into which blocks, and until when (sans-I/O).
 
-The brain feeds in messages, reports and the time, and carries out the returned actions.
+The engine core passes in messages, reports and the time, and carries out the returned actions.
 
     LandingRequest -> WAITING --grant--> OPEN --HandOver, every rank has verified--> (landed, forgotten)
                         |                 |
@@ -45,7 +45,7 @@ from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, 
 from kvtransfer.protocol.fence import RecentIds
 
 _AGING_S = 10.0  # in which a waiting landing gains one level of priority
-_MAX_TRIES = 16  # that find too little room at a time: each has its prefix looked up
+_MAX_TRIES = 16  # that find too few free blocks at a time: each has its prefix looked up
 
 
 class _State(Enum):
@@ -60,7 +60,7 @@ class _Landing:
     writer: ReplicaIdentity
     lanes: Lanes
     arrived_at: float
-    blocked_at: float = math.inf  # since when it is first in the queue and finds too little room
+    blocked_at: float = math.inf  # since when it is first in the queue and finds too few free blocks
     state: _State = _State.WAITING
     held: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class _Landing:
 
 
 class LandingTable:
-    """All landings of one decode replica; see the module's drawing."""
+    """Tracks all landings of one decode replica; see the drawing at the top of this module."""
 
     def __init__(self, config: TransferConfig, pool: BlockSource, block_tokens: int, num_ranks: int) -> None:
         self._config = config
@@ -124,7 +124,8 @@ class LandingTable:
     def request(
         self, writer: ReplicaIdentity, request: LandingRequest, now: float, *, idle: bool
     ) -> list[LandingAction]:
-        """A prefill replica wants a place. `idle`: nothing runs here that could need the growth reserve."""
+        """Queue or refuse the landing of a prefill replica. `idle`: nothing runs here that could need the
+        growth reserve."""
         if request.landing_id in self._landings:  # its blocks must not be forgotten
             return []
         num_keys, num_full = len(request.block_keys), request.num_tokens // self._block_tokens
@@ -149,7 +150,7 @@ class LandingTable:
         return self.grant(now, idle=idle)
 
     def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
-        """Open as many waiting landings as fit, oldest and most urgent first; see `overtaking`."""
+        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (-(item.request.priority + (now - item.arrived_at) / _AGING_S), item.arrived_at)
@@ -173,19 +174,19 @@ class LandingTable:
         return actions
 
     def manifest(self, writer: ReplicaIdentity, manifest: Manifest, now: float) -> list[LandingAction]:
-        """Pieces are written: verify them where they lie."""
+        """Order the verification of written pieces, where they lie."""
         landing = self._of(writer, manifest.landing_id)
         if landing is None or landing.state is not _State.OPEN:
             return []
         try:
-            orders = landing.pieces.tell(manifest)
+            orders = landing.pieces.announce(manifest)
         except ManifestError as error:
             return self.abort(manifest.landing_id, str(error), "message")
         landing.lease_end = now + self._config.landing_lease_s
         return [ToRank(rank, order) for rank, order in orders.items()]
 
     def progress(self, writer: ReplicaIdentity, progress: LandingProgress, now: float) -> None:
-        """The writer is alive and working: renew the lease."""
+        """Renew the lease: the writer is alive and working."""
         landing = self._of(writer, progress.landing_id)
         if landing is not None:
             landing.lease_end = now + self._config.landing_lease_s
@@ -196,7 +197,7 @@ class LandingTable:
     ) -> list[LandingAction]:
         """The sequence state of attempt `name` arrived, with `num_tokens` tokens whose KV was to land."""
         landing = self._of(writer, landing_id)
-        if landing is None:  # aborted, and freed since: its writer must hear of it
+        if landing is None:  # aborted, and freed since: its writer must know
             return [ToWriter(writer, LandingAbort(landing_id, "there is no such landing", False))]
         if landing.state is not _State.OPEN:
             return []
@@ -210,7 +211,7 @@ class LandingTable:
         return self._land(landing)
 
     def aborted_by_writer(self, writer: ReplicaIdentity, abort: LandingAbort) -> list[LandingAction]:
-        """The prefill side gave up."""
+        """End the landing that the prefill side gave up."""
         landing = self._of(writer, abort.landing_id)
         if landing is None:
             return []
@@ -225,7 +226,7 @@ class LandingTable:
         return actions
 
     def writer_stopped(self, writer: ReplicaIdentity, message: WriterStopped) -> None:
-        """The acknowledgement that ends quarantine."""
+        """End the quarantine: the writer has acknowledged its stop."""
         landing = self._of(writer, message.landing_id)
         if landing is not None and landing.state is _State.QUARANTINED:
             self._free(landing)
@@ -233,7 +234,7 @@ class LandingTable:
     # ---------------------------------------------------------------------------------- rank reports
 
     def verified(self, rank: int, report: Verified) -> list[LandingAction]:
-        """A rank has summed the pieces of its oldest unanswered `VerifyOrder`."""
+        """Take the answer of a rank to its oldest unanswered `VerifyOrder`."""
         landing = self._landings.get(report.landing_id)
         if landing is None or landing.state is not _State.OPEN:
             return []
@@ -259,7 +260,7 @@ class LandingTable:
     # ------------------------------------------------------------------------------------- our side
 
     def refuse_all(self, reason: str) -> list[LandingAction]:
-        """Grant nothing from now on; landings that are open go on."""
+        """Grant nothing from now on; landings that are open continue."""
         self._refusal = reason
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         return [action for item in waiting for action in self.abort(item.request.landing_id, reason)]
@@ -317,7 +318,7 @@ class LandingTable:
                 and now > landing.arrived_at + request.deadline_s
             ):
                 actions += self.abort(
-                    request.landing_id, "the deadline passed while waiting for room", "progress"
+                    request.landing_id, "the deadline passed while waiting for free blocks", "progress"
                 )
         return actions
 
@@ -401,10 +402,6 @@ def _name(landing: _Landing) -> tuple[bytes, str, int]:
     return landing.request.landing_id, landing.request.request_id, landing.request.attempt
 
 
-# ----------------------------------------------------------------------------------------------
-# Whose blocks landings take: the side of the block pool that they see.
-
-
 class BlockSource(Protocol):
     """What a landing needs of the block pool (see `workers.scheduler.block_pool.BlockPool`)."""
 
@@ -421,17 +418,18 @@ class BlockSource(Protocol):
 
 
 # ----------------------------------------------------------------------------------------------
-# When landings may pass one that stands first in the queue and finds too little room (a function of time).
+# When landings may pass one that is first in the queue and finds too few free blocks: a function of time.
 #
-# A landing that needs much of the pool may find room only when nearly all that runs at the replica has ended.
-# Times in which others pass it alternate with holds in which nobody does, so that room comes together. Every
-# hold is twice as long as the one before: in the end one is longer than anything runs, so the landing starts;
-# and the times to pass come again until then, so those behind it do not wait for that.
+# A landing that needs much of the pool may find enough free blocks only after nearly everything that runs
+# at the replica has ended. So periods in which others pass it alternate with holds in which none does, and
+# free blocks accumulate. Each hold is twice as long as the one before: at last one is longer than anything
+# runs, and the landing starts. Until then periods of passing return, so that those behind it need not wait
+# for that.
 
 # The time to pass a landing that needs the whole pool; one that needs less is passed for its share of it.
 PASSING_S = 10.0
 FIRST_HOLD_S = 10.0
-# Nobody passes a landing that needs less of the pool than this: room for it comes soon enough.
+# A landing that needs less of the pool than this is not passed: enough blocks become free soon.
 MIN_SHARE = 0.25
 
 
@@ -447,18 +445,18 @@ def may_pass(share: float, blocked_s: float) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------
-# Which pieces of a landing's blocks are told, being checked, good or bad (sans-I/O).
+# Verification: which pieces of a landing's blocks are announced, being checked, good or bad.
 #
-# Each prompt block is written piece by piece, by several ranks into several ranks; `Lanes` are the pieces that
-# make one whole. A block is good when every rank has checked all of its pieces and found none bad.
+# Each prompt block is written piece by piece, by several ranks into several ranks; `Lanes` are the pieces
+# that make up one block. A block is good when every rank has checked all of its pieces and found none bad.
 
 
 class ManifestError(Exception):
-    """A manifest names what is not to be written for its landing; the text says what."""
+    """Raised when a manifest names a piece that does not belong to its landing; the text names it."""
 
 
 class Lanes:
-    """All (target rank, piece) that one writer writes of every block."""
+    """Represents all (target rank, piece) that one writer writes of every block."""
 
     def __init__(self, pieces: Iterable[tuple[int, Shard]]) -> None:
         self._bits = {piece: 1 << index for index, piece in enumerate(pieces)}
@@ -470,21 +468,21 @@ class Lanes:
 
 
 class Verification:
-    """The pieces of one open landing. `block_ids[i]` takes the prompt's block `first_block` + i."""
+    """Tracks the pieces of one open landing. `block_ids[i]` takes the prompt's block `first_block` + i."""
 
     def __init__(self, lanes: Lanes, first_block: int, block_ids: Sequence[int]) -> None:
         self._lanes = lanes
         self._first_block = first_block
         self._block_ids = block_ids
-        self._told = [0] * len(block_ids)
+        self._announced = [0] * len(block_ids)
         self._good = [0] * len(block_ids)
         # Per rank, (index into `block_ids`, lane) of each piece of every order that it has not answered.
         self._pending: dict[int, deque[tuple[tuple[int, int], ...]]] = {}
         self.num_bad_pieces = 0
 
-    def tell(self, manifest: Manifest) -> dict[int, VerifyOrder]:
-        """The written pieces, as one order for each rank that has to check some. `ManifestError` for a piece
-        that is not awaited, or that was told before."""
+    def announce(self, manifest: Manifest) -> dict[int, VerifyOrder]:
+        """Return one order for each rank that has to check some of the written pieces. `ManifestError` for
+        a piece that is not awaited, or that was announced before."""
         checks: dict[int, list[PieceCheck]] = {}
         pending: dict[int, list[tuple[int, int]]] = {}
         for piece in manifest.pieces:
@@ -496,10 +494,10 @@ class Verification:
                 raise ManifestError(
                     f"the manifest names {piece.shard} at rank {piece.rank}, which has no such lane"
                 )
-            if self._told[index] & lane:
+            if self._announced[index] & lane:
                 named = f"block {piece.block_index}, {piece.shard} at rank {piece.rank}"
                 raise ManifestError(f"the manifest names {named} a second time")
-            self._told[index] |= lane
+            self._announced[index] |= lane
             check = PieceCheck(self._block_ids[index], piece.block_index, piece.shard, piece.checksum)
             checks.setdefault(piece.rank, []).append(check)
             pending.setdefault(piece.rank, []).append((index, lane))
@@ -508,7 +506,7 @@ class Verification:
         return {rank: VerifyOrder(manifest.landing_id, tuple(pieces)) for rank, pieces in checks.items()}
 
     def answered(self, rank: int, report: Verified) -> None:
-        """A rank has summed the pieces of its oldest unanswered order."""
+        """Take the answer of a rank to its oldest unanswered order."""
         bad = frozenset(report.bad_block_indices)
         for index, lane in self._pending[rank].popleft():
             if self._first_block + index in bad:

@@ -1,4 +1,4 @@
-"""Landings, the prefill side: ask for a place, push finished blocks, stop when told (sans-I/O).
+"""Landings, the prefill side: request a landing, push finished blocks, stop when ordered (sans-I/O).
 
     ASKED --LandingGrant--> OPEN --last push done and prompt complete--> HANDED --LandingResult--> (forgotten)
       |                      |                                             |
@@ -123,7 +123,7 @@ class PushCounters:
 
 
 class SendTable:
-    """All landings that one prefill replica writes to; see the module's drawing."""
+    """Tracks all landings that one prefill replica writes; see the drawing at the top of this module."""
 
     def __init__(self, config: TransferConfig, block_tokens: int, num_ranks: int) -> None:
         self._config = config
@@ -142,7 +142,7 @@ class SendTable:
     # ---------------------------------------------------------------------------------- from the engine
 
     def ask(self, request: LandingRequest, peer: ReplicaIdentity, connection_id: bytes) -> list[PushAction]:
-        """Ask `peer` for a place; `connection_id` is the measured data connection to it."""
+        """Request a landing at `peer`; `connection_id` is the measured data connection to it."""
         self._pushes[request.landing_id] = _Push(request, peer, connection_id, num_tokens=request.num_tokens)
         self._by_request[request.request_id, request.attempt] = request.landing_id
         return [ToPeer(peer, request)]
@@ -178,14 +178,14 @@ class SendTable:
         push.num_tokens = num_tokens
 
     def stop(self, request_id: str, attempt: int, reason: str, now: float) -> list[PushAction]:
-        """Give the landing up (cancel, deadline, preemption)."""
+        """End the landing from this side (cancel, deadline, preemption)."""
         push = self._find(request_id, attempt)
         return [] if push is None else self._stop(push, reason, now)
 
     # -------------------------------------------------------------------------------------- from the peer
 
     def granted(self, peer: ReplicaIdentity, grant: LandingGrant, now: float) -> list[PushAction]:
-        """The place is there."""
+        """Open the landing: the prompt may be computed."""
         push = self._of(peer, grant.landing_id)
         if push is None or push.state is not _State.ASKED:
             return []
@@ -199,14 +199,14 @@ class SendTable:
         return [Granted(push.request.request_id, push.request.attempt)]
 
     def refused(self, peer: ReplicaIdentity, refusal: LandingRefusal) -> list[PushAction]:
-        """No place, or it was aborted while it waited there."""
+        """End a landing that was refused, or aborted while it waited at the decode side."""
         push = self._of(peer, refusal.landing_id)
         if push is None or push.state is not _State.ASKED:
             return []
         return [self._forget(push, "refused", refusal.reason, refusal.retry_after_s)]
 
     def aborted(self, peer: ReplicaIdentity, abort: LandingAbort, now: float) -> list[PushAction]:
-        """The decode side ended the landing and asks for the acknowledgement."""
+        """Stop writing a landing that the decode side ended, and acknowledge that."""
         push = self._of(peer, abort.landing_id)
         if push is None:  # ended here already: nothing writes
             return [ToPeer(peer, WriterStopped(abort.landing_id))]
@@ -219,7 +219,7 @@ class SendTable:
         return push.request.request_id if push else ""
 
     def joined(self, peer: ReplicaIdentity, result: LandingResult, now: float) -> list[PushAction]:
-        """The decode side has taken the sequence over."""
+        """End a landing whose sequence the decode side has joined."""
         push = self._of(peer, result.landing_id)
         if push is None:
             return []
@@ -237,7 +237,8 @@ class SendTable:
     # ------------------------------------------------------------------------------------- from the ranks
 
     def push_done(self, rank: int, report: PushDone, now: float) -> list[PushAction]:
-        """A rank has written its pieces: tell the decode side their sums. The push is done when all have."""
+        """Send the sums of the pieces that a rank has written. The push is done when all ranks have
+        reported."""
         self.counters.add(report)
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.OPEN:
@@ -258,7 +259,7 @@ class SendTable:
         return [*actions, self._pushed(push, order), *self._ready(push)]
 
     def push_failed(self, rank: int, report: PushFailed, now: float) -> list[PushAction]:
-        """A push broke off at a rank; the landing cannot be completed."""
+        """Stop a landing that cannot be completed, because a push failed at a rank."""
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is _State.STOPPING:
             return []

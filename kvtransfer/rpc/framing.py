@@ -1,7 +1,8 @@
 """Frames on a byte stream: a uint32 little-endian length, then that many bytes. Blocking and asyncio.
 
-Every connection of the cluster starts with the proof of `kvtransfer.rpc.handshake`, which both sides exchange on the
-bare socket: nothing is read ahead of it, so an unproven peer can take no more memory than one frame of it.
+Every connection of the cluster starts with the proof of `kvtransfer.rpc.handshake`, which both sides
+exchange on the bare socket: nothing is read ahead of it, so an unproven peer takes no more memory than one
+frame of it.
 """
 
 from __future__ import annotations

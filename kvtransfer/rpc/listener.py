@@ -2,7 +2,7 @@
 
 A connection that has not proven the secret costs one of `MAX_UNPROVEN` slots, a socket and one frame of the
 proof. A newcomer that finds all slots taken gets that of the oldest, which is closed: strangers who hold
-connections open keep nobody out, and a peer that knows the secret needs its slot for milliseconds.
+connections open do not keep others out, and a peer that knows the secret needs its slot for milliseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Serve = Callable[[socket.socket, str], Awaitable[None]]
 
 
 class ProvenListener:
-    """Accepts connections on a listening socket, which it owns, and hands the proven ones to `serve`.
+    """Accepts connections on a listening socket, which it owns, and passes the proven ones to `serve`.
 
     `spawn(work, name)` starts a task and watches over its errors. A `TransferError` or an `OSError` of
     `serve` closes its connection only.
@@ -63,7 +63,7 @@ class ProvenListener:
         return len(self._unproven)
 
     def close(self) -> None:
-        """Accept nobody more, and end the connections that have not proven the secret."""
+        """Accept no more connections, and end those that have not proven the secret."""
         self._accepting.cancel()
         for sock in list(self._unproven):
             self._evict(sock)
@@ -89,7 +89,7 @@ class ProvenListener:
 
     async def _readable(self) -> None:
         """Wait for a connection. `loop.sock_accept` would lose one that comes as the wait is cancelled:
-        nobody closes it, and its client waits for the proof in vain."""
+        it is never closed, and its client waits for the proof in vain."""
         loop = asyncio.get_running_loop()
         came = asyncio.Event()
         loop.add_reader(self._sock, came.set)
@@ -103,7 +103,7 @@ class ProvenListener:
             try:
                 name = await prove_as_async_server(sock, self._secret)
                 if sock not in self._unproven:
-                    raise PeerGoneError("it made room for newer connections before it was proven")
+                    raise PeerGoneError("it was evicted for newer connections before it was proven")
             finally:
                 self._unproven.pop(sock, None)
             await self._serve(sock, name)

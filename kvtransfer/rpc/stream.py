@@ -339,7 +339,7 @@ async def _open(
 
 
 class LinkServer:
-    """The server of an engine core: accepts Links and Peer links and passes each proven stream to its handler.
+    """Serves the links of an engine core: passes each proven Link and Peer link to its handler.
 
     A handler runs for the life of its stream; when it returns, the stream closes.
     """

@@ -1,1 +1,1 @@
-"""The tiered store: finished KV kept in host memory and on NVMe, found in the whole cluster."""
+"""The tiered store: finished KV in host memory and on NVMe, found by every node of the cluster."""

@@ -19,7 +19,7 @@ from kvtransfer.transports.pair import (
     PairChannel,
     PairGroup,
     PairListener,
-    Work,
+    PairWork,
     connect_pair,
 )
 
@@ -44,7 +44,7 @@ class GlooPair(PairGroup):
         group = dist.ProcessGroupGloo(store, rank, 2, options)
         return cls(group, rank)  # type: ignore[arg-type]  # the stubs lack send and recv
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: PairWork) -> None:
         try:
             work.wait(ENDLESS)
         except RuntimeError as error:

@@ -24,7 +24,7 @@ from kvtransfer.transports.pair import (
     PairChannel,
     PairGroup,
     PairListener,
-    Work,
+    PairWork,
     connect_pair,
 )
 
@@ -52,14 +52,14 @@ class NcclPair(PairGroup):
         cuda = torch.device(device)
         return cls(make_group(store, rank, 2, cuda), rank, cuda)
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: PairWork) -> None:
         """A failure that NCCL sees first counts as done here: the bytes then have wrong sums, and the end of
         the peer's control connection follows."""
         while not work.is_completed():
             if self._aborted.wait(_POLL_S):
                 self._check()
 
-    def _start(self, data: torch.Tensor, *, is_send: bool) -> Work:
+    def _start(self, data: torch.Tensor, *, is_send: bool) -> PairWork:
         with torch.cuda.stream(self._stream):
             return super()._start(data, is_send=is_send)
 

@@ -2,8 +2,8 @@
 
 NIXL 1.5.1 shapes it. Its progress thread keeps a core busy for as long as the agent lives, so there is none
 here: who waits for something calls `progress` or `is_done`. The backend's own device option does not fit
-TCP devices, so UCX is told by its environment. A library in the wheel crashes in the normal exit of a process
-that had an agent: such a process leaves with `os._exit`.
+TCP devices, so UCX is configured by its environment. A library in the wheel crashes in the normal exit of a
+process that had an agent: such a process leaves with `os._exit`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Posting:
 class NixlAgent:
     """One agent with one backend, on `devices` only. Used by one thread at a time.
 
-    Its endpoints and registrations are gone when `close` returns: nobody reaches the memory through it any
+    Its endpoints and registrations are gone when `close` returns: the memory cannot be reached through it any
     more, and nothing of its own is under way.
     """
 
@@ -140,7 +140,7 @@ class NixlAgent:
         self._under_way: set[Posting] = set()
 
     def register(self, region: Region) -> None:
-        """Let spans of the region be written from, and be written to by whoever has the metadata."""
+        """Let spans of the region be written from, and be written to by any agent that has the metadata."""
         try:
             self._agent.register_memory(
                 [(region.address, region.num_bytes, region.device_index, "")], mem_type=region.kind
@@ -213,7 +213,7 @@ class NixlAgent:
 
 
 # ----------------------------------------------------------------------------------------------
-# Memory that a NIXL agent may register: a rank's pool and slots beside it; runs of blocks as spans of it.
+# Memory that a NIXL agent may register: a rank's pool and buffers beside it; runs of blocks as spans of it.
 
 
 class Runs:
@@ -234,8 +234,8 @@ class Runs:
         return source.spans(starts, lengths), target.spans(ends, lengths)
 
 
-class Slot:
-    """`num_bytes` of memory on the pool's device."""
+class RegisteredBuffer:
+    """`num_bytes` of memory on the pool's device, for the packed pieces of blocks."""
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool

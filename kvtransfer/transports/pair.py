@@ -8,7 +8,6 @@ named in the next Ack as refused. The end of this connection, at either side, en
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import socket
@@ -29,20 +28,23 @@ from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, Transf
 from kvtransfer.messages import BlockMove, Lane, Shard
 from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
-from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
-from kvtransfer.transports.connection import (
+from kvtransfer.transports.base import (
     ACK_CODEC,
     STALLED_S,
     Ack,
+    Channel,
     ChannelHello,
     Connection,
+    Listener,
     Stopped,
+    TargetRank,
+    WriterRank,
     greet,
+    opening,
 )
-from kvtransfer.transports.tcp import family, interface_of, open_socket, tune
+from kvtransfer.transports.tcp import family, interface_of, listen_tcp, open_socket, tune
 
 _NUM_STAGED = 2
-_BACKLOG = 128
 _END_TIMEOUT_S = 10.0
 _NO_LANDING = b""
 
@@ -64,16 +66,17 @@ class Pieces(Message, frozen=True):
     part_bytes: tuple[int, ...]
 
 
-class Sync(Message, frozen=True):
-    """Writer to target: answer when everything announced before is done."""
+class Barrier(Message, frozen=True):
+    """Writer to target: answer when everything that was announced before is done."""
 
 
 OFFER_CODEC: Codec[PairOffer] = Codec(PairOffer)
-REQUEST_CODEC: Codec[Pieces | Sync] = Codec(Pieces | Sync)
+REQUEST_CODEC: Codec[Pieces | Barrier] = Codec(Pieces | Barrier)
 
 
 class StagingArea:
-    """Room for a message, where both the pool and the pair reach it (uint8 [num_bytes] on its device)."""
+    """Staging memory for a message, where both the pool and the pair reach it (uint8 [num_bytes] on its
+    device)."""
 
     def __init__(self, pool: KvPool, piece: Shard) -> None:
         self._pool = pool
@@ -111,9 +114,7 @@ class PairListener(Listener):
     kind: ClassVar[type[PairGroup]]
 
     def __init__(self, target: TargetRank) -> None:
-        host = target.settings.data_host
-        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
-        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
+        super().__init__(target, *listen_tcp(target))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
@@ -129,7 +130,7 @@ class _Receiving(NamedTuple):
 
     pieces: Pieces
     staging: StagingArea
-    works: list[Work]
+    works: list[PairWork]
 
 
 class _Receiver:
@@ -149,7 +150,7 @@ class _Receiver:
         self._num_done = 0
         self._refused: list[bytes] = []
         self._failure = ""
-        self._requests: queue.SimpleQueue[Pieces | Sync | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Pieces | Barrier | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"{group.backend}-receive", daemon=True)
 
     def run(self) -> None:
@@ -190,7 +191,7 @@ class _Receiver:
             pending = started
             if request is None:
                 return
-            if isinstance(request, Sync):
+            if isinstance(request, Barrier):
                 self._num_done += 1
                 send_frame(self._sock, ACK_CODEC.encode(Ack(self._num_done, tuple(self._refused))))
                 self._refused.clear()
@@ -198,13 +199,13 @@ class _Receiver:
     def _start(self, pieces: Pieces) -> _Receiving:
         staging = self._staged[self._num_started % _NUM_STAGED]
         self._num_started += 1
-        total, room = sum(pieces.part_bytes), len(staging.data)
+        total, capacity = sum(pieces.part_bytes), len(staging.data)
         is_landing = pieces.landing_id != _NO_LANDING
-        if not pieces.part_bytes or min(pieces.part_bytes) < 1 or total > room:
-            raise WireError(f"messages of {pieces.part_bytes} bytes, there is room for {room}")
+        if not pieces.part_bytes or min(pieces.part_bytes) < 1 or total > capacity:
+            raise WireError(f"messages of {pieces.part_bytes} bytes do not fit into {capacity}")
         if is_landing and total != len(pieces.block_ids) * self._piece_bytes:
             raise WireError(f"{total} bytes for {len(pieces.block_ids)} pieces of {self._piece_bytes}")
-        works: list[Work] = []
+        works: list[PairWork] = []
         start = 0
         for count in pieces.part_bytes:
             works.append(self._group.start_receive(staging.data[start : start + count]))
@@ -296,7 +297,7 @@ class PairChannel(Channel):
         return checksum
 
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
-        send_frame(connection.sock, REQUEST_CODEC.encode(Sync()))
+        send_frame(connection.sock, REQUEST_CODEC.encode(Barrier()))
 
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
         staging = self._take(stopped)
@@ -358,17 +359,13 @@ def connect_pair(
     """Open a channel; `TransferError` says why it could not be."""
     if not channel_type.kind.is_possible(rank.pool.device):
         raise PathError(f"{channel_type.transport}: not for KV on {rank.pool.device}")
-    with contextlib.ExitStack() as failed:
-        sock = failed.enter_context(open_socket(address))
-        try:
-            welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
-            store = OFFER_CODEC.decode(receive_frame(sock)).store
-            group = form_pair(channel_type.kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
-        except OSError as error:
-            raise PathError(f"{channel_type.transport} {address}: {error}") from error
+    with opening(channel_type.transport, address) as undo:
+        sock = undo.enter_context(open_socket(address))
+        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        store = OFFER_CODEC.decode(receive_frame(sock)).store
+        group = form_pair(channel_type.kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
         connection = Connection(sock, channel_type.transport)
         channel = channel_type(rank, lane, connection, welcome.num_blocks, group, on_lost)
-        failed.pop_all()
     channel.start()
     return channel
 
@@ -385,21 +382,21 @@ def _end(group: PairGroup, thread: threading.Thread) -> None:
 # ----------------------------------------------------------------------------------------------
 # Communicators of exactly two processes, whatever carries the bytes: `gloo` and `nccl` say what does.
 #
-# Each is built directly on a store of its own, which the target opens on the address that the cluster uses for
-# KV. `init_process_group` and `new_group` would need every process of a fixed world; pairs come and go. What
-# hangs is ended by `abort`, never by a timeout: how long a peer may be silent is not decided here.
+# Each is built directly on a store of its own, which the target opens on the address that the cluster uses
+# for KV. `init_process_group` and `new_group` would need every process of a fixed world; pairs come and go.
+# What hangs is ended by `abort`, never by a timeout: how long a peer may be silent is not decided here.
 
 # A pair that has not formed after this is given up.
 FORM_TIMEOUT_S = 20.0
-# And when the other side has not come to the store after this.
+# A pair whose other side has not come to the store after this is given up, too.
 STORE_TIMEOUT = timedelta(seconds=10)
 ENDLESS = timedelta(days=365)
 
 TARGET, WRITER = 0, 1
 
 
-class Work(Protocol):
-    """A message under way."""
+class PairWork(Protocol):
+    """A message under way; torch calls it `Work`."""
 
     def is_completed(self) -> bool: ...
     def wait(self, timeout: timedelta = ...) -> bool: ...
@@ -408,8 +405,8 @@ class Work(Protocol):
 class Group(Protocol):
     """The part of torch's process groups that pairs use."""
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Work: ...
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Work: ...
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> PairWork: ...
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> PairWork: ...
     def abort(self) -> None: ...
 
 
@@ -435,16 +432,16 @@ class PairGroup(ABC):
     def form(cls, store: Store, rank: int, device: str, address: str) -> PairGroup:
         """Returns when both have come; `RuntimeError` when that fails. `address` is this side's."""
 
-    def start_send(self, data: torch.Tensor) -> Work:
+    def start_send(self, data: torch.Tensor) -> PairWork:
         """Queue a message (uint8 [num_bytes] on the device); `data` is in use until `wait` returns."""
         return self._start(data, is_send=True)
 
-    def start_receive(self, data: torch.Tensor) -> Work:
+    def start_receive(self, data: torch.Tensor) -> PairWork:
         """Queue the receipt of a message of exactly the size of `data`."""
         return self._start(data, is_send=False)
 
     @abstractmethod
-    def wait(self, work: Work) -> None:
+    def wait(self, work: PairWork) -> None:
         """Return when it is done; `PeerGoneError` when the peer failed or this side aborted."""
 
     def abort(self) -> None:
@@ -468,7 +465,7 @@ class PairGroup(ABC):
     def _abort(self) -> None:
         """Make `wait` of any thread end; may take its time."""
 
-    def _start(self, data: torch.Tensor, *, is_send: bool) -> Work:
+    def _start(self, data: torch.Tensor, *, is_send: bool) -> PairWork:
         self._check()
         try:
             operation = self._group.send if is_send else self._group.recv

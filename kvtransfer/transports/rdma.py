@@ -13,8 +13,8 @@ stopped or cut off by the network alike. A writer that is asked to stop waits un
 or until the target has ended the connection, and so has destroyed its agent. Only over TCP devices can that
 take long: there the target's processor takes the bytes, and a stopped one leaves them in its socket.
 
-InfiniBand guards memory by keys. UCX over TCP does not: whoever reaches an agent's port could write the
-memory of its process. Name TCP devices (`rdma_devices`) in a trusted network only.
+InfiniBand guards memory by keys. UCX over TCP does not: any program that reaches an agent's port could
+write the memory of its process. Name TCP devices (`rdma_devices`) in a trusted network only.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
-from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
+from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.framing import receive_frame, send_frame
-from kvtransfer.transports.base import Listener, Measured, TargetRank, WriterRank
-from kvtransfer.transports.connection import (
+from kvtransfer.transports.base import (
     ACK_CODEC,
     HELLO_CODEC,
     STALLED_S,
@@ -47,21 +46,26 @@ from kvtransfer.transports.connection import (
     ChannelRefusal,
     ChannelWelcome,
     Connection,
+    Listener,
+    Measured,
     Stopped,
+    TargetRank,
+    WriterRank,
     greet,
+    opening,
 )
 from kvtransfer.transports.nixl import (
     NixlAgent,
     Posting,
     Region,
+    RegisteredBuffer,
     Runs,
-    Slot,
     is_infiniband,
     network_devices,
     pool_region,
 )
 from kvtransfer.transports.onesided import Begin, OneSidedChannel, Sync
-from kvtransfer.transports.tcp import family, open_socket, tune
+from kvtransfer.transports.tcp import listen_tcp, open_socket, tune
 
 # Written at once; two batches are under way at a time.
 _BATCH_BYTES = 8 << 20
@@ -73,7 +77,6 @@ _NUM_KEEN_POLLS = 50
 _MIN_PAUSE_S, _MAX_PAUSE_S = 20e-6, 200e-6
 _SERVE_PAUSE_S = 100e-6
 _IDLE_PAUSE_S = 1e-3
-_BACKLOG = 128
 _WORD_BYTES = 8
 
 
@@ -105,13 +108,11 @@ class RdmaListener(Listener):
         self._devices = devices
         # The processor has to take what comes over TCP; a device does so itself once it is connected.
         self._pause_s = _IDLE_PAUSE_S if is_infiniband(devices) else _SERVE_PAUSE_S
-        host = target.settings.data_host
-        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
-        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
+        super().__init__(target, *listen_tcp(target))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
-        pool, scratch = pool_region(self._target.pool), Slot(self._target.pool, SCRATCH_BYTES)
+        pool, scratch = pool_region(self._target.pool), RegisteredBuffer(self._target.pool, SCRATCH_BYTES)
         try:
             agent = NixlAgent(self._devices)
         except PathError as error:
@@ -187,8 +188,10 @@ class RdmaChannel(OneSidedChannel):
         self._packed = Runs(packed_runs, packed.block_bytes, theirs.block_bytes)
         self._one_byte = Runs([Run(0, runs[0].dst_offset, 1)], packed.block_bytes, theirs.block_bytes)
         self._packs = min(run.num_bytes for run in runs) < _PACK_BELOW_BYTES and len(packed_runs) < len(runs)
-        slot_bytes = max(SCRATCH_BYTES, self._batch * self.piece_bytes if self._packs else self.piece_bytes)
-        self._slots = [Slot(rank.pool, slot_bytes) for _ in range(_MAX_UNDER_WAY if self._packs else 1)]
+        buffer_bytes = max(SCRATCH_BYTES, self._batch * self.piece_bytes if self._packs else self.piece_bytes)
+        self._buffers = [
+            RegisteredBuffer(rank.pool, buffer_bytes) for _ in range(_MAX_UNDER_WAY if self._packs else 1)
+        ]
         self._source = pool_region(rank.pool)
         target_bytes = welcome.num_blocks * theirs.block_bytes
         self._target = Region(offer.pool_address, target_bytes, offer.kind, offer.device_index)
@@ -198,7 +201,7 @@ class RdmaChannel(OneSidedChannel):
         self._is_served = True
         self._pause = threading.Event()
         self._ended = threading.Event()
-        for region in (self._source, *(slot.region for slot in self._slots)):
+        for region in (self._source, *(buffer.region for buffer in self._buffers)):
             agent.register(region)
         agent.connect(offer.metadata)
 
@@ -229,7 +232,7 @@ class RdmaChannel(OneSidedChannel):
         """Destroy our agent, then close the connection."""
         self.interrupt()
         self._agent.close()
-        self._slots.clear()
+        self._buffers.clear()
         super().close()
 
     def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
@@ -238,10 +241,10 @@ class RdmaChannel(OneSidedChannel):
         if not self._packs:
             self._post(self._direct, self._source, sources, self._target, targets)
             return self._pool.sums(sources, self._piece)
-        slot = self._slots[self._num_packed % _MAX_UNDER_WAY]
+        buffer = self._buffers[self._num_packed % _MAX_UNDER_WAY]
         self._num_packed += 1
-        sums = slot.gather(sources, self._piece)
-        self._post(self._packed, slot.region, range(len(moves)), self._target, targets)
+        sums = buffer.gather(sources, self._piece)
+        self._post(self._packed, buffer.region, range(len(moves)), self._target, targets)
         return sums
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
@@ -251,16 +254,16 @@ class RdmaChannel(OneSidedChannel):
         self._faults.at("push.half")
         self._post(self._second, self._source, [move.src_block], self._target, [move.dst_block])
         self._await(0, stopped)
-        (checksum,) = self._slots[0].gather([move.src_block], self._piece)
+        (checksum,) = self._buffers[0].gather([move.src_block], self._piece)
         if corrupt:
-            self._slots[0].flip_first_bit()
-            self._post(self._one_byte, self._slots[0].region, [0], self._target, [move.dst_block])
+            self._buffers[0].flip_first_bit()
+            self._post(self._one_byte, self._buffers[0].region, [0], self._target, [move.dst_block])
             self._await(0, stopped)
         return checksum
 
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
         run = Runs([Run(0, 0, num_bytes)], 0, 0)
-        self._post(run, self._slots[0].region, [0], self._scratch, [0])
+        self._post(run, self._buffers[0].region, [0], self._scratch, [0])
         self._await(0, stopped)
 
     def _timed(self, clock: Clock, num_bytes: int, stopped: Stopped) -> float:
@@ -338,17 +341,11 @@ def connect(
 ) -> RdmaChannel:
     """Open a channel; `TransferError` says why it could not be."""
     agent = NixlAgent(network_devices(rank.settings))
-    try:
-        sock = open_socket(address)
-        try:
-            welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
-            offer = _OFFER_CODEC.decode(receive_frame(sock))
-            channel = RdmaChannel(rank, lane, Connection(sock, "rdma"), welcome, agent, offer, on_lost)
-        except TransferError:
-            sock.close()
-            raise
-    except TransferError:
-        agent.close()
-        raise
+    with opening("rdma", address) as undo:
+        undo.callback(agent.close)
+        sock = undo.enter_context(open_socket(address))
+        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        offer = _OFFER_CODEC.decode(receive_frame(sock))
+        channel = RdmaChannel(rank, lane, Connection(sock, "rdma"), welcome, agent, offer, on_lost)
     channel.start()
     return channel

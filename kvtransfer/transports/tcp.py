@@ -28,15 +28,19 @@ from kvtransfer.messages import BlockMove, Lane, ReplicaIdentity, Shard
 from kvtransfer.protocol.fence import Gate, OpenedLanding
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_exactly, send_frame
 from kvtransfer.rpc.listener import shut_down
-from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
-from kvtransfer.transports.connection import (
+from kvtransfer.transports.base import (
     ACK_CODEC,
     STALLED_S,
     Ack,
+    Channel,
     ChannelHello,
     Connection,
+    Listener,
     Stopped,
+    TargetRank,
+    WriterRank,
     greet,
+    opening,
 )
 
 _BACKLOG = 128
@@ -51,15 +55,13 @@ class TcpListener(Listener):
     transport: ClassVar[str] = "tcp"
 
     def __init__(self, target: TargetRank) -> None:
-        host = target.settings.data_host
-        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
-        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
+        super().__init__(target, *listen_tcp(target))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
         self._send_welcome(sock)
         with contextlib.suppress(PeerGoneError):  # the writer left
-            Receiver(self._target.pool, self._target.gate, sock, hello.writer, hello.piece).run()
+            StreamReceiver(self._target.pool, self._target.gate, sock, hello.writer, hello.piece).run()
 
 
 class _Job(Generic[Frame, Result]):
@@ -120,7 +122,7 @@ class TcpChannel(Channel):
     ) -> None:
         device = interface_of(connections[0].sock.getsockname()[0])
         super().__init__(rank, lane, connections, num_blocks, device, on_lost)
-        self._streams = [Sender(connection, rank.pool, lane.piece) for connection in connections]
+        self._streams = [StreamSender(connection, rank.pool, lane.piece) for connection in connections]
         self._tasks: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in connections[1:]]
         self._threads = [
             threading.Thread(target=self._send, args=pair, name="tcp-send", daemon=True)
@@ -142,7 +144,7 @@ class TcpChannel(Channel):
         super().close()
 
     def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        def send(sender: Sender, frame: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+        def send(sender: StreamSender, frame: Sequence[BlockMove], stopped: Stopped) -> list[int]:
             return sender.send_blocks(landing_id, frame, stopped)
 
         count = self._streams[0].packing.blocks_per_frame
@@ -150,7 +152,7 @@ class TcpChannel(Channel):
         return list(itertools.chain.from_iterable(self._share(send, frames, stopped)))
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
-        def send(sender: Sender, frame: BlockMove, stopped: Stopped) -> int:
+        def send(sender: StreamSender, frame: BlockMove, stopped: Stopped) -> int:
             half = functools.partial(self._faults.at, "push.half")
             return sender.send_block(landing_id, frame, corrupt, half, stopped)
 
@@ -160,7 +162,7 @@ class TcpChannel(Channel):
         source = memoryview(bytes(num_bytes))
         frames = [source[start : start + FRAME_BYTES] for start in range(0, num_bytes, FRAME_BYTES)]
 
-        def send(sender: Sender, frame: memoryview, _: Stopped) -> None:
+        def send(sender: StreamSender, frame: memoryview, _: Stopped) -> None:
             sender.send_scratch(frame, stopped)
 
         self._share(send, frames, lambda: False)  # `stopped` counts how often it is asked: only when stalled
@@ -169,19 +171,22 @@ class TcpChannel(Channel):
         self._streams[self._connections.index(connection)].request_ack(stopped)
 
     def _share(
-        self, send: Callable[[Sender, Frame, Stopped], Result], frames: Sequence[Frame], stopped: Stopped
+        self,
+        send: Callable[[StreamSender, Frame, Stopped], Result],
+        frames: Sequence[Frame],
+        stopped: Stopped,
     ) -> list[Result]:
         """Send the frames over all streams; returns when none of them works on one any more."""
         job: _Job[Frame, Result] = _Job(frames, len(self._streams), stopped)
 
-        def send_or_end(sender: Sender, frame: Frame, stopped: Stopped) -> Result:
+        def send_or_end(sender: StreamSender, frame: Frame, stopped: Stopped) -> Result:
             try:
                 return send(sender, frame, stopped)
             except PeerGoneError as error:
                 self.interrupt(str(error))  # a frame is half sent; the other streams end too
                 raise
 
-        def work(sender: Sender) -> None:
+        def work(sender: StreamSender) -> None:
             job.work(functools.partial(send_or_end, sender))
 
         for tasks in self._tasks[: max(0, job.num_streams - 1)]:
@@ -190,7 +195,7 @@ class TcpChannel(Channel):
             work(self._streams[0])
         return job.finish()
 
-    def _send(self, sender: Sender, tasks: queue.SimpleQueue[_Task | None]) -> None:
+    def _send(self, sender: StreamSender, tasks: queue.SimpleQueue[_Task | None]) -> None:
         reason = "a sending thread failed"
         try:
             while (work := tasks.get()) is not None:
@@ -209,19 +214,22 @@ def connect(
 ) -> TcpChannel:
     """Open a channel; `TransferError` says why it could not be."""
     hello = rank.hello(lane, connection_id)
-    sockets: list[socket.socket] = []
-    try:
+    connections: list[Connection] = []
+    with opening("tcp", address) as undo:
         for _ in range(rank.settings.tcp_streams):
-            sockets.append(open_socket(address))
-            welcome = greet(sockets[-1], rank.secret, hello)
-        connections = [Connection(sock, "tcp") for sock in sockets]
+            sock = undo.enter_context(open_socket(address))
+            welcome = greet(sock, rank.secret, hello)
+            connections.append(Connection(sock, "tcp"))
         channel = TcpChannel(rank, lane, connections, welcome.num_blocks, on_lost)
-    except TransferError:
-        for sock in sockets:
-            sock.close()
-        raise
     channel.start()
     return channel
+
+
+def listen_tcp(target: TargetRank) -> tuple[socket.socket, str]:
+    """Return a socket that listens on the address for KV, and its "host:port"."""
+    host = target.settings.data_host
+    sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
+    return sock, f"{host}:{sock.getsockname()[1]}"
 
 
 def open_socket(address: str) -> socket.socket:
@@ -294,7 +302,7 @@ class Packing:
         return self._buffer is not None
 
     def allocate_staging(self) -> memoryview:
-        """Room for the packed pieces of a frame."""
+        """Allocate memory for the packed pieces of a frame."""
         return self.pool.allocate_staging(self.blocks_per_frame * self.piece_bytes)
 
     def views(self, block_ids: Sequence[int]) -> list[memoryview]:
@@ -304,7 +312,7 @@ class Packing:
         return [self._buffer[base + start : base + end] for base in starts for start, end in self._spans]
 
 
-class Receiver:
+class StreamReceiver:
     """One connection's frames, until it ends."""
 
     def __init__(
@@ -407,7 +415,7 @@ class Receiver:
         return count
 
 
-class Sender:
+class StreamSender:
     """One connection's sending side, used by one thread at a time."""
 
     def __init__(self, connection: Connection, pool: KvPool, piece: Shard) -> None:
@@ -489,4 +497,4 @@ def _consume(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
-_Task = Callable[[Sender], None]
+_Task = Callable[[StreamSender], None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from console_harness import ConsoleHarness
-from gateway_harness import GatewayHouse, Pair
+from gateway_harness import GatewayHarness, Pair
 from gateway_model import write_model
 
 
@@ -21,26 +21,26 @@ def gateway_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def house(gateway_model: Path) -> AsyncIterator[GatewayHouse]:
+async def harness(gateway_model: Path) -> AsyncIterator[GatewayHarness]:
     """Empty: for the test to fill."""
-    built = GatewayHouse(gateway_model)
+    built = GatewayHarness(gateway_model)
     yield built
     await built.close()
 
 
 @pytest.fixture
-async def pair(house: GatewayHouse) -> Pair:
-    """A house with p0 (prefill), d0 (decode), a gateway and a client of it."""
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
-    gateway, address = await house.add_gateway()
-    return Pair(house, gateway, house.client(address))
+async def pair(harness: GatewayHarness) -> Pair:
+    """A harness with p0 (prefill), d0 (decode), a gateway and a client of it."""
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
+    return Pair(harness, gateway, harness.client(address))
 
 
 @pytest.fixture
-async def front(house: GatewayHouse) -> AsyncIterator[ConsoleHarness]:
+async def front(harness: GatewayHarness) -> AsyncIterator[ConsoleHarness]:
     """The same pair, with a console."""
-    built = ConsoleHarness(house)
+    built = ConsoleHarness(harness)
     await built.start()
     yield built
     await built.stop()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_harness import GatewayHouse
+from gateway_harness import GatewayHarness
 from gateway_model import TEMPLATE, expected, write_model
 from transformers import PreTrainedTokenizerFast
 
@@ -127,16 +127,16 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def hostile_house(tmp_path: Path) -> AsyncIterator[GatewayHouse]:
-    built = GatewayHouse(write_model(tmp_path, HOSTILE["a huge string"]))
+async def hostile_gateway(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
+    built = GatewayHarness(write_model(tmp_path, HOSTILE["a huge string"]))
     yield built
     await built.close()
 
 
-async def test_a_hostile_template_ends_its_own_request_only(hostile_house: GatewayHouse) -> None:
-    await hostile_house.add_replica("d0", "decode")
-    _, address = await hostile_house.add_gateway()
-    client = hostile_house.client(address)
+async def test_a_hostile_template_ends_its_own_request_only(hostile_gateway: GatewayHarness) -> None:
+    await hostile_gateway.add_replica("d0", "decode")
+    _, address = await hostile_gateway.add_gateway()
+    client = hostile_gateway.client(address)
     with pytest.raises(CallError, match="INVALID_ARGUMENT") as caught:
         await client.complete([Turn("user", "hi")])
     assert [field for field, _ in caught.value.fields] == ["chat"]

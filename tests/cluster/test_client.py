@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from gateway_harness import GatewayHouse, Pair, until
+from gateway_harness import GatewayHarness, Pair, until
 from gateway_model import PROMPT, decode, expected
 
 from cluster.api import client as client_module
@@ -40,12 +40,12 @@ async def collect(stream: GenerateStream, collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("stop", [(), ("zzzz",)])
-async def test_a_stream_goes_on_at_another_gateway(house: GatewayHouse, stop: tuple[str, ...]) -> None:
-    replica = await house.add_replica("d0", "decode")
+async def test_a_stream_goes_on_at_another_gateway(harness: GatewayHarness, stop: tuple[str, ...]) -> None:
+    replica = await harness.add_replica("d0", "decode")
     replica.script.stop_after = 9
-    first, address = await house.add_gateway()
-    _, other_address = await house.add_gateway()
-    client = house.client(address, other_address)
+    first, address = await harness.add_gateway()
+    _, other_address = await harness.add_gateway()
+    client = harness.client(address, other_address)
     stream = client.generate(PROMPT, GenerateOptions(n=2, max_tokens=30, stop=stop))
     collector = Collector()
     work = asyncio.create_task(collect(stream, collector))
@@ -113,11 +113,11 @@ async def test_a_resumed_call_takes_over_the_old_one(pair: Pair) -> None:
     assert first.request_id != second.request_id
 
 
-async def test_without_resume_the_loss_is_told(house: GatewayHouse) -> None:
-    replica = await house.add_replica("d0", "decode")
+async def test_without_resume_the_loss_is_told(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
     replica.script.stop_after = 3
-    gateway, address = await house.add_gateway()
-    stream = house.client(address).generate(PROMPT, resume=False).events()
+    gateway, address = await harness.add_gateway()
+    stream = harness.client(address).generate(PROMPT, resume=False).events()
     await anext(stream)
     await gateway.stop()
     with pytest.raises(CallError, match="UNAVAILABLE"):
@@ -131,13 +131,13 @@ async def test_an_unreachable_gateway_is_tried_until_the_deadline() -> None:
     assert caught.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-async def test_a_deadline_does_not_hide_why_it_took_so_long(house: GatewayHouse) -> None:
-    replica = await house.add_replica("d0", "decode")
+async def test_a_deadline_does_not_hide_why_it_took_so_long(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
     replica.script.failure = RequestFailed("", 0, "peer", "it broke")
     replica.script.stop_after = 3  # the second time it begins, and does not end
-    _, address = await house.add_gateway(house.config(max_attempts=1))
+    _, address = await harness.add_gateway(harness.config(max_attempts=1))
     with pytest.raises(CallError, match="the failure before: d0: it broke") as caught:
-        await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=9), timeout_s=2.5)
+        await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=9), timeout_s=2.5)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -217,17 +217,17 @@ async def test_logprobs_are_collected(pair: Pair) -> None:
 
 
 async def test_an_accepted_stream_outlives_a_long_absence_of_its_gateway(
-    house: GatewayHouse, monkeypatch: pytest.MonkeyPatch
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patience is measured in time: a gateway that is replaced slowly must not end its streams."""
     monkeypatch.setattr(client_module, "_FIRST_PATIENCE_S", 0.0)
     monkeypatch.setattr(client_module, "_BACKOFF_S", 0.001)
     monkeypatch.setattr(client_module, "_MAX_BACKOFF_S", 0.001)
-    replica = await house.add_replica("d0", "decode")
+    replica = await harness.add_replica("d0", "decode")
     replica.script.stop_after = 2
-    first, address = await house.add_gateway()
-    _, other_address = await house.add_gateway()
-    stream = house.client(address, *["127.0.0.1:1"] * 30, other_address).generate(
+    first, address = await harness.add_gateway()
+    _, other_address = await harness.add_gateway()
+    stream = harness.client(address, *["127.0.0.1:1"] * 30, other_address).generate(
         PROMPT, GenerateOptions(seed=4, max_tokens=8)
     )
     collector = Collector()
@@ -239,7 +239,7 @@ async def test_an_accepted_stream_outlives_a_long_absence_of_its_gateway(
     assert list(collector.completion().token_ids[0]) == expected(4, 8)
     assert stream.num_resumes == 31
     with pytest.raises(CallError, match="UNAVAILABLE"):
-        await house.client("127.0.0.1:1").complete(PROMPT)
+        await harness.client("127.0.0.1:1").complete(PROMPT)
 
 
 def test_ctrl_c_ends_a_blocking_call_and_nothing_else() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from console_harness import TOKEN, ConsoleHarness, FakeDashboard, Page
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import PROMPT, encode
 from google.protobuf.json_format import ParseDict
 from rich.console import Console as Terminal
@@ -23,7 +23,7 @@ from cluster.errors import CallError, ConfigError, DashboardAwayError, RosterAwa
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.launcher import check_hosts
 from kvtransfer.common.clock import SystemClock
-from workers.messages import PathMeasure
+from workers.stats_record import PathMeasure
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def page(front: ConsoleHarness) -> Page:
 
 @pytest.fixture
 def client(front: ConsoleHarness) -> Client:
-    return front.house.client(front.address)
+    return front.harness.client(front.address)
 
 
 # ------------------------------------------------------------------------------------------- what it shows
@@ -42,9 +42,9 @@ def client(front: ConsoleHarness) -> Client:
 async def test_the_status_is_that_of_the_command_line(
     front: ConsoleHarness, page: Page, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = PathMeasure(front.house.replicas["d0"].identity, 0, 0, "shm", 5.5, 3.0, "memory", "")
-    front.house.replicas["p0"].report([path])
-    await until(lambda: any(view.paths for view in front.gateway.links.views()), "the path is known")
+    path = PathMeasure(front.harness.replicas["d0"].identity, 0, 0, "shm", 5.5, 3.0, "memory", "")
+    front.harness.replicas["p0"].report([path])
+    await until(lambda: any(view.paths for view in front.gateway.connections.views()), "the path is known")
     await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     await calls.status(front.address, Terminal(), as_json=True)
     told = json.loads(capsys.readouterr().out)
@@ -59,12 +59,12 @@ async def test_the_status_is_that_of_the_command_line(
 async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     front: ConsoleHarness, page: Page, client: Client
 ) -> None:
-    front.house.replicas["d0"].script.stop_after = 4
+    front.harness.replicas["d0"].script.stop_after = 4
     options = GenerateOptions(seed=1, max_tokens=9, request_id="slow-one", tenant="them")
     stream, collector = aiter(client.generate(PROMPT, options)), Collector()
     while collector.num_tokens < 5:
         collector.add(await anext(stream))
-    assert front.gateway.desk.recent(1)[0].num_output_tokens == 5
+    assert front.gateway.requests.latest(1)[0].num_output_tokens == 5
     (shown,) = (await page.get("/console/api/requests"))["requests"]
     assert (shown["request_id"], shown["state"], shown["tenant"]) == ("slow-one", "running", "them")
     assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (len(encode(PROMPT)), 5)
@@ -72,7 +72,7 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     assert shown["e2e_ms"] is None
     assert 0 < shown["ttft_ms"] <= 1e3 * shown["age_s"]
 
-    front.house.replicas["d0"].script.resume.set()
+    front.harness.replicas["d0"].script.resume.set()
     finished = [event async for event in stream][-1]
     assert isinstance(finished, pb.Finished)
     (ended,) = (await page.get("/console/api/requests"))["requests"]
@@ -86,11 +86,11 @@ async def test_the_latest_requests_come_first(front: ConsoleHarness, page: Page,
         await client.complete(PROMPT, GenerateOptions(max_tokens=1, request_id=name))
     shown = [request["request_id"] for request in (await page.get("/console/api/requests"))["requests"]]
     assert shown == ["three", "two", "one"]
-    assert [record.request_id for record in front.gateway.desk.recent(2)] == ["three", "two"]
+    assert [record.request_id for record in front.gateway.requests.latest(2)] == ["three", "two"]
 
 
 async def test_a_failed_request_says_why(front: ConsoleHarness, page: Page, client: Client) -> None:
-    front.house.replicas["d0"].script.stop_after = 2
+    front.harness.replicas["d0"].script.stop_after = 2
     stream = client.generate(PROMPT, GenerateOptions(max_tokens=200, request_id="gone"))
 
     async def cancel_at_once() -> None:
@@ -99,7 +99,7 @@ async def test_a_failed_request_says_why(front: ConsoleHarness, page: Page, clie
 
     with pytest.raises(CallError):
         await cancel_at_once()
-    await until(lambda: front.gateway.desk.num_running == 0, "the request is over")
+    await until(lambda: front.gateway.requests.num_running == 0, "the request is over")
     (shown,) = (await page.get("/console/api/requests"))["requests"]
     assert shown["state"] == "cancelled"
     assert "cancelled the call" in shown["reason"]
@@ -120,7 +120,7 @@ async def test_a_request_that_nobody_knows_is_not_explained(page: Page) -> None:
 
 
 async def test_the_curves_are_of_what_clients_see(front: ConsoleHarness, page: Page, client: Client) -> None:
-    front.house.replicas["d0"].script.token_s = token_s = 0.02
+    front.harness.replicas["d0"].script.token_s = token_s = 0.02
     assert (await page.get("/console/api/curves"))["ttft"] == []
     done = await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=20))
     curves = await page.get("/console/api/curves")
@@ -201,7 +201,7 @@ async def test_orders_that_reach_no_dashboard_say_so(front: ConsoleHarness, page
     assert (await page.get("/console/api/about"))["dashboard"] == ""
 
 
-async def test_what_cannot_be_reached_is_named(house: GatewayHouse) -> None:
+async def test_what_cannot_be_reached_is_named(harness: GatewayHarness) -> None:
     async def unreachable() -> str:
         raise DashboardAwayError("the GCS is away")
 
@@ -215,7 +215,7 @@ async def test_what_cannot_be_reached_is_named(house: GatewayHouse) -> None:
     await dashboard.start()
     told = []
     for operations in (None, Operations(unreachable, away, away), Operations(known, away, away)):
-        gateway, _ = await house.add_gateway(house.config(console_port=0), operations)
+        gateway, _ = await harness.add_gateway(harness.config(console_port=0), operations)
         async with aiohttp.ClientSession() as session:
             page = Page(f"http://127.0.0.1:{gateway.console_port}", session)
             status, fields = await page.order("release", {"pool": "decode"})
@@ -230,16 +230,16 @@ async def test_what_cannot_be_reached_is_named(house: GatewayHouse) -> None:
 # ------------------------------------------------------------------------------------------------ listening
 
 
-async def test_a_taken_port_is_an_error_that_names_the_field(house: GatewayHouse) -> None:
+async def test_a_taken_port_is_an_error_that_names_the_field(harness: GatewayHarness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        gateway = house.gateway("g0", house.config(console_port=taken.getsockname()[1]))
+        gateway = harness.gateway("g0", harness.config(console_port=taken.getsockname()[1]))
         with pytest.raises(StartError, match=r"gateway\.console_port: .*127\.0\.0\.1"):
             await gateway.start()
         await gateway.stop()
 
 
-async def test_there_need_not_be_a_console(house: GatewayHouse) -> None:
-    gateway, _ = await house.add_gateway(house.config(console_port=None))
+async def test_there_need_not_be_a_console(harness: GatewayHarness) -> None:
+    gateway, _ = await harness.add_gateway(harness.config(console_port=None))
     assert gateway.console_port == 0
 
 

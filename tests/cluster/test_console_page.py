@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 from cluster.api.client import GenerateOptions
 from cluster.roster.messages import GatewayRecord
-from workers.messages import PathMeasure
+from workers.stats_record import PathMeasure
 
 pytestmark = [pytest.mark.slow, *needs_chromium]
 NUM_UPDATES = (
@@ -38,12 +38,12 @@ async def look(work: Any, *arguments: Any) -> Any:
 async def test_the_page_shows_the_cluster_and_breaks_none_of_its_rules(
     front: ConsoleHarness, browser: Browser
 ) -> None:
-    d0 = front.house.replicas["d0"].identity
+    d0 = front.harness.replicas["d0"].identity
     path = PathMeasure(d0, 0, 0, "tcp", 2.5, 30.0, "lo", "shm: another user")
-    front.house.replicas["p0"].report([path])
+    front.harness.replicas["p0"].report([path])
     record = GatewayRecord("g0", 1, front.address, 7, f"127.0.0.1:{front.gateway.console_port}")
-    await front.house.roster.register_gateway(record)
-    client = front.house.client(front.address)
+    await front.harness.roster.register_gateway(record)
+    client = front.harness.client(front.address)
     await client.complete(PROMPT, GenerateOptions(max_tokens=20, request_id="first", tenant="them"))
 
     def check() -> None:
@@ -65,7 +65,7 @@ async def test_the_page_shows_the_cluster_and_breaks_none_of_its_rules(
 
 @pytest.mark.parametrize("width", [1280, 800])
 async def test_the_page_can_be_read(front: ConsoleHarness, browser: Browser, width: int) -> None:
-    client = front.house.client(front.address)
+    client = front.harness.client(front.address)
     await client.complete(PROMPT, GenerateOptions(max_tokens=3, request_id="x" * 120))
 
     def check() -> None:
@@ -180,7 +180,7 @@ async def test_a_refused_order_says_why(front: ConsoleHarness, browser: Browser)
 
 
 async def test_a_request_is_explained_by_keyboard(front: ConsoleHarness, browser: Browser) -> None:
-    client = front.house.client(front.address)
+    client = front.harness.client(front.address)
     await client.complete(PROMPT, GenerateOptions(max_tokens=3, request_id="why:me"))
     explained = await client.explain("why:me")
 
@@ -211,9 +211,9 @@ async def test_a_gateway_that_is_away_is_told_and_waited_for(front: ConsoleHarne
     assert "last update" in told
     assert "s ago" in told
     await look(browser.wait_text, "#freshness", "last update 4 s ago")
-    config = front.house.config(console_port=front.gateway.console_port)
-    again, _ = await front.house.add_gateway(config)
-    await until(lambda: front.house.is_connected(again), "the replicas are connected")
+    config = front.harness.config(console_port=front.gateway.console_port)
+    again, _ = await front.harness.add_gateway(config)
+    await until(lambda: front.harness.is_connected(again), "the replicas are connected")
     await look(lambda: browser.wait(lambda: not browser.find("#away"), "the page goes on"))
     assert await look(browser.text, "#ready") == "ready"
     await look(browser.errors)

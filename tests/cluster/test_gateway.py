@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHouse, Pair, until
+from gateway_harness import GatewayHarness, Pair, until
 from gateway_model import PROMPT, decode, encode, expected, raw
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -20,7 +20,8 @@ from cluster.serve.gateway_server import SERVICE_NAME
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages import PathMeasure, RequestFailed
+from workers.messages import RequestFailed
+from workers.stats_record import PathMeasure
 
 
 async def collect(stream: GenerateStream, collector: Collector) -> None:
@@ -79,14 +80,14 @@ async def test_text_token_ids_and_chat_are_the_same_prompt(pair: Pair) -> None:
     await pair.client.complete(text, options)
     await pair.client.complete([Turn("user", "the fox")], options)
     await pair.client.complete(encode(text), options)
-    prompts = {it.prompt for replica in pair.house.replicas.values() for it in replica.submissions}
+    prompts = {it.prompt for replica in pair.harness.replicas.values() for it in replica.submissions}
     assert len(prompts) == 1
 
 
 async def test_the_text_ends_before_a_stop_string_and_the_replicas_are_told(pair: Pair) -> None:
     ids = encode("the answer: stop here and nowhere else, the quick brown fox jumps over and over")
     text = decode(ids)
-    for replica in pair.house.replicas.values():
+    for replica in pair.harness.replicas.values():
         replica.script.tokens = ids
     cut = text.index("nowhere")
     done = await pair.client.complete(
@@ -135,8 +136,8 @@ async def test_a_cancel_reaches_both_replicas(pair: Pair) -> None:
     await until(lambda: pair.decode.is_idle(), "the decode replica stops")
     assert pair.decode.cancels
     assert pair.prefill.cancels
-    await until(lambda: pair.gateway.desk.num_running == 0, "the gateway forgets it")
-    assert pair.gateway.desk.record(stream.request_id).state == "cancelled"
+    await until(lambda: pair.gateway.requests.num_running == 0, "the gateway forgets it")
+    assert pair.gateway.requests.record(stream.request_id).state == "cancelled"
 
 
 async def test_leaving_the_iteration_cancels(pair: Pair) -> None:
@@ -162,21 +163,21 @@ async def test_the_deadline_ends_the_stream_and_the_work(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
-async def test_a_request_survives_the_death_of_a_replica(house: GatewayHouse, dying: str) -> None:
+async def test_a_request_survives_the_death_of_a_replica(harness: GatewayHarness, dying: str) -> None:
     for replica_id, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
-        script = (await house.add_replica(replica_id, role)).script
+        script = (await harness.add_replica(replica_id, role)).script
         script.hand_over_first = dying == "prefill"  # and its first token never comes
         script.stop_after = 10 if dying == "decode" else None
-    _, address = await house.add_gateway()
-    client = house.client(address)
+    _, address = await harness.add_gateway()
+    client = harness.client(address)
     stream = client.generate(PROMPT, GenerateOptions(seed=9, n=2, max_tokens=40))
     collector = Collector()
     work = asyncio.create_task(collect(stream, collector))
-    await until(lambda: [it.role for it in house.busy()] == [dying], "only the victim still works")
+    await until(lambda: [it.role for it in harness.busy()] == [dying], "only the victim still works")
     await until(lambda: collector.num_tokens == (0 if dying == "prefill" else 22), "its tokens are here")
-    (victim,) = house.busy()
+    (victim,) = harness.busy()
     await victim.die()
-    for replica in house.replicas.values():
+    for replica in harness.replicas.values():
         replica.script.resume.set()
     await work
     done = collector.completion()
@@ -189,12 +190,12 @@ async def test_a_request_survives_the_death_of_a_replica(house: GatewayHouse, dy
     assert victim.identity.replica_id not in (second.prefill, second.decode)
 
 
-async def test_the_prefill_replica_is_not_missed_after_the_hand_over(house: GatewayHouse) -> None:
-    prefill = await house.add_replica("p0", "prefill")
-    decode_replica = await house.add_replica("d0", "decode")
+async def test_the_prefill_replica_is_not_missed_after_the_hand_over(harness: GatewayHarness) -> None:
+    prefill = await harness.add_replica("p0", "prefill")
+    decode_replica = await harness.add_replica("d0", "decode")
     decode_replica.script.stop_after = 5
-    _, address = await house.add_gateway()
-    client = house.client(address)
+    _, address = await harness.add_gateway()
+    client = harness.client(address)
     seen: list[int] = []
     async for event in client.generate(PROMPT, GenerateOptions(seed=5, max_tokens=20)):
         if isinstance(event, pb.Delta):
@@ -234,9 +235,9 @@ async def test_what_cannot_be_retried_fails_at_once(pair: Pair, code: str, statu
     assert len(pair.prefill.submissions) == 1
 
 
-async def test_without_replicas_requests_are_unavailable_and_health_says_so(house: GatewayHouse) -> None:
-    _, address = await house.add_gateway()
-    client = house.client(address)
+async def test_without_replicas_requests_are_unavailable_and_health_says_so(harness: GatewayHarness) -> None:
+    _, address = await harness.add_gateway()
+    client = harness.client(address)
     stream = client.generate(PROMPT, resume=False)
     with pytest.raises(CallError) as caught:
         async for _ in stream:
@@ -247,7 +248,7 @@ async def test_without_replicas_requests_are_unavailable_and_health_says_so(hous
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await house.add_replica("d0", "decode")
+        await harness.add_replica("d0", "decode")
         watch = stub.Watch(request)
         async for reply in watch:
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
@@ -267,8 +268,8 @@ async def test_64_streams_at_once_do_not_mix(pair: Pair) -> None:
     results = await asyncio.gather(*jobs)
     for index, (prompt, done) in enumerate(zip(prompts, results, strict=True)):
         assert list(done.token_ids[0]) == expected(index, 24, prompt)
-    assert pair.gateway.desk.counters.num_ended("finished") == 64
-    assert pair.gateway.desk.num_running == 0
+    assert pair.gateway.requests.counters.num_ended("finished") == 64
+    assert pair.gateway.requests.num_running == 0
 
 
 async def test_a_client_that_does_not_read_holds_up_nobody(pair: Pair) -> None:
@@ -295,7 +296,7 @@ async def test_blocks_that_a_replica_reports_count_as_cached(pair: Pair) -> None
 
 
 async def test_a_decode_replica_that_cannot_be_written_to_does_all_itself(pair: Pair) -> None:
-    pair.house.replicas["p0"].script.failure = RequestFailed("", 0, "peer", "no path")
+    pair.harness.replicas["p0"].script.failure = RequestFailed("", 0, "peer", "no path")
     done = await pair.client.complete(PROMPT, GenerateOptions(max_tokens=4))
     assert (done.finished.prefill_replica, done.finished.decode_replica) == ("d0", "d0")
     assert done.finished.timing.attempts == 2
@@ -313,7 +314,7 @@ async def shown_paths(pair: Pair, num_paths: int) -> list[pb.Path]:
 
 
 async def test_missing_paths_are_told_of_those_to_replicas_that_there_are(pair: Pair) -> None:
-    p0, d0 = pair.house.replicas["p0"], pair.house.replicas["d0"]
+    p0, d0 = pair.harness.replicas["p0"], pair.harness.replicas["d0"]
     gone = ReplicaIdentity("d9", 1)
     paths = [PathMeasure(peer, 0, 0, "", 0.0, 0.0, "", "too slow") for peer in (d0.identity, gone)]
     p0.report(paths)
@@ -338,14 +339,14 @@ async def test_status_names_replicas_and_models(pair: Pair) -> None:
     assert (model.name, model.max_context_tokens, model.vocab_size) == ("m", 512, 400)
 
 
-async def test_a_leaving_replica_gets_nothing_new(house: GatewayHouse) -> None:
-    first = await house.add_replica("d0", "decode")
-    await house.add_replica("d1", "decode")
-    gateway, address = await house.add_gateway()
+async def test_a_leaving_replica_gets_nothing_new(harness: GatewayHarness) -> None:
+    first = await harness.add_replica("d0", "decode")
+    await harness.add_replica("d1", "decode")
+    gateway, address = await harness.add_gateway()
     first.leave()
-    leaving = lambda: [it.state for it in gateway.links.views()] == ["leaving", "ready"]  # noqa: E731
+    leaving = lambda: [it.state for it in gateway.connections.views()] == ["leaving", "ready"]  # noqa: E731
     await until(leaving, "it leaves")
-    client = house.client(address)
+    client = harness.client(address)
     for _ in range(4):
         done = await client.complete(PROMPT, GenerateOptions(max_tokens=2))
         assert done.finished.decode_replica == "d1"
@@ -371,11 +372,11 @@ async def test_a_request_id_is_unique_while_it_runs(pair: Pair) -> None:
         await pair.client.explain("unheard-of")
 
 
-async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(house: GatewayHouse) -> None:
-    replica = await house.add_replica("d0", "decode")
+async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
     replica.script.stop_after = 3
-    _, address = await house.add_gateway(house.config(max_requests=2))
-    client = house.client(address)
+    _, address = await harness.add_gateway(harness.config(max_requests=2))
+    client = harness.client(address)
     running = [client.generate(PROMPT, GenerateOptions(max_tokens=9)).events() for _ in range(2)]
     for events in running:
         await anext(events)
@@ -386,8 +387,8 @@ async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(house
         await events.aclose()
 
 
-async def test_reflection_names_the_service(house: GatewayHouse) -> None:
-    _, address = await house.add_gateway()
+async def test_reflection_names_the_service(harness: GatewayHarness) -> None:
+    _, address = await harness.add_gateway()
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async with grpc.aio.insecure_channel(address) as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))

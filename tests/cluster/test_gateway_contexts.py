@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse
+from gateway_harness import GatewayHarness
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
@@ -12,12 +12,12 @@ from cluster.errors import CallError
 SHORT = GenerateOptions(max_tokens=4)
 
 
-async def test_a_prompt_too_long_for_a_prefill_replica_goes_around_it(house: GatewayHouse) -> None:
-    prefill = await house.add_replica("p0", "prefill", num_blocks=8)
-    decode = await house.add_replica("d0", "decode")
-    gateway, address = await house.add_gateway()
-    client = house.client(address)
-    assert (await client.status()).model.max_context_tokens == gateway.links.max_context_tokens == 512
+async def test_a_prompt_too_long_for_a_prefill_replica_goes_around_it(harness: GatewayHarness) -> None:
+    prefill = await harness.add_replica("p0", "prefill", num_blocks=8)
+    decode = await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
+    client = harness.client(address)
+    assert (await client.status()).model.max_context_tokens == gateway.connections.max_context_tokens == 512
     near = await client.complete([5] * 100, SHORT)
     assert (near.finished.prefill_replica, near.finished.decode_replica) == ("p0", "d0")
     far = await client.complete([6] * 300, SHORT)
@@ -27,12 +27,12 @@ async def test_a_prompt_too_long_for_a_prefill_replica_goes_around_it(house: Gat
     assert far.finished.timing.attempts == 1
 
 
-async def test_the_context_is_that_of_the_least_replica_that_can_serve_alone(house: GatewayHouse) -> None:
-    await house.add_replica("p0", "prefill", num_blocks=8)
-    await house.add_replica("d0", "decode")
-    await house.add_replica("d1", "decode", num_blocks=16)
-    _, address = await house.add_gateway()
-    client = house.client(address)
+async def test_the_context_is_that_of_the_least_replica_that_can_serve_alone(harness: GatewayHarness) -> None:
+    await harness.add_replica("p0", "prefill", num_blocks=8)
+    await harness.add_replica("d0", "decode")
+    await harness.add_replica("d1", "decode", num_blocks=16)
+    _, address = await harness.add_gateway()
+    client = harness.client(address)
     assert (await client.status()).model.max_context_tokens == 256
     with pytest.raises(CallError, match="256") as refused:
         await client.complete([5] * 256, SHORT)

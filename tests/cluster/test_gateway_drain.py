@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import PROMPT, expected
 
 from cluster.api.client import Collector, Event, GenerateOptions
@@ -20,10 +20,10 @@ OPTIONS = GenerateOptions(max_tokens=8, seed=1)
 class Leaving:
     """A gateway with a stream that waits for its replica; calls are as of a client that does not resume."""
 
-    def __init__(self, house: GatewayHouse, gateway: Gateway, address: str) -> None:
+    def __init__(self, harness: GatewayHarness, gateway: Gateway, address: str) -> None:
         self.gateway = gateway
-        self.replica = house.replicas["d0"]
-        self.client = house.client(address)
+        self.replica = harness.replicas["d0"]
+        self.client = harness.client(address)
         self.stream = self.client.generate(PROMPT, OPTIONS, resume=False).events()
         self.collected = Collector()
 
@@ -40,17 +40,17 @@ class Leaving:
         return aiter(self.client.generate(PROMPT, OPTIONS, resume=False))
 
 
-async def open_gateway(house: GatewayHouse, drain_s: float) -> Leaving:
-    await house.add_replica("d0", "decode")
-    gateway, address = await house.add_gateway(house.config(drain_s=drain_s))
-    house.gateways.remove(gateway)  # the test stops it
-    leaving = Leaving(house, gateway, address)
+async def open_gateway(harness: GatewayHarness, drain_s: float) -> Leaving:
+    await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway(harness.config(drain_s=drain_s))
+    harness.gateways.remove(gateway)  # the test stops it
+    leaving = Leaving(harness, gateway, address)
     await leaving.begin()
     return leaving
 
 
-async def test_what_runs_finishes_and_what_is_new_goes_elsewhere(house: GatewayHouse) -> None:
-    leaving = await open_gateway(house, drain_s=60.0)
+async def test_what_runs_finishes_and_what_is_new_goes_to_other_gateways(harness: GatewayHarness) -> None:
+    leaving = await open_gateway(harness, drain_s=60.0)
     stopping = asyncio.create_task(leaving.gateway.stop())
     with pytest.raises(CallError, match="this gateway is stopping") as refused:
         await anext(leaving.another())
@@ -63,8 +63,10 @@ async def test_what_runs_finishes_and_what_is_new_goes_elsewhere(house: GatewayH
     await stopping
 
 
-async def test_what_does_not_finish_in_time_is_ended_so_that_it_can_be_resumed(house: GatewayHouse) -> None:
-    leaving = await open_gateway(house, drain_s=0.1)
+async def test_what_does_not_finish_in_time_is_ended_so_that_it_can_be_resumed(
+    harness: GatewayHarness,
+) -> None:
+    leaving = await open_gateway(harness, drain_s=0.1)
     await leaving.gateway.stop()
     with pytest.raises(CallError) as ended:
         await leaving.rest()

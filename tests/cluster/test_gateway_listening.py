@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from certificates import name_of, write_certificate
-from gateway_harness import GatewayHouse
+from gateway_harness import GatewayHarness
 from gateway_model import PROMPT, expected
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from patience import WAIT_S
@@ -25,11 +25,11 @@ from cluster.serve.gateway_server import SERVICE_NAME
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-async def start(house: GatewayHouse, **gateway: Any) -> str:
+async def start(harness: GatewayHarness, **gateway: Any) -> str:
     """A gateway with two replicas behind it; its address."""
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway(house.config(**gateway))
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway(harness.config(**gateway))
     return address
 
 
@@ -45,9 +45,9 @@ async def shown_name(address: str) -> str:
     return name_of(certificate)
 
 
-async def test_with_a_certificate_only_tls_is_spoken(house: GatewayHouse, tmp_path: Path) -> None:
+async def test_with_a_certificate_only_tls_is_spoken(harness: GatewayHarness, tmp_path: Path) -> None:
     cert_file, key_file = write_certificate(tmp_path, "one")
-    address = await start(house, tls_cert_file=str(cert_file), tls_key_file=str(key_file))
+    address = await start(harness, tls_cert_file=str(cert_file), tls_key_file=str(key_file))
     async with Client(f"tls://{address}", root_certificate=cert_file.read_bytes()) as client:
         done = await client.complete(PROMPT, GenerateOptions(seed=7, max_tokens=12))
         assert list(done.token_ids[0]) == expected(7, 12)
@@ -62,9 +62,11 @@ async def test_with_a_certificate_only_tls_is_spoken(house: GatewayHouse, tmp_pa
             await plain.status()
 
 
-async def test_a_renewed_certificate_is_shown_without_a_restart(house: GatewayHouse, tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_shown_without_a_restart(
+    harness: GatewayHarness, tmp_path: Path
+) -> None:
     cert_file, key_file = write_certificate(tmp_path, "one")
-    address = await start(house, tls_cert_file=str(cert_file), tls_key_file=str(key_file))
+    address = await start(harness, tls_cert_file=str(cert_file), tls_key_file=str(key_file))
     assert await shown_name(address) == "one"
     key_file.unlink()  # in the middle of being replaced
     assert await shown_name(address) == "one"
@@ -74,25 +76,25 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(house: GatewayHo
     assert await shown_name(address) == "two"
 
 
-async def test_a_certificate_that_cannot_be_used_is_named(house: GatewayHouse, tmp_path: Path) -> None:
+async def test_a_certificate_that_cannot_be_used_is_named(harness: GatewayHarness, tmp_path: Path) -> None:
     cert_file, key_file = write_certificate(tmp_path, "one")
     missing, torn = tmp_path / "missing.key", tmp_path / "torn.crt"
     torn.write_text("torn")
     with pytest.raises(StartError, match=r"gateway\.tls_key_file.*missing\.key"):
-        await house.add_gateway(house.config(tls_cert_file=str(cert_file), tls_key_file=str(missing)))
+        await harness.add_gateway(harness.config(tls_cert_file=str(cert_file), tls_key_file=str(missing)))
     with pytest.raises(StartError, match=r"gateway\.tls_cert_file: .*torn\.crt holds no PEM"):
-        await house.add_gateway(house.config(tls_cert_file=str(torn), tls_key_file=str(key_file)))
+        await harness.add_gateway(harness.config(tls_cert_file=str(torn), tls_key_file=str(key_file)))
     with pytest.raises(ConfigError, match="tls_cert_file and tls_key_file are given together"):
-        house.config(tls_key_file=str(key_file))
+        harness.config(tls_key_file=str(key_file))
 
 
 async def test_probes_that_speak_no_tls_have_a_port_with_health_alone(
-    house: GatewayHouse, tmp_path: Path
+    harness: GatewayHarness, tmp_path: Path
 ) -> None:
     cert_file, key_file = write_certificate(tmp_path, "one")
     health_port = free_port()
     address = await start(
-        house, tls_cert_file=str(cert_file), tls_key_file=str(key_file), health_port=health_port
+        harness, tls_cert_file=str(cert_file), tls_key_file=str(key_file), health_port=health_port
     )
     async with Client(f"tls://{address}", root_certificate=cert_file.read_bytes()) as client:
         await client.complete(PROMPT, GenerateOptions(max_tokens=1))
@@ -107,16 +109,16 @@ async def test_probes_that_speak_no_tls_have_a_port_with_health_alone(
         assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_health_port_that_is_taken_is_named(house: GatewayHouse) -> None:
+async def test_a_health_port_that_is_taken_is_named(harness: GatewayHarness) -> None:
     taken = free_port()
-    await house.add_gateway(house.config(health_port=taken))
+    await harness.add_gateway(harness.config(health_port=taken))
     with pytest.raises(StartError, match=f"serve its health on 127.0.0.1:{taken}: the port is taken"):
-        await house.add_gateway(house.config(health_port=taken))
+        await harness.add_gateway(harness.config(health_port=taken))
 
 
-async def test_an_old_connection_is_left_but_not_by_its_streams(house: GatewayHouse) -> None:
-    address = await start(house, max_connection_age_s=0.3)
-    script = house.replicas["d0"].script
+async def test_an_old_connection_is_left_but_not_by_its_streams(harness: GatewayHarness) -> None:
+    address = await start(harness, max_connection_age_s=0.3)
+    script = harness.replicas["d0"].script
     script.stop_after = 4
     async with grpc.aio.insecure_channel(address) as channel, Client(address) as client:
         stub = health_pb2_grpc.HealthStub(channel)

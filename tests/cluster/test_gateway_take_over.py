@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import PROMPT, expected
 from serving import free_port
 
@@ -55,10 +55,10 @@ class PlainClient:
 class Rolling:
     """Gateways of one application that follow each other at one port."""
 
-    def __init__(self, house: GatewayHouse) -> None:
-        self.house = house
+    def __init__(self, harness: GatewayHarness) -> None:
+        self.harness = harness
         self.port = free_port()
-        self.config: ClusterConfig = house.config(port=self.port, drain_s=60, max_connection_age_s=0.2)
+        self.config: ClusterConfig = harness.config(port=self.port, drain_s=60, max_connection_age_s=0.2)
         self.num_gateways = 0
 
     @property
@@ -68,25 +68,25 @@ class Rolling:
     async def start(self) -> Gateway:
         self.num_gateways += 1
         name = f"rolled-{self.num_gateways}"
-        gateway = self.house.gateway(name, self.config)
+        gateway = self.harness.gateway(name, self.config)
         await gateway.start()
-        await self.house.roster.register_gateway(GatewayRecord(name, 1, self.address, process_id=1))
+        await self.harness.roster.register_gateway(GatewayRecord(name, 1, self.address, process_id=1))
         if self.num_gateways == 1:  # those that follow wait by themselves
-            await until(gateway.links.has_route, "the replica is connected")
-        await until(lambda: any(it.gateway_id == name for it in gateway.links.gateways), "it is listed")
+            await until(gateway.connections.has_route, "the replica is connected")
+        await until(lambda: any(it.gateway_id == name for it in gateway.connections.gateways), "it is listed")
         return gateway
 
     async def stop(self, gateway: Gateway, number: int) -> None:
         """As its actor does."""
-        await self.house.roster.remove(f"rolled-{number}", 1)
+        await self.harness.roster.remove(f"rolled-{number}", 1)
         await gateway.stop()
 
 
 @pytest.fixture
-async def rolling(house: GatewayHouse) -> Rolling:
-    replica = await house.add_replica("d0", "decode")
+async def rolling(harness: GatewayHarness) -> Rolling:
+    replica = await harness.add_replica("d0", "decode")
     replica.script.token_s = 0.002
-    return Rolling(house)
+    return Rolling(harness)
 
 
 async def test_no_call_fails_while_gateways_are_replaced(rolling: Rolling) -> None:
@@ -96,9 +96,13 @@ async def test_no_call_fails_while_gateways_are_replaced(rolling: Rolling) -> No
         before = [client.num_done for client in clients]
         following = await rolling.start()
         await rolling.stop(running, number)
-        assert not running.desk.num_running
-        assert following.desk.counters.num_ended("finished"), "calls go to the one that follows"
-        assert running.desk.counters.num_ended("failed") == running.desk.counters.num_ended("cancelled") == 0
+        assert not running.requests.num_running
+        assert following.requests.counters.num_ended("finished"), "calls go to the one that follows"
+        assert (
+            running.requests.counters.num_ended("failed")
+            == running.requests.counters.num_ended("cancelled")
+            == 0
+        )
         await until(
             lambda: all(client.num_done > done for client, done in zip(clients, before, strict=True)),  # noqa: B023
             "every client goes on",
@@ -111,7 +115,7 @@ async def test_no_call_fails_while_gateways_are_replaced(rolling: Rolling) -> No
 
 async def test_a_stream_ends_where_it_began(rolling: Rolling) -> None:
     running = await rolling.start()
-    script = rolling.house.replicas["d0"].script
+    script = rolling.harness.replicas["d0"].script
     script.stop_after = 3
     async with grpc.aio.insecure_channel(rolling.address) as channel:
         request = generate_request(PROMPT, GenerateOptions(max_tokens=NUM_TOKENS, seed=5))
@@ -130,15 +134,15 @@ async def test_a_stream_ends_where_it_began(rolling: Rolling) -> None:
         await until(lambda: fresh.num_done > 0, "new calls are answered meanwhile")
         await fresh.end()
         await leaving
-    assert running.desk.counters.num_ended("finished") == 1
-    assert following.desk.counters.num_ended("finished") >= 1
+    assert running.requests.counters.num_ended("finished") == 1
+    assert following.requests.counters.num_ended("finished") >= 1
     await rolling.stop(following, 2)
 
 
-async def test_a_port_is_shared_with_nobody_else(rolling: Rolling, house: GatewayHouse) -> None:
+async def test_a_port_is_shared_with_nobody_else(rolling: Rolling, harness: GatewayHarness) -> None:
     """Neither with another application's gateway, which would share it, nor with any other program."""
     running = await rolling.start()
-    await rolling.house.roster.remove("rolled-1", 1)  # as if it were another application's
+    await rolling.harness.roster.remove("rolled-1", 1)  # as if it were another application's
     with pytest.raises(StartError, match=f"cannot listen on {rolling.address}: the port is taken"):
         await rolling.start()
     await running.stop()

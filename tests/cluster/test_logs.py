@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from gateway_harness import GatewayHouse, Pair, until
+from gateway_harness import GatewayHarness, Pair, until
 from gateway_model import PROMPT
 
 from cluster.api.client import GenerateOptions
@@ -166,10 +166,10 @@ async def test_refused_failed_and_cancelled_requests_have_their_line(
     assert cancelled["output_tokens"] >= 1
 
 
-async def test_the_access_log_can_be_off(house: GatewayHouse, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_access_log_can_be_off(harness: GatewayHarness, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, ACCESS_LOGGER)
-    await house.add_replica("d0", "decode")
-    config = house.config().model_copy(update={"logs": LogConfig(access=False)})
-    _, address = await house.add_gateway(config)
-    await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
+    await harness.add_replica("d0", "decode")
+    config = harness.config().model_copy(update={"logs": LogConfig(access=False)})
+    _, address = await harness.add_gateway(config)
+    await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
     assert access_lines(caplog) == []

@@ -27,7 +27,8 @@ from cluster.metrics.registry import MetricsRegistry
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
-from workers.messages import BATCH_BOUNDS, DeviceMemory, LoadReport, PathMeasure
+from workers.messages import LoadReport
+from workers.stats_record import BATCH_BOUNDS, DeviceMemory, PathMeasure
 
 HERE = ReplicaIdentity("decode-a", 1)
 LOAD = LoadReport(

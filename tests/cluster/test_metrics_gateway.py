@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse, Pair, until
+from gateway_harness import GatewayHarness, Pair, until
 from gateway_model import PROMPT, encode
 
 from cluster.api.client import GenerateOptions
@@ -17,7 +17,7 @@ KV_BYTES = 2 * 2 * 2 * 8 * 4
 
 async def test_a_call_is_measured_and_told_to_the_scaler(pair: Pair) -> None:
     done = await pair.client.complete(PROMPT, GenerateOptions(seed=7, n=2, max_tokens=12, tenant="a"))
-    counters = pair.gateway.desk.counters
+    counters = pair.gateway.requests.counters
     assert counters.num_requests == {("finished", "ok"): 1}
     assert set(counters.replicas) == {"p0", "d0"}
     prefill, decode = counters.replicas["p0"], counters.replicas["d0"]
@@ -54,7 +54,7 @@ async def test_refusals_failures_and_attempts_have_their_codes(pair: Pair) -> No
     await anext(events)
     await anext(events)
     await events.aclose()
-    counters = pair.gateway.desk.counters
+    counters = pair.gateway.requests.counters
     await until(lambda: counters.num_running == 0, "the cancelled one has ended")
     assert counters.num_requests == {
         ("finished", "ok"): 1,
@@ -63,21 +63,21 @@ async def test_refusals_failures_and_attempts_have_their_codes(pair: Pair) -> No
     }
     assert counters.num_retried == 1
     assert counters.replicas["p0"].num_attempt_failures == {"refused": 1}
-    window = counters.window(pair.gateway.desk.counters.replicas["p0"].used_at)
+    window = counters.window(pair.gateway.requests.counters.replicas["p0"].used_at)
     assert (window.num_arrived, window.num_finished, window.num_failed) == (2, 1, 1)
 
 
-async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(house: GatewayHouse) -> None:
-    dying = await house.add_replica("d0", "decode")
-    leaving = await house.add_replica("d1", "decode")
-    gateway, _ = await house.add_gateway()
-    counters = gateway.desk.counters
+async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(harness: GatewayHarness) -> None:
+    dying = await harness.add_replica("d0", "decode")
+    leaving = await harness.add_replica("d1", "decode")
+    gateway, _ = await harness.add_gateway()
+    counters = gateway.requests.counters
     record = leaving.record()
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    await house.roster.register_replica(type(record)(**fields | {"leaving": True}))
-    await until(lambda: any(it.record.leaving for it in gateway.links.views()), "the roster says so")
+    await harness.roster.register_replica(type(record)(**fields | {"leaving": True}))
+    await until(lambda: any(it.record.leaving for it in gateway.connections.views()), "the roster says so")
     for replica in (dying, leaving):
         await replica.die()
-    gone = lambda: all(it.stream is None for it in gateway.links.views())  # noqa: E731
+    gone = lambda: all(it.stream is None for it in gateway.connections.views())  # noqa: E731
     await until(gone, "both Links ended")
     assert counters.num_losses == {"decode": 1}

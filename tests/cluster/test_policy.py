@@ -24,7 +24,7 @@ from scaling_harness import (
 )
 
 from cluster.scaling.config import PoolLimits
-from cluster.scaling.policy import Plan, decide, history_span_s
+from cluster.scaling.policy import ScalingPlan, decide, history_span_s
 from cluster.scaling.samples import History, ReplicaSample
 
 # -------------------------------------------------------------------------------------------- when
@@ -33,7 +33,7 @@ from cluster.scaling.samples import History, ReplicaSample
 def test_nothing_is_decided_from_nothing() -> None:
     settings = config()
     plan = decide(History(history_span_s(settings)), settings, PAIR, NOW)
-    assert plan == Plan(notes=("nothing was seen yet",))
+    assert plan == ScalingPlan(notes=("nothing was seen yet",))
 
 
 def test_nothing_is_decided_from_old_figures() -> None:
@@ -52,11 +52,11 @@ def test_figures_of_slow_looks_may_be_older() -> None:
 
 
 def test_without_autoscale_no_count_changes() -> None:
-    assert decided(RESTING, PAIR, demand(40), config(autoscale=False)) == Plan()
+    assert decided(RESTING, PAIR, demand(40), config(autoscale=False)) == ScalingPlan()
 
 
 def test_an_idle_cluster_stays_as_it_is() -> None:
-    assert decided((prefilling(), decoding()), PAIR) == Plan()
+    assert decided((prefilling(), decoding()), PAIR) == ScalingPlan()
 
 
 # ---------------------------------------------------------------------------------------- the floor
@@ -210,7 +210,10 @@ def test_replicas_that_start_already_are_waited_for() -> None:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        ({"num_running": 30, "num_landings": 5, "num_waiting_landings": 3}, "3 prompts wait for KV room"),
+        (
+            {"num_running": 30, "num_landings": 5, "num_waiting_landings": 3},
+            "3 prompts wait for free KV blocks",
+        ),
         ({"num_running": 30, "num_free_blocks": 60}, "6% of the KV blocks are free"),
         (
             {"num_running": 64, "num_waiting": 4, "num_free_blocks": 600},

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.scaling.forecast import (
+    CountedSpan,
     Forecast,
     Moments,
-    Spell,
     forecast,
     mean_rate,
     moments,
@@ -25,8 +25,8 @@ from cluster.scaling.forecast import (
 EXPONENTIAL = 1.0
 
 
-def spells(counts: list[float], length_s: float = 2.0) -> list[Spell]:
-    return [Spell((n + 1) * length_s, length_s, count) for n, count in enumerate(counts)]
+def spells(counts: list[float], length_s: float = 2.0) -> list[CountedSpan]:
+    return [CountedSpan((n + 1) * length_s, length_s, count) for n, count in enumerate(counts)]
 
 
 def predicted(counts: list[float], horizon_s: float = 30.0) -> Forecast:
@@ -88,7 +88,7 @@ def test_a_trend_is_no_dispersion() -> None:
 def test_without_spells_nothing_is_expected() -> None:
     assert forecast([], 0.0, 30.0, 150.0, 30.0).per_s == 0.0
     assert mean_rate([]) == 0.0
-    assert mean_rate([Spell(2.0, 2.0, 3.0), Spell(3.0, 1.0, 0.0)]) == 1.0
+    assert mean_rate([CountedSpan(2.0, 2.0, 3.0), CountedSpan(3.0, 1.0, 0.0)]) == 1.0
 
 
 def test_moments_are_those_of_numpy() -> None:

@@ -14,31 +14,37 @@ from scaling_harness import config, decoding, demand, history_of, prefilling
 
 from cluster.metrics.demand import Demand
 from cluster.roster.messages import ScalingMove
-from cluster.scaling.forecast import Moments
-from cluster.scaling.forecast_replicas import Load, both_need, decode_need, floors, prefill_need
-from cluster.scaling.rates import (
-    Rates,
-    Sizes,
+from cluster.scaling.forecast import (
+    MeasuredRates,
+    Moments,
+    RequestSizes,
     StepCost,
+    measured_arrivals,
     measured_rates,
     measured_sizes,
-    measured_work,
     step_cost,
 )
-from cluster.scaling.samples import DemandMeter, History, ReplicaSample, Sample, last_changes
+from cluster.scaling.forecast_replicas import (
+    ExpectedLoad,
+    both_need,
+    decode_need,
+    forecast_replicas,
+    prefill_need,
+)
+from cluster.scaling.samples import DemandMeter, History, ReplicaSample, ScalingSample, last_changes
 
-RATES = Rates(
+RATES = MeasuredRates(
     prefill_tok_s=8000.0,
     step=StepCost(0.012, 0.0004),
     batch=64,
     kv_blocks=1000.0,
     blocks_per_sequence=10.0,
 )
-SIZES = Sizes(Moments(2000.0, 0.0), Moments(200.0, 0.0), 1.0)
+SIZES = RequestSizes(Moments(2000.0, 0.0), Moments(200.0, 0.0), 1.0)
 
 
-def load(per_s: float, rates: Rates = RATES, sizes: Sizes = SIZES) -> Load:
-    return Load(per_s, 1.0, sizes, rates)
+def load(per_s: float, rates: MeasuredRates = RATES, sizes: RequestSizes = SIZES) -> ExpectedLoad:
+    return ExpectedLoad(per_s, 1.0, sizes, rates)
 
 
 # ---------------------------------------------------------------------------------------- the floor
@@ -140,7 +146,7 @@ def test_replicas_that_do_both_add_up_both_times() -> None:
 
 
 def test_what_dedicated_pools_cannot_serve_is_left_to_those_that_do_both() -> None:
-    needs = floors(load(24.0), config(), {"prefill": 4, "decode": 10, "both": 10})
+    needs = forecast_replicas(load(24.0), config(), {"prefill": 4, "decode": 10, "both": 10})
     assert needs["prefill"].num_replicas == 8
     # Half of the prompts, and no decoding: it fits where it belongs.
     assert needs["both"].num_replicas == math.ceil(12 * 2000 / 8000 / 0.75)
@@ -157,8 +163,8 @@ def test_what_dedicated_pools_cannot_serve_is_left_to_those_that_do_both() -> No
 def test_more_demand_never_needs_fewer(
     per_s: float, more: float, prompt: float, output: float, variation: float, dispersion: float
 ) -> None:
-    sizes = Sizes(Moments(prompt, variation), Moments(output, variation), 1.0)
-    small, large = (Load(rate, dispersion, sizes, RATES) for rate in (per_s, per_s * more))
+    sizes = RequestSizes(Moments(prompt, variation), Moments(output, variation), 1.0)
+    small, large = (ExpectedLoad(rate, dispersion, sizes, RATES) for rate in (per_s, per_s * more))
     for needed in (prefill_need, decode_need):
         few, many = needed(small, config()).num_replicas, needed(large, config()).num_replicas
         assert few is not None
@@ -284,7 +290,7 @@ def test_sizes_and_demand_are_those_of_the_samples() -> None:
     assert sizes.output is not None
     assert (*sizes.prompt, *sizes.output) == pytest.approx((1000.0, 0.0, 50.0, 0.0))
     assert sizes.sequences_per_request == pytest.approx(2.0)
-    work = measured_work(history, config(), 30.0, 400.0)
+    work = measured_arrivals(history, config(), 30.0, 400.0)
     assert work.expected.per_s == pytest.approx(3.0)
     assert work.lasting_per_s == pytest.approx(3.0)
 
@@ -292,7 +298,7 @@ def test_sizes_and_demand_are_those_of_the_samples() -> None:
 def test_what_came_lately_counts_although_it_gets_less() -> None:
     """Falling to nothing by the horizon; the last 120 s still had (0.6 + 0)/2 a second."""
     history = history_of(config(), lambda at: ([], Demand(num_arrived=round(4000 - 10 * at))))
-    work = measured_work(history, config(), 150.0, 400.0)
+    work = measured_arrivals(history, config(), 150.0, 400.0)
     assert work.expected.per_s == 0.0
     assert work.lasting_per_s == pytest.approx(5 * 120 / 2, rel=0.03)
 
@@ -316,11 +322,11 @@ def test_sizes_follow_those_of_late() -> None:
 def test_a_history_keeps_its_span() -> None:
     history = History(10.0)
     for at in range(100):
-        history.add(Sample(float(at), {}, (), Demand()))
+        history.add(ScalingSample(float(at), {}, (), Demand()))
     assert [sample.at for sample in history] == [float(at) for at in range(89, 100)]
     assert history.covered_s == 10.0
     assert [sample.at for sample in history.since(97.5)] == [98.0, 99.0]
-    history.add(Sample(50.0, {}, (), Demand()))
+    history.add(ScalingSample(50.0, {}, (), Demand()))
     assert [sample.at for sample in history] == [50.0]
 
 
@@ -330,7 +336,7 @@ def test_a_start_is_timed_from_the_order_to_the_last_replica() -> None:
     for at in range(0, 60, 2):
         num_ready = 1 if at < 24 else 2 if at < 46 else 3
         replicas = tuple(decoding(number) for number in range(num_ready))
-        history.add(Sample(float(at), {"decode": 1 if at < 10 else 3}, replicas, Demand()))
+        history.add(ScalingSample(float(at), {"decode": 1 if at < 10 else 3}, replicas, Demand()))
     assert history.start_s("decode") == 46 - 10
     assert History(1.0).start_s("prefill") == 30.0
 

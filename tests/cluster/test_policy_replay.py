@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from scaling_harness import config, evenly, poisson, pool
 from typer.testing import CliRunner
 
+from cluster.cli.bench_traces import read_arrivals
 from cluster.cli.main import cli
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits
-from cluster.scaling.rates import StepCost
-from cluster.scaling.replay import Replayed, TargetQueue, keep_counts, read_arrivals, replay
-from cluster.scaling.simulation import Arrival, ServiceModel, SimulatedCluster
+from cluster.scaling.forecast import StepCost
+from cluster.scaling.simulation import (
+    Arrival,
+    Replayed,
+    ServiceModel,
+    SimulatedCluster,
+    TargetQueue,
+    keep_counts,
+    replay,
+)
 
 MODEL = ServiceModel(
     prefill_tok_s=8000.0,
@@ -111,7 +119,7 @@ def test_longer_outputs_grow_decode_and_leave_prefill_alone() -> None:
 
 
 def test_prefill_stays_while_its_prompts_wait_for_decode() -> None:
-    """Decode has no KV room and may not grow: the prefill queue is long, and more prefill would not help."""
+    """Decode has no free KV blocks and may not grow: the queue is long, more prefill would not help."""
     model = MODEL._replace(kv_tokens=40_000)
     arrivals = evenly(3.0, 300.0, 2000, 600)
     short = (pool("prefill"), pool("decode", limits=PoolLimits(min=1, max=1)))
@@ -122,7 +130,7 @@ def test_prefill_stays_while_its_prompts_wait_for_decode() -> None:
     # With leave to grow, decode does, and the same demand is served.
     free = replay(arrivals, PAIR, model, config(forecast_s=600.0))
     assert {change.pool for change in free.changes[:2]} == {"decode"}
-    assert "wait for KV room" in free.changes[1].reason
+    assert "wait for free KV blocks" in free.changes[1].reason
     assert free.ttft_share > run.ttft_share + 0.3
     # A target for each queue by itself grows prefill, to no end.
     plain = replay(arrivals, short, model, config(forecast_s=600.0), TargetQueue(2.0, 48.0))
@@ -194,11 +202,11 @@ def test_an_idle_prefill_replica_helps_decode_and_is_called_back() -> None:
     fixed = (pool("prefill", 3, limits=None), pool("decode", limits=None))
     lending = config(autoscale=False, lend_roles=True, itl_slo_s=0.03)
     run = replay(long + short, fixed, MODEL, lending)
-    lends = [text for _, text in run.role_changes if text.startswith("Lend prefill-")]
-    recalls = [text for _, text in run.role_changes if text.startswith("Recall prefill-")]
-    assert 1 <= len(lends) <= 2  # one stays
-    assert "while decode is short" in lends[0]
-    assert len(recalls) == len(lends)
+    role_changes = [text for _, text in run.role_changes if text.startswith("RoleAssignment prefill-")]
+    recalls = [text for _, text in run.role_changes if text.startswith("RoleReturn prefill-")]
+    assert 1 <= len(role_changes) <= 2  # one stays
+    assert "while decode is short" in role_changes[0]
+    assert len(recalls) == len(role_changes)
     assert run.changes == []
     alone = replay(long + short, fixed, MODEL, lending, keep_counts)
     assert run.itl_share > alone.itl_share + 0.2

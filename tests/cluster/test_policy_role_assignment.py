@@ -19,7 +19,7 @@ from scaling_harness import (
     queueing,
 )
 
-from cluster.scaling.policy import Lend, Recall
+from cluster.scaling.policy import RoleAssignment, RoleReturn
 from cluster.scaling.samples import PoolView, ReplicaSample
 
 # -------------------------------------------------------------------------------------------- lending
@@ -32,28 +32,28 @@ TWO_ONE = (pool("prefill", 2), pool("decode"))
 
 def test_an_idle_prefill_replica_decodes_where_decode_is_short() -> None:
     plan = decided(IDLE_PAIR, TWO_ONE, settings=LENDING)
-    (lend,) = plan.lends
-    assert isinstance(lend, Lend)
+    (lend,) = plan.role_changes
+    assert isinstance(lend, RoleAssignment)
     assert (lend.replica_id, lend.pool, lend.role) == ("prefill-0", "prefill", "decode")
-    assert "idle for 20 s, while decode is short: 4 prompts wait for KV room" in lend.reason
+    assert "idle for 20 s, while decode is short: 4 prompts wait for free KV blocks" in lend.reason
     assert plan.moves == ()
 
 
 def test_an_idle_decode_replica_computes_prompts_where_prefill_is_short() -> None:
     replicas = (queueing(100_000), decoding(0), decoding(1))
-    (lend,) = decided(replicas, (pool("prefill"), pool("decode", 2)), settings=LENDING).lends
-    assert isinstance(lend, Lend)
+    (lend,) = decided(replicas, (pool("prefill"), pool("decode", 2)), settings=LENDING).role_changes
+    assert isinstance(lend, RoleAssignment)
     assert (lend.replica_id, lend.role) == ("decode-0", "prefill")
 
 
 def test_the_last_replica_of_a_role_is_not_lent() -> None:
-    assert decided((prefilling(0), decoding(0, **FULL)), PAIR, settings=LENDING).lends == ()
+    assert decided((prefilling(0), decoding(0, **FULL)), PAIR, settings=LENDING).role_changes == ()
 
 
 def test_nobody_is_lent_without_leave() -> None:
-    assert decided(IDLE_PAIR, TWO_ONE, settings=config(autoscale=False)).lends == ()
+    assert decided(IDLE_PAIR, TWO_ONE, settings=config(autoscale=False)).role_changes == ()
     pinned = (pool("prefill", 2, is_pinned=True), pool("decode"))
-    assert decided(IDLE_PAIR, pinned, settings=LENDING).lends == ()
+    assert decided(IDLE_PAIR, pinned, settings=LENDING).role_changes == ()
 
 
 def test_who_worked_lately_is_not_lent() -> None:
@@ -61,38 +61,38 @@ def test_who_worked_lately_is_not_lent() -> None:
         busy = {"num_running": int(at == NOW - 18)}
         return prefilling(0, **busy), prefilling(1, **busy), decoding(0, **FULL)
 
-    assert decided(replicas, TWO_ONE, settings=LENDING).lends == ()
+    assert decided(replicas, TWO_ONE, settings=LENDING).role_changes == ()
 
 
 def test_a_moment_of_shortage_lends_nobody() -> None:
     def replicas(at: float) -> Sequence[ReplicaSample]:
         return prefilling(0), prefilling(1), decoding(0, **(FULL if at >= NOW - 16 else {}))
 
-    assert decided(replicas, TWO_ONE, settings=LENDING).lends == ()
+    assert decided(replicas, TWO_ONE, settings=LENDING).role_changes == ()
 
 
 def test_whom_the_demand_at_home_needs_is_not_lent() -> None:
     # 5 requests/s of 2000 tokens keep two busy over 60 %, even if they were idle at each look.
-    assert decided(IDLE_PAIR, TWO_ONE, demand(10, output_tokens=1), LENDING).lends == ()
+    assert decided(IDLE_PAIR, TWO_ONE, demand(10, output_tokens=1), LENDING).role_changes == ()
 
 
 def test_one_is_lent_at_a_time() -> None:
     replicas = (prefilling(0, role="decode", **FULL), prefilling(1), prefilling(2), decoding(0, **FULL))
-    for ago_s, lends in ((19.0, 0), (20.0, 1)):
-        views = (pool("prefill", 3, lent=(("prefill-0", NOW - ago_s),)), pool("decode"))
+    for ago_s, role_changes in ((19.0, 0), (20.0, 1)):
+        views = (pool("prefill", 3, assigned=(("prefill-0", NOW - ago_s),)), pool("decode"))
         plan = decided(replicas, views, settings=LENDING)
-        assert [type(each) for each in plan.lends] == [Lend] * lends
+        assert [type(each) for each in plan.role_changes] == [RoleAssignment] * role_changes
 
 
-LENT = (pool("prefill", 2, lent=(("prefill-0", 100.0),)), pool("decode"))
+LENT = (pool("prefill", 2, assigned=(("prefill-0", 100.0),)), pool("decode"))
 
 
 def recalled(replicas: Sequence[ReplicaSample], views: Sequence[PoolView] = LENT, **settings: Any) -> str:
     """Why prefill-0 is called back; "": it is not."""
     plan = decided(replicas, views, settings=LENDING.model_copy(update=settings))
-    assert all(isinstance(each, Recall) for each in plan.lends)
-    assert {each.replica_id for each in plan.lends} <= {"prefill-0"}
-    return plan.lends[0].reason if plan.lends else ""
+    assert all(isinstance(each, RoleReturn) for each in plan.role_changes)
+    assert {each.replica_id for each in plan.role_changes} <= {"prefill-0"}
+    return plan.role_changes[0].reason if plan.role_changes else ""
 
 
 BORROWED = prefilling(0, role="decode", **BUSY)
@@ -110,14 +110,14 @@ def test_who_is_idle_there_goes_home() -> None:
     idle = prefilling(0, role="decode")
     assert recalled((idle, prefilling(1), decoding(0, **BUSY))) == "idle for 20 s as decode"
     for ago_s, reason in ((19.0, ""), (20.0, "idle for 20 s as decode")):
-        views = (pool("prefill", 2, lent=(("prefill-0", NOW - ago_s),)), pool("decode"))
+        views = (pool("prefill", 2, assigned=(("prefill-0", NOW - ago_s),)), pool("decode"))
         assert recalled((idle, prefilling(1), decoding(0, **BUSY)), views) == reason
 
 
 def test_who_can_be_spared_there_goes_home() -> None:
     light = {"num_running": 1, "num_free_blocks": 950}
     replicas = (prefilling(0, role="decode", **light), prefilling(1), decoding(0, **light))
-    assert "room for one replica less" in recalled(replicas)
+    assert "could do with one replica less" in recalled(replicas)
 
 
 def test_whom_the_demand_there_needs_stays() -> None:
@@ -125,12 +125,12 @@ def test_whom_the_demand_there_needs_stays() -> None:
     light = {"num_running": 1, "num_free_blocks": 950}
     replicas = (prefilling(0, role="decode", **light), prefilling(1), decoding(0, **light))
     plan = decided(replicas, LENT, demand(4, prompt_tokens=1), LENDING)
-    assert plan.lends == ()
+    assert plan.role_changes == ()
 
 
 def test_operators_and_settings_call_it_back() -> None:
     there = (BORROWED, prefilling(1), decoding(0, **BUSY))
-    assert recalled(there, lend_roles=False) == "lending is switched off"
+    assert recalled(there, lend_roles=False) == "role changes are switched off"
     pinned = (LENT[0]._replace(is_pinned=True), LENT[1])
     assert recalled(there, pinned) == "an operator chose the pool's count"
 
@@ -140,7 +140,7 @@ def test_a_lent_replica_counts_where_it_works() -> None:
     settings = config(lend_roles=True)
     replicas = (BORROWED, queueing(100_000), decoding(0, **BUSY))
     plan = decided(replicas, LENT, demand(1), settings)
-    assert [each.replica_id for each in plan.lends] == ["prefill-0"]
+    assert [each.replica_id for each in plan.role_changes] == ["prefill-0"]
     assert plan.moves == ()
 
 

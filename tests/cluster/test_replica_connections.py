@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import PROMPT, expected
 
 from cluster.api.client import GenerateOptions
@@ -14,12 +14,12 @@ from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents
 
 
 def states(gateway: Gateway) -> list[str]:
-    return [str(view.state) for view in gateway.links.views()]
+    return [str(view.state) for view in gateway.connections.views()]
 
 
-async def test_a_snapshot_is_asked_for_on_connect_and_after_a_gap(house: GatewayHouse) -> None:
-    replica = await house.add_replica("d0", "decode")
-    await house.add_gateway()
+async def test_a_snapshot_is_asked_for_on_connect_and_after_a_gap(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    await harness.add_gateway()
     await until(lambda: replica.snapshot_requests == ["connect"], "a snapshot is asked for")
     stored = (BlocksStored(b"", (b"k" * 16,)),)
     replica.broadcast(KvEvents(replica.identity, 1, stored, ()))
@@ -30,100 +30,102 @@ async def test_a_snapshot_is_asked_for_on_connect_and_after_a_gap(house: Gateway
 
 
 async def test_a_replica_of_another_model_is_refused_and_the_others_serve(
-    house: GatewayHouse, monkeypatch: pytest.MonkeyPatch
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await house.add_replica("d0", "decode")
-    gateway, address = await house.add_gateway()
+    await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
     other = CompatibilityRecord(1, b"another model...", "float32", "float32", 16, 2, 2, 8)
-    monkeypatch.setattr(type(house.replicas["d0"]), "compatibility", lambda self: other)
-    await house.add_replica("d1", "decode")
+    monkeypatch.setattr(type(harness.replicas["d0"]), "compatibility", lambda self: other)
+    await harness.add_replica("d1", "decode")
     await until(lambda: states(gateway) == ["ready", "refused"], "the stranger is refused")
-    status = await house.client(address).status()
+    status = await harness.client(address).status()
     assert "model_fingerprint" in status.replicas[1].note
     for _ in range(3):
-        done = await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
+        done = await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
         assert done.finished.decode_replica == "d0"
 
 
-async def test_another_block_size_is_refused(house: GatewayHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    gateway, _ = await house.add_gateway()
+async def test_another_block_size_is_refused(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, _ = await harness.add_gateway()
     monkeypatch.setattr("gateway_harness.BLOCK_TOKENS", 64)
-    await house.add_replica("d0", "decode")
+    await harness.add_replica("d0", "decode")
     await until(lambda: states(gateway) == ["refused"], "it is refused")
-    assert gateway.links.views()[0].note == "block_tokens 64, configured 16"
+    assert gateway.connections.views()[0].note == "block_tokens 64, configured 16"
 
 
-async def test_a_replica_that_does_not_know_the_secret_is_not_used(house: GatewayHouse) -> None:
-    gateway, _ = await house.add_gateway()
-    house.secret = b"x" * 32
-    await house.add_replica("d0", "decode")
-    await until(lambda: any("secret" in view.note for view in gateway.links.views()), "the proof fails")
+async def test_a_replica_that_does_not_know_the_secret_is_not_used(harness: GatewayHarness) -> None:
+    gateway, _ = await harness.add_gateway()
+    harness.secret = b"x" * 32
+    await harness.add_replica("d0", "decode")
+    await until(lambda: any("secret" in view.note for view in gateway.connections.views()), "the proof fails")
     assert states(gateway) == ["connecting"]
-    assert not gateway.links.has_route()
+    assert not gateway.connections.has_route()
 
 
-async def test_a_restarted_replica_is_used_again(house: GatewayHouse) -> None:
-    first = await house.add_replica("d0", "decode", epoch=1)
-    gateway, address = await house.add_gateway()
+async def test_a_restarted_replica_is_used_again(harness: GatewayHarness) -> None:
+    first = await harness.add_replica("d0", "decode", epoch=1)
+    gateway, address = await harness.add_gateway()
     await first.die()
     await until(lambda: states(gateway) == ["connecting"], "the loss is seen")
-    await house.add_replica("d0", "decode", epoch=2)
+    await harness.add_replica("d0", "decode", epoch=2)
     await until(lambda: states(gateway) == ["ready"], "the new life is found")
-    done = await house.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
+    done = await harness.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     assert list(done.token_ids[0]) == expected(1, 3)
 
 
-async def test_a_hung_earlier_life_is_left_when_the_roster_names_a_later_one(house: GatewayHouse) -> None:
-    old = await house.add_replica("d0", "decode", epoch=1)
-    gateway, address = await house.add_gateway()
-    new = await house.add_replica("d0", "decode", epoch=2)
-    await until(lambda: gateway.links.views()[0].epoch == 2, "the new life is linked")
-    await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
+async def test_a_hung_earlier_life_is_left_when_the_roster_names_a_later_one(harness: GatewayHarness) -> None:
+    old = await harness.add_replica("d0", "decode", epoch=1)
+    gateway, address = await harness.add_gateway()
+    new = await harness.add_replica("d0", "decode", epoch=2)
+    await until(lambda: gateway.connections.views()[0].epoch == 2, "the new life is linked")
+    await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
     assert not old.submissions
     assert new.submissions
     await old.die()
 
 
-async def test_a_replica_that_left_the_roster_serves_on_until_its_link_ends(house: GatewayHouse) -> None:
-    replica = await house.add_replica("d0", "decode")
-    gateway, address = await house.add_gateway()
-    await house.roster.remove("d0", 1)
-    done = await house.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
+async def test_a_replica_that_left_the_roster_serves_on_until_its_link_ends(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
+    await harness.roster.remove("d0", 1)
+    done = await harness.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     assert list(done.token_ids[0]) == expected(1, 3)
     await replica.die()
-    await until(lambda: gateway.links.views() == [], "it is forgotten")
+    await until(lambda: gateway.connections.views() == [], "it is forgotten")
 
 
-async def test_a_replica_is_told_to_stop_what_nobody_wants(house: GatewayHouse) -> None:
+async def test_a_replica_is_told_to_stop_what_nobody_wants(harness: GatewayHarness) -> None:
     """Tokens of a request that this gateway does not know (any more) are answered by a cancel, once."""
-    replica = await house.add_replica("d0", "decode")
-    gateway, address = await house.add_gateway()
-    await house.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
-    await house.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
+    replica = await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
+    await harness.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
+    await harness.client(address).complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     (first, _) = replica.submissions
     for _ in range(3):
         replica._run(first, replica._prefill(first, "g0"))
     await until(lambda: bool(replica.cancels), "a cancel arrives")
-    await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=3))
+    await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=3))
     assert [(it.request_id, it.attempt) for it in replica.cancels] == [(first.request_id, 1)]
-    assert gateway.desk.num_running == 0
+    assert gateway.requests.num_running == 0
 
 
 async def test_a_replica_that_falls_silent_is_left_and_found_again(
-    house: GatewayHouse, monkeypatch: pytest.MonkeyPatch
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that is stopped: its connection stays open, but nothing comes."""
     monkeypatch.setattr(replica_connections, "SILENCE_S", 0.5)
-    silent = await house.add_replica("d0", "decode")
-    gateway, address = await house.add_gateway()
+    silent = await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
     silent.script.stop_after = 2
-    stream = house.client(address).generate(PROMPT, GenerateOptions(seed=3, max_tokens=8)).events()
+    stream = harness.client(address).generate(PROMPT, GenerateOptions(seed=3, max_tokens=8)).events()
     while not isinstance(first := await anext(stream), pb.Delta):
         pass
-    other = await house.add_replica("d1", "decode")
+    other = await harness.add_replica("d1", "decode")
     rest = [token async for event in stream if isinstance(event, pb.Delta) for token in event.token_ids]
     assert [*first.token_ids, *rest] == expected(3, 8)
     assert other.submissions
     note = "nothing was heard for 0.5 s"
-    await until(lambda: any(view.note == note for view in gateway.links.views()), "the reason is told")
+    await until(lambda: any(view.note == note for view in gateway.connections.views()), "the reason is told")
     await until(lambda: len(silent.snapshot_requests) > 1, "it is connected again")

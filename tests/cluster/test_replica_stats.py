@@ -11,8 +11,9 @@ from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.replica_stats import AGE, RENAMED, load_of, stats_of
 from cluster.proto import tandem_pb2 as pb
 from router.messages import ReplicaLoad
-from workers.messages import LoadReport, ReplicaStats
+from workers.messages import LoadReport
 from workers.replica.stats import StepStats
+from workers.stats_record import ReplicaStats
 
 # Statistics that no metric shows by itself, with the metrics that the exporter makes of them.
 COMPUTED = {

@@ -13,19 +13,29 @@ from request_state_harness import (
     D1,
     P0,
     P1,
+    Effect,
+    Fail,
+    Finish,
+    MoveAt,
+    RecordedRequest,
+    Route,
+    RouteMove,
+    ScheduleMove,
+    Submit,
     cut,
     decision,
     delta,
     handed_over,
     ids_of,
-    make_journey,
+    make_request,
     prefilled,
     truth,
 )
 
-from cluster.gateway.actions import Action, Emit, Fail, Finish, MoveAt, RequestPhase, Route, RouteMove, Submit
-from cluster.gateway.request_state import RequestState
+from cluster.gateway.request_state import RequestPhase
+from cluster.gateway.sample_output import OutputDelta
 from kvtransfer.messages import ReplicaIdentity
+from router.messages import RouteRequest
 from workers.messages import (
     HandOverReport,
     HandOverTarget,
@@ -45,43 +55,45 @@ class World:
     """Replicas that always tell the truth, wires that delay, repeat and break, and what the client saw."""
 
     data: st.DataObject
-    journey: RequestState
+    request: RecordedRequest
     stops: tuple[str, ...]
     now: float = 0.0
     wires: list[tuple[ReplicaIdentity, News]] = field(default_factory=list)
     # The numbers of the submissions that are not superseded.
     current: set[int] = field(default_factory=set)
-    routes: list[Route | RouteMove] = field(default_factory=list)
+    routes: list[Route | ScheduleMove] = field(default_factory=list)
     num_moves: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     terminals: list[Finish | Fail] = field(default_factory=list)
 
-    def take(self, actions: list[Action]) -> None:
-        for action in actions:
-            assert not self.terminals, "an action after the terminal"
-            if isinstance(action, RouteMove):
-                self.routes.append(action)
-            elif isinstance(action, MoveAt):
-                self.move(action.replica, action.move)
-            elif isinstance(action, Route):
-                self.routes.append(action)
+    def take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            assert not self.terminals, "an effect after the terminal"
+            if isinstance(effect, ScheduleMove):
+                self.routes.append(effect)
+            elif isinstance(effect, RouteMove):
+                self.route_move(effect.request)
+            elif isinstance(effect, MoveAt):
+                self.move(effect.replica, effect.move)
+            elif isinstance(effect, Route):
+                self.routes.append(effect)
                 self.current.clear()
-            elif isinstance(action, Submit):
-                self.current.add(action.submission.attempt)
-                self.wires.extend(self.answer(action.replica, action.submission))
-            elif isinstance(action, Emit):
-                self.see(action)
-            elif isinstance(action, Finish | Fail):
-                self.terminals.append(action)
+            elif isinstance(effect, Submit):
+                self.current.add(effect.submission.attempt)
+                self.wires.extend(self.answer(effect.replica, effect.submission))
+            elif isinstance(effect, OutputDelta):
+                self.see(effect)
+            elif isinstance(effect, Finish | Fail):
+                self.terminals.append(effect)
 
-    def see(self, emit: Emit) -> None:
+    def see(self, emit: OutputDelta) -> None:
         got = self.tokens.setdefault(emit.sample, [])
         assert emit.first_index == len(got)
         assert emit.sample not in self.finishes
         got.extend(ids_of(emit.tokens))
-        count, text, _ = cut(truth(emit.sample, self.journey.plan.sampling.max_tokens), self.stops)
+        count, text, _ = cut(truth(emit.sample, self.request.prepared.sampling.max_tokens), self.stops)
         self.texts[emit.sample] = self.texts.get(emit.sample, "") + emit.text
         assert got == truth(emit.sample, count)[: len(got)]
         assert text.startswith(self.texts[emit.sample])
@@ -142,51 +154,47 @@ class World:
         if isinstance(message, TokenDelta):
             if message.attempt not in self.current:  # what an old attempt says must not matter
                 message = delta(message.sample, message.first_index, 1, 1, message.attempt, shift=7)
-            self.take(self.journey.on_delta(source, message, self.now))
+            self.take(self.request.on_delta(source, message, self.now))
         elif isinstance(message, PrefillReport):
-            self.take(self.journey.on_prefilled(message, self.now))
+            self.take(self.request.on_prefilled(message, self.now))
         elif isinstance(message, HandOverReport):
-            self.take(self.journey.on_handed_over(source, message, self.now))
+            self.take(self.request.on_handed_over(source, message, self.now))
         elif isinstance(message, MoveEnded):
-            self.take(self.journey.on_move_ended(source, message, self.now))
+            self.take(self.request.on_move_ended(source, message, self.now))
         else:
-            self.take(self.journey.on_failed(source, message, self.now))
+            self.take(self.request.on_failed(source, message, self.now))
 
     def route(self) -> None:
         route = self.routes.pop(0)
-        if isinstance(route, RouteMove):
-            self.take(self.journey.on_move_time(self.now))
-            self.route_move()
+        if isinstance(route, ScheduleMove):
+            self.take(self.request.on_move_time(self.now))
             return
         request = route.request
         choices = [it for it in (P0, P1, None) if it is None or it.replica_id not in request.excluded]
         decodes = [it for it in (D0, D1) if it.replica_id not in request.excluded]
         if not decodes:
-            self.take(self.journey.on_no_route("no decode replica", 0.1, self.now))
+            self.take(self.request.on_no_route("no decode replica", 0.1, self.now))
             return
         prefill, decode = self.data.draw(st.sampled_from(choices)), self.data.draw(st.sampled_from(decodes))
         target = HandOverTarget(decode, "a")
-        self.take(self.journey.on_routed(decision(prefill, decode), prefill, target, self.now))
+        self.take(self.request.on_routed(decision(prefill, decode), prefill, target, self.now))
 
-    def route_move(self) -> None:
-        wanted = self.journey.move_request()
-        if wanted is None:
-            return
+    def route_move(self, wanted: RouteRequest) -> None:
         targets = [it for it in (D0, D1, P0) if it.replica_id not in wanted.excluded]
         target = self.data.draw(st.sampled_from(targets)) if targets else None
         place = HandOverTarget(target, "a") if target else None
-        self.take(self.journey.on_move_routed(place, self.now))
+        self.take(self.request.on_move_routed(place, self.now))
 
     def leave(self) -> None:
         """Streams shall leave a replica, or may stay there after all."""
         replica, may_stay = self.data.draw(st.sampled_from([D0, D1])), self.data.draw(st.integers(0, 4)) == 0
-        self.take(self.journey.on_streams(replica, may_stay))
+        self.take(self.request.on_streams(replica, may_stay, self.now))
 
     def disturb(self) -> None:
         replica = self.data.draw(st.sampled_from([P0, P1, D0, D1]))
         if self.data.draw(st.booleans()):
             self.wires = [entry for entry in self.wires if entry[0] != replica]
-            self.take(self.journey.on_lost(replica, "reset", self.now))
+            self.take(self.request.on_lost(replica, "reset", self.now))
         else:
             attempt = self.data.draw(st.integers(1, 12))
             code = self.data.draw(st.sampled_from(["refused", "peer", "internal", "leaving"]))
@@ -207,10 +215,10 @@ def test_a_stream_that_moves_gives_the_same_and_has_one_terminal(data: st.DataOb
 
 def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int) -> None:
     stops = data.draw(st.sampled_from([(), ("ab",), ("ca", "bcd"), ("dd", "d")]))
-    journey = make_journey(n=n, max_tokens=max_tokens, stops=() if num_leavings else stops)
-    world = World(data, journey, () if num_leavings else stops)
+    request = make_request(n=n, max_tokens=max_tokens, stops=() if num_leavings else stops)
+    world = World(data, request, () if num_leavings else stops)
     num_disturbances = data.draw(st.integers(0, 2 if num_leavings else 6))
-    world.take(journey.start(0.0))
+    world.take(request.start(0.0))
     while not world.terminals:
         world.now += 0.01
         choice = data.draw(st.integers(0, 9))
@@ -225,7 +233,7 @@ def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int) -> Non
         else:
             assert world.wires, "nothing is under way, and no terminal"
             world.deliver(data.draw(st.integers(0, len(world.wires) - 1)), keep=choice == 1)
-    assert journey.state is RequestPhase.ENDED
+    assert request.phase is RequestPhase.ENDED
     (terminal,) = world.terminals
     if isinstance(terminal, Finish):
         for index in range(n):
@@ -234,5 +242,5 @@ def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int) -> Non
             assert (world.texts[index], world.finishes[index]) == (text, finish)
     for source, message in world.wires:
         if isinstance(message, TokenDelta):
-            assert journey.on_delta(source, message, world.now) == []
-    assert journey.on_lost(D0, "late", world.now) == journey.on_deadline(world.now) == []
+            assert request.on_delta(source, message, world.now) == []
+    assert request.on_lost(D0, "late", world.now) == request.on_deadline(world.now) == []

@@ -1,17 +1,20 @@
-"""Carrying a journey: buffers, timers, links that vanish. The router and the Links are stand-ins here."""
+"""Running a request: buffers, timers, links that vanish, no re-entry. Router and connections are stand-ins."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster.errors import DeadlineError, RequestError, SlowClientError, UnavailableError
-from cluster.gateway.actions import Emit
-from cluster.gateway.migration import NOWHERE_PAUSE_S
+from cluster.errors import AbandonedError, DeadlineError, RequestError, SlowClientError, UnavailableError
+from cluster.gateway.migration import NO_TARGET_PAUSE_S
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask
+from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.tokenizer import SampleText
@@ -46,7 +49,7 @@ class Nothing:
 
 
 class Field:
-    """Links to d0 and d1, and a router that takes the first that is not excluded."""
+    """Connections to d0 and d1, and a router that takes the first that is not excluded."""
 
     def __init__(self) -> None:
         self.known = [D0, D1]
@@ -80,7 +83,7 @@ class Field:
 
 
 class Ended:
-    """Remembers how walks ended."""
+    """Remembers how requests ended."""
 
     def __init__(self) -> None:
         self.errors: list[RequestError | None] = []
@@ -89,10 +92,10 @@ class Ended:
         self.errors.append(error)
 
 
-def make_walk(
+def make_task(
     field: Field, clock: ManualClock, deadline_at: float | None = None
 ) -> tuple[RequestTask, Ended]:
-    plan = PreparedRequest(
+    prepared = PreparedRequest(
         request_id="r",
         tenant="",
         priority=0,
@@ -103,8 +106,16 @@ def make_walk(
         deadline_at=deadline_at,
     )
     ended = Ended()
-    journey = RequestState(plan, [SampleText(Nothing())], clock.now())
-    return RequestTask(journey, links=field, router=field, clock=clock, on_end=ended), ended
+    task = RequestTask(
+        prepared,
+        [SampleText(Nothing())],
+        connections=field,
+        router=field,
+        clock=clock,
+        on_end=ended,
+        started_at=clock.now(),
+    )
+    return task, ended
 
 
 def tokens(count: int) -> bytes:
@@ -122,46 +133,46 @@ async def settle() -> None:
 
 
 async def test_output_that_waits_is_merged() -> None:
-    walk, ended = make_walk(Field(), ManualClock())
-    walk.begin()
+    task, ended = make_task(Field(), ManualClock())
+    task.begin()
     for first in range(5):
-        walk.on_delta(D0, delta(first, 1))
-    merged = await walk.next()
-    assert isinstance(merged, Emit)
+        task.apply(task.state.on_delta, D0, delta(first, 1))
+    merged = await task.next()
+    assert isinstance(merged, OutputDelta)
     assert (merged.first_index, merged.tokens) == (0, tokens(5))
-    walk.on_delta(D0, delta(5, 1, "length"))
-    last = await walk.next()
-    assert isinstance(last, Emit)
+    task.apply(task.state.on_delta, D0, delta(5, 1, "length"))
+    last = await task.next()
+    assert isinstance(last, OutputDelta)
     assert (last.first_index, last.finish) == (5, "length")
-    assert isinstance(await walk.next(), Summary)
+    assert isinstance(await task.next(), Summary)
     assert ended.errors == [None]
 
 
 async def test_a_client_that_never_reads_is_cut_off() -> None:
     field = Field()
-    walk, ended = make_walk(field, ManualClock())
-    walk.begin()
-    walk.on_delta(D0, delta(0, MAX_UNREAD + 1))
+    task, ended = make_task(field, ManualClock())
+    task.begin()
+    task.apply(task.state.on_delta, D0, delta(0, MAX_UNREAD + 1))
     with pytest.raises(SlowClientError):
-        await walk.next()
+        await task.next()
     assert [type(error) for error in ended.errors] == [SlowClientError]
     assert isinstance(field.sent[-1][1], Cancel)
 
 
 async def test_logprobs_count_as_unread_too() -> None:
-    outbox = OutputBuffer()
+    buffer = OutputBuffer()
     logprob = TokenLogprob(-1.0, ((1, -1.0), (2, -2.0)))
-    outbox.put(Emit(0, 0, tokens(2), "", (logprob, logprob), ""))
-    assert outbox.num_unread == 8
-    await outbox.get()
-    assert outbox.num_unread == 0
+    buffer.put(OutputDelta(0, 0, tokens(2), "", (logprob, logprob), ""))
+    assert buffer.num_unread == 8
+    await buffer.get()
+    assert buffer.num_unread == 0
 
 
 async def test_a_link_that_is_gone_at_submission_means_another_replica() -> None:
     field = Field()
     field.gone.add(D0)
-    walk, _ = make_walk(field, ManualClock())
-    walk.begin()
+    task, _ = make_task(field, ManualClock())
+    task.begin()
     ((replica, message),) = field.sent
     assert replica == D1
     assert isinstance(message, Submission)
@@ -171,52 +182,52 @@ async def test_a_link_that_is_gone_at_submission_means_another_replica() -> None
 async def test_a_routed_replica_that_vanished_is_asked_for_again() -> None:
     field, clock = Field(), ManualClock()
     field.target = lambda replica_id: None  # type: ignore[method-assign]
-    walk, _ = make_walk(field, clock)
-    walk.begin()
+    task, _ = make_task(field, clock)
+    task.begin()
     assert field.finished == ["r"]
     del field.target
     await settle()
     clock.advance(1.0)
     await settle()
     assert [replica for replica, _ in field.sent] == [D0]
-    walk.abandon()
+    task.abandon()
 
 
 async def test_a_stream_that_has_nowhere_to_move_asks_again_after_a_pause() -> None:
     field, clock = Field(), ManualClock()
-    walk, _ = make_walk(field, clock)
-    walk.begin()
-    walk.on_prefilled(PrefillReport("r", 1, 1, 0, StageTimes()))
-    walk.on_delta(D0, delta(0, 1))
+    task, _ = make_task(field, clock)
+    task.begin()
+    task.apply(task.state.on_prefilled, PrefillReport("r", 1, 1, 0, StageTimes()))
+    task.apply(task.state.on_delta, D0, delta(0, 1))
     field.known = [D0]
-    walk.on_streams(D0, may_stay=False)
+    task.apply(task.state.on_streams, D0, False)
     assert [type(message) for _, message in field.sent] == [Submission]
     field.known = [D0, D1]
     await settle()
-    clock.advance(NOWHERE_PAUSE_S)
+    clock.advance(NO_TARGET_PAUSE_S)
     await settle()
     assert field.sent[1:] == [(D0, Move("r", 1, HandOverTarget(D1, "a")))]
-    walk.on_move_ended(D0, MoveEnded("r", 1, D1))
-    walk.abandon()
+    task.apply(task.state.on_move_ended, D0, MoveEnded("r", 1, D1))
+    task.abandon()
     assert field.sent[2:] == [(D1, Cancel("r", 1))]
 
 
 async def test_a_target_that_vanished_is_taken_back_at_the_router() -> None:
     field, clock = Field(), ManualClock()
-    walk, _ = make_walk(field, clock)
-    walk.begin()
-    walk.on_prefilled(PrefillReport("r", 1, 1, 0, StageTimes()))
+    task, _ = make_task(field, clock)
+    task.begin()
+    task.apply(task.state.on_prefilled, PrefillReport("r", 1, 1, 0, StageTimes()))
     field.target = lambda replica_id: None  # type: ignore[method-assign]
-    walk.on_streams(D0, may_stay=False)
+    task.apply(task.state.on_streams, D0, False)
     assert field.finished == ["r"]
-    walk.abandon()
+    task.abandon()
 
 
 async def test_patience_runs_on_the_clock() -> None:
     field, clock = Field(), ManualClock()
     field.known = []
-    walk, ended = make_walk(field, clock)
-    walk.begin()
+    task, ended = make_task(field, clock)
+    task.begin()
     for _ in range(20):
         await settle()
         clock.advance(0.2)
@@ -226,8 +237,8 @@ async def test_patience_runs_on_the_clock() -> None:
 
 async def test_the_deadline_runs_on_the_clock() -> None:
     field, clock = Field(), ManualClock()
-    walk, ended = make_walk(field, clock, deadline_at=5.0)
-    walk.begin()
+    task, ended = make_task(field, clock, deadline_at=5.0)
+    task.begin()
     await settle()
     clock.advance(4.9)
     await settle()
@@ -236,6 +247,75 @@ async def test_the_deadline_runs_on_the_clock() -> None:
     await settle()
     assert [type(error) for error in ended.errors] == [DeadlineError]
     with pytest.raises(DeadlineError):
-        await walk.next()
-    walk.abandon()
+        await task.next()
+    task.abandon()
     assert len(ended.errors) == 1
+
+
+class Reentering(Field):
+    """Answers everything at once: sends fail or come with the end of a link, the client does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task: RequestTask
+        self.num_failing = 3
+
+    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
+        if isinstance(message, Cancel):
+            self.task.apply(self.task.state.on_lost, replica, "it ends in the middle of a send")
+        elif isinstance(message, Submission) and self.num_failing:
+            self.num_failing -= 1
+            return False
+        return super().send(replica, message)
+
+    def on_finished(self, request_id: str) -> None:
+        self.task.abandon()
+        super().on_finished(request_id)
+
+
+class Depth:
+    """How deep transitions of the state machine are nested, and how many there were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.deepest = self.num_transitions = 0
+        for name in vars(RequestState):
+            if name.startswith("on_") or name == "start":
+                monkeypatch.setattr(RequestState, name, self.counted(getattr(RequestState, name)))
+
+    def counted(self, transition: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(transition)
+        def call(*args: Any) -> None:
+            self.now += 1
+            self.num_transitions += 1
+            self.deepest = max(self.deepest, self.now)
+            transition(*args)
+            self.now -= 1
+
+        return call
+
+
+async def test_no_effect_re_enters_the_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, field = Depth(monkeypatch), Field()
+    field.gone.add(D0)
+    task, _ = make_task(field, ManualClock())
+    task.begin()
+    task.apply(task.state.on_prefilled, PrefillReport("r", 2, 1, 0, StageTimes()))
+    field.known = [D0]  # there is a target at once
+    task.apply(task.state.on_streams, D1, False)
+    assert field.sent[1:] == [(D1, Move("r", 2, HandOverTarget(D0, "a")))]
+    task.apply(task.state.on_delta, D1, TokenDelta("r", 2, 0, 0, tokens(MAX_UNREAD + 1), (), ""))
+    with pytest.raises(SlowClientError):
+        await task.next()
+    # start, routed, unsent, routed; prefilled; streams, move time, move routed; delta, cancel
+    assert (depth.deepest, depth.num_transitions) == (1, 10)
+
+
+async def test_effects_that_come_back_at_once_wait_for_the_end_of_the_transition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    depth, field = Depth(monkeypatch), Reentering()
+    field.task, ended = make_task(field, ManualClock())
+    field.task.begin()
+    assert depth.deepest == 1
+    assert [type(error) for error in ended.errors] == [AbandonedError]
+    assert not depth.now

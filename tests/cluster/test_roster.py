@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from patience import WAIT_S
 
 from cluster.errors import RosterAwayError
+from cluster.roster.actor import RemoteRoster, RosterActor
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, StoreRecord
-from cluster.roster.remote import RemoteRoster, RosterActor
 from cluster.roster.state import (
     EXPIRE_S,
     REBUILD_S,
@@ -96,8 +96,8 @@ def test_the_version_grows_with_changes_and_only_with_them() -> None:
     assert roster.version == 101
     roster.register_replica(replica(leaving=True), 2.0)
     assert roster.version == 102
-    roster.tell(lambda wishes: wishes.set_desired("decode", 2, pinned=False))
-    roster.tell(lambda wishes: wishes.set_desired("decode", 2, pinned=False))
+    roster.change(lambda state: state.set_desired("decode", 2, pinned=False))
+    roster.change(lambda state: state.set_desired("decode", 2, pinned=False))
     assert roster.version == 103
     assert roster.view().desired == {"decode": 2}
 

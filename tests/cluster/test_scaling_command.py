@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from rich.console import Console
 from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
@@ -165,7 +165,7 @@ def test_the_dashboard_and_the_token_are_found_as_ray_finds_them(tmp_path: Path)
         read_token("", tmp_path / "missing")
 
 
-class CommandHouse:
+class CommandHarness:
     """A dashboard, and what the command printed."""
 
     def __init__(self, dashboard: FakeDashboard, gateway: str, app: str = "tandem") -> None:
@@ -183,12 +183,12 @@ def two_pools() -> FakeApp:
     return FakeApp({"decode": FakePool(1, 1, list(RUNNING)), "prefill": FakePool(1, 1, list(RUNNING))})
 
 
-async def test_a_dry_run_orders_nothing_and_shows_the_cluster(house: GatewayHouse) -> None:
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway()
+async def test_a_dry_run_orders_nothing_and_shows_the_cluster(harness: GatewayHarness) -> None:
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
     async with FakeDashboard(two_pools()) as dashboard:
-        text = await CommandHouse(dashboard, address).scale("decode=3", dry_run=True)
+        text = await CommandHarness(dashboard, address).scale("decode=3", dry_run=True)
         assert dashboard.orders == []
     assert "nothing was changed" in text
     assert "what the Ray cluster has free is not known" in text
@@ -196,11 +196,11 @@ async def test_a_dry_run_orders_nothing_and_shows_the_cluster(house: GatewayHous
 
 
 async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dashboard_is_asked(
-    house: GatewayHouse,
+    harness: GatewayHarness,
 ) -> None:
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway()
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
     work = ScaleWork(
         ScaleTarget(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
         Console(file=io.StringIO()),
@@ -214,8 +214,8 @@ async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dash
 async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
     app = two_pools()
     async with FakeDashboard(app) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
-        working = asyncio.create_task(house.scale("decode=2", "prefill=1", wait_s=60.0))
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
+        working = asyncio.create_task(harness.scale("decode=2", "prefill=1", wait_s=60.0))
         while not dashboard.orders:
             await asyncio.sleep(0)
         app.pools["decode"].states = ["RUNNING", "STARTING"]
@@ -228,17 +228,17 @@ async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
 
 async def test_it_gives_up_waiting_and_says_that_serve_continues() -> None:
     async with FakeDashboard(two_pools()) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
         with pytest.raises(ScaleTimeoutError, match="Serve continues"):
-            await house.scale("decode=2", wait_s=0.001)
+            await harness.scale("decode=2", wait_s=0.001)
         assert dashboard.orders == [("decode", 2)]
 
 
 async def test_an_order_that_is_overruled_while_it_waits_is_told() -> None:
     app = two_pools()
     async with FakeDashboard(app) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}")
-        working = asyncio.create_task(house.scale("decode=2", wait_s=60.0))
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
+        working = asyncio.create_task(harness.scale("decode=2", wait_s=60.0))
         while not dashboard.orders:
             await asyncio.sleep(0)
         app.pools["decode"].target = 5
@@ -248,42 +248,44 @@ async def test_an_order_that_is_overruled_while_it_waits_is_told() -> None:
 
 async def test_an_application_that_does_not_run_is_named() -> None:
     async with FakeDashboard(two_pools()) as dashboard:
-        house = CommandHouse(dashboard, f"127.0.0.1:{free_port()}", app="other")
+        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}", app="other")
         with pytest.raises(UnknownPoolError, match="no application 'other'; --app"):
-            await house.scale("decode=2")
+            await harness.scale("decode=2")
 
 
-async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(house: GatewayHouse) -> None:
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
+async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(
+    harness: GatewayHarness,
+) -> None:
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
     async with FakeDashboard(two_pools()) as dashboard:
 
         async def url() -> str:
             return dashboard.url
 
-        pin = functools.partial(house.roster.set_desired, pinned=True)
-        operations = Operations(url, pin, house.roster.release)
-        gateway, address = await house.add_gateway(house.config(console_port=0), operations)
-        view = await house.roster.view(-1, 0.0)
+        pin = functools.partial(harness.roster.set_desired, pinned=True)
+        operations = Operations(url, pin, harness.roster.release)
+        gateway, address = await harness.add_gateway(harness.config(console_port=0), operations)
+        view = await harness.roster.view(-1, 0.0)
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
-        await house.roster.register_gateway(record)
-        await until(lambda: bool(gateway.links.gateways), "the gateway knows itself")
-        text = await CommandHouse(dashboard, address).scale("decode=1", dry_run=True)
+        await harness.roster.register_gateway(record)
+        await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
+        text = await CommandHarness(dashboard, address).scale("decode=1", dry_run=True)
         assert "decode has this target already, and is pinned to it" in text
-        assert (await house.roster.view(-1, 0.0)).pinned == view.pinned
-        text = await CommandHouse(dashboard, address).scale("decode=1", "prefill=2")
+        assert (await harness.roster.view(-1, 0.0)).pinned == view.pinned
+        text = await CommandHarness(dashboard, address).scale("decode=1", "prefill=2")
         assert dashboard.orders == [("prefill", 2)]
-        told = await house.roster.view(-1, 0.0)
+        told = await harness.roster.view(-1, 0.0)
         assert (dict(told.desired), set(told.pinned)) == ({"decode": 1}, {"decode"})
-        stranger = CommandHouse(dashboard, address)
+        stranger = CommandHarness(dashboard, address)
         stranger.door = stranger.door._replace(token="another")
         with pytest.raises(DashboardError, match="token"):
             await stranger.scale("decode=1")
 
 
-async def test_releasing_without_a_console_says_what_to_set(house: GatewayHouse) -> None:
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway()
+async def test_releasing_without_a_console_says_what_to_set(harness: GatewayHarness) -> None:
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
     async with FakeDashboard(two_pools()) as dashboard:
         door = ScaleTarget(address, dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)

@@ -17,7 +17,7 @@ from cluster.scaling.counts import (
     WRITE_AGAIN_S,
     KeptCounts,
     KnownCounts,
-    RememberedCounts,
+    RedisCounts,
     counts_key,
     counts_of,
     counts_to_deploy,
@@ -74,8 +74,8 @@ def redis(tmp_path: Path) -> Iterator[RawRedis]:
         yield server
 
 
-def remembered(redis: RawRedis, life: str = "life") -> RememberedCounts:
-    return RememberedCounts(redis.url, counts_key("tandem", life))
+def remembered(redis: RawRedis, life: str = "life") -> RedisCounts:
+    return RedisCounts(redis.url, counts_key("tandem", life))
 
 
 async def test_counts_outlive_the_ray_cluster_that_was_told(redis: RawRedis) -> None:

@@ -42,24 +42,24 @@ def book(*replicas: ReplicaRecord, leases: tuple[RoleLease, ...] = (), wall: flo
 
 
 def test_a_lease_is_of_its_time_and_says_why() -> None:
-    lease = book(replica("p0")).lend("p0", "decode", "nothing to prefill")
+    lease = book(replica("p0")).assign("p0", "decode", "nothing to prefill")
     assert lease == RoleLease(ReplicaIdentity("p0", 1), "decode", 1_000_000, "nothing to prefill")
 
 
 def test_epochs_grow_over_leases_and_roles_of_any_replica_and_over_a_clock_that_was_set_back() -> None:
     leases = (RoleLease(ReplicaIdentity("p1", 1), "decode", 5_000_000, ""),)
     chosen = book(replica("p0"), replica("p1", role_epoch=7_000_000), leases=leases)
-    epochs = [chosen.lend("p0", "decode", "").epoch, chosen.recall("p1", "").epoch]  # type: ignore[union-attr]
+    epochs = [chosen.assign("p0", "decode", "").epoch, chosen.restore("p1", "").epoch]  # type: ignore[union-attr]
     assert epochs == [7_000_001, 7_000_002]
 
 
 def test_what_cannot_be_lent_is_not() -> None:
     chosen = book(replica("p0", leaving=True), replica("p1"))
-    assert chosen.lend("p0", "decode", "") is None
-    assert chosen.lend("gone", "decode", "") is None
-    assert chosen.lend("p1", "prefill", "") is None
-    assert chosen.lend("p1", "decode", "") is not None
-    assert chosen.lend("p1", "decode", "") is None
+    assert chosen.assign("p0", "decode", "") is None
+    assert chosen.assign("gone", "decode", "") is None
+    assert chosen.assign("p1", "prefill", "") is None
+    assert chosen.assign("p1", "decode", "") is not None
+    assert chosen.assign("p1", "decode", "") is None
 
 
 def test_a_recall_is_for_lent_replicas_alone_and_takes_those_that_have_not_switched_yet() -> None:
@@ -68,14 +68,14 @@ def test_a_recall_is_for_lent_replicas_alone_and_takes_those_that_have_not_switc
     chosen = book(
         replica("p0"), replica("p1", role="decode", role_epoch=11), replica("p2"), leases=(ordered, switched)
     )
-    assert chosen.lent() == {"p0": 0.010, "p1": 0.011}
-    recalled = chosen.recall_all("a scale order")
+    assert chosen.assigned() == {"p0": 0.010, "p1": 0.011}
+    recalled = chosen.restore_all("a scale order")
     assert [(lease.replica.replica_id, lease.role) for lease in recalled] == [
         ("p0", "prefill"),
         ("p1", "prefill"),
     ]
-    assert chosen.lent() == {}
-    assert chosen.recall_all("again") == []
+    assert chosen.assigned() == {}
+    assert chosen.restore_all("again") == []
 
 
 def test_the_lease_of_a_life_that_is_over_is_dropped_and_not_followed() -> None:
@@ -83,7 +83,7 @@ def test_the_lease_of_a_life_that_is_over_is_dropped_and_not_followed() -> None:
     gone = RoleLease(ReplicaIdentity("p9", 1), "decode", 11, "")
     chosen = book(replica("p0", epoch=2), leases=(old, gone))
     assert chosen.expired() == [ReplicaIdentity("p0", 1), ReplicaIdentity("p9", 1)]
-    assert chosen.lent() == {}
+    assert chosen.assigned() == {}
 
 
 def test_a_lent_replica_whose_lease_was_forgotten_goes_home() -> None:
@@ -114,7 +114,7 @@ def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
     steps: list[tuple[str, int, bool]],
 ) -> None:
     """Against a naive model: the roles as they were ordered, and replicas that look only now and then."""
-    wishes = DesiredState()
+    state = DesiredState()
     ordered = {f"p{number}": "prefill" for number in range(3)}
     played = {name: ("prefill", 0) for name in ordered}
 
@@ -122,7 +122,7 @@ def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
         records = tuple(
             replica(name, role=role, role_epoch=epoch) for name, (role, epoch) in sorted(played.items())
         )
-        return wishes.fill(RosterView(version=1, replicas=records))
+        return state.fill(RosterView(version=1, replicas=records))
 
     def look(name: str) -> None:
         if (found := role_of(ReplicaIdentity(name, 1), view(), played[name][1])) is not None:
@@ -133,13 +133,13 @@ def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
         name = f"p{number}"
         chosen = RoleTable(view(), WALL)
         if what == "lose":  # a roster that forgot everything; strays are sent home
-            wishes = DesiredState()
+            state = DesiredState()
             for lease in RoleTable(view(), WALL).strays():
-                wishes.set_lease(lease)
+                state.set_lease(lease)
             ordered = dict.fromkeys(ordered, "prefill")
         else:
-            granted = chosen.lend(name, "decode", "") if what == "lend" else chosen.recall(name, "")
-            assert granted is None or wishes.set_lease(granted)
+            granted = chosen.assign(name, "decode", "") if what == "lend" else chosen.restore(name, "")
+            assert granted is None or state.set_lease(granted)
             ordered[name] = "decode" if what == "lend" else "prefill"
         if looks:
             look(name)

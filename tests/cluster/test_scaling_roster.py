@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
+from cluster.roster.actor import RemoteRoster, RosterActor
 from cluster.roster.messages import RoleLease, RosterView, ScalingMove
-from cluster.roster.remote import RemoteRoster, RosterActor
 from cluster.roster.state import NUM_MOVES, DesiredState, LocalRoster, ScalingRoster
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
@@ -25,8 +25,8 @@ def lease(epoch: int, replica: ReplicaIdentity = P0, role: str = "decode") -> Ro
     return RoleLease(replica, role, epoch, "idle")
 
 
-def wishes_view(wishes: DesiredState, version: int) -> RosterView:
-    return wishes.fill(RosterView(version=version))
+def state_view(state: DesiredState, version: int) -> RosterView:
+    return state.fill(RosterView(version=version))
 
 
 class Wire:
@@ -130,8 +130,8 @@ def test_what_a_new_life_was_told_goes_before_any_memory() -> None:
     new.set_lease(lease(6, role="prefill"))
     new.set_traffic({})
     new.set_observed("new", {}, {})
-    assert not new.restore(wishes_view(old, 50))
-    view = wishes_view(new, 101)
+    assert not new.restore(state_view(old, 50))
+    view = state_view(new, 101)
     assert (view.desired, view.pinned, view.traffic) == ({"decode": 1}, (), {})
     assert (view.leases, view.deploy_mark) == ((lease(6, role="prefill"),), "new")
 
@@ -141,17 +141,17 @@ def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
     old.set_desired("decode", 3, pinned=True)
     old.set_desired("extra", 9, pinned=True)
     old.add_move(move(1.0))
-    early = wishes_view(old, 10)
+    early = state_view(old, 10)
     old.set_desired("decode", 4, pinned=True)
     old.forget("extra")
     old.set_lease(lease(5))
     old.add_move(move(2.0))
-    late = wishes_view(old, 20)
+    late = state_view(old, 20)
     for memories in ((early, late), (late, early), (late, early, late)):
         new = DesiredState(100)
         for memory in memories:
             new.restore(memory)
-        view = wishes_view(new, 101)
+        view = state_view(new, 101)
         assert (view.desired, view.leases) == ({"decode": 4}, (lease(5),))
         assert view.moves == (move(1.0), move(2.0))
 
@@ -159,30 +159,30 @@ def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
 def test_a_roster_is_never_restored_from_its_own_life() -> None:
     roster = DesiredState(100)
     roster.set_desired("decode", 3, pinned=True)
-    memory = wishes_view(roster, 100)
+    memory = state_view(roster, 100)
     roster.forget("decode")
     assert not roster.restore(memory)
-    assert wishes_view(roster, 101).desired == {}
+    assert state_view(roster, 101).desired == {}
 
 
 def test_only_the_latest_moves_are_remembered() -> None:
-    wishes = DesiredState()
+    state = DesiredState()
     for number in range(NUM_MOVES + 5):
-        wishes.add_move(move(float(number)))
-    moves = wishes_view(wishes, 1).moves
+        state.add_move(move(float(number)))
+    moves = state_view(state, 1).moves
     assert [item.at for item in moves] == [float(number) for number in range(5, NUM_MOVES + 5)]
 
 
 def test_a_lease_gives_way_to_higher_epochs_and_newer_lives_alone() -> None:
-    wishes = DesiredState()
-    assert wishes.set_lease(lease(5))
-    assert not wishes.set_lease(lease(5, role="prefill"))
-    assert not wishes.set_lease(lease(4, role="prefill"))
-    assert wishes.set_lease(lease(6, role="prefill"))
-    assert not wishes.drop_lease(ReplicaIdentity("p0", 0))
-    assert wishes.set_lease(lease(7, ReplicaIdentity("p0", 2)))
-    assert not wishes.drop_lease(P0)
-    assert wishes.drop_lease(ReplicaIdentity("p0", 2))
+    state = DesiredState()
+    assert state.set_lease(lease(5))
+    assert not state.set_lease(lease(5, role="prefill"))
+    assert not state.set_lease(lease(4, role="prefill"))
+    assert state.set_lease(lease(6, role="prefill"))
+    assert not state.drop_lease(ReplicaIdentity("p0", 0))
+    assert state.set_lease(lease(7, ReplicaIdentity("p0", 2)))
+    assert not state.drop_lease(P0)
+    assert state.drop_lease(ReplicaIdentity("p0", 2))
 
 
 @settings(max_examples=50, deadline=None)
@@ -196,12 +196,12 @@ def test_a_lease_gives_way_to_higher_epochs_and_newer_lives_alone() -> None:
         max_size=40,
     )
 )
-def test_after_a_restart_every_wish_that_a_watcher_saw_is_there_again(
+def test_after_a_restart_every_order_that_a_watcher_saw_is_there_again(
     steps: list[tuple[object, ...]],
 ) -> None:
     """Against a naive model: what was told and seen by a watcher counts, unless told otherwise since."""
     version = 0
-    wishes = DesiredState(0)
+    state = DesiredState(0)
     truth: dict[str, tuple[int, bool]] = {}
     told: set[str] = set()
     memories: list[tuple[RosterView, dict[str, tuple[int, bool]]]] = [(RosterView(version=-1), {})] * 2
@@ -209,30 +209,30 @@ def test_after_a_restart_every_wish_that_a_watcher_saw_is_there_again(
         version += 1
         match step:
             case ("set", str(pool), int(count), bool(pinned)):
-                wishes.set_desired(pool, count, pinned=pinned)
+                state.set_desired(pool, count, pinned=pinned)
                 truth[pool] = (count, pinned)
                 told.add(pool)
             case ("release", str(pool)):
-                wishes.release(pool)
+                state.release(pool)
                 if pool in truth and truth[pool][1]:
                     truth[pool] = (truth[pool][0], False)
                     told.add(pool)
             case ("forget", str(pool)):
-                wishes.forget(pool)
+                state.forget(pool)
                 truth.pop(pool, None)
                 told.add(pool)
             case ("watch", int(number)):
-                memories[number] = (wishes_view(wishes, version), dict(truth))
+                memories[number] = (state_view(state, version), dict(truth))
             case ("restart", _):
                 version += 100
-                wishes, truth, told = DesiredState(version), {}, set()
+                state, truth, told = DesiredState(version), {}, set()
                 latest = max(memories, key=lambda memory: memory[0].version)
                 for view, _ in sorted(memories, key=lambda memory: memory[0].version):
-                    wishes.restore(view)
+                    state.restore(view)
                 truth = dict(latest[1])
             case ("restore", int(number)):
-                before = wishes_view(wishes, version)
-                wishes.restore(memories[number][0])
-                assert wishes_view(wishes, version) == before
-        view = wishes_view(wishes, version)
+                before = state_view(state, version)
+                state.restore(memories[number][0])
+                assert state_view(state, version) == before
+        view = state_view(state, version)
         assert {pool: (num, pool in view.pinned) for pool, num in view.desired.items()} == truth

@@ -17,7 +17,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.policy import Lend, Plan, PoolMove, Recall
+from cluster.scaling.policy import PoolMove, RoleAssignment, RoleReturn, ScalingPlan
 from cluster.scaling.samples import History, PoolView
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
@@ -41,21 +41,21 @@ class Script:
     """A policy that says what the test wants, and keeps what it was asked."""
 
     def __init__(self) -> None:
-        self.plan = Plan()
+        self.plan = ScalingPlan()
         self.pools: Sequence[PoolView] = ()
         self.history: History | None = None
         self.num_asked = 0
 
     def __call__(
         self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
-    ) -> Plan:
+    ) -> ScalingPlan:
         self.history, self.pools = history, pools
         self.num_asked += 1
-        plan, self.plan = self.plan, Plan()
+        plan, self.plan = self.plan, ScalingPlan()
         return plan
 
 
-class ScalerHouse:
+class ScalerHarness:
     """One application, one scaler, looked at tick by tick."""
 
     def __init__(self, dashboard: FakeDashboard, **scaling: object) -> None:
@@ -107,34 +107,34 @@ AUTOSCALE = {"autoscale": True, "pools": {"decode": {"min": 1, "max": 4}}}
 async def test_an_order_is_kept_over_a_deploy_and_shown() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        house = ScalerHouse(dashboard)
-        await house.register("d0", "decode")
-        await house.tick()
+        harness = ScalerHarness(dashboard)
+        await harness.register("d0", "decode")
+        await harness.tick()
         app.pools["decode"].target = 3
-        view = await house.tick()
+        view = await harness.tick()
         assert (view.desired, view.pinned) == ({"decode": 3}, ("decode",))
         app.deploy("m2", {"prefill": 1, "decode": 1})
-        view = await house.tick()
+        view = await harness.tick()
         assert app.pools["decode"].target == 3
         assert [(move.before, move.after, move.by) for move in view.moves] == [
             (1, 3, "operator"),
             (1, 3, "deploy"),
         ]
-        assert house.policy.num_asked == 0
+        assert harness.policy.num_asked == 0
 
 
-async def test_the_policy_moves_pools_through_the_same_lever() -> None:
+async def test_the_policy_moves_pools_through_the_same_client() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        house = ScalerHouse(dashboard, **AUTOSCALE)
-        await house.register("d0", "decode")
-        house.policy.plan = Plan(moves=(PoolMove("decode", 1, 2, "the queue grows"),))
-        view = await house.tick()
+        harness = ScalerHarness(dashboard, **AUTOSCALE)
+        await harness.register("d0", "decode")
+        harness.policy.plan = ScalingPlan(moves=(PoolMove("decode", 1, 2, "the queue grows"),))
+        view = await harness.tick()
         assert app.pools["decode"].target == 2
         assert (view.desired, view.pinned, view.targets["decode"]) == ({"decode": 2}, (), 2)
         assert [(move.by, move.reason) for move in view.moves] == [("autoscaler", "the queue grows")]
-        await house.tick()
-        (prefill, decode) = house.policy.pools
+        await harness.tick()
+        (prefill, decode) = harness.policy.pools
         assert (prefill.limits, decode.limits) == (None, PoolLimits(min=1, max=4))
         assert (decode.desired, decode.max_sequences, decode.grew_at) == (2, 7, 1002.0)
 
@@ -142,158 +142,160 @@ async def test_the_policy_moves_pools_through_the_same_lever() -> None:
 async def test_the_policy_is_not_asked_in_a_tick_that_heard_an_operator() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        house = ScalerHouse(dashboard, **AUTOSCALE)
-        await house.register("d0", "decode")
-        await house.tick()
+        harness = ScalerHarness(dashboard, **AUTOSCALE)
+        await harness.register("d0", "decode")
+        await harness.tick()
         app.pools["decode"].target = 3
-        house.policy.plan = Plan(moves=(PoolMove("decode", 1, 2, "late"),))
-        view = await house.tick()
-        assert (house.policy.num_asked, app.pools["decode"].target) == (1, 3)
+        harness.policy.plan = ScalingPlan(moves=(PoolMove("decode", 1, 2, "late"),))
+        view = await harness.tick()
+        assert (harness.policy.num_asked, app.pools["decode"].target) == (1, 3)
         assert view.pinned == ("decode",)
-        house.policy.plan = Plan()
-        await house.tick()
-        assert house.policy.pools[1].is_pinned
+        harness.policy.plan = ScalingPlan()
+        await harness.tick()
+        assert harness.policy.pools[1].is_pinned
 
 
 async def test_a_dashboard_that_fails_stops_nothing_and_the_count_stays_wanted() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        house = ScalerHouse(dashboard)
-        await house.register("d0", "decode")
-        await house.tick()
+        harness = ScalerHarness(dashboard)
+        await harness.register("d0", "decode")
+        await harness.tick()
         app.pools["decode"].target = 3
-        await house.tick()
+        await harness.tick()
         app.deploy("m2", {"prefill": 1, "decode": 1})
         dashboard.failing = 2
         for _ in range(2):
             with pytest.raises(DashboardError):
-                await house.tick()
-        view = await house.tick()
+                await harness.tick()
+        view = await harness.tick()
         assert (view.desired, app.pools["decode"].target) == ({"decode": 3}, 3)
 
 
 async def test_replicas_are_lent_and_an_order_of_any_pool_recalls_them() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        house = ScalerHouse(dashboard, lend_roles=True)
-        await house.register("p0", "prefill")
-        house.policy.plan = Plan(lends=(Lend("p0", "prefill", "decode", "idle for 30 s"),))
-        view = await house.tick()
+        harness = ScalerHarness(dashboard, lend_roles=True)
+        await harness.register("p0", "prefill")
+        harness.policy.plan = ScalingPlan(
+            role_changes=(RoleAssignment("p0", "prefill", "decode", "idle for 30 s"),)
+        )
+        view = await harness.tick()
         assert [(lease.role, lease.epoch) for lease in view.leases] == [("decode", 1_002_000)]
         assert [(move.before, move.after) for move in view.moves] == [(1, 1)]
-        await house.register("p0", "prefill", role="decode", role_epoch=1_002_000)
-        await house.tick()
-        assert house.policy.pools[0].lent == (("p0", 1002.0),)
+        await harness.register("p0", "prefill", role="decode", role_epoch=1_002_000)
+        await harness.tick()
+        assert harness.policy.pools[0].assigned == (("p0", 1002.0),)
         app.pools["decode"].target = 2
-        view = await house.tick()
+        view = await harness.tick()
         assert [(lease.role, lease.epoch > 1_002_000) for lease in view.leases] == [("prefill", True)]
 
 
 async def test_the_policys_recall_and_its_orders_recall_too() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        house = ScalerHouse(dashboard, lend_roles=True, **AUTOSCALE)
+        harness = ScalerHarness(dashboard, lend_roles=True, **AUTOSCALE)
         for name in ("p0", "p1"):
-            await house.register(name, "prefill")
-        lends = tuple(Lend(name, "prefill", "decode", "idle") for name in ("p0", "p1"))
-        house.policy.plan = Plan(lends=lends)
-        await house.tick()
-        house.policy.plan = Plan(lends=(Recall("p0", "prefill", "prompts wait"),))
-        view = await house.tick()
+            await harness.register(name, "prefill")
+        role_changes = tuple(RoleAssignment(name, "prefill", "decode", "idle") for name in ("p0", "p1"))
+        harness.policy.plan = ScalingPlan(role_changes=role_changes)
+        await harness.tick()
+        harness.policy.plan = ScalingPlan(role_changes=(RoleReturn("p0", "prefill", "prompts wait"),))
+        view = await harness.tick()
         assert [lease.role for lease in view.leases] == ["prefill", "decode"]
-        house.policy.plan = Plan(moves=(PoolMove("decode", 1, 2, "more"),))
-        view = await house.tick()
+        harness.policy.plan = ScalingPlan(moves=(PoolMove("decode", 1, 2, "more"),))
+        view = await harness.tick()
         assert [lease.role for lease in view.leases] == ["prefill", "prefill"]
 
 
 async def test_the_lease_of_a_lost_replica_ends_and_a_stray_goes_home() -> None:
     async with FakeDashboard(_app()) as dashboard:
-        house = ScalerHouse(dashboard, lend_roles=True)
-        await house.register("p0", "prefill")
-        house.policy.plan = Plan(lends=(Lend("p0", "prefill", "decode", "idle"),))
-        await house.tick()
-        await house.roster.remove("p0", 1)
-        view = await house.tick()
+        harness = ScalerHarness(dashboard, lend_roles=True)
+        await harness.register("p0", "prefill")
+        harness.policy.plan = ScalingPlan(role_changes=(RoleAssignment("p0", "prefill", "decode", "idle"),))
+        await harness.tick()
+        await harness.roster.remove("p0", 1)
+        view = await harness.tick()
         assert view.leases == ()
-        await house.register("p1", "prefill", role="decode", role_epoch=5)
-        view = await house.tick()
+        await harness.register("p1", "prefill", role="decode", role_epoch=5)
+        view = await harness.tick()
         assert [(lease.replica.replica_id, lease.role) for lease in view.leases] == [("p1", "prefill")]
 
 
 async def test_lent_replicas_go_home_when_lending_is_switched_off() -> None:
     async with FakeDashboard(_app()) as dashboard:
-        house = ScalerHouse(dashboard, lend_roles=True)
-        await house.register("p0", "prefill")
-        house.policy.plan = Plan(lends=(Lend("p0", "prefill", "decode", "idle"),))
-        await house.tick()
-        house.scaler.configure(_config())
-        view = await house.tick()
+        harness = ScalerHarness(dashboard, lend_roles=True)
+        await harness.register("p0", "prefill")
+        harness.policy.plan = ScalingPlan(role_changes=(RoleAssignment("p0", "prefill", "decode", "idle"),))
+        await harness.tick()
+        harness.scaler.configure(_config())
+        view = await harness.tick()
         assert [lease.role for lease in view.leases] == ["prefill"]
-        assert house.policy.num_asked == 1
+        assert harness.policy.num_asked == 1
 
 
 async def test_samples_are_of_the_gateway_that_heard_last_and_silent_gateways_are_left_out() -> None:
     async with FakeDashboard(_app()) as dashboard:
-        house = ScalerHouse(dashboard, **AUTOSCALE)
-        await house.register("d0", "decode")
+        harness = ScalerHarness(dashboard, **AUTOSCALE)
+        await harness.register("d0", "decode")
 
         def status(running: int, age_s: float, arrived: int, state: str = "ready") -> pb.StatusResponse:
             load = pb.Load(num_running=running, age_s=age_s, num_total_blocks=9, decode_step_ms=20.0)
             replica = pb.Replica(replica_id="d0", pool="decode", role="decode", state=state, load=load)
             return pb.StatusResponse(replicas=[replica], demand=pb.Demand(num_arrived=arrived))
 
-        house.scaler.report("g0/1", status(3, 1.0, 10))
-        house.scaler.report("g1/1", status(5, 0.5, 100))
-        await house.tick()
-        assert house.policy.history is not None
-        sample = house.policy.history.latest
+        harness.scaler.report("g0/1", status(3, 1.0, 10))
+        harness.scaler.report("g1/1", status(5, 0.5, 100))
+        await harness.tick()
+        assert harness.policy.history is not None
+        sample = harness.policy.history.latest
         assert sample is not None
         assert [(it.num_running, it.decode_step_s, it.age_s) for it in sample.replicas] == [
             (5, 0.02, TICK_S + 0.5)
         ]
         assert sample.demand == Demand()
-        house.scaler.report("g0/1", status(3, 0.0, 14))
-        house.scaler.report("g1/1", status(4, 0.1, 101))
-        await house.tick()
-        sample = house.policy.history.latest
+        harness.scaler.report("g0/1", status(3, 0.0, 14))
+        harness.scaler.report("g1/1", status(4, 0.1, 101))
+        await harness.tick()
+        sample = harness.policy.history.latest
         assert sample is not None
         assert ([it.num_running for it in sample.replicas], sample.demand.num_arrived) == ([3], 5)
-        house.clock.advance(100.0)
-        await house.tick()
-        sample = house.policy.history.latest
+        harness.clock.advance(100.0)
+        await harness.tick()
+        sample = harness.policy.history.latest
         assert sample is not None
         assert sample.replicas == ()
 
 
 async def test_a_replica_that_leaves_is_no_sample() -> None:
     async with FakeDashboard(_app()) as dashboard:
-        house = ScalerHouse(dashboard, **AUTOSCALE)
-        await house.register("d0", "decode")
+        harness = ScalerHarness(dashboard, **AUTOSCALE)
+        await harness.register("d0", "decode")
         replica = pb.Replica(replica_id="d0", pool="decode", role="decode", state="leaving")
-        house.scaler.report("g0/1", pb.StatusResponse(replicas=[replica]))
-        await house.tick()
-        assert house.policy.history is not None
-        assert house.policy.history.latest is not None
-        assert house.policy.history.latest.replicas == ()
+        harness.scaler.report("g0/1", pb.StatusResponse(replicas=[replica]))
+        await harness.tick()
+        assert harness.policy.history is not None
+        assert harness.policy.history.latest is not None
+        assert harness.policy.history.latest.replicas == ()
 
 
 async def test_the_loop_outlives_failures_and_tells_each_once(caplog: pytest.LogCaptureFixture) -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        house = ScalerHouse(dashboard)
-        await house.register("d0", "decode")
+        harness = ScalerHarness(dashboard)
+        await harness.register("d0", "decode")
         dashboard.failing = 2
-        running = asyncio.create_task(house.scaler.run())
+        running = asyncio.create_task(harness.scaler.run())
         for num_looks in range(1, 6):
-            await until(lambda wanted=num_looks: house.clock.num_sleeps == wanted, "it looked")  # type: ignore[misc]
+            await until(lambda wanted=num_looks: harness.clock.num_sleeps == wanted, "it looked")  # type: ignore[misc]
             if num_looks == 3:
                 app.pools["decode"].target = 3
-            house.clock.advance(TICK_S)
-        assert (await house.roster.view(0, 0.0)).desired == {"decode": 3}
+            harness.clock.advance(TICK_S)
+        assert (await harness.roster.view(0, 0.0)).desired == {"decode": 3}
         running.cancel()
         told = [record.getMessage() for record in caplog.records if record.name.endswith("scaler")]
         assert [line.partition(":")[0] for line in told] == [
             "scaling waits",
-            "scaling goes on",
+            "scaling continues",
             "pool decode",
         ]

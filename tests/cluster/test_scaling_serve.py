@@ -144,9 +144,9 @@ def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, o
     who keep the count have just died."""
     operator.scale("decode", 2)
     cluster.wait_for(lambda status: pool_of(status, "decode").desired == 2)
-    keepers = [*operator.process_ids("RayScaler"), *operator.process_ids("RayRosterActor")]
-    assert len(keepers) == 2
-    for process_id in keepers:
+    actors = [*operator.process_ids("RayScaler"), *operator.process_ids("RayRosterActor")]
+    assert len(actors) == 2
+    for process_id in actors:
         os.kill(process_id, signal.SIGKILL)
     deployed = subprocess.run(
         [sys.executable, "-c", _DEPLOY, cluster.addresses["Ray"]],

@@ -11,14 +11,14 @@ import pytest
 from gateway_harness import Pair
 from gateway_model import FINGERPRINT
 
-from cluster.api.replies import STATUS_S, Fresh
-from cluster.api.status import StatusThread
-from cluster.gateway.replica_view import ReplicaState, ReplicaView
+from cluster.api.replies import STATUS_S, Fresh, StatusThread
+from cluster.gateway.replica_connections import ReplicaState, ReplicaView
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, ReplicaIdentity
-from workers.messages import LoadReport, PathMeasure
+from workers.messages import LoadReport
+from workers.stats_record import PathMeasure
 
 
 class Stages(tuple[tuple[int, int], ...]):

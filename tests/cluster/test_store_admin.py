@@ -11,12 +11,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import FINGERPRINT as SERVED
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem
-from store_harness import SECRET, StoreHouse
+from store_harness import SECRET, StoreHarness
 from store_replica import COMPATIBILITY, Chain, Replica
 from typer.testing import CliRunner
 
@@ -47,30 +47,30 @@ def nowhere() -> Console:
 class Nodes:
     """A gateway in front of nodes `a` (tenants t, u) and `b` (tenant t)."""
 
-    def __init__(self, house: GatewayHouse) -> None:
-        self.house = house
-        self.a = ScriptedStore("a", house.secret, [record(1, "t"), record(2, "u"), record(3, "")])
-        self.b = ScriptedStore("b", house.secret, [record(4, "t")])
+    def __init__(self, harness: GatewayHarness) -> None:
+        self.harness = harness
+        self.a = ScriptedStore("a", harness.secret, [record(1, "t"), record(2, "u"), record(3, "")])
+        self.b = ScriptedStore("b", harness.secret, [record(4, "t")])
         self.address = ""
         self.client: Client
 
     async def start(self) -> None:
         for number, store in enumerate((self.a, self.b)):
             await store.start()
-            await self.house.roster.register_store(
+            await self.harness.roster.register_store(
                 StoreRecord(store.node_id, 1, store.address, 100 + number, "host")
             )
-        gateway, self.address = await self.house.add_gateway()
-        self.client = self.house.client(self.address)
-        await until(lambda: len(gateway.links.stores) == 2, "the gateway knows the stores")
+        gateway, self.address = await self.harness.add_gateway()
+        self.client = self.harness.client(self.address)
+        await until(lambda: len(gateway.connections.stores) == 2, "the gateway knows the stores")
 
     async def stop(self) -> None:
         await asyncio.gather(self.a.stop(), self.b.stop())
 
 
 @pytest.fixture
-async def stores(house: GatewayHouse) -> AsyncIterator[Nodes]:
-    built = Nodes(house)
+async def stores(harness: GatewayHarness) -> AsyncIterator[Nodes]:
+    built = Nodes(harness)
     await built.start()
     yield built
     await built.stop()
@@ -144,10 +144,10 @@ async def test_purge_deletes_of_the_tenant_and_of_nobody_else(
 async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
     stores: Nodes,
 ) -> None:
-    house = stores.house
-    decode = await house.add_replica("d0", "decode")
-    silent = await house.add_replica("d1", "decode")
-    await until(lambda: house.is_connected(house.gateways[0]), "all are connected")
+    harness = stores.harness
+    decode = await harness.add_replica("d0", "decode")
+    silent = await harness.add_replica("d1", "decode")
+    await until(lambda: harness.is_connected(harness.gateways[0]), "all are connected")
     decode.purged = (40, 12, 2)
     chosen = Selection("t", None)
     text = await shown(lambda console: purge_records(stores.address, chosen, None, console, as_json=False))
@@ -156,19 +156,19 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
     silent.purged = None
     with pytest.raises(StoreAwayError, match=r"^replica d1 no answer within 1.0 s; it may still"):
         await purge_records(stores.address, chosen, 2.0, nowhere(), as_json=False)
-    assert not any(view.purges for view in house.gateways[0].links.views()), "nobody waits any more"
+    assert not any(view.purges for view in harness.gateways[0].connections.views()), "nobody waits any more"
     silent.purged = (0, 0, 0)
     purging = asyncio.create_task(stores.client.store_purge(pb.StorePurgeRequest(all=True)))
     silent.purged = None
-    await until(lambda: any(view.purges for view in house.gateways[0].links.views()), "it was asked")
+    await until(lambda: any(view.purges for view in harness.gateways[0].connections.views()), "it was asked")
     await silent.die()
     (error,) = [it.error for it in (await purging).replicas if it.error]
     assert error.startswith("not purged for certain: ")
 
 
-async def test_without_a_store_replicas_are_purged_all_the_same(house: GatewayHouse) -> None:
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway()
+async def test_without_a_store_replicas_are_purged_all_the_same(harness: GatewayHarness) -> None:
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
     text = await shown(lambda console: purge_records(address, EVERYTHING, None, console, as_json=False))
     assert re.search(r"d0 +device +0", text)
 
@@ -244,24 +244,24 @@ async def test_a_node_that_could_not_be_asked_fails_the_command(stores: Nodes) -
     assert [info.tenant for info in stores.a.records] == ["u", ""]
 
 
-async def test_a_cluster_without_a_store_says_so(house: GatewayHouse) -> None:
-    _, address = await house.add_gateway()
+async def test_a_cluster_without_a_store_says_so(harness: GatewayHarness) -> None:
+    _, address = await harness.add_gateway()
     with pytest.raises(StoreAwayError, match="no store is registered"):
         await purge_records(address, EVERYTHING, None, nowhere(), as_json=False)
 
 
 @pytest.fixture
-async def real_store(tmp_path: Path) -> AsyncIterator[StoreHouse]:
+async def real_store(tmp_path: Path) -> AsyncIterator[StoreHarness]:
     folder = str(tmp_path / "nvme")
-    store = StoreHouse(tmp_path, nvme_path=folder, nvme_bytes=16 << 20, segment_bytes=1 << 20)
+    store = StoreHarness(tmp_path, nvme_path=folder, nvme_bytes=16 << 20, segment_bytes=1 << 20)
     yield store
     await store.close()
 
 
 async def test_what_a_real_store_purged_does_not_come_back_with_it(
-    house: GatewayHouse, real_store: StoreHouse
+    harness: GatewayHarness, real_store: StoreHarness
 ) -> None:
-    house.secret = SECRET
+    harness.secret = SECRET
     store = real_store
     await store.start()
     replica = await Replica(store).start()
@@ -271,13 +271,13 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
 
     async def register() -> Gateway:
         record = StoreRecord("node-1", store.settings.epoch, store.address, store.pid, "host")
-        assert await house.roster.register_store(record)
-        return house.gateways[0]
+        assert await harness.roster.register_store(record)
+        return harness.gateways[0]
 
-    _, address = await house.add_gateway()
+    _, address = await harness.add_gateway()
     gateway = await register()
-    await until(lambda: bool(gateway.links.stores), "the gateway knows the store")
-    client = house.client(address)
+    await until(lambda: bool(gateway.connections.stores), "the gateway knows the store")
+    client = harness.client(address)
     listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
     assert sorted(item.tenant for item in listed.records) == ["alice"] * 3 + ["bob"] * 2
     assert {tuple(item.tiers) for item in listed.records} == {("dram", "nvme")}
@@ -292,7 +292,7 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
     await store.stop()
     await store.start()
     await register()
-    await until(lambda: gateway.links.stores[0].address == store.address, "the new life is known")
+    await until(lambda: gateway.connections.stores[0].address == store.address, "the new life is known")
     await store.until("nvme", lambda stat: stat.num_records == 2, "the rest is found again")
     listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
     assert [(item.tenant, list(item.tiers)) for item in listed.records] == [("bob", ["nvme"])] * 2
@@ -318,7 +318,7 @@ def test_purge_asks_before_it_deletes(
 
 
 async def test_a_served_models_name_stands_for_its_fingerprint(stores: Nodes) -> None:
-    await stores.house.add_replica("d0", "decode")
-    await until(lambda: stores.house.is_connected(stores.house.gateways[0]), "the replica is connected")
+    await stores.harness.add_replica("d0", "decode")
+    await until(lambda: stores.harness.is_connected(stores.harness.gateways[0]), "the replica is connected")
     await show_records(stores.address, Selection(None, "m"), 5, nowhere(), as_json=False)
     assert stores.a.requests[-1] == ListRequest(None, SERVED.hex(), 5)

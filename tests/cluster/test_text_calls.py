@@ -8,8 +8,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateway_harness import GatewayHouse, Pair
-from gateway_model import MAX_CONTEXT, encode, write_model
+from gateway_harness import GatewayHarness, Pair
+from gateway_model import BLOCK_TOKENS, MAX_CONTEXT, encode, write_model
 
 from cluster.api import servicer
 from cluster.api.servicer import MAX_CALLS, TextCalls
@@ -21,7 +21,7 @@ from cluster.text.tokenizer import ModelText
 WAIT_S = 20.0
 
 
-class HeldIntake(Preprocessor):
+class HeldPreprocessor(Preprocessor):
     """Waits within each call, and notes the threads."""
 
     held = threading.Event()
@@ -34,15 +34,18 @@ class HeldIntake(Preprocessor):
 
 
 @pytest.fixture
-def intake(tmp_path: Path) -> HeldIntake:
-    house = GatewayHouse(write_model(tmp_path / "m"))
-    made = HeldIntake(house.config(), house.clock, lambda: 1)
+def preprocessor(tmp_path: Path) -> HeldPreprocessor:
+    harness = GatewayHarness(write_model(tmp_path / "m"))
+    gateway = harness.config().gateway
+    made = HeldPreprocessor(
+        harness.model_dir, "m", gateway, harness.clock, lambda: 1, block_tokens=BLOCK_TOKENS, allow_pins=True
+    )
     made.held, made.threads = threading.Event(), set()
     return made
 
 
-async def test_one_call_too_many_is_refused_and_the_next_is_served(intake: HeldIntake) -> None:
-    calls, limits = TextCalls(intake), intake.limits(MAX_CONTEXT)
+async def test_one_call_too_many_is_refused_and_the_next_is_served(preprocessor: HeldPreprocessor) -> None:
+    calls, limits = TextCalls(preprocessor), preprocessor.limits(MAX_CONTEXT)
     request = pb.TokenizeRequest(text="the fox")
     running = [asyncio.create_task(calls.tokenize(request, limits)) for _ in range(MAX_CALLS)]
     await asyncio.sleep(0)
@@ -52,29 +55,29 @@ async def test_one_call_too_many_is_refused_and_the_next_is_served(intake: HeldI
         await calls.detokenize(pb.DetokenizeRequest(token_ids=[5]), limits)
     running[-1].cancel()
     await asyncio.wait([running[-1]])
-    intake.held.set()
+    preprocessor.held.set()
     assert [list((await task).token_ids) for task in running[:-1]] == [encode("the fox")] * (MAX_CALLS - 1)
     assert (await calls.detokenize(pb.DetokenizeRequest(token_ids=encode("fox")), limits)).text == "fox"
     calls.close()
 
 
-async def test_threads_are_not_those_of_generate(intake: HeldIntake) -> None:
-    intake.held.set()
-    calls, limits = TextCalls(intake), intake.limits(MAX_CONTEXT)
+async def test_threads_are_not_those_of_generate(preprocessor: HeldPreprocessor) -> None:
+    preprocessor.held.set()
+    calls, limits = TextCalls(preprocessor), preprocessor.limits(MAX_CONTEXT)
     await calls.tokenize(pb.TokenizeRequest(text="the fox"), limits)
-    assert all(name.startswith("text_") for name in intake.threads)
-    intake.threads.clear()
-    await intake.encode("the fox " * 1000)
-    assert not any(name.startswith("text_") for name in intake.threads)
+    assert all(name.startswith("text_") for name in preprocessor.threads)
+    preprocessor.threads.clear()
+    await preprocessor.encode("the fox " * 1000)
+    assert not any(name.startswith("text_") for name in preprocessor.threads)
     calls.close()
 
 
 async def test_more_ids_than_are_copied_at_once_come_back_whole(
-    intake: HeldIntake, monkeypatch: pytest.MonkeyPatch
+    preprocessor: HeldPreprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servicer, "_NUM_TOKENS", 3)
-    intake.held.set()
-    calls, limits = TextCalls(intake), intake.limits(MAX_CONTEXT)
+    preprocessor.held.set()
+    calls, limits = TextCalls(preprocessor), preprocessor.limits(MAX_CONTEXT)
     text = "the quick brown fox, the answer"
     ids = (await calls.tokenize(pb.TokenizeRequest(text=text), limits)).token_ids
     assert list(ids) == encode(text)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import PROMPT, encode
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -63,15 +63,15 @@ async def collector() -> AsyncIterator[Collector]:
     opened.close()
 
 
-def traced(house: GatewayHouse, endpoint: str, **tracing: float) -> ClusterConfig:
-    return house.config().model_copy(update={"tracing": TracingConfig(endpoint=endpoint, **tracing)})
+def traced(harness: GatewayHarness, endpoint: str, **tracing: float) -> ClusterConfig:
+    return harness.config().model_copy(update={"tracing": TracingConfig(endpoint=endpoint, **tracing)})
 
 
-async def a_pair(house: GatewayHouse, config: ClusterConfig) -> str:
+async def a_pair(harness: GatewayHarness, config: ClusterConfig) -> str:
     """The address of its gateway."""
-    await house.add_replica("p0", "prefill")
-    await house.add_replica("d0", "decode")
-    _, address = await house.add_gateway(config)
+    await harness.add_replica("p0", "prefill")
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway(config)
     return address
 
 
@@ -84,11 +84,11 @@ def children(spans: list[trace_pb2.Span], parent: trace_pb2.Span) -> dict[str, t
 
 
 async def test_a_request_is_a_trace_with_a_span_for_each_stage(
-    house: GatewayHouse, collector: Collector
+    harness: GatewayHarness, collector: Collector
 ) -> None:
     before = SystemClock().wall()
-    client = house.client(await a_pair(house, traced(house, collector.endpoint)))
-    house.replicas["p0"].script.loaded = {"dram": 4}
+    client = harness.client(await a_pair(harness, traced(harness, collector.endpoint)))
+    harness.replicas["p0"].script.loaded = {"dram": 4}
     await client.complete(PROMPT, GenerateOptions(request_id="mine", tenant="acme", max_tokens=5))
     await until(lambda: len(collector.spans()) == 8, "every span was received")
     spans = collector.spans()
@@ -127,39 +127,41 @@ async def call(address: str, traceparent: str) -> None:
 
 
 async def test_the_caller_s_span_is_the_parent_and_its_decision_holds(
-    house: GatewayHouse, collector: Collector
+    harness: GatewayHarness, collector: Collector
 ) -> None:
     """With a ratio of 0 only what callers want traced is traced."""
-    address = await a_pair(house, traced(house, collector.endpoint, sample_ratio=0.0))
+    address = await a_pair(harness, traced(harness, collector.endpoint, sample_ratio=0.0))
     await call(address, f"00-{'1' * 32}-{SPAN_ID}-00")
     await call(address, "nonsense")
-    await house.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
+    await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
     await call(address, f"00-{TRACE_ID}-{SPAN_ID}-01")
-    await house.gateways[0].stop()
-    house.gateways.clear()
+    await harness.gateways[0].stop()
+    harness.gateways.clear()
     spans = collector.spans()
     assert {span.trace_id.hex() for span in spans} == {TRACE_ID}
     (root,) = (span for span in spans if span.name == "generate")
     assert root.parent_span_id.hex() == SPAN_ID
 
 
-async def test_what_waits_is_sent_when_the_gateway_stops(house: GatewayHouse, collector: Collector) -> None:
-    client = house.client(await a_pair(house, traced(house, collector.endpoint)))
+async def test_what_waits_is_sent_when_the_gateway_stops(
+    harness: GatewayHarness, collector: Collector
+) -> None:
+    client = harness.client(await a_pair(harness, traced(harness, collector.endpoint)))
     for _ in range(3):
         await client.complete(PROMPT, GenerateOptions(max_tokens=2))
-    await house.gateways[0].stop()
-    house.gateways.clear()
+    await harness.gateways[0].stop()
+    harness.gateways.clear()
     assert sum(span.name == "generate" for span in collector.spans()) == 3
 
 
-async def test_failed_attempts_and_refusals_are_errors(house: GatewayHouse, collector: Collector) -> None:
-    client = house.client(await a_pair(house, traced(house, collector.endpoint)))
-    house.replicas["p0"].script.failure = RequestFailed("", 0, "internal", "a kernel broke")
+async def test_failed_attempts_and_refusals_are_errors(harness: GatewayHarness, collector: Collector) -> None:
+    client = harness.client(await a_pair(harness, traced(harness, collector.endpoint)))
+    harness.replicas["p0"].script.failure = RequestFailed("", 0, "internal", "a kernel broke")
     await client.complete(PROMPT, GenerateOptions(request_id="twice", max_tokens=3))
     with pytest.raises(CallError):
         await client.complete(PROMPT, GenerateOptions(request_id="bad", temperature=-1.0))
-    await house.gateways[0].stop()
-    house.gateways.clear()
+    await harness.gateways[0].stop()
+    harness.gateways.clear()
     spans = collector.spans()
     roots = {attributes(span)["tandem.request_id"]: span for span in spans if not span.parent_span_id}
     inner = [span for span in spans if span.parent_span_id == roots["twice"].span_id]
@@ -181,8 +183,8 @@ async def test_failed_attempts_and_refusals_are_errors(house: GatewayHouse, coll
     assert "temperature" in roots["bad"].status.message
 
 
-async def test_requests_do_not_notice_that_the_collector_is_away(house: GatewayHouse) -> None:
-    client = house.client(await a_pair(house, traced(house, "http://127.0.0.1:1")))
+async def test_requests_do_not_notice_that_the_collector_is_away(harness: GatewayHarness) -> None:
+    client = harness.client(await a_pair(harness, traced(harness, "http://127.0.0.1:1")))
     for number in range(20):
         done = await client.complete(PROMPT, GenerateOptions(seed=number, max_tokens=3))
         assert done.finish_reasons == ("length",)

@@ -12,16 +12,16 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHouse, until
+from gateway_harness import GatewayHarness, until
 from gateway_model import PROMPT, encode
 
-from cluster.api.client import APPLICATION_KEY, Client, GenerateOptions
+from cluster.api.client import Client, GenerateOptions
 from cluster.cli.terminal import traffic_line
 from cluster.errors import CallError
 from cluster.gateway.traffic_splitter import RELAYED_KEY, application_of
 from cluster.metrics.logs import ACCESS_LOGGER
+from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import LocalRoster, RosterClient
 from cluster.serve.gateway_server import Gateway
@@ -34,33 +34,33 @@ IDS = [f"request-{number}" for number in range(2000)]
 class TwoApps:
     """`tandem`, whose gateway clients call, and `tandem-v2`; the replicas of each give tokens of its own."""
 
-    def __init__(self, front: GatewayHouse, behind: GatewayHouse) -> None:
+    def __init__(self, front: GatewayHarness, behind: GatewayHarness) -> None:
         self.front, self.behind = front, behind
         self.address = ""
         self.behind_address = ""
 
     async def start(self) -> None:
-        for house, name, token in ((self.front, "d0", 65), (self.behind, "e0", 66)):
-            replica = await house.add_replica(name, "decode")
+        for harness, name, token in ((self.front, "d0", 65), (self.behind, "e0", 66)):
+            replica = await harness.add_replica(name, "decode")
             replica.script.tokens = [token] * 400
         self.address = await self.add_gateway(self.front, OWN)
         self.behind_address = await self.add_gateway(self.behind, OTHER)
 
-    async def add_gateway(self, house: GatewayHouse, app: str) -> str:
-        name = f"{app}-g{len(house.gateways)}"
+    async def add_gateway(self, harness: GatewayHarness, app: str) -> str:
+        name = f"{app}-g{len(harness.gateways)}"
         gateway = Gateway(
             gateway_id=name,
             epoch=1,
-            config=house.config().model_copy(update={"app": app}),
-            roster=house.roster,
-            secret=house.secret,
-            clock=house.clock,
+            config=harness.config().model_copy(update={"app": app}),
+            roster=harness.roster,
+            secret=harness.secret,
+            clock=harness.clock,
             open_roster=self.roster,
         )
-        house.gateways.append(gateway)
+        harness.gateways.append(gateway)
         address = f"127.0.0.1:{await gateway.start()}"
-        await house.roster.register_gateway(GatewayRecord(name, 1, address, 1))
-        await until(lambda: house.is_connected(gateway), "its replicas are connected")
+        await harness.roster.register_gateway(GatewayRecord(name, 1, address, 1))
+        await until(lambda: harness.is_connected(gateway), "its replicas are connected")
         return address
 
     def roster(self, app: str) -> RosterClient:
@@ -69,7 +69,7 @@ class TwoApps:
     async def split(self, **shares: float) -> None:
         named = {name.replace("_", "-"): share for name, share in shares.items()}
         await self.front.roster.set_traffic(named)
-        links = self.front.gateways[0].links
+        links = self.front.gateways[0].connections
         await until(lambda: links.roster_view.traffic == named, "the gateway knows")
 
     async def letters(self, client: Client, ids: list[str], count: int = 2) -> str:
@@ -85,7 +85,7 @@ class TwoApps:
 
 @pytest.fixture
 async def apps(gateway_model: Path) -> AsyncIterator[TwoApps]:
-    both = TwoApps(GatewayHouse(gateway_model), GatewayHouse(gateway_model))
+    both = TwoApps(GatewayHarness(gateway_model), GatewayHarness(gateway_model))
     await both.start()
     yield both
     await both.front.close()
@@ -181,7 +181,7 @@ async def test_what_a_gateway_passed_on_is_not_passed_on_again(apps: TwoApps) ->
     """Both send everything to each other."""
     await apps.split(tandem=0.0, tandem_v2=1.0)
     await apps.behind.roster.set_traffic({OWN: 1.0})
-    links = apps.behind.gateways[0].links
+    links = apps.behind.gateways[0].connections
     await until(lambda: bool(links.roster_view.traffic), "the other gateway knows")
     assert await apps.letters(apps.front.client(apps.address), ["x"]) == "B"
     assert await apps.letters(apps.behind.client(apps.behind_address), ["x"]) == "A"
@@ -193,7 +193,7 @@ async def test_the_trace_context_goes_with_the_request(
     caplog.set_level(logging.INFO, ACCESS_LOGGER)
     await apps.split(tandem=0.0, tandem_v2=1.0)
     seen: list[Any] = []
-    desk = apps.behind.gateways[0].desk
+    desk = apps.behind.gateways[0].requests
     desk._observers = (*desk._observers, seen.append)
     async with grpc.aio.insecure_channel(apps.address) as channel:
         stub: Any = tandem_pb2_grpc.InferenceStub(channel)
@@ -240,7 +240,7 @@ async def test_a_stream_goes_on_where_it_began_when_its_gateway_goes_and_the_sha
         event = await anext(events)
         tokens += list(event.token_ids) if isinstance(event, pb.Delta) else []
     await apps.front.roster.set_traffic({OWN: 1.0, OTHER: 0.0})
-    links = apps.front.gateways[1].links
+    links = apps.front.gateways[1].connections
     await until(lambda: links.roster_view.traffic.get(OWN) == 1.0, "the second gateway knows")
     replica.script.stop_after = None
     await apps.front.gateways.pop(0).stop()

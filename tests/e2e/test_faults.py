@@ -139,7 +139,7 @@ async def test_a_stopped_writer_cannot_spoil_a_reused_block(
                 spare, harness.submission("r", prompt(5, 190), decode=decode, max_tokens=20, **SAMPLING)
             )
         )
-        await until(lambda: decode.core.inbound.book.num_waiting == 1, "the next landing waits")
+        await until(lambda: decode.core.kv_receiver.landings.num_waiting == 1, "the next landing waits")
         await unhealthy(prefill)  # it did not acknowledge in time: its own engine core killed it
         heard = await again
     else:

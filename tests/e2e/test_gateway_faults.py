@@ -136,7 +136,7 @@ async def test_a_brain_ends_mid_stream(stage: Stage, role: str) -> None:
         calls = both_streams(front, 400)
         # The prefill side is still computing prompts when it ends, the decode side is streaming.
         await until(
-            (lambda: len(victim.core.requests) == 2) if role == "prefill" else decoding(calls),
+            (lambda: len(victim.core.table) == 2) if role == "prefill" else decoding(calls),
             "both requests are there",
         )
         await front.forget(victim)
@@ -154,7 +154,7 @@ async def test_a_replica_leaves_mid_stream(stage: Stage) -> None:
         await until(decoding(calls), "both streams run")
         await front.register(stage.d0)
         await victim.core.drain(0.0)
-        await until(lambda: len(victim.core.requests) == 0, "nothing is left at the leaving replica")
+        await until(lambda: len(victim.core.table) == 0, "nothing is left at the leaving replica")
         await all_right(stage, calls, 500, 120, attempts=2)
         after = await front.complete(prompt(502), max_tokens=4)
         assert after.finished is not None
@@ -184,12 +184,12 @@ async def test_a_flipped_bit_reaches_no_client(stage: Stage, tmp_path: Path, tra
     seed = {"shm": 700, "tcp": 750}[transport]  # prompts of its own: what d0 holds is not pushed again
     fault = rule("push.corrupt", "corrupt", tmp_path, 4)
     victim = await stage.guest("prefill", fault, transfer={"transports": (transport,)})
-    before = stage.d0.core.inbound.num_checksum_failures
+    before = stage.d0.core.kv_receiver.num_checksum_failures
     async with stage.front(victim, stage.d0) as front:
         calls = both_streams(front, seed)
         await all_right(stage, calls, seed, attempts=1)
         assert fired(fault)
-        assert stage.d0.core.inbound.num_checksum_failures == before + 1
+        assert stage.d0.core.kv_receiver.num_checksum_failures == before + 1
         await stage.harness.quiet()
 
 
@@ -316,7 +316,7 @@ async def test_soak(stage: Stage, tmp_path: Path) -> None:
             num_finished += call.finished is not None
             await check_ask(stage, ask, call)
         assert num_finished >= 150
-        assert front.gateway.desk.num_running == 0
+        assert front.gateway.requests.num_running == 0
 
 
 async def check_ask(stage: Stage, ask: Ask, call: Call) -> None:

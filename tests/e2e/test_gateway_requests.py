@@ -284,7 +284,7 @@ async def test_a_cancel_at_any_stage_frees_everything(front: Front, num_heard: i
     await call.ended()
     assert call.error is not None
     assert call.error.code is grpc.StatusCode.CANCELLED
-    await until(lambda: front.gateway.desk.num_running == 0, "the gateway forgets it")
+    await until(lambda: front.gateway.requests.num_running == 0, "the gateway forgets it")
     await front.harness.quiet()
 
 

@@ -41,7 +41,7 @@ async def test_a_leaving_replica_moves_its_streams_and_is_gone_long_before_their
         await stage.all_right(calls, 100, 300)
         assert attempts(calls) == [1] * 3
         assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
-        assert guest.core.moving.num_moved == 3
+        assert guest.core.migration.num_migrated == 3
         assert calls[0].accepted is not None
         told = await front.client.explain(calls[0].accepted.request_id)
         assert "moved" in [event.name for event in told.timeline]
@@ -58,7 +58,7 @@ async def test_many_streams_leave_a_few_at_a_time(stage: Stage) -> None:
         drain = asyncio.create_task(guest.core.drain(60.0))
         most = 0
         while not drain.done():
-            most = max(most, guest.core.outbound.book.num_active)
+            most = max(most, guest.core.kv_sender.sends.num_active)
             await front.clock.sleep(0.002)
         await drain
         assert 0 < most <= 8
@@ -78,7 +78,7 @@ async def test_without_another_replica_streams_run_on_and_fail_over_at_the_end(s
         before = [len(call.sequence) for call in calls]
         await guest.core.drain(1.0)
         assert all(len(call.sequence) > count for call, count in zip(calls, before, strict=True))
-        await until(lambda: len(guest.core.requests) == 0, "nothing is left there")
+        await until(lambda: len(guest.core.table) == 0, "nothing is left there")
         await front.register(stage.d0)
         await stage.all_right(calls, 300, 800)
         assert attempts(calls) == [2, 2]
@@ -141,7 +141,7 @@ async def test_a_decode_replica_becomes_a_prefill_replica_and_back(stage: Stage)
         assert {end.decode_replica for end in ends} == {"d0"}
         guest.core.set_role("decode", 8)
         name = guest.core.identity.replica_id
-        await until(lambda: front.gateway.links.views()[1].role == "decode", "it is known")
+        await until(lambda: front.gateway.connections.views()[1].role == "decode", "it is known")
         again = stage.calls(front, 620, 6, 8)
         await stage.all_right(again, 620, 8)
         assert name in {call.finished.decode_replica for call in again if call.finished}

@@ -25,10 +25,10 @@ async def test_a_moved_stream_has_the_tokens_of_one_that_stays(
     harness, at, number = shared_harness, shared_harness.replicas, SAMPLINGS.index(sampling)
     submission = harness.submission(f"move{number}", prompt(number), max_tokens=NUM_TOKENS, **sampling)
     heard = await started(harness, at["d0"], submission)
-    num_before = at["d0"].core.moving.num_moved
+    num_before = at["d0"].core.migration.num_migrated
     move(submission, at["d0"], at["b0"])
     await moved_and_right(harness, heard, submission)
-    assert at["d0"].core.moving.num_moved == num_before + 1
+    assert at["d0"].core.migration.num_migrated == num_before + 1
     assert heard.hand_over is not None
     first = heard.hand_over.first_index
     assert 5 <= first < NUM_TOKENS

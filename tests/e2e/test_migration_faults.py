@@ -27,7 +27,7 @@ async def test_a_target_that_is_too_small_leaves_the_stream_where_it_is(harness:
     assert heard.hand_over is None
     (ended,) = heard.moves
     assert "this replica has 16" in ended.error
-    assert (source.core.moving.num_moved, source.core.moving.num_failed) == (0, 1)
+    assert (source.core.migration.num_migrated, source.core.migration.num_failed) == (0, 1)
     await harness.quiet()
 
 
@@ -41,7 +41,7 @@ async def test_a_flipped_bit_on_the_way_is_computed_again(harness: E2eHarness, t
     move(submission, source, target)
     await moved_and_right(harness, heard, submission)
     assert fired(fault)
-    assert target.core.inbound.num_checksum_failures == 1
+    assert target.core.kv_receiver.num_checksum_failures == 1
     await harness.quiet()
 
 
@@ -59,7 +59,7 @@ async def test_a_cancel_in_the_middle_of_a_move_frees_everything(harness: E2eHar
     await until(lambda: target.core.pool.num_quarantined > 0, "its blocks wait for the writer")
     harness.wake_all()
     await harness.quiet()
-    assert len(source.core.moving) == 0
+    assert len(source.core.migration) == 0
 
 
 async def test_a_target_that_dies_in_the_middle_of_a_move_is_not_missed(

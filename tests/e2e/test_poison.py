@@ -104,7 +104,7 @@ async def test_a_poison_request_takes_two_replicas_down_and_its_neighbours_finis
                 **SAMPLINGS[number % 2],
             )
         await front.harness.quiet(*(replica for replica in replicas if replica not in dead))
-        await until(lambda: front.gateway.desk.num_running == 0, "nothing is left at the gateway")
+        await until(lambda: front.gateway.requests.num_running == 0, "nothing is left at the gateway")
 
 
 def innocent(front: Front, number: int) -> Call:

@@ -44,7 +44,7 @@ async def test_a_request_that_cannot_be_checked_ends_alone(
     harness: E2eHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica, good = await start(harness)
-    Poisoned(replica.core.scheduler, "check_room", monkeypatch)
+    Poisoned(replica.core.scheduler, "check_capacity", monkeypatch)
     bad = await harness.run(replica, harness.submission("bad", [5, 6, 7]))
     assert bad.failure is not None
     assert (bad.failure.code, bad.failure.suspect) == ("internal", True)

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
 from e2e_harness import E2eHarness, Replica, until
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
@@ -35,7 +35,7 @@ class Purged:
     """p0 (prefill), d0 (decode) and their store, behind a gateway; b0 (both) beside it."""
 
     front: Front
-    store: StoreHouse
+    store: StoreHarness
     harness: E2eHarness
 
     def replica(self, name: str) -> Replica:
@@ -48,7 +48,7 @@ class Purged:
     async def settled(self) -> None:
         """What is finished is stored, nothing is under way."""
         for name in ("p0", "d0"):
-            tiers = self.replica(name).core.tiers
+            tiers = self.replica(name).core.connector
             assert tiers is not None
             await until(lambda: tiers.is_idle, f"{name} has written what it had")  # noqa: B023
         await self.harness.quiet()
@@ -65,7 +65,7 @@ class Purged:
 async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
     harness = E2eHarness(model_dir)
-    store = StoreHouse(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
+    store = StoreHarness(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
     async with AsyncExitStack() as ends:
         await ends.enter_async_context(store)
         await ends.enter_async_context(harness)
@@ -83,7 +83,7 @@ async def world(tmp_path: Path) -> AsyncIterator[Purged]:
         await front.register(*replicas)
         await front.roster.register_store(StoreRecord("n", 1, store.address, store.pid, "here"))
         for replica in replicas:
-            tiers = replica.core.tiers
+            tiers = replica.core.connector
             assert tiers is not None
             await until(lambda: tiers.is_open, "the store is open")  # noqa: B023
         yield Purged(front, store, harness)
@@ -153,7 +153,7 @@ async def test_a_stream_under_way_goes_on_and_leaves_nothing(world: Purged) -> N
 async def test_what_is_on_its_way_to_the_store_never_comes_there(
     world: Purged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writers = [tiers.saver for name in ("p0", "d0") if (tiers := world.replica(name).core.tiers)]
+    writers = [tiers.saver for name in ("p0", "d0") if (tiers := world.replica(name).core.connector)]
     held: list[tuple[BlockSaver, int, StorePutDone]] = []
     with monkeypatch.context() as patch:
         for writer in writers:
@@ -161,7 +161,7 @@ async def test_what_is_on_its_way_to_the_store_never_comes_there(
         for tenant in ("a", "b"):
             await world.front.complete(prompt(8, NUM_PROMPT_TOKENS), tenant=tenant)
         await until(lambda: len(held) >= 2, "ranks have copied, and nobody knows it")
-        links = world.front.gateway.links
+        links = world.front.gateway.connections
         for view in links.views():
             await links.purge(view, "a")  # not the store
     for writer, rank, done in held:
@@ -191,14 +191,16 @@ async def test_a_replica_that_does_not_answer_is_named(world: Purged) -> None:
     await world.front.forget(world.replica("p0"))
     await world.replica("p0").core.stop()
     await until(
-        lambda: not any(view.stream for view in world.front.gateway.links.views() if view.role == "prefill"),
+        lambda: (
+            not any(view.stream for view in world.front.gateway.connections.views() if view.role == "prefill")
+        ),
         "the link is down",
     )
     reply = await world.purge(tenant="a")
     errors = {it.replica_id: it.error for it in reply.replicas}
     assert errors.pop("d0") == ""
     assert all(error.startswith("not purged for certain: ") for error in errors.values())
-    gone = await world.front.gateway.links.purge(world.front.gateway.links.views()[0], None)
+    gone = await world.front.gateway.connections.purge(world.front.gateway.connections.views()[0], None)
     assert gone.num_requests == 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, until
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
@@ -30,17 +30,17 @@ def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
 
 
 @pytest.fixture
-async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[E2eHarness, StoreHouse]]:
+async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[E2eHarness, StoreHarness]]:
     """An empty harness of replicas, and a store that is not started."""
     harness = E2eHarness(model_dir)
-    async with StoreHouse(tmp_path, secret=harness.secret) as store, harness:
+    async with StoreHarness(tmp_path, secret=harness.secret) as store, harness:
         yield harness, store
 
 
-async def add(harness: E2eHarness, store: StoreHouse, name: str, role: str = "both", **how: Any) -> Replica:
+async def add(harness: E2eHarness, store: StoreHarness, name: str, role: str = "both", **how: Any) -> Replica:
     """A replica whose store is open."""
     replica = await harness.add(name, role, store=store.settings.name, **how)
-    tiers = replica.core.tiers
+    tiers = replica.core.connector
     assert tiers is not None
     await until(lambda: tiers.is_open, f"the store of {name} is open")
     return replica
@@ -63,7 +63,7 @@ async def alone(harness: E2eHarness, tokens: list[int], max_tokens: int = 16) ->
 
 async def stored_blocks(replica: Replica, num_blocks: int) -> None:
     """Wait until so many blocks of the replica were written through, and no more are under way."""
-    tiers = replica.core.tiers
+    tiers = replica.core.connector
     assert tiers is not None
     await until(
         lambda: tiers.saver.num_stored >= num_blocks and tiers.saver.is_idle, f"{num_blocks} are stored"
@@ -76,7 +76,7 @@ def loaded(heard: Heard) -> int:
     return sum(heard.prefill.num_loaded_tokens.values())
 
 
-async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness, StoreHouse]) -> None:
+async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
     first, second = await add(harness, store, "a"), await add(harness, store, "b")
@@ -91,7 +91,7 @@ async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness,
     await harness.quiet()
 
 
-async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHouse]) -> None:
+async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
     first = await add(harness, store, "a")
@@ -109,7 +109,7 @@ async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHou
 
 @pytest.mark.parametrize("shapes", [("1x1", "2x1"), ("2x1", "1x2"), ("1x2", "1x1")])
 async def test_any_shape_reads_what_any_shape_wrote(
-    stored: tuple[E2eHarness, StoreHouse], shapes: tuple[str, str]
+    stored: tuple[E2eHarness, StoreHarness], shapes: tuple[str, str]
 ) -> None:
     harness, store = stored
     await store.start()
@@ -120,12 +120,14 @@ async def test_any_shape_reads_what_any_shape_wrote(
         heard = await run(harness, replica, shape, prompt(3))
         assert heard.sequence() == wanted
         assert loaded(heard) == (NUM_FULL_BLOCKS * BLOCK_TOKENS if shape == shapes[1] else 0)
-        await until(lambda: replica.core.tiers is not None and replica.core.tiers.is_idle, "it is written")  # noqa: B023
+        connector = replica.core.connector
+        assert connector is not None
+        await until(lambda store=connector: store.is_idle, "it is written")  # type: ignore[misc]
     await harness.quiet()
 
 
 async def test_a_preempted_sequence_comes_back_from_the_host_tier(
-    stored: tuple[E2eHarness, StoreHouse],
+    stored: tuple[E2eHarness, StoreHarness],
 ) -> None:
     harness, store = stored
     await store.start()
@@ -140,14 +142,14 @@ async def test_a_preempted_sequence_comes_back_from_the_host_tier(
     heard = [await harness.ended(submission) for submission in submissions]
     assert [each.sequence() for each in heard] == wanted
     await until(lambda: replica.load is not None and replica.load.num_preemptions > 0, "one was preempted")
-    tiers = replica.core.tiers
+    tiers = replica.core.connector
     assert tiers is not None
-    assert tiers.num_loaded_tokens["dram"] >= BLOCK_TOKENS
+    assert tiers.loader.num_loaded_tokens["dram"] >= BLOCK_TOKENS
     await harness.quiet()
 
 
 async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
-    stored: tuple[E2eHarness, StoreHouse],
+    stored: tuple[E2eHarness, StoreHarness],
 ) -> None:
     harness, store = stored
     await store.start()
@@ -158,7 +160,7 @@ async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
     heard = harness.heard.setdefault(("r", 0), Heard())
     await until(lambda: len(heard.tokens.get(0, {})) >= 40, "40 tokens")
     num_blocks = (NUM_TOKENS + 40 - 1) // BLOCK_TOKENS
-    tiers = first.core.tiers
+    tiers = first.core.connector
     assert tiers is not None
     await until(lambda: len(tiers.view) >= num_blocks, "the finished blocks are in the host tier")
     for process_id in first.core.rank_process_ids:
@@ -174,7 +176,7 @@ async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
 
 
 async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
-    stored: tuple[E2eHarness, StoreHouse], tmp_path: Path
+    stored: tuple[E2eHarness, StoreHarness], tmp_path: Path
 ) -> None:
     harness, store = stored
     await store.start()
@@ -191,7 +193,7 @@ async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
         lambda: second.load is not None and second.load.num_store_checksum_failures == 1, "it is counted"
     )
     third = await add(harness, store, "c")  # the bad record is gone, the right one of the second is there
-    await until(lambda: second.core.tiers is not None and second.core.tiers.is_idle, "it is stored")
+    await until(lambda: second.core.connector is not None and second.core.connector.is_idle, "it is stored")
     again = await run(harness, third, "r3", prompt(7))
     assert again.sequence() == wanted
     assert loaded(again) == NUM_FULL_BLOCKS * BLOCK_TOKENS
@@ -199,7 +201,7 @@ async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
 
 
 async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_again(
-    stored: tuple[E2eHarness, StoreHouse],
+    stored: tuple[E2eHarness, StoreHarness],
 ) -> None:
     harness, store = stored
     await store.start()
@@ -208,7 +210,7 @@ async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_ag
     await run(harness, first, "r8", prompt(8))
     await stored_blocks(first, NUM_FULL_BLOCKS)
     await store.kill()
-    tiers = first.core.tiers
+    tiers = first.core.connector
     assert tiers is not None
     await until(lambda: not tiers.is_open, "its end is noticed")
     assert (await run(harness, first, "r9", prompt(9))).sequence() == wanted[1]
@@ -221,7 +223,7 @@ async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_ag
     await harness.quiet()
 
 
-async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, StoreHouse]) -> None:
+async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
     first = await add(harness, store, "a")
@@ -231,7 +233,7 @@ async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, Sto
     assert heard.sequence() == wanted
     assert loaded(heard) == 0
     store.signal(signal.SIGCONT)
-    tiers = first.core.tiers
+    tiers = first.core.connector
     assert tiers is not None
     await until(lambda: tiers.is_open, "it is used again")
     await run(harness, first, "r2", prompt(11))
@@ -241,7 +243,7 @@ async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, Sto
 
 @pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2)])
 async def test_a_restart_of_everything_finds_the_nvme_warm(
-    stored: tuple[E2eHarness, StoreHouse], parallel: Parallel, tmp_path: Path
+    stored: tuple[E2eHarness, StoreHarness], parallel: Parallel, tmp_path: Path
 ) -> None:
     harness, store = stored
     nvme = tmp_path / "nvme"
@@ -265,7 +267,7 @@ async def test_a_restart_of_everything_finds_the_nvme_warm(
 
 
 async def test_a_rank_killed_in_the_middle_of_a_copy_leaks_nothing(
-    stored: tuple[E2eHarness, StoreHouse], tmp_path: Path
+    stored: tuple[E2eHarness, StoreHarness], tmp_path: Path
 ) -> None:
     harness, store = stored
     await store.start()

@@ -18,7 +18,7 @@ from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, until
 from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -37,18 +37,18 @@ class Town:
 
     harness: E2eHarness
     redis: RawRedis
-    first: StoreHouse
-    second: StoreHouse
+    first: StoreHarness
+    second: StoreHarness
     replicas: dict[str, Replica] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    async def open(self, name: str, store: StoreHouse) -> None:
+    async def open(self, name: str, store: StoreHarness) -> None:
         """A replica whose store is open."""
         self.replicas[name] = await self.harness.add(name, store=store.settings.name)
         await self.is_open(name)
 
     async def is_open(self, name: str) -> None:
-        tiers = self.replicas[name].core.tiers
+        tiers = self.replicas[name].core.connector
         assert tiers is not None
         await until(lambda: tiers.is_open, f"the store of {name} is open", WAIT_S)
 
@@ -68,7 +68,7 @@ class Town:
 
     async def kept_at_first(self, num_prompts: int = 1) -> list[list[int]]:
         """New prompts whose blocks the first node has; they are told to the index if that can be reached."""
-        tiers = self.replicas["a"].core.tiers
+        tiers = self.replicas["a"].core.connector
         assert tiers is not None
         prompts: list[list[int]] = []
         clock = SystemClock()
@@ -84,7 +84,7 @@ class Town:
         return prompts
 
     async def index_until(
-        self, store: StoreHouse, condition: Callable[[IndexStat], bool], what: str
+        self, store: StoreHarness, condition: Callable[[IndexStat], bool], what: str
     ) -> IndexStat:
         clock = SystemClock()
         deadline = clock.now() + WAIT_S
@@ -127,7 +127,7 @@ def loaded_tokens(heard: Heard) -> dict[str, int]:
     return heard.prefill.num_loaded_tokens
 
 
-async def stat(store: StoreHouse) -> StoreStat:
+async def stat(store: StoreHarness) -> StoreStat:
     return await store.ask(StatRequest(), StoreStat)
 
 
@@ -137,7 +137,7 @@ async def town(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     folder = tmp_path_factory.mktemp("town")
     harness, redis = E2eHarness(model_dir), RawRedis(folder)
     first, second = (
-        StoreHouse(
+        StoreHarness(
             folder,
             node_id=f"node-{number}",
             secret=harness.secret,
@@ -168,7 +168,7 @@ async def test_what_one_node_computed_another_fetches(town: Town) -> None:
     await town.index_until(town.second, lambda index: index.state == "up", "Redis is reached")
     (tokens,) = await town.kept_at_first()
     await town.index_until(town.first, lambda index: index.num_announced >= NUM_BLOCKS, "it is told")
-    tiers = town.replicas["b"].core.tiers
+    tiers = town.replicas["b"].core.connector
     assert tiers is not None
     assert len(tiers.view) == 0, "b heard of what a's node has"
     heard = await town.run("b", tokens)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from service_harness import TARGET, WRITER, Rank
-from transfer_harness import TRANSPORTS, TransferHouse
+from transfer_harness import TRANSPORTS, TransferHarness
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,15 +19,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
-def processes(request: pytest.FixtureRequest) -> Iterator[TransferHouse]:
-    house = TransferHouse(request.param)
-    yield house
-    house.close()
+def processes(request: pytest.FixtureRequest) -> Iterator[TransferHarness]:
+    harness = TransferHarness(request.param)
+    yield harness
+    harness.close()
 
 
 @pytest.fixture
-def house(processes: TransferHouse) -> Iterator[TransferHouse]:
-    with processes.room():
+def harness(processes: TransferHarness) -> Iterator[TransferHarness]:
+    with processes.one_test():
         yield processes
 
 

@@ -262,7 +262,7 @@ def test_a_write_back_lets_a_hand_over_through_after_its_batch(
 
 
 @pytest.mark.usefixtures("no_stall")
-def test_a_write_back_waits_while_another_connection_hands_over(writer: Rank, target: Rank) -> None:
+def test_a_write_back_waits_while_another_connection_makes_a_hand_over(writer: Rank, target: Rank) -> None:
     """A stop reaches it while it waits, and a hand-over does not wait behind it."""
     connection_id = writer.connect(target)
     writer.paths()

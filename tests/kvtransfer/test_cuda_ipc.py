@@ -39,20 +39,17 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.fence import Gate
 from kvtransfer.rpc.handshake import draw_id, draw_secret
 from kvtransfer.transports import cuda_ipc
-from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.connection import HELLO_CODEC
+from kvtransfer.transports.base import HELLO_CODEC, TargetRank, WriterRank
 from kvtransfer.transports.cuda_ipc import (
     HANDLE_BYTES,
-    REQUEST_CODEC,
     CudaIpcListener,
     Exported,
     Grid,
-    Unmapped,
     cuda_driver,
     halves,
     piece_grid,
 )
-from kvtransfer.transports.onesided import Begin
+from kvtransfer.transports.onesided import REQUEST_CODEC, Begin, Unmapped
 
 SHARD = LAYOUT.shard
 SECRET = draw_secret()
@@ -102,7 +99,7 @@ class HostDriver:
         self.queued[stream].clear()
 
 
-class House:
+class CudaIpcHarness:
     """A target in this process."""
 
     def __init__(self, setup: Setup) -> None:
@@ -165,10 +162,10 @@ def blocks(moves: list[tuple[int, int]]) -> list[BlockMove]:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    house = House(setup(seed=2))
-    with contextlib.closing(house.listener):
-        yield house
+def harness() -> Iterator[CudaIpcHarness]:
+    harness = CudaIpcHarness(setup(seed=2))
+    with contextlib.closing(harness.listener):
+        yield harness
 
 
 # --------------------------------------------------------------------------------- the proof of death
@@ -177,10 +174,10 @@ def house() -> Iterator[House]:
 class WriterProcess:
     """`unix_writer.py`, let in and told what to do."""
 
-    def __init__(self, house: House) -> None:
-        hello = writer_rank(setup(seed=1)).hello(house.lane, draw_id())
+    def __init__(self, harness: CudaIpcHarness) -> None:
+        hello = writer_rank(setup(seed=1)).hello(harness.lane, draw_id())
         script = Path(__file__).parents[1] / "support" / "unix_writer.py"
-        address = house.listener.endpoint.address
+        address = harness.listener.endpoint.address
         self._process = subprocess.Popen(
             [sys.executable, str(script), address, SECRET.hex(), HELLO_CODEC.encode(hello).hex()],
             stdin=subprocess.PIPE,
@@ -212,65 +209,65 @@ class WriterProcess:
 
 
 @pytest.fixture
-def process(house: House) -> Iterator[WriterProcess]:
-    with contextlib.closing(WriterProcess(house)) as process:
+def process(harness: CudaIpcHarness) -> Iterator[WriterProcess]:
+    with contextlib.closing(WriterProcess(harness)) as process:
         yield process
 
 
-def admitted(house: House, process: WriterProcess) -> tuple[bytes, ...]:
+def admitted(harness: CudaIpcHarness, process: WriterProcess) -> tuple[bytes, ...]:
     """Let the process write a landing, close that, and return the connection that may still be writing."""
-    landing_id = house.open(1)
+    landing_id = harness.open(1)
     process.do(REQUEST_CODEC.encode(Begin(landing_id)).hex())
-    connections = house.close_landing(landing_id)
+    connections = harness.close_landing(landing_id)
     assert len(connections) == 1
     return connections
 
 
 def test_the_end_of_the_connection_proves_nothing_and_the_end_of_the_process_does(
-    house: House, process: WriterProcess
+    harness: CudaIpcHarness, process: WriterProcess
 ) -> None:
-    connections = admitted(house, process)
+    connections = admitted(harness, process)
     process.do("hang-up")
     pause = threading.Event()
     pause.wait(0.5)
-    assert house.gone() == []
+    assert harness.gone() == []
     process.signal(signal.SIGSTOP)
     process.await_state("T")
     pause.wait(0.5)
-    assert house.gone() == []
+    assert harness.gone() == []
     process.signal(signal.SIGKILL)
-    eventually(lambda: house.gone() == [*connections], "the proof of its death")
+    eventually(lambda: harness.gone() == [*connections], "the proof of its death")
 
 
-def test_a_killed_writer_is_gone(house: House, process: WriterProcess) -> None:
-    connections = admitted(house, process)
+def test_a_killed_writer_is_gone(harness: CudaIpcHarness, process: WriterProcess) -> None:
+    connections = admitted(harness, process)
     process.signal(signal.SIGKILL)
-    eventually(lambda: house.gone() == [*connections], "the proof of its death")
+    eventually(lambda: harness.gone() == [*connections], "the proof of its death")
 
 
 def test_a_writer_that_has_unmapped_is_gone_while_its_process_lives(
-    house: House, process: WriterProcess
+    harness: CudaIpcHarness, process: WriterProcess
 ) -> None:
-    connections = admitted(house, process)
+    connections = admitted(harness, process)
     process.do(REQUEST_CODEC.encode(Unmapped()).hex())
-    eventually(lambda: house.gone() == [*connections], "the word of the writer")
+    eventually(lambda: harness.gone() == [*connections], "the word of the writer")
     process.await_state("S")
 
 
-def test_nonsense_is_no_goodbye(house: House, process: WriterProcess) -> None:
-    connections = admitted(house, process)
+def test_nonsense_is_no_goodbye(harness: CudaIpcHarness, process: WriterProcess) -> None:
+    connections = admitted(harness, process)
     process.do(b"nonsense".hex())
     threading.Event().wait(0.5)
-    assert house.gone() == []
+    assert harness.gone() == []
     process.signal(signal.SIGKILL)
-    eventually(lambda: house.gone() == [*connections], "the proof of its death")
+    eventually(lambda: harness.gone() == [*connections], "the proof of its death")
 
 
-def test_closing_the_listener_waits_for_no_process(house: House, process: WriterProcess) -> None:
-    admitted(house, process)
+def test_closing_the_listener_waits_for_no_process(harness: CudaIpcHarness, process: WriterProcess) -> None:
+    admitted(harness, process)
     process.do("hang-up")
-    house.listener.close()
-    assert house.gone() == []
+    harness.listener.close()
+    assert harness.gone() == []
 
 
 # ---------------------------------------------------------------------------------------- the channel
@@ -288,77 +285,79 @@ def test_closing_the_listener_waits_for_no_process(house: House, process: Writer
 def test_the_piece_lands_and_nothing_else(
     target_shard: Shard, writer_shard: Shard, piece: Shard, is_armed: bool
 ) -> None:
-    house = House(setup(target_shard, 2))
+    harness = CudaIpcHarness(setup(target_shard, 2))
     rules = [FaultRule("never", "kill", "")] if is_armed else []
     writer = setup(writer_shard, 1, *rules)
-    with contextlib.closing(house.listener), contextlib.closing(house.channel(writer, piece)) as channel:
+    with contextlib.closing(harness.listener), contextlib.closing(harness.channel(writer, piece)) as channel:
         assert channel.measure(SystemClock()).gb_s > 0
-        landing_id = house.open(*(dst for _, dst in MOVES))
+        landing_id = harness.open(*(dst for _, dst in MOVES))
         channel.begin(landing_id, never)
         sums = channel.write(landing_id, blocks(MOVES), never)
         channel.flush(landing_id, never)
-        assert np.array_equal(pool_data(house.pool), landed(house.setup, writer, piece, MOVES))
+        assert np.array_equal(pool_data(harness.pool), landed(harness.setup, writer, piece, MOVES))
         sources = piece_of(writer.content(), writer_shard, piece)
         assert sums == [checksum(sources[src].tobytes()) for src, _ in MOVES]
 
 
-def test_a_flipped_bit_and_the_middle_of_a_block(house: House, tmp_path: Path) -> None:
+def test_a_flipped_bit_and_the_middle_of_a_block(harness: CudaIpcHarness, tmp_path: Path) -> None:
     rule = FaultRule("push.corrupt", "corrupt", str(tmp_path / "marker"))
-    with contextlib.closing(house.channel(setup(SHARD, 1, rule))) as channel:
-        landing_id = house.open(1, 2)
+    with contextlib.closing(harness.channel(setup(SHARD, 1, rule))) as channel:
+        landing_id = harness.open(1, 2)
         channel.begin(landing_id, never)
         first, second = channel.write(landing_id, blocks([(1, 1), (2, 2)]), never)
-        assert house.pool.sums([2], SHARD) == [second]
-        assert house.pool.sums([1], SHARD) != [first] == [checksum(setup(SHARD, 1).content()[1].tobytes())]
+        assert harness.pool.sums([2], SHARD) == [second]
+        assert harness.pool.sums([1], SHARD) != [first] == [checksum(setup(SHARD, 1).content()[1].tobytes())]
 
 
-def test_a_closed_landing_is_refused_and_a_stopped_push_leaves_nothing_queued(house: House) -> None:
-    with contextlib.closing(house.channel(setup(SHARD, 1))) as channel:
-        closed = house.open(1)
-        house.gate.close(closed)
+def test_a_closed_landing_is_refused_and_a_stopped_push_leaves_nothing_queued(
+    harness: CudaIpcHarness,
+) -> None:
+    with contextlib.closing(harness.channel(setup(SHARD, 1))) as channel:
+        closed = harness.open(1)
+        harness.gate.close(closed)
         with pytest.raises(PushStoppedError, match="does not accept"):
             channel.begin(closed, never)
-        landing_id = house.open(1)
+        landing_id = harness.open(1)
         channel.begin(landing_id, never)
         with pytest.raises(PushStoppedError):
             channel.write(landing_id, blocks([(1, 1)]), lambda: True)
         with pytest.raises(PathError, match="outside the target's pool"):
             channel.write(landing_id, blocks([(1, NUM_BLOCKS)]), never)
-        assert np.array_equal(pool_data(house.pool), house.setup.content())
-        assert not any(house.driver.queued.values())
+        assert np.array_equal(pool_data(harness.pool), harness.setup.content())
+        assert not any(harness.driver.queued.values())
 
 
-def test_an_orderly_end_unmaps_and_says_so(house: House) -> None:
+def test_an_orderly_end_unmaps_and_says_so(harness: CudaIpcHarness) -> None:
     lost: list[str] = []
-    channel = house.channel(setup(SHARD, 1), lost=lost)
-    assert len(house.driver.mapped) == 2
-    landing_id = house.open(1)
+    channel = harness.channel(setup(SHARD, 1), lost=lost)
+    assert len(harness.driver.mapped) == 2
+    landing_id = harness.open(1)
     channel.begin(landing_id, never)
-    (connection,) = house.close_landing(landing_id)
+    (connection,) = harness.close_landing(landing_id)
     channel.close()
-    assert house.driver.mapped == []
-    assert house.driver.queued == {}
-    eventually(lambda: house.gone() == [connection], "the word of the writer")
+    assert harness.driver.mapped == []
+    assert harness.driver.queued == {}
+    eventually(lambda: harness.gone() == [connection], "the word of the writer")
     assert lost == []
     with pytest.raises(PeerGoneError):
         channel.begin(landing_id, never)
 
 
-def test_a_writer_that_cannot_map_leaves_nothing_behind(house: House) -> None:
+def test_a_writer_that_cannot_map_leaves_nothing_behind(harness: CudaIpcHarness) -> None:
     for number in (1, 2):
-        house.driver.fails_to_map = number
+        harness.driver.fails_to_map = number
         with pytest.raises(PathError, match="cannot be mapped"):
-            house.channel(setup(SHARD, 1))
-        assert house.driver.mapped == []
-        assert house.driver.queued == {}
-    eventually(lambda: len(house.gone()) == 2, "the word of the writers")
+            harness.channel(setup(SHARD, 1))
+        assert harness.driver.mapped == []
+        assert harness.driver.queued == {}
+    eventually(lambda: len(harness.gone()) == 2, "the word of the writers")
 
 
-def test_a_stranger_is_refused(house: House) -> None:
+def test_a_stranger_is_refused(harness: CudaIpcHarness) -> None:
     with pytest.raises(ProofError):
-        house.channel(replace_secret(setup(SHARD, 1)))
+        harness.channel(replace_secret(setup(SHARD, 1)))
     with pytest.raises(PathError, match="refused by the target"):
-        house.channel(setup(SHARD, 1), Shard(0, 9, 0, 1))
+        harness.channel(setup(SHARD, 1), Shard(0, 9, 0, 1))
 
 
 def replace_secret(be: Setup) -> Setup:
@@ -368,11 +367,11 @@ def replace_secret(be: Setup) -> Setup:
 # -------------------------------------------------------------------------------------- without CUDA
 
 
-def test_without_a_device_there_is_neither_listener_nor_channel(house: House) -> None:
+def test_without_a_device_there_is_neither_listener_nor_channel(harness: CudaIpcHarness) -> None:
     rank = writer_rank(setup(SHARD, 1))
-    assert cuda_ipc.listen(TargetRank(0, rank.pool, house.gate, SECRET, SETTINGS)) is None
+    assert cuda_ipc.listen(TargetRank(0, rank.pool, harness.gate, SECRET, SETTINGS)) is None
     with pytest.raises(PathError, match="not for KV on cpu"):
-        cuda_ipc.connect(rank, house.lane, house.listener.endpoint.address, draw_id(), lambda _: None)
+        cuda_ipc.connect(rank, harness.lane, harness.listener.endpoint.address, draw_id(), lambda _: None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")

@@ -113,7 +113,7 @@ def test_a_push_to_a_target_that_is_gone_fails_fast(writer: Rank) -> None:
     assert writer.reports.take(PushFailed).reason == "its connection is closed"
 
 
-def test_what_the_target_refuses_is_not_tried_elsewhere(writer: Rank, target: Rank) -> None:
+def test_what_the_target_refuses_is_not_tried_on_another_path(writer: Rank, target: Rank) -> None:
     connection_id = writer.connect(target)
     writer.paths()
     landing_id = target.open(1)

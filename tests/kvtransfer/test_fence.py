@@ -23,7 +23,7 @@ EVENTS = st.lists(
 )
 
 
-class House:
+class FenceHarness:
     """A fence and what its caller would know; threads are played one event at a time."""
 
     def __init__(self) -> None:
@@ -72,45 +72,45 @@ class House:
 @settings(max_examples=200)
 @given(EVENTS)
 def test_any_order_of_events(events: list[tuple[str, object, object]]) -> None:
-    house = House()
+    harness = FenceHarness()
     stopped_when: dict[bytes, int] = {}
     for name, first, second in events:
-        num_before = len(house.orders)
-        getattr(house, name)(first, second)
+        num_before = len(harness.orders)
+        getattr(harness, name)(first, second)
         if name == "stop" and first not in stopped_when:
             stopped_when[first] = num_before  # type: ignore[index]
-    while house.queued:
-        house.start(0, None)
-    while house.running:
-        house.end(0, True)
-    assert not house.running
-    ends = [each.push_id for each in house.reports if isinstance(each, PushDone | PushFailed)]
-    assert sorted(ends) == [order.push_id for order in house.orders]
+    while harness.queued:
+        harness.start(0, None)
+    while harness.running:
+        harness.end(0, True)
+    assert not harness.running
+    ends = [each.push_id for each in harness.reports if isinstance(each, PushDone | PushFailed)]
+    assert sorted(ends) == [order.push_id for order in harness.orders]
     for landing_id, first_late in stopped_when.items():
-        places = [place for place, each in enumerate(house.reports) if each == PushStopped(landing_id)]
+        places = [place for place, each in enumerate(harness.reports) if each == PushStopped(landing_id)]
         assert places
-        for report in house.reports[places[0] :]:
+        for report in harness.reports[places[0] :]:
             if isinstance(report, PushDone | PushFailed) and report.landing_id == landing_id:
                 assert isinstance(report, PushFailed)
                 assert report.push_id >= first_late  # submitted after the stop: failed at once
 
 
 def test_a_stop_need_not_wait_for_a_parked_push() -> None:
-    house = House()
-    house.submit(b"a", b"x")
-    house.start(0, None)
-    house.park(0, None)
-    house.stop(b"a", None)
-    assert house.reports == [PushFailed(0, b"a", "its landing was stopped"), PushStopped(b"a")]
-    house.start(0, None)
-    assert not house.running
+    harness = FenceHarness()
+    harness.submit(b"a", b"x")
+    harness.start(0, None)
+    harness.park(0, None)
+    harness.stop(b"a", None)
+    assert harness.reports == [PushFailed(0, b"a", "its landing was stopped"), PushStopped(b"a")]
+    harness.start(0, None)
+    assert not harness.running
 
 
 def test_a_push_that_is_parked_after_the_stop_ends() -> None:
-    house = House()
-    house.submit(b"a", b"x")
-    house.start(0, None)
-    house.stop(b"a", None)
-    assert house.reports == []
-    house.park(0, None)
-    assert house.reports == [PushFailed(0, b"a", "its landing was stopped"), PushStopped(b"a")]
+    harness = FenceHarness()
+    harness.submit(b"a", b"x")
+    harness.start(0, None)
+    harness.stop(b"a", None)
+    assert harness.reports == []
+    harness.park(0, None)
+    assert harness.reports == [PushFailed(0, b"a", "its landing was stopped"), PushStopped(b"a")]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from agent_process import HOLD
 from patience import WAIT_S
-from transfer_harness import SHARD, Rank, TransferHouse, eventually, lane, settings
+from transfer_harness import SHARD, Rank, TransferHarness, eventually, lane, settings
 
 from kvtransfer.blocks.layout import Run
 from kvtransfer.common.faults import FaultRule
@@ -43,15 +43,15 @@ needs_nixl = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[TransferHouse]:
-    house = TransferHouse("rdma")
-    yield house
-    house.close()
+def processes() -> Iterator[TransferHarness]:
+    harness = TransferHarness("rdma")
+    yield harness
+    harness.close()
 
 
 @pytest.fixture
-def house(processes: TransferHouse) -> Iterator[TransferHouse]:
-    with processes.room():
+def harness(processes: TransferHarness) -> Iterator[TransferHarness]:
+    with processes.one_test():
         yield processes
 
 
@@ -102,11 +102,11 @@ class Wire:
 
 @needs_nixl
 def test_a_writer_that_is_cut_off_cannot_write_once_it_counts_as_gone(
-    house: TransferHouse, tmp_path: Path
+    harness: TransferHarness, tmp_path: Path
 ) -> None:
     """It is alive, holds an open agent of its own, and goes on in the middle of a block."""
-    target = house.target()
-    writer = house.writer(faults=[FaultRule("push.half", HOLD, str(tmp_path / "marker"))])
+    target = harness.target()
+    writer = harness.writer(faults=[FaultRule("push.half", HOLD, str(tmp_path / "marker"))])
     wire = Wire(target)
     try:
         connection_id = writer.connect([wire.lane], "rdma")
@@ -132,11 +132,11 @@ def test_a_writer_that_is_cut_off_cannot_write_once_it_counts_as_gone(
 
 @needs_nixl
 def test_a_stop_is_not_answered_while_written_bytes_lie_in_a_stopped_targets_socket(
-    house: TransferHouse, tmp_path: Path
+    harness: TransferHarness, tmp_path: Path
 ) -> None:
-    process = house.victim()
-    target = house.target(process)
-    writer = house.writer(faults=[FaultRule("push.half", HOLD, str(tmp_path / "marker"))])
+    process = harness.victim()
+    target = harness.target(process)
+    writer = harness.writer(faults=[FaultRule("push.half", HOLD, str(tmp_path / "marker"))])
     connection_id = writer.connected(target, "rdma")
     landing_id = target.open(writer, 1, 2)
     writer.push(1, connection_id, landing_id, [(1, 1), (2, 2)])
@@ -146,7 +146,7 @@ def test_a_stop_is_not_answered_while_written_bytes_lie_in_a_stopped_targets_soc
     writer.handle(StopPush(landing_id))
     (tmp_path / "marker.go").touch()
     # Another connection of the same rank goes on meanwhile, and shows that time has passed for the first.
-    other = house.target()
+    other = harness.target()
     writer.move(other, other_connection(writer, other), 2, [(5, 5)])
     assert not writer.reports.has(PushStopped)
     process.signal(signal.SIGCONT)
@@ -164,14 +164,14 @@ def other_connection(writer: Rank, target: Rank) -> bytes:
 
 @needs_nixl
 @pytest.mark.parametrize("is_device", [False, True])
-def test_short_runs_are_packed_and_land_the_same(house: TransferHouse, is_device: bool) -> None:
+def test_short_runs_are_packed_and_land_the_same(harness: TransferHarness, is_device: bool) -> None:
     """Heads 1 to 3 of all layers are runs of 4 KiB at the source, one run at a target that holds just them;
     and the reverse. Blocks enough for several batches under way, which take turns in the packing memory."""
     num_blocks = 600
     narrow = Shard(0, 4, 1, 3)
     for source, held in ((SHARD, narrow), (narrow, SHARD)):
-        writer = house.writer(shard=source, num_blocks=num_blocks, is_device=is_device)
-        target = house.target(shard=held, num_blocks=num_blocks, is_device=is_device)
+        writer = harness.writer(shard=source, num_blocks=num_blocks, is_device=is_device)
+        target = harness.target(shard=held, num_blocks=num_blocks, is_device=is_device)
         connection_id = writer.connect([lane(target, narrow)], "rdma")
         (path,) = writer.reports.take(PeerConnected).paths
         assert path.device == "lo"
@@ -183,13 +183,13 @@ def test_short_runs_are_packed_and_land_the_same(house: TransferHouse, is_device
 
 
 @needs_nixl
-def test_packing_memory_is_not_reused_while_it_is_read(house: TransferHouse) -> None:
+def test_packing_memory_is_not_reused_while_it_is_read(harness: TransferHarness) -> None:
     """The target is stopped, so that batches lie half sent in their packing memory when the next are due."""
     num_blocks = 1200
     narrow = Shard(0, 4, 1, 3)
-    process = house.victim()
-    target = house.target(process, shard=narrow, num_blocks=num_blocks)
-    writer, other = house.writer(num_blocks=num_blocks), house.target()
+    process = harness.victim()
+    target = harness.target(process, shard=narrow, num_blocks=num_blocks)
+    writer, other = harness.writer(num_blocks=num_blocks), harness.target()
     connection_id = writer.connect([lane(target, narrow)], "rdma")
     writer.reports.take(PeerConnected)
     landing_id = target.open(writer, *range(num_blocks))

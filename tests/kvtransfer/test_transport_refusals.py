@@ -15,7 +15,7 @@ from transfer_harness import (
     SHARD,
     WRITER,
     Rank,
-    TransferHouse,
+    TransferHarness,
     eventually,
     lane,
 )
@@ -23,23 +23,23 @@ from transfer_harness import (
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
 from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
-from kvtransfer.transports.connection import HELLO_CODEC, ChannelHello, ChannelRefusal
+from kvtransfer.transports.base import HELLO_CODEC, ChannelHello, ChannelRefusal
 
 
-def test_a_path_below_the_floor_is_refused_by_name_or_used_with_a_warning(house: TransferHouse) -> None:
-    writer, target = house.writer(), house.target()
-    writer.connect([lane(target)], house.transport, min_gb_s=1e6)
+def test_a_path_below_the_floor_is_refused_by_name_or_used_with_a_warning(harness: TransferHarness) -> None:
+    writer, target = harness.writer(), harness.target()
+    writer.connect([lane(target)], harness.transport, min_gb_s=1e6)
     reason = writer.reports.take(PeerConnectFailed).reason
-    assert f"{house.transport}: " in reason
+    assert f"{harness.transport}: " in reason
     assert "below the floor" in reason
-    writer.connect([lane(target)], house.transport, min_gb_s=1e6, refuse_slow=False)
+    writer.connect([lane(target)], harness.transport, min_gb_s=1e6, refuse_slow=False)
     (path,) = writer.reports.take(PeerConnected).paths
     assert "below the floor" in path.instead_of
 
 
-def test_a_wrong_secret_is_refused(house: TransferHouse) -> None:
-    writer, target = house.writer(secret=b"x" * 32), house.target()
-    writer.connect([lane(target)], house.transport)
+def test_a_wrong_secret_is_refused(harness: TransferHarness) -> None:
+    writer, target = harness.writer(secret=b"x" * 32), harness.target()
+    writer.connect([lane(target)], harness.transport)
     assert "does not know the cluster secret" in writer.reports.take(PeerConnectFailed).reason
 
 
@@ -71,9 +71,9 @@ def hello(layout: BlockLayout = LAYOUT) -> ChannelHello:
     ids=["another block", "a piece it lacks", "a piece we lack", "another rank", "an old protocol"],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
-    house: TransferHouse, odd: ChannelHello, reason: str
+    harness: TransferHarness, odd: ChannelHello, reason: str
 ) -> None:
-    with reach(house.target()) as sock:
+    with reach(harness.target()) as sock:
         prove_as_client(sock, SECRET, "stranger")
         send_frame(sock, HELLO_CODEC.encode(odd))
         refusal = HELLO_CODEC.decode(receive_frame(sock))
@@ -82,9 +82,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x04\0\0\0abcd"])
-def test_garbage_closes_only_its_own_connection(house: TransferHouse, garbage: bytes) -> None:
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+def test_garbage_closes_only_its_own_connection(harness: TransferHarness, garbage: bytes) -> None:
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     with reach(target) as sock:
         sock.sendall(garbage)
         assert ends(sock)
@@ -92,10 +92,10 @@ def test_garbage_closes_only_its_own_connection(house: TransferHouse, garbage: b
     np.testing.assert_array_equal(target.pool[1], writer.pool[1])
 
 
-def test_a_flood_of_silent_connections_is_shed(house: TransferHouse) -> None:
+def test_a_flood_of_silent_connections_is_shed(harness: TransferHarness) -> None:
     """At most 64 wait for their proof; the next are closed at once, and proven ones go on."""
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     socks = [reach(target) for _ in range(100)]
     try:
         for sock in socks:

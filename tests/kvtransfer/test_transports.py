@@ -13,7 +13,7 @@ from transfer_harness import (
     NUM_BLOCKS,
     SHARD,
     Rank,
-    TransferHouse,
+    TransferHarness,
     eventually,
     lane,
 )
@@ -42,10 +42,10 @@ from kvtransfer.rpc.handshake import draw_id
 # ------------------------------------------------------------------------------------------- it lands
 
 
-def test_a_round_trip_is_exact_and_its_sums_hold(house: TransferHouse) -> None:
+def test_a_round_trip_is_exact_and_its_sums_hold(harness: TransferHarness) -> None:
     files_before = set(Path("/dev/shm").iterdir())
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     moves = [(2, 7), (9, 0), (3, 23)]
     landing_id = target.open(writer, 7, 0, 23)
     writer.push(1, connection_id, landing_id, moves)
@@ -54,7 +54,7 @@ def test_a_round_trip_is_exact_and_its_sums_hold(house: TransferHouse) -> None:
     for src, dst in moves:
         expected[dst] = writer.pool[src]
     np.testing.assert_array_equal(target.pool, expected)
-    assert (done.push_id, done.landing_id, done.transport) == (1, landing_id, house.transport)
+    assert (done.push_id, done.landing_id, done.transport) == (1, landing_id, harness.transport)
     assert done.num_bytes == 3 * LAYOUT.block_bytes
     assert done.pieces == tuple(
         PieceSum(src, 0, SHARD, checksum(writer.pool[src].tobytes())) for src, _ in moves
@@ -81,7 +81,7 @@ def parts(tp: int, pp: int, *, num_layers: int = 6, num_heads: int = 4) -> list[
     ids=["tp1-tp4", "tp4-tp1", "pp2-pp1", "tp8 replicated-tp3pp2", "tp2pp2-tp8 replicated"],
 )
 def test_any_shape_lands_as_one_rank_would_hold_it(
-    house: TransferHouse, source: tuple[int, int], target: tuple[int, int]
+    harness: TransferHarness, source: tuple[int, int], target: tuple[int, int]
 ) -> None:
     """The reference is the whole model's block, cut by numpy, with no code of the transfer."""
     whole = np.random.default_rng(5).integers(
@@ -93,10 +93,10 @@ def test_any_shape_lands_as_one_rank_would_hold_it(
         return cut.reshape(NUM_BLOCKS, -1)
 
     sources, targets = parts(*source), parts(*target)
-    writers = [house.writer(rank=rank, shard=shard) for rank, shard in enumerate(sources)]
+    writers = [harness.writer(rank=rank, shard=shard) for rank, shard in enumerate(sources)]
     for writer, shard in zip(writers, sources, strict=True):
         writer.pool[:] = held(shard)
-    readers = [house.target(rank=rank, shard=shard) for rank, shard in enumerate(targets)]
+    readers = [harness.target(rank=rank, shard=shard) for rank, shard in enumerate(targets)]
     planned = plan_pieces(list(enumerate(sources)), list(enumerate(targets)))
     landing_id = draw_id()
     for reader in readers:
@@ -104,7 +104,7 @@ def test_any_shape_lands_as_one_rank_would_hold_it(
     moves = [(block, (7 * block + 3) % NUM_BLOCKS) for block in range(NUM_BLOCKS)]
     for rank, writer in enumerate(writers):
         lanes = [lane(readers[each.target_rank], each.piece) for each in planned if each.source_rank == rank]
-        writer.push(rank, writer.connect(lanes, house.transport), landing_id, moves)
+        writer.push(rank, writer.connect(lanes, harness.transport), landing_id, moves)
     pieces = [piece for writer in writers for piece in writer.reports.take(PushDone).pieces]
     for rank, reader in enumerate(readers):
         for src, dst in moves:
@@ -113,14 +113,14 @@ def test_any_shape_lands_as_one_rank_would_hold_it(
         assert reader.verify(landing_id, mine, dict(moves)).bad_block_indices == ()
 
 
-def test_pushes_of_a_landing_end_in_order_and_each_is_visible_then(house: TransferHouse) -> None:
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connect([lane(target)], house.transport)
+def test_pushes_of_a_landing_end_in_order_and_each_is_visible_then(harness: TransferHarness) -> None:
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connect([lane(target)], harness.transport)
     landing_id = target.open(writer, *range(NUM_BLOCKS))
     for number in range(NUM_BLOCKS):
         writer.push(number, connection_id, landing_id, [(number, NUM_BLOCKS - 1 - number)])
     (path,) = writer.reports.take(PeerConnected).paths
-    assert (path.peer_rank, path.transport, path.instead_of) == (0, house.transport, "")
+    assert (path.peer_rank, path.transport, path.instead_of) == (0, harness.transport, "")
     assert path.device
     assert path.gb_s > 0
     assert path.latency_us > 0
@@ -129,11 +129,11 @@ def test_pushes_of_a_landing_end_in_order_and_each_is_visible_then(house: Transf
         np.testing.assert_array_equal(target.pool[NUM_BLOCKS - 1 - number], writer.pool[number])
 
 
-def test_landings_of_several_writers_do_not_disturb_each_other(house: TransferHouse) -> None:
-    target = house.target()
+def test_landings_of_several_writers_do_not_disturb_each_other(harness: TransferHarness) -> None:
+    target = harness.target()
     names = [ReplicaIdentity(f"w{number}", 1) for number in range(3)]
-    writers = [house.writer(identity=name, seed=number) for number, name in enumerate(names)]
-    connections = [writer.connect([lane(target)], house.transport) for writer in writers]
+    writers = [harness.writer(identity=name, seed=number) for number, name in enumerate(names)]
+    connections = [writer.connect([lane(target)], harness.transport) for writer in writers]
     landings = [
         [target.open(writer, *range(6 * number + half, 6 * number + 6, 2)) for half in (0, 1)]
         for number, writer in enumerate(writers)
@@ -148,12 +148,12 @@ def test_landings_of_several_writers_do_not_disturb_each_other(house: TransferHo
         np.testing.assert_array_equal(target.pool[6 * number : 6 * number + 6], writer.pool[:6])
 
 
-def test_a_flipped_bit_is_found(house: TransferHouse, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found(harness: TransferHarness, tmp_path: Path) -> None:
     rule = FaultRule("push.corrupt", "corrupt", str(tmp_path / "marker"), after=2)
-    target = house.target(shard=Shard(0, 4, 1, 3))
-    writer = house.writer(faults=[rule])
+    target = harness.target(shard=Shard(0, 4, 1, 3))
+    writer = harness.writer(faults=[rule])
     piece = Shard(1, 3, 1, 2)
-    connection_id = writer.connect([lane(target, piece)], house.transport)
+    connection_id = writer.connect([lane(target, piece)], harness.transport)
     landing_id = target.open(writer, 1, 2, 3)
     writer.push(1, connection_id, landing_id, [(5, 1), (6, 2), (7, 3)])
     done = writer.reports.take(PushDone)
@@ -166,8 +166,8 @@ def test_a_flipped_bit_is_found(house: TransferHouse, tmp_path: Path) -> None:
         assert target.piece(dst, piece) == writer.piece(src, piece)
 
 
-def test_pieces_that_a_peer_makes_up_are_bad(house: TransferHouse) -> None:
-    target = house.target()
+def test_pieces_that_a_peer_makes_up_are_bad(harness: TransferHarness) -> None:
+    target = harness.target()
     checks = (
         PieceCheck(1, 0, SHARD, checksum(bytes(LAYOUT.block_bytes))),
         PieceCheck(NUM_BLOCKS, 1, SHARD, 0),
@@ -181,10 +181,10 @@ def test_pieces_that_a_peer_makes_up_are_bad(house: TransferHouse) -> None:
 # -------------------------------------------------------------------------------------------- it ends
 
 
-def held_writer(house: TransferHouse, target: Rank, marker: Path) -> tuple[Rank, bytes, bytes]:
+def held_writer(harness: TransferHarness, target: Rank, marker: Path) -> tuple[Rank, bytes, bytes]:
     """A writer that stands in the middle of its first block (until `let_go`), its connection and landing."""
-    writer = house.writer(faults=[FaultRule("push.half", HOLD, str(marker))])
-    connection_id = writer.connected(target, house.transport)
+    writer = harness.writer(faults=[FaultRule("push.half", HOLD, str(marker))])
+    connection_id = writer.connected(target, harness.transport)
     landing_id = target.open(writer, *range(6))
     writer.push(1, connection_id, landing_id, [(block, block) for block in range(3)])
     eventually(marker.exists, "the middle of the first block")
@@ -196,10 +196,10 @@ def let_go(marker: Path) -> None:
 
 
 def test_a_stop_waits_for_what_is_being_written_and_fails_all_else(
-    house: TransferHouse, tmp_path: Path
+    harness: TransferHarness, tmp_path: Path
 ) -> None:
-    target = house.target()
-    writer, connection_id, landing_id = held_writer(house, target, tmp_path / "marker")
+    target = harness.target()
+    writer, connection_id, landing_id = held_writer(harness, target, tmp_path / "marker")
     other_id = target.open(writer, 10)
     writer.push(2, connection_id, landing_id, [(3, 3)])
     writer.push(3, connection_id, other_id, [(10, 10)])
@@ -215,11 +215,11 @@ def test_a_stop_waits_for_what_is_being_written_and_fails_all_else(
     np.testing.assert_array_equal(target.pool[10], writer.pool[10])
 
 
-def test_blocks_of_a_stopped_landing_can_be_reused_at_once(house: TransferHouse, tmp_path: Path) -> None:
-    target = house.target()
-    writer, connection_id, landing_id = held_writer(house, target, tmp_path / "marker")
-    other = house.writer(identity=ReplicaIdentity("other", 1), seed=2)
-    other_connection = other.connected(target, house.transport)
+def test_blocks_of_a_stopped_landing_can_be_reused_at_once(harness: TransferHarness, tmp_path: Path) -> None:
+    target = harness.target()
+    writer, connection_id, landing_id = held_writer(harness, target, tmp_path / "marker")
+    other = harness.writer(identity=ReplicaIdentity("other", 1), seed=2)
+    other_connection = other.connected(target, harness.transport)
     writer.handle(StopPush(landing_id))
     let_go(tmp_path / "marker")
     writer.reports.take(PushStopped)
@@ -231,9 +231,9 @@ def test_blocks_of_a_stopped_landing_can_be_reused_at_once(house: TransferHouse,
     np.testing.assert_array_equal(target.pool[:3], other.pool[:3])
 
 
-def test_stopping_an_unknown_landing_is_answered_and_remembered(house: TransferHouse) -> None:
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+def test_stopping_an_unknown_landing_is_answered_and_remembered(harness: TransferHarness) -> None:
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     landing_id = target.open(writer, 1)
     writer.handle(StopPush(landing_id))
     assert writer.reports.take(PushStopped).landing_id == landing_id
@@ -242,10 +242,10 @@ def test_stopping_an_unknown_landing_is_answered_and_remembered(house: TransferH
     assert not target.pool.any()
 
 
-def test_a_landing_may_be_opened_after_the_first_bytes_came(house: TransferHouse) -> None:
+def test_a_landing_may_be_opened_after_the_first_bytes_came(harness: TransferHarness) -> None:
     """The order that opens it and the writer's bytes travel on different connections."""
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     landing_id = draw_id()
     writer.push(1, connection_id, landing_id, [(1, 1)])
     target.open(writer, 1, landing_id=landing_id)
@@ -253,9 +253,9 @@ def test_a_landing_may_be_opened_after_the_first_bytes_came(house: TransferHouse
     np.testing.assert_array_equal(target.pool[1], writer.pool[1])
 
 
-def test_a_closed_landing_takes_nothing_and_others_go_on(house: TransferHouse) -> None:
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+def test_a_closed_landing_takes_nothing_and_others_go_on(harness: TransferHarness) -> None:
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     landing_id = target.open(writer, 1)
     assert target.close_landing(landing_id) == ()
     writer.push(1, connection_id, landing_id, [(1, 1)])
@@ -265,18 +265,18 @@ def test_a_closed_landing_takes_nothing_and_others_go_on(house: TransferHouse) -
     np.testing.assert_array_equal(target.pool[2], writer.pool[2])
 
 
-def test_a_landing_is_its_writers_alone(house: TransferHouse) -> None:
-    owner, target = house.writer(), house.target()
-    thief = house.writer(identity=ReplicaIdentity("thief", 1), seed=9)
-    connection_id = thief.connected(target, house.transport)
+def test_a_landing_is_its_writers_alone(harness: TransferHarness) -> None:
+    owner, target = harness.writer(), harness.target()
+    thief = harness.writer(identity=ReplicaIdentity("thief", 1), seed=9)
+    connection_id = thief.connected(target, harness.transport)
     thief.push(1, connection_id, target.open(owner, 1), [(1, 1)])
     assert "does not accept" in thief.reports.take(PushFailed).reason
     assert not target.pool.any()
 
 
-def test_blocks_outside_the_pools_are_refused(house: TransferHouse) -> None:
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+def test_blocks_outside_the_pools_are_refused(harness: TransferHarness) -> None:
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     landing_id = target.open(writer, 1)
     for number, move in enumerate([BlockMove(NUM_BLOCKS, 1, 0), BlockMove(0, NUM_BLOCKS, 0)]):
         writer.handle(PushOrder(number, connection_id, landing_id, (move,)))
@@ -285,30 +285,30 @@ def test_blocks_outside_the_pools_are_refused(house: TransferHouse) -> None:
     assert not target.pool[[0, 1, *range(3, NUM_BLOCKS)]].any()
 
 
-def test_pushes_on_a_closed_or_unknown_connection_fail(house: TransferHouse) -> None:
-    writer, target = house.writer(), house.target()
-    connection_id = writer.connected(target, house.transport)
+def test_pushes_on_a_closed_or_unknown_connection_fail(harness: TransferHarness) -> None:
+    writer, target = harness.writer(), harness.target()
+    connection_id = writer.connected(target, harness.transport)
     landing_id = target.open(writer, 1)
     writer.handle(ClosePeer(connection_id))
     writer.push(1, connection_id, landing_id, [(1, 1)])
     writer.push(2, bytes(16), landing_id, [(1, 1)])
     assert [writer.reports.take(PushFailed).push_id for _ in range(2)] == [1, 2]
-    writer.move(target, writer.connected(target, house.transport), 3, [(2, 2)])
+    writer.move(target, writer.connected(target, harness.transport), 3, [(2, 2)])
 
 
-def test_connections_leave_no_thread_and_no_descriptor(house: TransferHouse) -> None:
-    writer, target = house.writer(), house.target()
+def test_connections_leave_no_thread_and_no_descriptor(harness: TransferHarness) -> None:
+    writer, target = harness.writer(), harness.target()
 
     def used() -> list[int]:
         return [
             count
-            for process in (house.writers, house.targets)
+            for process in (harness.writers, harness.targets)
             for count in (process.num_threads(), process.num_descriptors())
         ]
 
     before, num_visits = used(), 6
     for _ in range(num_visits):
-        connection_id = writer.connected(target, house.transport)
+        connection_id = writer.connected(target, harness.transport)
         writer.move(target, connection_id, 1, [(1, 1)])
         writer.handle(ClosePeer(connection_id))
     # Less than one of anything for each: libraries make some things once.

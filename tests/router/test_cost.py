@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.messages import ReplicaIdentity
 from router.cost import (
     DEFAULT_LOAD_RATIO,
     DEFAULT_TRANSFER_RATIO,
@@ -26,8 +27,8 @@ from router.cost import (
     space_penalty_tokens,
     transfer_ratio,
 )
-from router.load import LoadState
-from router.messages import Candidate, Decision
+from router.load import CurrentLoad
+from router.messages import Candidate, Decision, ReplicaLoad
 
 QUERY = RouteQuery(1000, 200, 1, 64, 64, True)
 
@@ -41,23 +42,29 @@ def state(
     decode_step_s: float = 0.02,
     transfer_tok_s: float = 50_000.0,
     load_tok_s: dict[str, float] | None = None,
-) -> LoadState:
-    return LoadState(
-        "r",
-        role,
-        backlog,
-        sequences,
-        free,
-        100,
-        prefill_tok_s,
-        decode_step_s,
-        transfer_tok_s,
-        0.0,
-        load_tok_s or {},
+    replica_id: str = "r",
+    total: int = 100,
+    max_local_tokens: int = 0,
+) -> CurrentLoad:
+    report = ReplicaLoad(
+        identity=ReplicaIdentity(replica_id, 1),
+        received_at=0.0,
+        num_running=sequences,
+        num_waiting=0,
+        num_landings=0,
+        num_backlog_tokens=backlog,
+        num_free_blocks=free,
+        num_total_blocks=total,
+        prefill_tok_s=prefill_tok_s,
+        decode_step_s=decode_step_s,
+        transfer_tok_s=transfer_tok_s,
+        load_tok_s=load_tok_s or {},
+        max_local_tokens=max_local_tokens,
     )
+    return CurrentLoad(role, report, backlog, sequences, free)
 
 
-def held(of: LoadState, matched_tokens: int, is_stale: bool = False) -> ReplicaCost:
+def held(of: CurrentLoad, matched_tokens: int, is_stale: bool = False) -> ReplicaCost:
     """The cost of a replica whose device holds that many tokens, and whose store holds none."""
     return ReplicaCost(of, is_stale, matched_tokens, QUERY.num_tokens - matched_tokens)
 
@@ -123,7 +130,7 @@ def test_what_never_fits_is_the_very_last_choice() -> None:
 
 def test_one_that_cannot_serve_it_alone_is_the_last_choice() -> None:
     short, enough = (
-        local_candidate(QUERY, held(state()._replace(max_local_tokens=num), 0), 64.0) for num in (1000, 1001)
+        local_candidate(QUERY, held(state(max_local_tokens=num), 0), 64.0) for num in (1000, 1001)
     )
     assert short.cost == enough.cost + NEVER_FITS_TOKENS
     assert "never fits" in short.note
@@ -134,8 +141,8 @@ def test_one_that_cannot_serve_it_alone_is_the_last_choice() -> None:
 def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(too_small: str) -> None:
     huge = QUERY._replace(num_tokens=6400)
     sizes = {"prefill": 200, "decode": 200, too_small: 100}
-    prefill = state("prefill")._replace(replica_id="p", num_total_blocks=sizes["prefill"])
-    busy = state(sequences=50)._replace(num_total_blocks=sizes["decode"], num_free_blocks=sizes["decode"])
+    prefill = state("prefill", replica_id="p", total=sizes["prefill"])
+    busy = state(sequences=50, free=sizes["decode"], total=sizes["decode"])
     candidates = [
         prefill_candidate(huge, replica_cost(huge, prefill, False, 0, 0, 0)),
         decode_candidate(huge, ReplicaCost(busy, False, 0, 6400), 64.0),

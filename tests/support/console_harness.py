@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from gateway_harness import GatewayHouse
+from gateway_harness import GatewayHarness
 
 from cluster.console.orders import Operations
 from cluster.serve.gateway_server import Gateway
@@ -18,7 +18,7 @@ TOKEN = "the-operators-token"
 
 @dataclass
 class FakeDashboard:
-    """The two routes that the lever uses, for the application `tandem` and the pools of the house."""
+    """The two routes that the lever uses, for the application `tandem` and the pools of the harness."""
 
     # Deployment and count, as they were obeyed.
     orders: list[tuple[str, int]] = field(default_factory=list)
@@ -110,8 +110,8 @@ class Page:
 class ConsoleHarness:
     """p0 (prefill), d0 (decode), a gateway with a console, a dashboard, and a page."""
 
-    def __init__(self, house: GatewayHouse) -> None:
-        self.house = house
+    def __init__(self, harness: GatewayHarness) -> None:
+        self.harness = harness
         self.dashboard = FakeDashboard()
         self.gateway: Gateway
         self.address = ""
@@ -119,13 +119,13 @@ class ConsoleHarness:
 
     async def start(self) -> None:
         await self.dashboard.start()
-        await self.house.add_replica("p0", "prefill")
-        await self.house.add_replica("d0", "decode")
-        config = self.house.config(console_port=0, console_hosts=["console.example"])
-        self.gateway, self.address = await self.house.add_gateway(config, self.dashboard.operations())
+        await self.harness.add_replica("p0", "prefill")
+        await self.harness.add_replica("d0", "decode")
+        config = self.harness.config(console_port=0, console_hosts=["console.example"])
+        self.gateway, self.address = await self.harness.add_gateway(config, self.dashboard.operations())
         self.page = Page(f"http://127.0.0.1:{self.gateway.console_port}", aiohttp.ClientSession())
 
     async def stop(self) -> None:
-        """The house itself is its fixture's."""
+        """The harness itself is its fixture's."""
         await self.page.session.close()
         await self.dashboard.stop()

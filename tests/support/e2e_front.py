@@ -180,7 +180,7 @@ class Front:
         num_targets = sum(it.core.role != "prefill" for it in self._registered)
         return {
             view.record.identity.replica_id
-            for view in self.gateway.links.views()
+            for view in self.gateway.connections.views()
             if view.takes_requests and (view.record.role != "prefill" or len(view.paths) >= num_targets)
         }
 

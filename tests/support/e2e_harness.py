@@ -45,6 +45,7 @@ from workers.messages import (
     TokenLogprob,
 )
 from workers.replica.engine_core import EngineCore
+from workers.replica.partition import ReplicaSpec
 
 BLOCK_TOKENS = 16
 SINGLE = Parallel()
@@ -180,7 +181,7 @@ class E2eHarness:
         epoch: int = 1,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
-        core = EngineCore(
+        spec = ReplicaSpec(
             identity=ReplicaIdentity(name, epoch),
             pool=role,
             role=role,
@@ -190,16 +191,11 @@ class E2eHarness:
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
             secret=self.secret,
-            launcher=NurseryLauncher(),
-            clock=SystemClock(),
             host="127.0.0.1",
             store=store,
             faults=faults,
         )
-        async with contextlib.AsyncExitStack() as failed:
-            failed.push_async_callback(core.stop)
-            await core.start()
-            failed.pop_all()
+        core = await EngineCore.launch(spec, NurseryLauncher(), SystemClock())
         replica = self.replicas[name] = Replica(core, self.heard)
         await replica.connect(self.secret)
         return replica
@@ -257,10 +253,10 @@ class E2eHarness:
 
             def is_quiet(core: EngineCore = core) -> bool:
                 pool = core.pool
-                books = core.inbound.book.num_open + core.inbound.book.num_waiting
-                busy = books + core.outbound.book.num_active + len(core.requests)
-                if core.tiers is not None:
-                    busy += not core.tiers.is_idle
+                books = core.kv_receiver.landings.num_open + core.kv_receiver.landings.num_waiting
+                busy = books + core.kv_sender.sends.num_active + len(core.table)
+                if core.connector is not None:
+                    busy += not core.connector.is_idle
                 return pool.num_referenced == 0 and pool.num_quarantined == 0 and busy == 0
 
             await until(is_quiet, f"every reference of {core.identity.replica_id} is 0")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gateway_model import BLOCK_TOKENS, FINGERPRINT, MAX_CONTEXT, raw, truth
-from gateway_script import Script
 from patience import WAIT_S
 
 from cluster.api.client import Client
@@ -42,7 +42,6 @@ from workers.messages import (
     LoadReport,
     Move,
     MoveEnded,
-    PathMeasure,
     PrefillReport,
     PurgeCache,
     ReplicaHello,
@@ -54,6 +53,7 @@ from workers.messages import (
     TokenDelta,
     TokenLogprob,
 )
+from workers.stats_record import PathMeasure
 
 
 async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
@@ -65,11 +65,34 @@ async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S
         await clock.sleep(0.005)
 
 
+@dataclass
+class Script:
+    """How a replica misbehaves. Counts are of what is still to come."""
+
+    num_refusals: int = 0
+    # Sent once in place of an answer; its ids are filled in.
+    failure: RequestFailed | None = None
+    # Send no token beyond this output index until `resume` is set.
+    stop_after: int | None = None
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    token_s: float = 0.0
+    # Why a stream cannot move away.
+    moves_fail: str = ""
+    # In place of the truth.
+    tokens: list[int] | None = None
+    # End with the end token at this output index.
+    eos_at: int | None = None
+    # As a prefill replica: hand over before the first token is sent.
+    hand_over_first: bool = False
+    # Of the prompt's cached tokens: those that the store's tiers gave.
+    loaded: dict[str, int] = field(default_factory=dict)
+
+
 class ScriptedReplica:
     """Answers Submissions as a brain would, with `truth`."""
 
-    def __init__(self, house: GatewayHouse, replica_id: str, role: str, epoch: int = 1) -> None:
-        self.house = house
+    def __init__(self, harness: GatewayHarness, replica_id: str, role: str, epoch: int = 1) -> None:
+        self.harness = harness
         self.identity = ReplicaIdentity(replica_id, epoch)
         self.role = role
         self.num_blocks = 1000
@@ -80,7 +103,7 @@ class ScriptedReplica:
         self.snapshot_requests: list[str] = []
         self.purged: tuple[int, int, int] | None = (0, 0, 0)
         self.address = ""
-        self._server = LinkServer(house.secret, self._on_link, self._on_peer)
+        self._server = LinkServer(harness.secret, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
         # With the output index that comes next, of each sample.
@@ -90,7 +113,7 @@ class ScriptedReplica:
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{await self._server.start('127.0.0.1')}"
-        await self.house.roster.register_replica(self.record())
+        await self.harness.roster.register_replica(self.record())
 
     async def die(self) -> None:
         """As by SIGKILL: every Link breaks; the roster learns of it later."""
@@ -216,7 +239,7 @@ class ScriptedReplica:
             self._send(gateway_id, StepFrame(prefills=(report,), deltas=deltas))
             await self._decode(submission, gateway_id)
             return
-        decode = self.house.replicas[submission.decode.identity.replica_id]
+        decode = self.harness.replicas[submission.decode.identity.replica_id]
         goes_on = any(not delta.finish for delta in deltas)
         if self.script.hand_over_first and goes_on:
             decode._run(submission, decode.join(submission, gateway_id))
@@ -230,7 +253,7 @@ class ScriptedReplica:
         key = order.request_id, order.attempt
         error = self.script.moves_fail
         if not error:
-            target = self.house.replicas[order.target.identity.replica_id]
+            target = self.harness.replicas[order.target.identity.replica_id]
             for task in self._running.pop(key):
                 task.cancel()
             submission, next_index = self.decoding.pop(key)
@@ -266,7 +289,7 @@ class ScriptedReplica:
         while running:
             if self.script.stop_after is not None and max(next_index.values()) > self.script.stop_after:
                 await self.script.resume.wait()
-            await self.house.clock.sleep(self.script.token_s)
+            await self.harness.clock.sleep(self.script.token_s)
             deltas = [self._delta(submission, state, next_index[state.index]) for state in running]
             self._send(gateway_id, StepFrame(deltas=tuple(deltas)))
             for delta in deltas:
@@ -299,7 +322,7 @@ class ScriptedReplica:
         )
 
 
-class GatewayHouse:
+class GatewayHarness:
     """One roster, any number of scripted replicas, gateways and clients."""
 
     def __init__(self, model_dir: Path) -> None:
@@ -338,7 +361,7 @@ class GatewayHouse:
     def gateway(
         self, gateway_id: str, config: ClusterConfig, operations: Operations | None = None
     ) -> Gateway:
-        """Not yet started, and not closed by the house."""
+        """Not yet started, and not closed by the harness."""
         return Gateway(
             gateway_id=gateway_id,
             epoch=1,
@@ -360,7 +383,7 @@ class GatewayHouse:
         return gateway, address
 
     def is_connected(self, gateway: Gateway) -> bool:
-        connected = [view for view in gateway.links.views() if view.takes_requests]
+        connected = [view for view in gateway.connections.views() if view.takes_requests]
         return len(connected) == len(self.replicas)
 
     def busy(self) -> list[ScriptedReplica]:
@@ -384,6 +407,6 @@ class GatewayHouse:
 class Pair:
     """One prefill and one decode replica, a gateway and a client."""
 
-    def __init__(self, house: GatewayHouse, gateway: Gateway, client: Client) -> None:
-        self.house, self.gateway, self.client = house, gateway, client
-        self.prefill, self.decode = house.replicas["p0"], house.replicas["d0"]
+    def __init__(self, harness: GatewayHarness, gateway: Gateway, client: Client) -> None:
+        self.harness, self.gateway, self.client = harness, gateway, client
+        self.prefill, self.decode = harness.replicas["p0"], harness.replicas["d0"]

@@ -31,9 +31,9 @@ class LinkEnd(asyncio.Transport):
         for cut in itertools.cycle(cuts):
             if not data:
                 return
-            room = self.stream.get_buffer(-1)
-            size = min(len(room), cut, len(data))
-            room[:size] = data[:size]
+            space = self.stream.get_buffer(-1)
+            size = min(len(space), cut, len(data))
+            space[:size] = data[:size]
             data = data[size:]
             self.stream.buffer_updated(size)
 

@@ -87,8 +87,8 @@ async def _serve() -> None:
         while await stream.receive() is not None:
             pass
 
-    async def hold_visitor(visitor: PeerConnection) -> None:
-        await await_end(visitor.sock)
+    async def hold_stranger(connection: PeerConnection) -> None:
+        await await_end(connection.sock)
 
     tasks: set[asyncio.Task[None]] = set()
 
@@ -120,7 +120,7 @@ async def _serve() -> None:
     over_tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
     addresses["store tcp"] = f"127.0.0.1:{over_tcp.getsockname()[1]}"
     doors = [
-        StoreListener(sock, SECRET, hold_visitor, spawn, SystemClock()) for sock in (over_unix, over_tcp)
+        StoreListener(sock, SECRET, hold_stranger, spawn, SystemClock()) for sock in (over_unix, over_tcp)
     ]
 
     with Rank(TARGET) as rank:

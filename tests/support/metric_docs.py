@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from cluster.metrics.definitions import SECTIONS, Metric
 
-HEAD = "| metric | kind | labels | what it tells | empty while |\n|---|---|---|---|---|\n"
+HEAD = "| metric | kind | labels | meaning | empty while |\n|---|---|---|---|---|\n"
 
 
 def table(metrics: Iterable[Metric]) -> str:

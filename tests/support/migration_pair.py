@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from hash_rank import BLOCK_TOKENS, alone, unpack
-from replica_harness import GATEWAY, WHOLE, Components
+from replica_harness import GATEWAY, WHOLE, ReplicaHarness
 
 from kvtransfer.messages import (
     CloseLanding,
@@ -62,7 +62,7 @@ class Side:
         self, identity: ReplicaIdentity, peer: ReplicaIdentity, num_blocks: int, num_offload_blocks: int
     ) -> None:
         self.identity = identity
-        self.replica = Components(
+        self.replica = ReplicaHarness(
             num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks
         )
         self.other: Side
@@ -75,12 +75,12 @@ class Side:
     def plan(self) -> bool:
         """Send a plan, if one is possible and not too many are out."""
         replica = self.replica
-        replica.inbound.grant()
-        replica.outbound.wanted(replica.scheduler.landings_wanted(replica.clock.now()))
+        replica.kv_receiver.grant()
+        replica.kv_sender.ask_for_landings(replica.scheduler.landings_wanted(replica.clock.now()))
         plan = replica.scheduler.plan(replica.clock.now()) if len(self.plans) < DEPTH else None
         if plan is not None:
             self.plans.append(plan)
-        replica.moving.pump()
+        replica.migration.pump()
         for failure in replica.scheduler.take_failures():
             replica.requests.dropped(failure)
         return plan is not None
@@ -92,7 +92,7 @@ class Side:
         replica = self.replica
         report = replica.rank.run(self.plans.popleft())
         replica.requests.settle(replica.scheduler.settle(report, replica.clock.now()))
-        replica.moving.pump()
+        replica.migration.pump()
         return True
 
     def send(self, as_writer: bool) -> bool:
@@ -103,10 +103,10 @@ class Side:
             return False
         message = waiting.pop(0)
         if as_writer:
-            self.other.replica.inbound.message(self.identity, message)
+            self.other.replica.kv_receiver.message(self.identity, message)
         else:
-            self.other.replica.outbound.message(self.identity, message)
-        self.other.replica.moving.pump()
+            self.other.replica.kv_sender.message(self.identity, message)
+        self.other.replica.migration.pump()
         return True
 
     def transfer(self) -> bool:
@@ -116,7 +116,7 @@ class Side:
             return False
         order = replica.orders.pop(0) if replica.orders else replica.orders_to.pop(0)[1]
         self._carry_out(order)
-        replica.moving.pump()
+        replica.migration.pump()
         return True
 
     def _carry_out(self, order: TransferOrder) -> None:
@@ -124,22 +124,22 @@ class Side:
         match order:
             case PushOrder() if self.num_broken_pushes:
                 self.num_broken_pushes -= 1
-                replica.outbound.report(0, PushFailed(order.push_id, order.landing_id, "broken on purpose"))
+                replica.kv_sender.report(0, PushFailed(order.push_id, order.landing_id, "broken on purpose"))
             case PushOrder():
                 for move in order.moves:
                     self._write(move.src_block, move.dst_block)
                 pieces = tuple(PieceSum(move.block_index, 0, WHOLE, 5) for move in order.moves)
-                replica.outbound.report(
+                replica.kv_sender.report(
                     0, PushDone(order.push_id, order.landing_id, pieces, 8 * len(pieces), 0.1, 1.0, "shm")
                 )
             case StopPush(landing_id):
-                replica.outbound.report(0, PushStopped(landing_id))
+                replica.kv_sender.report(0, PushStopped(landing_id))
             case VerifyOrder():
                 bad = tuple(it.block_index for it in order.pieces if it.block_id in self._flipped)
                 self._flipped.difference_update(it.block_id for it in order.pieces)
-                replica.inbound.report(0, Verified(order.landing_id, bad))
+                replica.kv_receiver.report(0, Verified(order.landing_id, bad))
             case CloseLanding(landing_id):
-                replica.inbound.report(0, LandingClosed(landing_id, ()))
+                replica.kv_receiver.report(0, LandingClosed(landing_id, ()))
             case OpenLanding():
                 pass
             case _:
@@ -158,12 +158,12 @@ class Side:
         """The link on which this side writes to the other ends; a new one opens at once."""
         self.replica.peers.to_reader.clear()
         self.other.replica.peers.to_writer.clear()
-        self.other.replica.inbound.writer_lost(self.identity)
-        self.replica.outbound.peer_failed(self.other.identity, "reset")
+        self.other.replica.kv_receiver.writer_lost(self.identity)
+        self.replica.kv_sender.peer_failed(self.other.identity, "reset")
         self.replica.peers.to_reader.clear()
         self.other.replica.peers.to_writer.clear()
-        self.other.replica.inbound.writer_joined(self.identity, ((0, WHOLE),))
-        self.replica.moving.pump()
+        self.other.replica.kv_receiver.writer_joined(self.identity, ((0, WHOLE),))
+        self.replica.migration.pump()
 
     def is_quiet(self) -> bool:
         replica = self.replica
@@ -173,11 +173,11 @@ class Side:
     def check(self) -> None:
         replica = self.replica
         replica.pool.check()
-        replica.scheduler.check(replica.inbound.book.num_references)
-        replica.inbound.book.check()
+        replica.scheduler.check(replica.kv_receiver.landings.num_references)
+        replica.kv_receiver.landings.check()
 
 
-class MovingPair:
+class MigrationPair:
     """Both sides, and the gateway's view of the streams."""
 
     def __init__(self, num_blocks: tuple[int, int] = (16, 16), num_offload_blocks: int = 0) -> None:
@@ -201,8 +201,8 @@ class MovingPair:
         side, target = stream.at, stream.at.other
         stream.target = target
         order = Move(*stream.key, HandOverTarget(target.identity, "address"))
-        side.replica.moving.ask(GATEWAY, order)
-        side.replica.moving.pump()
+        side.replica.migration.start(order)
+        side.replica.migration.pump()
 
     def cancel(self, stream: Stream) -> None:
         stream.is_cancelled = True
@@ -213,7 +213,7 @@ class MovingPair:
         """The gateway reads its Links."""
         for side in self.sides:
             replica = side.replica
-            replica.gateways.flush()
+            replica.flush()
             replica._listen()
             for report in replica.joined:
                 stream = self.streams[report.request_id, report.attempt]
@@ -261,9 +261,9 @@ class MovingPair:
             side.check()
             replica = side.replica
             assert replica.pool.num_references == replica.pool.num_quarantined == 0
-            left = (len(replica.requests), len(replica.moving), replica.outbound.book.num_active)
+            left = (len(replica.table), len(replica.migration), replica.kv_sender.sends.num_active)
             assert left == (0, 0, 0), f"{side.identity.replica_id}: {left}"
-            assert replica.inbound.book.num_open == replica.inbound.book.num_waiting == 0
+            assert replica.kv_receiver.landings.num_open == replica.kv_receiver.landings.num_waiting == 0
         for stream in self.streams.values():
             assert stream.is_over, f"{stream.key} hangs"
             got = [stream.tokens[index] for index in sorted(stream.tokens)]

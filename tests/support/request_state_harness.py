@@ -1,25 +1,192 @@
-"""A journey without a cluster: its plan, its truth, and the messages that replicas would send."""
+"""A request's state machine without a cluster: its effects on record, its truth, and messages of replicas."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
-from cluster.gateway.actions import Action
-from cluster.gateway.request_state import RequestState
+from cluster.errors import RequestError
+from cluster.gateway.request_state import RequestPhase, RequestState
+from cluster.gateway.sample_output import OutputDelta
+from cluster.metrics.ended_request import Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
 from cluster.text.tokenizer import SampleText
 from kvtransfer.messages import ReplicaIdentity
-from router.messages import Decision
+from router.messages import Decision, RouteRequest
 from workers.messages import (
+    Cancel,
     HandOverReport,
     HandOverTarget,
+    Move,
     PrefillReport,
     SamplingParams,
     StageTimes,
+    Submission,
     TokenDelta,
 )
 
 P0, P1, D0, D1 = (ReplicaIdentity(name, 1) for name in ("p0", "p1", "d0", "d1"))
+
+
+class Route(NamedTuple):
+    request: RouteRequest
+    delay_s: float
+
+
+class Submit(NamedTuple):
+    replica: ReplicaIdentity
+    submission: Submission
+
+
+class CancelAt(NamedTuple):
+    replica: ReplicaIdentity
+    cancel: Cancel
+
+
+class ScheduleMove(NamedTuple):
+    delay_s: float = 0.0
+
+
+class RouteMove(NamedTuple):
+    request: RouteRequest
+
+
+class MoveAt(NamedTuple):
+    replica: ReplicaIdentity
+    move: Move
+
+
+class Confirm(NamedTuple):
+    """The placement, at the router."""
+
+
+class Release(NamedTuple):
+    """The placement, at the router."""
+
+
+class Finish(NamedTuple):
+    summary: Summary
+
+
+class Fail(NamedTuple):
+    error: RequestError
+
+
+Effect = (
+    Route
+    | Submit
+    | CancelAt
+    | ScheduleMove
+    | RouteMove
+    | MoveAt
+    | Confirm
+    | Release
+    | OutputDelta
+    | Finish
+    | Fail
+)
+
+
+class RecordedEffects:
+    """`RequestEffects` that happen nowhere: each is appended to `calls`, after `on_effect`."""
+
+    def __init__(self, on_effect: Callable[[], None]) -> None:
+        self.calls: list[Effect] = []
+        self._on_effect = on_effect
+
+    def _record(self, effect: Effect) -> None:
+        self._on_effect()
+        self.calls.append(effect)
+
+    def route(self, request: RouteRequest, delay_s: float) -> None:
+        self._record(Route(request, delay_s))
+
+    def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
+        self._record(Submit(replica, submission))
+
+    def cancel(self, replica: ReplicaIdentity, cancel: Cancel) -> None:
+        self._record(CancelAt(replica, cancel))
+
+    def schedule_move(self, delay_s: float) -> None:
+        self._record(ScheduleMove(delay_s))
+
+    def route_move(self, request: RouteRequest) -> None:
+        self._record(RouteMove(request))
+
+    def move(self, replica: ReplicaIdentity, order: Move) -> None:
+        self._record(MoveAt(replica, order))
+
+    def confirm_placement(self) -> None:
+        self._record(Confirm())
+
+    def release_placement(self) -> None:
+        self._record(Release())
+
+    def emit(self, delta: OutputDelta) -> None:
+        self._record(delta)
+
+    def finish(self, summary: Summary) -> None:
+        self._record(Finish(summary))
+
+    def fail(self, error: RequestError) -> None:
+        self._record(Fail(error))
+
+
+class RecordedRequest:
+    """A `RequestState` whose transitions, called here by their names, return the effects that they called.
+
+    Each asserts that the state was the same at every effect as at the end: effects come last.
+    """
+
+    def __init__(self, prepared: PreparedRequest, texts: list[SampleText]) -> None:
+        self._at_effects: list[str] = []
+        self._effects = RecordedEffects(lambda: self._at_effects.append(state_of(self.state)))
+        self.state = RequestState(prepared, texts, self._effects, 0.0)
+
+    @property
+    def prepared(self) -> PreparedRequest:
+        return self.state.prepared
+
+    @property
+    def phase(self) -> RequestPhase:
+        return self.state.phase
+
+    @property
+    def timeline(self) -> list[TimelineEntry]:
+        return self.state.timeline
+
+    def __getattr__(self, transition: str) -> Callable[..., list[Effect]]:
+        if not transition.startswith(("on_", "start")):
+            raise AttributeError(transition)
+
+        def call(*args: object, **named: object) -> list[Effect]:
+            getattr(self.state, transition)(*args, **named)
+            effects, self._effects.calls = self._effects.calls, []
+            at_effects, self._at_effects = self._at_effects, []
+            assert set(at_effects) <= {state_of(self.state)}, (
+                f"{transition} changed the state after an effect"
+            )
+            return effects
+
+        return call
+
+
+def state_of(machine: object) -> str:
+    """All that a state machine and the objects it consists of hold, but for its effects."""
+    parts = []
+    for name, value in vars(machine).items():
+        if name in ("_effects", "_note"):
+            continue
+        if isinstance(value, dict):
+            value = {
+                key: state_of(item) if hasattr(item, "__dict__") else item for key, item in value.items()
+            }
+        elif type(value).__module__.startswith("cluster.gateway") and hasattr(value, "__dict__"):
+            value = state_of(value)
+        parts.append(f"{name}={value!r}")
+    return f"{type(machine).__name__}({', '.join(parts)})"
 
 
 class Letters:
@@ -55,15 +222,15 @@ def cut(tokens: list[int], stops: tuple[str, ...]) -> tuple[int, str, str]:
     return len(tokens), text, "length"
 
 
-def make_journey(
+def make_request(
     n: int = 1,
     max_tokens: int = 6,
     stops: tuple[str, ...] = (),
     deadline_at: float | None = None,
     max_attempts: int = 5,
     starts: tuple[SampleStart, ...] = (),
-) -> RequestState:
-    plan = PreparedRequest(
+) -> RecordedRequest:
+    prepared = PreparedRequest(
         request_id="r",
         tenant="t",
         priority=0,
@@ -74,15 +241,19 @@ def make_journey(
         deadline_at=deadline_at,
         max_attempts=max_attempts,
     )
-    return RequestState(plan, [SampleText(Letters(), stops) for _ in plan.samples], 0.0)
+    return RecordedRequest(prepared, [SampleText(Letters(), stops) for _ in prepared.samples])
+
+
+def kinds(effects: list[Effect]) -> list[str]:
+    return [type(effect).__name__ for effect in effects]
 
 
 def decision(prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> Decision:
     return Decision("r", "cost", prefill.replica_id if prefill else "", decode.replica_id, 0, 0, (), "")
 
 
-def route(journey: RequestState, prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> list[Action]:
-    return journey.on_routed(decision(prefill, decode), prefill, HandOverTarget(decode, "a"), 1.0)
+def route(request: RecordedRequest, prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> list[Effect]:
+    return request.on_routed(decision(prefill, decode), prefill, HandOverTarget(decode, "a"), 1.0)
 
 
 def delta(sample: int, first: int, count: int, total: int, attempt: int = 1, shift: int = 0) -> TokenDelta:

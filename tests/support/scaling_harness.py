@@ -10,8 +10,8 @@ import numpy as np
 
 from cluster.metrics.demand import Demand
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.policy import Plan, decide, history_span_s
-from cluster.scaling.samples import History, PoolView, ReplicaSample, Sample
+from cluster.scaling.policy import ScalingPlan, decide, history_span_s
+from cluster.scaling.samples import History, PoolView, ReplicaSample, ScalingSample
 from cluster.scaling.simulation import Arrival
 
 PREFILL_TOK_S = 8000.0
@@ -94,7 +94,7 @@ def history_of(
         if desired is None:
             for replica in replicas:
                 counts[replica.pool] = counts.get(replica.pool, 0) + 1
-        history.add(Sample(at, counts, tuple(replicas), asked))
+        history.add(ScalingSample(at, counts, tuple(replicas), asked))
     return history
 
 
@@ -134,7 +134,7 @@ def decided(
     asked: Demand = NOTHING,
     settings: ScalingConfig | None = None,
     now: float = NOW,
-) -> Plan:
+) -> ScalingPlan:
     """The plan after 400 s in which the replicas looked like this and so much was asked every 2 s."""
     settings = settings or config()
     desired = {view.name: view.desired for view in pools}
@@ -146,7 +146,7 @@ def decided(
     return plan
 
 
-def counts(plan: Plan) -> dict[str, tuple[int, int]]:
+def counts(plan: ScalingPlan) -> dict[str, tuple[int, int]]:
     return {move.pool: (move.before, move.after) for move in plan.moves}
 
 

@@ -336,9 +336,9 @@ class AgentProcess:
             rank.reports.end()
 
 
-class TransferHouse:
+class TransferHarness:
     """Two long-lived processes, writers' and targets', and victims that tests start. Its ranks end with the
-    test (`room`), the processes with the house."""
+    test (`one_test`), the processes with the harness."""
 
     def __init__(self, transport: str) -> None:
         require(transport)
@@ -346,7 +346,7 @@ class TransferHouse:
         self.writers = AgentProcess()
         with closed_on_error(self.writers):
             self.targets = AgentProcess()
-        self._rooms: list[Rank] = []
+        self._test_ranks: list[Rank] = []
         self._victims: list[AgentProcess] = []
 
     def writer(self, process: AgentProcess | None = None, **start: object) -> Rank:
@@ -366,10 +366,10 @@ class TransferHouse:
         return process
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[TransferHouse]:
-        """One test's stay: its ranks and victims end with it."""
+    def one_test(self) -> Iterator[TransferHarness]:
+        """Return from the block after the ranks and victims that one test started have ended."""
         with contextlib.ExitStack() as stays:
-            stays.callback(self._rooms.clear)
+            stays.callback(self._test_ranks.clear)
             stays.callback(self._victims.clear)
             stays.callback(self._end_ranks)
             stays.callback(lambda: close_all(self._victims))
@@ -379,11 +379,11 @@ class TransferHouse:
         assert close_all((self.writers, self.targets)) == [0, 0]
 
     def _end_ranks(self) -> None:
-        for rank in reversed(self._rooms):
+        for rank in reversed(self._test_ranks):
             if rank.process in (self.writers, self.targets) and not rank.ended.is_set():
                 rank.end()
 
     def _start(self, process: AgentProcess, identity: object, start: dict[str, object]) -> Rank:
         rank = process.start(self.transport, identity, **start)  # type: ignore[arg-type]
-        self._rooms.append(rank)
+        self._test_ranks.append(rank)
         return rank

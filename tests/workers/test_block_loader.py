@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+from engine_fakes import HALVES, KEYS, FakeControl, Wires
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_wires import HALVES, KEYS, Wires
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.store.messages import (
@@ -21,7 +22,7 @@ from kvtransfer.store.messages import (
     StoreGetDone,
 )
 from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.step import LoadNeed
+from workers.scheduler.step import LoadNeed, StepRates
 from workers.store_connector.block_loader import (
     FETCH_PATIENCE_S,
     FIND_PATIENCE_S,
@@ -39,19 +40,16 @@ class LoadingHarness:
         self.clock = ManualClock()
         self.pool = BlockPool(num_blocks, 16)
         self.costs = TierCosts(16, BLOCK_BYTES)
-        self.held: list[bool] = []
+        fake: Any = self.wires
         self.loader = BlockLoader(
             pool=self.pool,
             costs=self.costs,
             clock=self.clock,
-            find=self.wires.send,
-            fetch=self.wires.send,
-            release=self.wires.send,
-            order_to=self.wires.order,
-            prefill_tok_s=lambda: prefill_tok_s,
-            num_spare_blocks=lambda: 0,
-            hold_others=lambda need, is_held: self.held.append(is_held),
-            end=lambda need, loaded: self.wires.ended.append((need, loaded)),
+            client=fake,
+            ranks=fake,
+            rates=StepRates(prefill_tok_s=prefill_tok_s),
+            scheduler=fake,
+            control=FakeControl(),
         )
 
     def need(self, keys: tuple[bytes, ...] = KEYS, num_held: int = 0) -> LoadNeed:
@@ -215,14 +213,14 @@ def test_a_load_that_lacks_room_for_long_has_those_behind_it_wait_too() -> None:
     assert isinstance(find, FindRequest)
     harness.loader.found(FindAnswer(find.number, ("dram",) * 6))
     harness.loader.pump()
-    assert harness.held == []
+    assert harness.wires.held == []
     harness.clock.advance(SPACE_PATIENCE_S + 0.1)
     harness.loader.pump()
     harness.loader.pump()
-    assert harness.held == [True]
+    assert harness.wires.held == [True]
     harness.pool.release(running)
     harness.loader.pump()
-    assert harness.held == [True, False]
+    assert harness.wires.held == [True, False]
 
 
 @pytest.mark.parametrize(("num_held", "num_quarantined", "num_asked"), [(0, 0, 5), (2, 0, 3), (2, 2, 1)])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from migration_pair import MovingPair, Side, Stream
+from migration_pair import MigrationPair, Side, Stream
 
 from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
 from workers.disagg.migration import AHEAD_S, MAX_TRIES
@@ -16,7 +16,7 @@ from workers.messages import HandOver
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
-def decoding(pair: MovingPair, num_tokens: int = 3, max_tokens: int = 20) -> Stream:
+def decoding(pair: MigrationPair, num_tokens: int = 3, max_tokens: int = 20) -> Stream:
     """A stream that has some tokens and runs at `a`."""
     stream = pair.submit(PROMPT, max_tokens, pair.a)
     while len(stream.tokens) < num_tokens:
@@ -31,18 +31,18 @@ def step(side: Side) -> None:
 
 
 async def test_a_stream_moves_with_the_blocks_that_it_has() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair)
     pair.move(stream)
     pair.run()
     assert stream.at is pair.b
     assert stream.finish == "length"
-    assert (pair.a.replica.moving.num_moved, pair.a.replica.moving.num_failed) == (1, 0)
+    assert (pair.a.replica.migration.num_migrated, pair.a.replica.migration.num_failed) == (1, 0)
     pair.check_over()
 
 
 async def test_it_decodes_while_its_blocks_are_copied() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair)
     pair.move(stream)
     assert pair.a.send(True)
@@ -58,7 +58,7 @@ async def test_it_decodes_while_its_blocks_are_copied() -> None:
 
 
 async def test_what_the_target_holds_is_not_sent() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     before = pair.submit(PROMPT, 6, pair.b)
     pair.run()
     assert before.finish
@@ -67,37 +67,37 @@ async def test_what_the_target_holds_is_not_sent() -> None:
     pair.run()
     assert stream.at is pair.b
     num_blocks = (len(PROMPT) + len(stream.tokens)) // 4
-    assert 0 < pair.a.replica.outbound.book.counters.num_bytes.total() // 8 < num_blocks
+    assert 0 < pair.a.replica.kv_sender.sends.counters.num_bytes.total() // 8 < num_blocks
     pair.check_over()
 
 
 async def test_a_refused_landing_leaves_it_where_it_is() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair)
-    pair.b.replica.inbound.leave("it leaves too")
+    pair.b.replica.kv_receiver.leave("it leaves too")
     pair.move(stream)
     assert pair.a.send(True)
     assert isinstance(pair.b.replica.peers.to_writer[0], LandingRefusal)
     pair.run()
     assert stream.at is pair.a
     assert stream.finish
-    assert pair.a.replica.moving.num_failed == 1
+    assert pair.a.replica.migration.num_failed == 1
     pair.check_over()
 
 
 async def test_a_bad_piece_is_computed_again_at_the_target() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair, num_tokens=6)
     pair.b.num_flips = 1
     pair.move(stream)
     pair.run()
     assert stream.at is pair.b
-    assert pair.b.replica.inbound.num_checksum_failures == 1
+    assert pair.b.replica.kv_receiver.num_checksum_failures == 1
     pair.check_over()
 
 
 async def test_a_push_that_breaks_leaves_it_where_it_is() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair, num_tokens=6)
     pair.a.num_broken_pushes = 1
     pair.move(stream)
@@ -108,7 +108,7 @@ async def test_a_push_that_breaks_leaves_it_where_it_is() -> None:
 
 
 async def test_there_and_back() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair, max_tokens=30)
     pair.move(stream)
     while stream.at is pair.a:
@@ -120,12 +120,12 @@ async def test_there_and_back() -> None:
     pair.move(stream)
     pair.run()
     assert stream.at is pair.a
-    assert pair.b.replica.moving.num_moved == 1
+    assert pair.b.replica.migration.num_migrated == 1
     pair.check_over()
 
 
 async def test_only_so_many_move_at_a_time() -> None:
-    pair = MovingPair((40, 40))
+    pair = MigrationPair((40, 40))
     streams = [pair.submit([*PROMPT, 12 + i], 24, pair.a) for i in range(4)]
     while any(len(stream.tokens) < 2 for stream in streams):
         step(pair.a)
@@ -140,7 +140,7 @@ async def test_only_so_many_move_at_a_time() -> None:
 
 
 async def test_one_that_ends_before_it_has_moved_gives_its_landing_back() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair, max_tokens=9)
     pair.move(stream)
     while not stream.is_over:
@@ -148,12 +148,12 @@ async def test_one_that_ends_before_it_has_moved_gives_its_landing_back() -> Non
         pair.listen()
     pair.run()
     assert stream.at is pair.a
-    assert pair.a.replica.moving.num_moved == 0
+    assert pair.a.replica.migration.num_migrated == 0
     pair.check_over()
 
 
 async def test_samples_of_one_request_stay_together() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = pair.submit(PROMPT, 12, pair.a, num_samples=2)
     while len(stream.tokens) < 3:
         step(pair.a)
@@ -165,12 +165,12 @@ async def test_samples_of_one_request_stay_together() -> None:
 
 
 async def test_a_target_without_room_in_time_is_asked_a_few_times_and_left() -> None:
-    pair = MovingPair((16, 40))
+    pair = MigrationPair((16, 40))
     blocker = pair.b.replica.pool.allocate(39)
     stream = decoding(pair, max_tokens=33)
     pair.move(stream)
     num_asked = 0
-    while not (pair.a.replica.moving.num_failed or stream.is_over):
+    while not (pair.a.replica.migration.num_failed or stream.is_over):
         step(pair.a)
         while pair.a.replica.peers.to_reader:
             num_asked += isinstance(pair.a.replica.peers.to_reader[0], LandingRequest)
@@ -186,7 +186,7 @@ async def test_a_target_without_room_in_time_is_asked_a_few_times_and_left() -> 
 
 async def test_a_stream_with_blocks_in_host_memory_waits_until_they_are_back() -> None:
     """It runs beside another one that needs the room; when that is over it moves, with all its blocks."""
-    pair = MovingPair((8, 16), num_offload_blocks=8)
+    pair = MigrationPair((8, 16), num_offload_blocks=8)
     other = pair.submit([1, 2, 3], 17, pair.a)
     stream = pair.submit(PROMPT, 30, pair.a)
     while not pair.a.replica.scheduler.num_offloaded_blocks:
@@ -202,12 +202,12 @@ async def test_a_stream_with_blocks_in_host_memory_waits_until_they_are_back() -
 @pytest.mark.parametrize("num_offload_blocks", [0, 8])
 async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> None:
     """What waits to be pushed is preempted, or moved to host memory: what is pushed then is not its KV."""
-    pair = MovingPair((8, 16), num_offload_blocks)
+    pair = MigrationPair((8, 16), num_offload_blocks)
     if not num_offload_blocks:
         pair.submit([1, 2, 3, 4], 24, pair.a)
     stream = pair.submit(PROMPT, 30 if num_offload_blocks else 24, pair.a)
     replica = pair.a.replica
-    replica.decode_step_s = AHEAD_S / 10  # a landing has room for ten tokens
+    replica.rates.decode_step_s = AHEAD_S / 10  # a landing has room for ten tokens
     while replica.pool.num_free > 1:
         step(pair.a)
         pair.listen()
@@ -232,7 +232,7 @@ async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> No
 
 async def test_a_link_lost_with_the_state_on_it_ends_the_attempt_at_both_ends() -> None:
     """The state may have arrived: the stream must not go on at two places, so its gateway resumes it."""
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair)
     pair.move(stream)
     while not any(isinstance(it, HandOver) for it in pair.a.replica.peers.to_reader):
@@ -252,7 +252,7 @@ async def test_a_link_lost_with_the_state_on_it_ends_the_attempt_at_both_ends() 
 
 
 async def test_a_link_lost_before_leaves_it_where_it_is() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair)
     pair.move(stream)
     pair.a.send(True)
@@ -264,7 +264,7 @@ async def test_a_link_lost_before_leaves_it_where_it_is() -> None:
 
 
 async def test_a_leaving_replica_hands_back_what_has_not_begun() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     first = decoding(pair)
     second = pair.submit([1, 2, 3], 8, pair.a)
     pair.a.replica.requests.leave("it leaves")
@@ -280,7 +280,7 @@ async def test_a_leaving_replica_hands_back_what_has_not_begun() -> None:
 
 
 async def test_at_the_end_of_the_drain_the_rest_is_handed_back() -> None:
-    pair = MovingPair()
+    pair = MigrationPair()
     stream = decoding(pair)
     pair.a.replica.requests.leave("it leaves")
     pair.move(stream)
@@ -314,7 +314,7 @@ def test_whatever_happens_for_long(
 
 
 async def play(data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int) -> None:
-    pair = MovingPair(num_blocks, num_offload_blocks)
+    pair = MigrationPair(num_blocks, num_offload_blocks)
     for number in range(data.draw(st.integers(1, 4))):
         pair.submit([number + 1] * data.draw(st.integers(1, 6)), data.draw(st.integers(6, 20)), pair.a)
     for _ in range(data.draw(st.integers(0, 8))):
@@ -342,8 +342,8 @@ async def play(data: st.DataObject, num_blocks: tuple[int, int], num_offload_blo
                 side.num_broken_pushes += data.draw(st.integers(0, 1))
             case 6:
                 side.replica.clock.advance(1.0)
-                side.replica.inbound.tick()
-                side.replica.outbound.tick()
+                side.replica.kv_receiver.tick()
+                side.replica.kv_sender.tick()
             case 7 | 8 | 9:
                 side.plan()
             case 10 | 11 | 12:

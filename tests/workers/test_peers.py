@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from e2e_harness import until
+from engine_fakes import FakeControl, FakeRanks
 from link_ends import LinkEnd
 from msgspec.structs import replace
 
@@ -36,7 +37,8 @@ from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from workers.disagg import peers as peers_module
 from workers.disagg.peers import Peers
-from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
+from workers.messages import PEER_CODEC, HandOverTarget, PeerLinkMessage
+from workers.stats_record import PathMeasure
 
 SECRET = draw_secret()
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
@@ -83,15 +85,14 @@ class Sides:
         self.lost.append(writer)
 
 
-class E2eHarness:
+class PeersHarness:
     """The Peer links of one replica."""
 
     def __init__(self, own: tuple[RankEndpoints, ...] = WHOLE) -> None:
         self.sides = Sides()
         self.clock = ManualClock(100.0)
-        self.errors: list[BaseException] = []
-        self.orders: list[TransferOrder] = []
-        self.orders_to: dict[int, list[TransferOrder]] = {item.rank: [] for item in own}
+        self.control, self.ranks = FakeControl(), FakeRanks()
+        self.errors, self.orders = self.control.errors, self.ranks.orders
         self.peers = Peers(
             identity=HERE,
             compatibility=RECORD,
@@ -99,13 +100,18 @@ class E2eHarness:
             config=TransferConfig(transports=("shm", "tcp"), below_floor="warn", max_cool_down_s=3.0),
             secret=SECRET,
             clock=self.clock,
-            order=self.orders.append,
-            order_to=lambda rank, order: self.orders_to[rank].append(order),
-            prefill_side=self.sides,
-            decode_side=self.sides,
-            wake=lambda: None,
-            on_error=self.errors.append,
+            channel=self.ranks,
+            control=self.control,
         )
+
+    def orders_to(self, rank: int) -> list[TransferOrder]:
+        return [order for number, order in self.ranks.orders_to if number == rank]
+
+    def ensure(self, target: HandOverTarget) -> None:
+        self.peers.ensure(target, self.sides)
+
+    async def serve(self, stream: FrameStream) -> None:
+        await self.peers.serve(stream, self.sides)
 
 
 def fed(*messages: PeerLinkMessage) -> tuple[FrameStream, LinkEnd]:
@@ -118,7 +124,7 @@ def fed(*messages: PeerLinkMessage) -> tuple[FrameStream, LinkEnd]:
 
 @asynccontextmanager
 async def served(
-    harness: E2eHarness, handler: Callable[[FrameStream], Awaitable[None]]
+    harness: PeersHarness, handler: Callable[[FrameStream], Awaitable[None]]
 ) -> AsyncIterator[HandOverTarget]:
     """A peer of the harness that answers its links by `handler`."""
     server = LinkServer(SECRET, handler, handler)
@@ -131,13 +137,13 @@ async def served(
 
 
 async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
-    harness = E2eHarness()
+    harness = PeersHarness()
     hello = PeerHello(PEER, RECORD, WHOLE)
     old, _ = fed(hello)
-    first = asyncio.create_task(harness.peers.serve(old))
-    await until(lambda: PEER in harness.peers._inbound, "the first link")
+    first = asyncio.create_task(harness.serve(old))
+    await until(lambda: PEER in harness.peers._writers, "the first link")
     new, feed = fed(hello, WriterStopped(b"1"))
-    second = asyncio.create_task(harness.peers.serve(new))
+    second = asyncio.create_task(harness.serve(new))
     await until(lambda: bool(harness.sides.heard), "the second link is heard")
     assert harness.sides.lost == [PEER], (
         "the landings of the first link would stay open until their lease ends"
@@ -152,11 +158,11 @@ async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
 
 async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> None:
     """Its landings are lost: a request of it would open one that its writer has forgotten."""
-    harness = E2eHarness()
+    harness = PeersHarness()
     hello = PeerHello(PEER, RECORD, WHOLE)
     old, late = fed(hello)
-    first = asyncio.create_task(harness.peers.serve(old))
-    await until(lambda: PEER in harness.peers._inbound, "the first link")
+    first = asyncio.create_task(harness.serve(old))
+    await until(lambda: PEER in harness.peers._writers, "the first link")
     lose = harness.sides.writer_lost
 
     def lose_with_a_frame_on_its_way(writer: ReplicaIdentity) -> None:
@@ -165,7 +171,7 @@ async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> 
 
     harness.sides.writer_lost = lose_with_a_frame_on_its_way  # type: ignore[method-assign]
     new, feed = fed(hello)
-    second = asyncio.create_task(harness.peers.serve(new))
+    second = asyncio.create_task(harness.serve(new))
     await first
     assert harness.sides.heard == []
     feed.feed(None)
@@ -180,12 +186,12 @@ async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> 
     ],
 )
 async def test_a_peer_that_accepts_what_does_not_fit_is_not_written_to(hello: PeerHello, word: str) -> None:
-    harness = E2eHarness()
+    harness = PeersHarness()
     async with served(harness, answering(hello)) as target:
-        harness.peers.ensure(target)
+        harness.ensure(target)
         await until(lambda: bool(harness.sides.failed), "it is refused")
         assert word in harness.sides.failed[0]
-        assert connects(harness.orders_to[0]) == []
+        assert connects(harness.orders_to(0)) == []
 
 
 async def test_an_error_of_ours_is_told_and_does_not_leave_a_dead_link_behind() -> None:
@@ -195,10 +201,10 @@ async def test_an_error_of_ours_is_told_and_does_not_leave_a_dead_link_behind() 
         stream.send(PEER_CODEC.encode(LandingGrant(b"1", 0, ())))
         await stream.receive()
 
-    harness = E2eHarness()
+    harness = PeersHarness()
     harness.sides.is_broken = True
     async with served(harness, grant) as target:
-        harness.peers.ensure(target)
+        harness.ensure(target)
         await until(lambda: bool(harness.errors), "the error is told")
         assert "a mistake of ours" in str(harness.errors[0])
 
@@ -210,9 +216,9 @@ async def test_a_peer_that_does_not_answer_is_given_up(monkeypatch: pytest.Monke
         while await stream.receive() is not None:
             pass
 
-    harness = E2eHarness()
+    harness = PeersHarness()
     async with served(harness, silent) as target:
-        harness.peers.ensure(target)
+        harness.ensure(target)
         await until(lambda: bool(harness.sides.failed), "it is given up")
         assert "no answer" in harness.sides.failed[0]
         assert harness.peers.connection(PEER) is None
@@ -240,17 +246,19 @@ async def test_each_rank_connects_its_lanes_and_the_path_is_ready_when_all_have(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "tandem.peers")
-    harness = E2eHarness(STAGES)
+    harness = PeersHarness(STAGES)
     async with served(harness, answering(PeerHello(PEER, RECORD, COLUMNS))) as target:
-        harness.peers.ensure(target)
-        await until(lambda: all(harness.orders_to.values()), "both ranks are told to connect")
-        for rank, orders in harness.orders_to.items():
-            (connect,) = connects(orders)
+        harness.ensure(target)
+        await until(
+            lambda: bool(harness.orders_to(0) and harness.orders_to(1)), "both ranks are told to connect"
+        )
+        for rank in (0, 1):
+            (connect,) = connects(harness.orders_to(rank))
             assert (connect.writer, connect.peer, connect.refuse_slow) == (HERE, PEER, False)
             lanes = [(lane.target, lane.piece) for lane in connect.lanes]
             assert lanes == [(COLUMNS[head], QUARTERS[rank, head]) for head in (0, 1)]
-        connection = connects(harness.orders_to[0])[0].connection_id
-        assert connects(harness.orders_to[1])[0].connection_id == connection
+        connection = connects(harness.orders_to(0))[0].connection_id
+        assert connects(harness.orders_to(1))[0].connection_id == connection
 
         harness.peers.path_report(1, PeerConnected(connection, (path(0), path(1))))
         assert (harness.peers.connection(PEER), harness.sides.num_ready) == (None, 0)
@@ -274,10 +282,10 @@ async def test_each_rank_connects_its_lanes_and_the_path_is_ready_when_all_have(
 
 
 async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> None:
-    harness = E2eHarness(COLUMNS)
+    harness = PeersHarness(COLUMNS)
     stream, feed = fed(PeerHello(PEER, RECORD, STAGES))
     feed.feed(None)
-    await harness.peers.serve(stream)
+    await harness.serve(stream)
     assert sorted(harness.sides.pieces, key=str) == sorted(
         ((head, piece) for (_, head), piece in QUARTERS.items()), key=str
     )
@@ -299,10 +307,10 @@ async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> Non
 async def test_a_writer_that_cannot_send_all_is_refused_with_the_reason(
     own: tuple[RankEndpoints, ...], word: str
 ) -> None:
-    harness = E2eHarness()
+    harness = PeersHarness()
     stream, feed = fed(PeerHello(PEER, RECORD, own))
     feed.feed(None)
-    await harness.peers.serve(stream)
+    await harness.serve(stream)
     (frame,) = feed.sent()
     refusal = PEER_CODEC.decode(frame)
     assert isinstance(refusal, PeerRefusal)
@@ -318,7 +326,7 @@ async def test_a_peer_that_stops_is_no_cause_for_a_warning(
     caplog: pytest.LogCaptureFixture, farewell: list[PeerLinkMessage], reason: str, level: str
 ) -> None:
     caplog.set_level(logging.INFO, "tandem.peers")
-    harness = E2eHarness()
+    harness = PeersHarness()
 
     async def serve(stream: FrameStream) -> None:
         await stream.receive()
@@ -326,7 +334,7 @@ async def test_a_peer_that_stops_is_no_cause_for_a_warning(
             stream.send(PEER_CODEC.encode(message))
 
     async with served(harness, serve) as target:
-        harness.peers.ensure(target)
+        harness.ensure(target)
         await until(lambda: bool(harness.sides.failed), "the link's end is seen")
     assert harness.sides.failed == [reason]
     (record,) = (record for record in caplog.records if "lost its way" in record.getMessage())
@@ -335,10 +343,10 @@ async def test_a_peer_that_stops_is_no_cause_for_a_warning(
 
 async def test_two_replicas_part_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tandem.peers")
-    here, there = E2eHarness(), E2eHarness()
-    async with served(here, there.peers.serve) as target:
-        here.peers.ensure(HandOverTarget(HERE, target.address))
-        await until(lambda: bool(here.orders_to[0]), "the link is open")
+    here, there = PeersHarness(), PeersHarness()
+    async with served(here, there.serve) as target:
+        here.ensure(HandOverTarget(HERE, target.address))
+        await until(lambda: bool(here.orders_to(0)), "the link is open")
         await there.peers.close()
         await until(lambda: bool(here.sides.failed), "the link's end is seen")
     assert here.sides.failed == ["it stops"]
@@ -346,14 +354,14 @@ async def test_two_replicas_part_without_a_warning(caplog: pytest.LogCaptureFixt
 
 
 async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a_while() -> None:
-    harness = E2eHarness()
+    harness = PeersHarness()
     async with served(harness, answering(PeerHello(PEER, RECORD, WHOLE))) as target:
 
         async def fail(number: int) -> bytes:
             """Connect once more, and let the rank find no path; returns the connection's id."""
-            harness.peers.ensure(target)
-            await until(lambda: len(connects(harness.orders_to[0])) == number, "it is tried")
-            connection = connects(harness.orders_to[0])[-1].connection_id
+            harness.ensure(target)
+            await until(lambda: len(connects(harness.orders_to(0))) == number, "it is tried")
+            connection = connects(harness.orders_to(0))[-1].connection_id
             harness.peers.path_report(0, PeerConnectFailed(connection, "all are slow"))
             assert ClosePeer(connection) in harness.orders
             return connection
@@ -364,23 +372,23 @@ async def test_a_failed_path_cools_down_longer_each_time_until_it_was_good_for_a
                 (PEER, "", "rank 0: all are slow")
             ]
             harness.clock.advance(delay_s - 0.5)
-            harness.peers.ensure(target)
+            harness.ensure(target)
             assert harness.sides.failed == [
                 "rank 0: all are slow",
                 "rank 0: all are slow (tried again in 0.5 s)",
             ]
-            assert len(connects(harness.orders_to[0])) == number
+            assert len(connects(harness.orders_to(0))) == number
             harness.sides.failed.clear()
             harness.clock.advance(0.5)
-        harness.peers.ensure(target)
-        await until(lambda: len(connects(harness.orders_to[0])) == 5, "it is tried")
-        connection = connects(harness.orders_to[0])[-1].connection_id
+        harness.ensure(target)
+        await until(lambda: len(connects(harness.orders_to(0))) == 5, "it is tried")
+        connection = connects(harness.orders_to(0))[-1].connection_id
         harness.peers.path_report(0, PeerConnected(connection, (path(0),)))
         assert [it.transport for it in harness.peers.paths()] == [path(0).transport]
         harness.clock.advance(3.5)
         harness.peers.path_report(0, PeerLost(connection, "it broke"))
         harness.clock.advance(0.75)
-        harness.peers.ensure(target)
+        harness.ensure(target)
         assert harness.sides.failed == ["rank 0: it broke", "rank 0: it broke (tried again in 0.2 s)"]
         harness.peers.forget_others([PEER])
         assert [it.instead_of for it in harness.peers.paths()] == ["rank 0: it broke"]

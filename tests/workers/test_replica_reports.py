@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
-from replica_harness import GATEWAY, HERE, PEER, Components
+from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 
 from kvtransfer.messages import LandingRequest, PushDone
+from workers.disagg.peers import Peers
 from workers.replica.replica_reports import ReplicaReports
 from workers.replica.step_loop import StepLoop
 
 
-class Told(Components):
-    """Components with their reports; steps go through the step loop."""
+class Told(ReplicaHarness):
+    """ReplicaHarness with their reports; steps go through the step loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,9 +24,10 @@ class Told(Components):
             pool=self.pool,
             scheduler=self.scheduler,
             steps=self.steps,
-            outbound=self.outbound,
-            inbound=self.inbound,
-            peers=self.peers,  # type: ignore[arg-type]
+            kv_sender=self.kv_sender,
+            kv_receiver=self.kv_receiver,
+            migration=self.migration,
+            peers=cast(Peers, self.peers),
         )
 
 
@@ -31,7 +35,7 @@ async def test_blocks_of_sequences_and_landings_are_not_leaked_and_others_are() 
     told = Told()
     told.requests.submit(GATEWAY, told.submission("a", [1, 2, 3]))
     told.pump()
-    told.inbound.message(PEER, LandingRequest(bytes(16), "r", 1, "", 0, (), 9, 1, None))
+    told.kv_receiver.message(PEER, LandingRequest(bytes(16), "r", 1, "", 0, (), 9, 1, None))
     load = told.reports.load()
     assert (load.num_running, load.num_landings, load.num_leaked_blocks) == (1, 1, 0)
     assert told.pool.num_references == 4
@@ -43,14 +47,14 @@ async def test_what_was_moved_is_told_by_class_also_of_pushes_that_are_forgotten
     told = Told()
     for number, traffic in enumerate(("hand_over", "prefetch", "hand_over")):
         done = PushDone(number, bytes(16), (), 10 + number, 0.1, 1.0, "shm", traffic)  # type: ignore[arg-type]
-        told.outbound.report(0, done)
+        told.kv_sender.report(0, done)
     assert told.reports.load().num_moved_bytes == {"hand_over": 22, "prefetch": 11}
 
 
 async def test_what_was_moved_is_told_by_transport_with_the_time_it_took() -> None:
     told = Told()
     for number, (num_bytes, transport) in enumerate(((10, "shm"), (20, "tcp"), (5, "shm"), (0, "shm"))):
-        told.outbound.report(0, PushDone(number, bytes(16), (), num_bytes, 0.25, 1.0, transport))
+        told.kv_sender.report(0, PushDone(number, bytes(16), (), num_bytes, 0.25, 1.0, transport))
     load = told.reports.load()
     assert load.num_transport_bytes == {"shm": 15, "tcp": 20}
     assert load.transport_s == {"shm": 0.5, "tcp": 0.25}

@@ -14,14 +14,15 @@ from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages import RankJoined, StageCost
 from workers.model.random_checkpoint import write_random_checkpoint
-from workers.replica.partition import Shape
+from workers.replica.partition import ReplicaSpec, Shape
 
 ENGINE = EngineConfig(chunk_tokens=32, max_sequences=8)
 
 
 def shape(model_dir: Path, parallel: Parallel, role: str = "both", engine: EngineConfig = ENGINE) -> Shape:
     write_random_checkpoint(model_dir, "llama", seed=1, num_hidden_layers=6)
-    return Shape(
+    spec = ReplicaSpec(
+        pool="pool",
         identity=ReplicaIdentity("r", 1),
         role=role,
         model_dir=str(model_dir),
@@ -30,8 +31,8 @@ def shape(model_dir: Path, parallel: Parallel, role: str = "both", engine: Engin
         engine=engine,
         transfer=TransferConfig(),
         secret=b"s" * 32,
-        faults=(),
     )
+    return Shape(spec)
 
 
 def joined(*costs: StageCost) -> list[RankJoined]:

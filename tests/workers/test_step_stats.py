@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.common.clock import ManualClock, SystemClock
-from workers.messages import BATCH_BOUNDS, BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
+from workers.messages import BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import ATTENTION_PIECE_FLOPS, ModelWork
 from workers.rank import probe
 from workers.rank.probe import MeasureSizes, device_memory, measure_limits
 from workers.replica.stats import Capability, StepStats
 from workers.scheduler.step import PromptDone, StepOutcome
+from workers.stats_record import BATCH_BOUNDS
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 CONFIG = read_model_config(TINY)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from store_wires import HALVES, KEYS, Wires
+from engine_fakes import HALVES, KEYS, Wires
 
 from kvtransfer.messages import BlocksRemoved, BlocksStored
 from kvtransfer.store.messages import HELD, REFUSED, PutCommit, PutGrant, PutRequest, StorePutDone, TierEvents
@@ -11,15 +13,16 @@ from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.step import FinishedBlock
 from workers.store_connector.block_loader import TierCosts
 from workers.store_connector.block_saver import BlockSaver
-from workers.store_connector.tier_view import TierView
+from workers.store_connector.connector import TierView
 
 
 class SavingHarness:
     def __init__(self, num_blocks: int = 256) -> None:
         self.wires = Wires()
         self.pool = BlockPool(num_blocks, 16)
+        fake: Any = self.wires
         shards = {0: (HALVES[0], 512), 1: (HALVES[1], 512), 2: (HALVES[0], 512)}
-        self.saver = BlockSaver(self.pool, shards, 8, self.wires.send, self.wires.send, self.wires.order)
+        self.saver = BlockSaver(self.pool, shards, 8, fake, fake)
 
     def finish(self, *keys: bytes, chain: bytes = KEYS[0], tenant: str = "t") -> list[int]:
         block_ids = self.pool.allocate(len(keys))
@@ -178,7 +181,7 @@ def test_a_bad_measurement_is_forgotten() -> None:
 
 def test_the_owner_s_rate_stands_in_until_a_load_was_measured() -> None:
     costs = TierCosts(16, 1_000_000)
-    costs.told({"nvme": 2.0})
+    costs.set_store_rates({"nvme": 2.0})
     assert costs.tok_s("nvme") == 2.0e9 / 1_000_000 * 16
     costs.measured({"nvme": 1, "dram": 1}, 1.0)  # of two tiers: says nothing of either
     assert costs.measured_tok_s == {}

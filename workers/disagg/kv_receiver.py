@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
@@ -22,7 +24,6 @@ from kvtransfer.messages import (
     Manifest,
     ReplicaIdentity,
     Shard,
-    TransferOrder,
     Verified,
     WriterGone,
     WriterStopped,
@@ -30,13 +31,15 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.receiver import LandingTable
 from workers.disagg.peers import Peers
+from workers.disagg.request_table import RequestTable
+from workers.interfaces import RankChannel
 from workers.messages import (
     HandOver,
     HandOverReport,
     PeerLinkMessage,
+    RequestKey,
     StageTimes,
     Submission,
-    TokenDelta,
 )
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -45,57 +48,50 @@ _log = logging.getLogger("tandem.handover")
 
 
 class KvReceiver:
-    """Sequences whose prompt was computed elsewhere and that continue here.
-
-    `order` goes to every rank, `order_to` to one.
-    `on_joined(hand_over, report, ended)` is called when a sequence runs here; `ended` tells of samples that
-    have no room for another token.
-    """
+    """The landings of one replica; see the module's text."""
 
     def __init__(
         self,
         *,
         config: TransferConfig,
-        block_tokens: int,
+        num_ranks: int,
         pool: BlockPool,
         scheduler: Scheduler,
+        requests: RequestTable,
+        peers: Peers,
+        ranks: RankChannel,
         clock: Clock,
-        num_ranks: int,
-        order: Callable[[TransferOrder], None],
-        order_to: Callable[[int, TransferOrder], None],
-        on_joined: Callable[[HandOver, HandOverReport, list[TokenDelta]], None],
         faults: Faults,
     ) -> None:
         self._scheduler = scheduler
+        self._requests = requests
+        self._peers = peers
+        self._ranks = ranks
         self._clock = clock
         self._faults = faults
-        self._order = order
-        self._order_to = order_to
-        self._on_joined = on_joined
         self._hand_overs: dict[bytes, HandOver] = {}
-        self.book = LandingTable(config, pool, block_tokens, num_ranks)
-        self.peers: Peers
+        self.landings = LandingTable(config, pool, pool.block_tokens, num_ranks)
         self.num_checksum_failures = 0
         self.num_lost: Counter[LostCause] = Counter()
 
     def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
         """The Peer link of a writer opened; of every block it will write these (rank of ours, piece)."""
-        self.book.writer_joined(writer, pieces)
+        self.landings.writer_joined(writer, pieces)
 
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """From a prefill replica."""
         now = self._clock.now()
         match message:
             case LandingRequest():
-                self._do(self.book.request(writer, message, now, idle=self._idle()))
+                self._do(self.landings.request(writer, message, now, idle=self._idle()))
             case Manifest():
-                self._do(self.book.manifest(writer, message, now))
+                self._do(self.landings.manifest(writer, message, now))
             case LandingProgress():
-                self.book.progress(writer, message, now)
+                self.landings.progress(writer, message, now)
             case LandingAbort():
-                self._do(self.book.aborted_by_writer(writer, message))
+                self._do(self.landings.aborted_by_writer(writer, message))
             case WriterStopped():
-                self.book.writer_stopped(writer, message)
+                self.landings.writer_stopped(writer, message)
             case HandOver():
                 self._take_over(writer, message, now)
             case _:
@@ -105,32 +101,32 @@ class KvReceiver:
         """From a rank."""
         match report:
             case Verified():
-                self._do(self.book.verified(rank, report))
+                self._do(self.landings.verified(rank, report))
             case LandingClosed():
-                self.book.closed(rank, report)
+                self.landings.closed(rank, report)
             case WriterGone():
-                self.book.writer_gone(rank, report)
+                self.landings.writer_gone(rank, report)
 
     def writer_lost(self, writer: ReplicaIdentity) -> None:
         """The Peer link of a writer ended."""
-        self._do(self.book.writer_lost(writer))
+        self._do(self.landings.writer_lost(writer))
 
-    def cancel(self, key: tuple[str, int]) -> None:
+    def cancel(self, key: RequestKey) -> None:
         """Abort what lands for this attempt."""
-        self._do(self.book.cancel(*key))
+        self._do(self.landings.cancel(*key))
 
     def leave(self, reason: str) -> None:
         """Take nothing new; what is landing may still join."""
-        self._do(self.book.refuse_all(reason))
+        self._do(self.landings.refuse_all(reason))
 
     def grant(self) -> None:
         """Blocks may have become free: open waiting landings."""
-        if self.book.num_waiting:
-            self._do(self.book.grant(self._clock.now(), idle=self._idle()))
+        if self.landings.num_waiting:
+            self._do(self.landings.grant(self._clock.now(), idle=self._idle()))
 
     def tick(self) -> None:
         """Leases and deadlines."""
-        self._do(self.book.expire(self._clock.now()))
+        self._do(self.landings.expire(self._clock.now()))
         self.grant()
 
     def _idle(self) -> bool:
@@ -140,11 +136,11 @@ class KvReceiver:
         for action in actions:
             match action:
                 case ToWriter(writer, message):
-                    self.peers.send_inbound(writer, message)
+                    self._peers.send_to_writer(writer, message)
                 case ToRanks(order):
-                    self._order(order)
+                    self._ranks.send(order)
                 case ToRank(rank, order):
-                    self._order_to(rank, order)
+                    self._ranks.send_to(rank, order)
                 case Landed():
                     self._join(action)
                 case Lost(landing_id, request_id, attempt, reason, cause):
@@ -156,12 +152,12 @@ class KvReceiver:
     def _take_over(self, writer: ReplicaIdentity, hand_over: HandOver, now: float) -> None:
         submission, landing_id = hand_over.submission, hand_over.landing_id
         name = submission.request_id, submission.attempt
-        if self.book.is_open(writer, landing_id):
+        if self.landings.is_open(writer, landing_id):
             if self._scheduler.is_here(*name):
-                self._do(self.book.abort(landing_id, f"{name} runs here already", "message"))
+                self._do(self.landings.abort(landing_id, f"{name} runs here already", "message"))
                 return
             self._hand_overs[landing_id] = hand_over
-        self._do(self.book.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))
+        self._do(self.landings.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))
 
     def _join(self, landed: Landed) -> None:
         self._faults.at("engine_core.join")
@@ -182,7 +178,11 @@ class KvReceiver:
             first_index=min(len(sample.output) for sample in submission.samples) // TOKEN_BYTES,
         )
         ended = self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
-        self._on_joined(hand_over, report, ended)
+        gateway = hand_over.gateway_id, hand_over.gateway_epoch
+        record = self._requests.add(replace(submission, decode=None), gateway)
+        self._requests.post(record.key, report)
+        for delta in ended:
+            self._requests.post_delta(delta)
 
 
 def _num_landed_tokens(submission: Submission) -> int:

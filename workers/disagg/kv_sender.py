@@ -1,18 +1,14 @@
-"""The prefill side of hand-overs: prompts that are computed here and continue at a decode replica. Streams
-that move while they decode go the same way; what happens to these is told to `workers.disagg.migration`.
+"""Writes KV to other replicas: prompts that are computed here and decoded there, and streams that migrate.
 
-Joins the sans-I/O `kvtransfer.protocol.sender.SendTable` to the scheduler, the Peer links and the ranks. Nothing here
-blocks; everything runs on the engine core's loop.
+`KvSender` owns every push. It joins the sans-I/O `kvtransfer.protocol.sender.SendTable` to the peer links and
+the ranks, and calls the request's `Push` for what follows: a `PromptPush` below, or a
+`workers.disagg.migration.Migration`. Nothing here blocks; everything runs on the engine core's event loop.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from msgspec.structs import replace
+from collections.abc import Iterable
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
@@ -27,273 +23,222 @@ from kvtransfer.messages import (
     PushFailed,
     PushStopped,
     ReplicaIdentity,
-    TransferOrder,
 )
-from kvtransfer.protocol.actions import Granted, HandOverReady, PushAction, Pushed, PushEnded, ToPeer, ToRanks
+from kvtransfer.protocol.actions import (
+    Granted,
+    HandOverReady,
+    KillRanks,
+    PushAction,
+    Pushed,
+    PushEnded,
+    ToPeer,
+    ToRanks,
+)
 from kvtransfer.protocol.sender import SendTable
 from kvtransfer.rpc.handshake import draw_id
 from workers.disagg.peers import Peers
-from workers.messages import (
-    HandOver,
-    PeerLinkMessage,
-    RequestFailed,
-    SampleState,
-    Submission,
-)
-from workers.replica.gateway_links import GatewayKey
+from workers.disagg.request_table import ActiveRequest, Push, RequestTable
+from workers.interfaces import EngineControl, RankChannel
+from workers.messages import HandOver, HandOverTarget, PeerLinkMessage, RequestFailed, RequestKey, Submission
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import ChunkDone, LandingNeed, PromptDone
 
-if TYPE_CHECKING:
-    from workers.disagg.migration import MigrationManager
-
 _log = logging.getLogger("tandem.handover")
-
-# (request id, attempt).
-RequestKey = tuple[str, int]
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    submission: Submission
-    gateway: GatewayKey
-    arrived_at: float
-    # A landing that is to be asked for as soon as there is a path.
-    need: LandingNeed | None = None
-    all_finished: bool = False
-    samples: tuple[SampleState, ...] = ()
-    trace: list[tuple[str, float]] = field(default_factory=list)
 
 
 class KvSender:
-    """Prompts computed here whose sequences continue elsewhere.
-
-    `on_failed(failure)` tells the gateway that the attempt is over; `on_ended(key)` that the request needs
-    nothing of this replica any more; `kill_ranks(reason)` ends ranks that ignore a stop.
-    """
+    """All pushes of one replica; see the module's text."""
 
     def __init__(
         self,
         *,
         config: TransferConfig,
         block_tokens: int,
-        scheduler: Scheduler,
-        clock: Clock,
         num_ranks: int,
-        order: Callable[[TransferOrder], None],
-        on_failed: Callable[[RequestFailed], None],
-        on_ended: Callable[[RequestKey], None],
-        kill_ranks: Callable[[str], None],
+        scheduler: Scheduler,
+        requests: RequestTable,
+        peers: Peers,
+        ranks: RankChannel,
+        control: EngineControl,
+        clock: Clock,
         faults: Faults,
     ) -> None:
         self._scheduler = scheduler
+        self._requests = requests
+        self._peers = peers
+        self._ranks = ranks
+        self._control = control
         self._clock = clock
-        self._order = order
-        self._on_failed = on_failed
-        self._on_ended = on_ended
-        self._kill_ranks = kill_ranks
         self._faults = faults
-        self._outgoing: dict[RequestKey, _Outgoing] = {}
-        self.book = SendTable(config, block_tokens, num_ranks)
-        self.peers: Peers
-        self.moving: MigrationManager
+        self.sends = SendTable(config, block_tokens, num_ranks)
 
-    # -------------------------------------------------------------------------------------- engine
+    # ------------------------------------------------------------------------------------ prompts
 
-    def accept(self, submission: Submission, gateway: GatewayKey) -> None:
-        """A submission with a decode target was queued."""
-        assert submission.decode is not None
-        self._outgoing[submission.request_id, submission.attempt] = _Outgoing(
-            submission, gateway, self._clock.now()
-        )
-        self.peers.ensure(submission.decode)
+    def accept(self, record: ActiveRequest, target: HandOverTarget) -> None:
+        """Prepare the hand-over of a prompt that was queued: open the path to its decode replica."""
+        record.push = PromptPush(record, target, self, self._scheduler, self._requests)
+        self._peers.ensure(target, self)
 
-    def wanted(self, needs: Iterable[LandingNeed]) -> None:
-        """These prompts are near the head of the queue: ask for their landings, when the path is ready."""
+    def ask_for_landings(self, needs: Iterable[LandingNeed]) -> None:
+        """Ask for the landings of prompts that are near the head of the queue, once there is a path."""
         for need in needs:
-            outgoing = self._outgoing.get((need.request_id, need.attempt))
-            if outgoing is not None:  # an earlier need may have found that there is no way to their peer
-                outgoing.need = need
-                self._ask(outgoing, need)
-
-    def chunk_done(self, chunk: ChunkDone) -> None:
-        """A chunk is in the pool: push it while the next one is computed."""
-        outgoing = self._outgoing.get((chunk.request_id, chunk.attempt))
-        if outgoing is None:
-            return
-        outgoing.trace.append(("chunk.start", chunk.started_at))
-        outgoing.trace.append(("chunk.end", chunk.finished_at))
-        if not outgoing.all_finished:
-            now = self._clock.now()
-            key = chunk.request_id, chunk.attempt
-            self._do(self.book.computed(*key, chunk.num_computed_tokens, chunk.block_ids, now))
+            record = self._requests.get((need.request_id, need.attempt))
+            # An earlier one may have found that there is no way to their peer.
+            if record is not None and isinstance(record.push, PromptPush):
+                record.push.need = need
+                record.push.peer_ready()
 
     def prompt_done(self, prompt: PromptDone) -> None:
-        """The prompt is complete: keep what will be handed over. Comes before the prompt's last chunk, which
-        is not pushed when nothing is left to hand over."""
-        outgoing = self._outgoing.get((prompt.request_id, prompt.attempt))
-        if outgoing is not None:
-            outgoing.samples = prompt.samples
-            outgoing.all_finished = prompt.all_finished
+        """Take in that the prompt is complete; called before `chunk_done` of its last chunk, which is not
+        pushed when nothing is left to hand over."""
+        record = self._requests.get((prompt.request_id, prompt.attempt))
+        if record is not None and isinstance(record.push, PromptPush):
+            record.push.is_over = prompt.all_finished
 
-    def finished_here(self, key: RequestKey) -> None:
-        """Every sample ended with its first token: the landing is given back."""
-        if key in self._outgoing:
-            self._end(key)
-            self._do(self.book.stop(*key, "finished at the prefill side", self._clock.now()))
-
-    def trace(self, key: RequestKey) -> tuple[tuple[str, float], ...]:
-        outgoing = self._outgoing.get(key)
-        return () if outgoing is None else tuple(outgoing.trace)
-
-    def cancel(self, key: RequestKey, reason: str) -> None:
-        """Stop pushing for this request; the scheduler has dropped it already."""
-        if self._outgoing.pop(key, None) is not None or self.moving.forget(key):
-            self.stop(key, reason)
-
-    # ------------------------------------------------------------------------------ streams that move
-
-    def ask(self, request: LandingRequest, peer: ReplicaIdentity, connection_id: bytes) -> None:
-        """For a place for one of them."""
-        self._do(self.book.ask(request, peer, connection_id))
-
-    def computed(self, key: RequestKey, num_tokens: int, block_ids: tuple[int, ...]) -> None:
-        """KV of so many of its tokens is in the pool: push what is whole and not yet pushed."""
-        self._do(self.book.computed(*key, num_tokens, block_ids, self._clock.now()))
-
-    def has_caught_up(self, key: RequestKey) -> bool:
-        """Whether all of it that could be pushed is."""
-        return self.book.has_caught_up(*key)
-
-    def end_at(self, key: RequestKey, num_tokens: int) -> None:
-        """So many tokens are handed over, with the last of them."""
-        self.book.end_at(*key, num_tokens)
-
-    def keep_private(self, tenant: str | None) -> None:
-        """Prompts of this tenant (None: all) that are on their way leave nothing where they land."""
-        for outgoing in self._outgoing.values():
-            if tenant is None or outgoing.submission.tenant == tenant:
-                outgoing.submission = replace(outgoing.submission, is_private=True)
-
-    def stop(self, key: RequestKey, reason: str) -> None:
-        """Give its landing back."""
-        self._do(self.book.stop(*key, reason, self._clock.now()))
-
-    # ---------------------------------------------------------------------------------- peers, ranks
-
-    def peer_ready(self, peer: ReplicaIdentity) -> None:
-        """The path to `peer` is measured: ask for what waited for it."""
-        for outgoing in list(self._outgoing.values()):
-            target = outgoing.submission.decode
-            if outgoing.need is not None and target is not None and target.identity == peer:
-                self._ask(outgoing, outgoing.need)
-
-    def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
-        """No way to `peer`: its requests must be routed again."""
-        self.moving.peer_lost(peer, reason)
-        self._do(self.book.peer_lost(peer, self._clock.now()))
-        for key, outgoing in list(self._outgoing.items()):
-            target = outgoing.submission.decode
-            if target is not None and target.identity == peer:
-                self._fail(key, "peer", reason, 0.0)
-
-    def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
-        """From a decode replica."""
-        match message:
-            case LandingGrant():
-                self._do(self.book.granted(peer, message, self._clock.now()))
-            case LandingRefusal():
-                self._do(self.book.refused(peer, message))
-            case LandingAbort():
-                self._do(self.book.aborted(peer, message, self._clock.now()))
-            case LandingResult(landing_id, num_tokens, num_bad_pieces):
-                if num_bad_pieces:
-                    name, about = peer.replica_id, {"request_id": self.book.request_of(landing_id)}
-                    what = "%s: %d pieces were bad, %d tokens good"
-                    _log.error(what, name, num_bad_pieces, num_tokens, extra=about)
-                self._do(self.book.joined(peer, message, self._clock.now()))
-            case _:
-                _log.warning("%s sent %s to its writer", peer.replica_id, type(message).__name__)
-
-    def report(self, rank: int, report: PushDone | PushFailed | PushStopped) -> None:
-        """From a rank."""
-        match report:
-            case PushDone():
-                self._do(self.book.push_done(rank, report, self._clock.now()))
-            case PushFailed():
-                self._do(self.book.push_failed(rank, report, self._clock.now()))
-            case PushStopped():
-                self._do(self.book.push_stopped(rank, report))
-
-    def tick(self) -> None:
-        """Heartbeats and overdue acknowledgements."""
-        self._do(self.book.tick(self._clock.now()))
-
-    # ---------------------------------------------------------------------------------------- private
-
-    def _ask(self, outgoing: _Outgoing, need: LandingNeed) -> None:
-        submission = outgoing.submission
-        target = submission.decode
-        assert target is not None
-        connection_id = self.peers.connection(target.identity)
-        if connection_id is None:
-            self.peers.ensure(target)
+    def chunk_done(self, chunk: ChunkDone) -> None:
+        """Push a chunk that is in the pool while the next one is computed."""
+        record = self._requests.get((chunk.request_id, chunk.attempt))
+        if record is None:
             return
-        outgoing.need = None
+        record.trace.append(("chunk.start", chunk.started_at))
+        record.trace.append(("chunk.end", chunk.finished_at))
+        if isinstance(record.push, PromptPush) and not record.push.is_over:
+            self.computed(record.key, chunk.num_computed_tokens, chunk.block_ids)
+
+    # ---------------------------------------------------------------------------------- any push
+
+    def has_path(self, target: HandOverTarget) -> bool:
+        """Return whether a landing can be asked for now; if not, begin to open the path."""
+        if self._peers.connection(target.identity) is not None:
+            return True
+        self._peers.ensure(target, self)
+        return False
+
+    def ask(
+        self,
+        target: HandOverTarget,
+        submission: Submission,
+        num_tokens: int,
+        block_keys: tuple[bytes, ...],
+        deadline: float | None,
+        *,
+        is_growing: bool = False,
+    ) -> None:
+        """Ask `target` for a landing of `num_tokens` until `deadline` (None: without limit); there is a path to
+        it. `is_growing`: the sequence decodes meanwhile and may end with fewer."""
+        connection_id = self._peers.connection(target.identity)
+        assert connection_id is not None
         request = LandingRequest(
             landing_id=draw_id(),
             request_id=submission.request_id,
             attempt=submission.attempt,
             tenant=submission.tenant,
             priority=submission.priority,
-            block_keys=submission.block_keys,
-            num_tokens=need.num_tokens,
+            block_keys=block_keys,
+            num_tokens=num_tokens,
             num_samples=len(submission.samples),
-            deadline_s=self._remaining_s(outgoing),
+            deadline_s=None if deadline is None else max(0.0, deadline - self._clock.now()),
+            is_growing=is_growing,
         )
-        self._do(self.book.ask(request, target.identity, connection_id))
+        self._do(self.sends.ask(request, target.identity, connection_id))
+
+    def computed(self, key: RequestKey, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+        """Push the whole blocks of the first `num_tokens` tokens that are not yet pushed."""
+        self._do(self.sends.computed(*key, num_tokens, block_ids, self._clock.now()))
+
+    def stop(self, key: RequestKey, reason: str) -> None:
+        """Stop pushing for this request, and give its landing back."""
+        self._do(self.sends.stop(*key, reason, self._clock.now()))
+
+    def cancel(self, record: ActiveRequest, reason: str) -> None:
+        """End the push of a request that is over here."""
+        if record.push is not None:
+            record.push = None
+            self.stop(record.key, reason)
+
+    # ----------------------------------------------------------------------------- peers, ranks
+
+    def peer_ready(self, peer: ReplicaIdentity) -> None:
+        """Ask for what waited for the path to `peer`, which is measured now."""
+        for _, push in self._requests.pushing_to(peer):
+            push.peer_ready()
+
+    def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
+        """End what goes to `peer`: there is no way to it."""
+        for _, push in self._requests.pushing_to(peer):
+            push.peer_failed(reason)
+        self._do(self.sends.peer_lost(peer, self._clock.now()))
+
+    def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
+        """Take a message from a decode replica."""
+        match message:
+            case LandingGrant():
+                self._do(self.sends.granted(peer, message, self._clock.now()))
+            case LandingRefusal():
+                self._do(self.sends.refused(peer, message))
+            case LandingAbort():
+                self._do(self.sends.aborted(peer, message, self._clock.now()))
+            case LandingResult(landing_id, num_tokens, num_bad_pieces):
+                if num_bad_pieces:
+                    name, about = peer.replica_id, {"request_id": self.sends.request_of(landing_id)}
+                    what = "%s: %d pieces were bad, %d tokens good"
+                    _log.error(what, name, num_bad_pieces, num_tokens, extra=about)
+                self._do(self.sends.joined(peer, message, self._clock.now()))
+            case _:
+                _log.warning("%s sent %s to its writer", peer.replica_id, type(message).__name__)
+
+    def report(self, rank: int, report: PushDone | PushFailed | PushStopped) -> None:
+        """Take a report of a rank."""
+        match report:
+            case PushDone():
+                self._do(self.sends.push_done(rank, report, self._clock.now()))
+            case PushFailed():
+                self._do(self.sends.push_failed(rank, report, self._clock.now()))
+            case PushStopped():
+                self._do(self.sends.push_stopped(rank, report))
+
+    def tick(self) -> None:
+        """Send heartbeats, and notice overdue acknowledgements."""
+        self._do(self.sends.tick(self._clock.now()))
+
+    # ---------------------------------------------------------------------------------- private
 
     def _do(self, actions: list[PushAction]) -> None:
         for action in actions:
             match action:
                 case ToPeer(peer, message):
-                    self.peers.send_outbound(peer, message)
+                    self._peers.send_to_reader(peer, message)
                 case ToRanks(order):
-                    self._order(order)
-                case Granted(request_id, attempt):
-                    if (request_id, attempt) in self.moving:
-                        self.moving.granted((request_id, attempt))
-                    else:
-                        self._scheduler.grant_landing(request_id, attempt)
-                case Pushed():
-                    self._trace_push(action)
-                case HandOverReady():
-                    self._hand_over(action)
-                case PushEnded(request_id, attempt, error, reason, retry_after_s):
-                    if (request_id, attempt) in self.moving:
-                        self.moving.ended(action)
-                    elif error:
-                        self._fail((request_id, attempt), error, reason, retry_after_s)
-                    else:
-                        self._end((request_id, attempt))
+                    self._ranks.send(order)
+                case KillRanks(reason):
+                    self._control.kill_ranks(reason)
                 case _:
-                    self._kill_ranks(action.reason)
+                    record = self._requests.get((action.request_id, action.attempt))
+                    if record is not None and record.push is not None:
+                        self._advance(record, record.push, action)
 
-    def _hand_over(self, ready: HandOverReady) -> None:
-        self._faults.at("engine_core.hand_over")
-        if (ready.request_id, ready.attempt) in self.moving:
-            self.peers.send_outbound(ready.peer, self.moving.hand_over(ready))
-            return
-        outgoing = self._outgoing[ready.request_id, ready.attempt]
-        state = replace(
-            outgoing.submission, samples=outgoing.samples, decode=None, deadline_s=self._remaining_s(outgoing)
-        )
-        self.peers.send_outbound(
+    def _advance(
+        self, record: ActiveRequest, push: Push, action: Granted | Pushed | HandOverReady | PushEnded
+    ) -> None:
+        match action:
+            case Granted():
+                push.granted()
+            case Pushed():
+                push.pushed(action)
+            case HandOverReady():
+                self._faults.at("engine_core.hand_over")
+                push.handed_over()
+                self._hand_over(record, action)
+            case PushEnded():
+                push.ended(action)
+
+    def _hand_over(self, record: ActiveRequest, ready: HandOverReady) -> None:
+        self._peers.send_to_reader(
             ready.peer,
             HandOver(
                 ready.landing_id,
-                state,
-                *outgoing.gateway,
+                self._scheduler.held_state(record.key, self._clock.now()),
+                *record.gateway,
                 ready.num_moved_bytes,
                 ready.transport,
                 ready.push_started_at,
@@ -301,30 +246,63 @@ class KvSender:
             ),
         )
 
-    def _trace_push(self, pushed: Pushed) -> None:
-        if (pushed.request_id, pushed.attempt) in self.moving:
-            self.moving.pushed((pushed.request_id, pushed.attempt))
-            return
-        outgoing = self._outgoing[pushed.request_id, pushed.attempt]
-        outgoing.trace.append(("push.start", pushed.started_at))
-        outgoing.trace.append(("push.end", pushed.started_at + pushed.seconds))
 
-    def _remaining_s(self, outgoing: _Outgoing) -> float | None:
-        deadline_s = outgoing.submission.deadline_s
-        if deadline_s is None:
-            return None
-        return max(0.0, outgoing.arrived_at + deadline_s - self._clock.now())
+class PromptPush:
+    """The hand-over of one prompt, which is computed here and decoded at `target`."""
 
-    def _fail(self, key: RequestKey, code: str, reason: str, retry_after_s: float) -> None:
-        outgoing = self._outgoing.pop(key, None)
-        if outgoing is None:
-            return
-        self._scheduler.cancel(*key)
-        target = outgoing.submission.decode
-        refused_by = target.identity.replica_id if code == "refused" and target is not None else ""
-        self._on_failed(RequestFailed(*key, code, reason, retry_after_s, refused_by))
+    def __init__(
+        self,
+        record: ActiveRequest,
+        target: HandOverTarget,
+        sender: KvSender,
+        scheduler: Scheduler,
+        requests: RequestTable,
+    ) -> None:
+        self.target = target
+        # A landing that is to be asked for as soon as there is a path.
+        self.need: LandingNeed | None = None
+        # Every sample ended with its first token: nothing is handed over.
+        self.is_over = False
+        self._record = record
+        self._sender = sender
+        self._scheduler = scheduler
+        self._requests = requests
 
-    def _end(self, key: RequestKey) -> None:
-        if self._outgoing.pop(key, None) is not None:
-            self._scheduler.finish_hand_over(*key)
-            self._on_ended(key)
+    def peer_ready(self) -> None:
+        """Ask for the landing, if it is needed by now."""
+        need = self.need
+        if need is not None and self._sender.has_path(self.target):
+            self.need = None
+            submission = need.submission
+            self._sender.ask(self.target, submission, need.num_tokens, submission.block_keys, need.deadline)
+
+    def peer_failed(self, reason: str) -> None:
+        """The request must be routed again."""
+        self._fail("peer", reason)
+
+    def granted(self) -> None:
+        """Admit the prompt: its KV has a place to go."""
+        self._scheduler.grant_landing(*self._record.key)
+
+    def pushed(self, pushed: Pushed) -> None:
+        """Note the push in the request's trace."""
+        self._record.trace.append(("push.start", pushed.started_at))
+        self._record.trace.append(("push.end", pushed.started_at + pushed.seconds))
+
+    def handed_over(self) -> None:
+        """Nothing changes here until the target has joined."""
+
+    def ended(self, ended: PushEnded) -> None:
+        """Release the prompt's blocks; the request continues at the target, or has failed."""
+        if ended.error:
+            self._fail(ended.error, ended.reason, ended.retry_after_s)
+        else:
+            self._record.push = None
+            self._scheduler.finish_hand_over(*self._record.key)
+            self._requests.remove(self._record.key)
+
+    def _fail(self, code: str, reason: str, retry_after_s: float = 0.0) -> None:
+        self._record.push = None
+        self._scheduler.cancel(*self._record.key)
+        refused_by = self.target.identity.replica_id if code == "refused" else ""
+        self._requests.fail(RequestFailed(*self._record.key, code, reason, retry_after_s, refused_by))

@@ -1,48 +1,46 @@
-"""Streams that go on at another replica while they run: finished blocks first, then the state.
+"""Migration of running streams to another replica: finished blocks first, then the state.
 
-    Move --> QUEUED --in turn--> ASKED --granted--> COPYING --held, all is written--> HANDED --joined--> moved
+    Move --> QUEUED --in turn--> ASKED --granted--> COPYING --held, all is written--> HANDED --joined--> migrated
                ^                   |                   |                                |
                +--- once more -----+-- too late, preempted, part of it in host memory   +-- target lost:
                                    |                   |                                |   fails, "leaving"
-                                   +--- no room, aborted, push failed, peer lost -------+-- aborted there
+                                   +-- no capacity, aborted, push failed, peer lost ----+-- aborted there
                                                        v
-                                           (it goes on here, its gateway hears why)
+                                     (it continues here, its gateway hears why)
 
-The sequence decodes until what is finished has been written; then it is held with its next token: it stands
-still only while its last blocks and its state are on their way. Which token that is follows from the speed of
-the transfer: a landing is asked for with more room than that takes. Called by the engine core, on its loop.
+The sequence decodes until what is finished has been written; then it is held with its next token, so that it
+pauses only while its last blocks and its state are on their way. Which token that is follows from the speed of
+the transfer: the landing has capacity for more tokens than that takes. Called by the engine core, on its loop.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.messages import LandingRequest, ReplicaIdentity
-from kvtransfer.protocol.actions import HandOverReady, PushEnded
-from kvtransfer.rpc.handshake import draw_id
-from workers.disagg.kv_sender import KvSender, RequestKey
-from workers.messages import HandOver, HandOverTarget, Move, MoveEnded, RequestFailed
-from workers.replica.gateway_links import GatewayKey, Gateways
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.protocol.actions import Pushed, PushEnded
+from workers.disagg.kv_sender import KvSender
+from workers.disagg.request_table import ActiveRequest, RequestTable
+from workers.interfaces import EngineControl
+from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
 from workers.scheduler.migration import Position
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import ChunkDone
+from workers.scheduler.step import ChunkDone, StepRates
 
-# How long a landing may wait for room at the target; then the gateway chooses again.
-ROOM_S = 2.0
-# A landing has room for what is decoded in this time, beside the time that the copy takes.
+# How long a landing may wait for blocks at the target; then the gateway chooses again.
+LANDING_WAIT_S = 2.0
+# A landing has capacity for what is decoded in this time, beside the time that the copy takes.
 AHEAD_S = 0.25
 MAX_TRIES = 4
-# A sequence that has fewer tokens to go ends here sooner than it moves.
+# A sequence that has fewer tokens to go ends here sooner than it migrates.
 _LEAST_LEFT = 4
 _ASSUMED_STEP_S = 0.03
 _ASSUMED_GB_S = 1.0
 
-_log = logging.getLogger("tandem.moving")
+_log = logging.getLogger("tandem.migration")
 
 
 class _State(Enum):
@@ -54,219 +52,218 @@ class _State(Enum):
     ENDING = auto()
 
 
-@dataclass(slots=True)
-class _Move:
-    gateway: GatewayKey
-    target: HandOverTarget
-    state: _State = _State.QUEUED
-    num_tries: int = 0
-    # Tokens that the landing has room for.
-    capacity: int = 0
-    # It is settled with how many tokens the sequence stops here.
-    is_stopping: bool = False
-    again: bool = False
-
-
 class MigrationManager:
-    """All moves away from one replica, `most` under way at a time; see the module's drawing.
-
-    `on_ended(key)`: the request goes on elsewhere. `on_failed(failure)`: nobody knows whether it does.
-    """
+    """Starts the migrations away from one replica in turn, `max_active` at a time."""
 
     def __init__(
         self,
         *,
         identity: ReplicaIdentity,
         scheduler: Scheduler,
-        outbound: KvSender,
-        gateways: Gateways,
+        requests: RequestTable,
+        sender: KvSender,
+        rates: StepRates,
+        control: EngineControl,
         clock: Clock,
-        most: int,
+        max_active: int,
         token_bytes: int,
-        decode_step_s: Callable[[], float],
-        on_ended: Callable[[RequestKey], None],
-        on_failed: Callable[[RequestFailed], None],
-        wake: Callable[[], None],
     ) -> None:
-        """`token_bytes` is the KV of one token; `decode_step_s` the measured time of a step (0: not yet)."""
+        """`token_bytes` is the KV of one token; `rates` are the measured ones."""
         self._identity = identity
-        self._scheduler = scheduler
-        self._outbound = outbound
-        self._gateways = gateways
-        self._clock = clock
-        self._most = most
+        self._migrations: list[Migration] = []
+        self._max_active = max_active
         self._token_bytes = token_bytes
-        self._decode_step_s = decode_step_s
-        self._on_ended = on_ended
-        self._on_failed = on_failed
-        self._wake = wake
-        self._moves: dict[RequestKey, _Move] = {}
-        self.num_moved = 0
+        self._rates = rates
+        self.scheduler = scheduler
+        self.requests = requests
+        self.sender = sender
+        self.control = control
+        self.clock = clock
+        self.num_migrated = 0
         self.num_failed = 0
 
     def __len__(self) -> int:
-        return len(self._moves)
+        self._migrations = [migration for migration in self._migrations if migration.is_current]
+        return len(self._migrations)
 
-    def __contains__(self, key: RequestKey) -> bool:
-        return key in self._moves
-
-    # --------------------------------------------------------------------------------- gateway, engine
-
-    def ask(self, gateway: GatewayKey, move: Move) -> None:
-        """Move this request when its turn comes. What is not here (any more) has been answered already."""
-        key = move.request_id, move.attempt
-        if key in self._moves or not self._scheduler.is_here(*key):
+    def start(self, move: Move) -> None:
+        """Migrate this request when its turn comes. One that is not here (any more) has been answered
+        already, and one that is being handed over will run elsewhere anyway."""
+        record = self.requests.get((move.request_id, move.attempt))
+        if record is None or record.push is not None:
             return
-        self._moves[key] = _Move(gateway, move.target)
+        migration = Migration(record, move.target, self)
+        record.push = migration
+        self._migrations.append(migration)
         if move.target.identity == self._identity:
-            self._fail(key, "it runs there already")
-        self._wake()
+            migration.fail("it runs there already")
+        self.control.wake()
 
     def pump(self) -> None:
-        """After every turn of the engine core: begin what may begin, take back what the scheduler has changed."""
-        num_free = self._most - sum(move.state is not _State.QUEUED for move in self._moves.values())
-        for key, move in list(self._moves.items()):
-            if move.state is _State.QUEUED and num_free > 0 and key in self._moves:
-                num_free -= self._begin(key, move)
-            elif move.state is _State.ASKED:
-                position = self._scheduler.migration.position(key)
-                if position is None or position.num_tokens > move.capacity:
-                    self._try_again(key, move, "no room in time")
-            elif move.state is _State.COPYING and not self._scheduler.migration.is_on_its_way(key):
-                self._try_again(key, move, "its blocks were needed")
+        """Start what may start, and take back what the scheduler has changed; called after every turn."""
+        if not len(self):
+            return
+        num_free = self._max_active - sum(it.state is not _State.QUEUED for it in self._migrations)
+        for migration in list(self._migrations):
+            if not migration.is_current:
+                continue
+            if migration.state is not _State.QUEUED:
+                migration.review()
+            elif num_free > 0:
+                num_free -= migration.begin()
 
     def progress(self, chunk: ChunkDone) -> None:
-        """A sequence that moves has KV of one more token."""
-        key = chunk.request_id, chunk.attempt
-        move = self._moves.get(key)
-        if move is not None and move.state is _State.COPYING:
-            self._outbound.computed(key, chunk.num_computed_tokens, chunk.block_ids)
+        """Push KV of one more token of a sequence that migrates."""
+        record = self.requests.get((chunk.request_id, chunk.attempt))
+        if record is not None and isinstance(record.push, Migration):
+            record.push.progress(chunk)
 
-    def forget(self, key: RequestKey) -> bool:
-        """The request is over here. Whether a landing of it may have to be given back."""
-        return self._moves.pop(key, None) is not None
-
-    # ------------------------------------------------------------------------------- from the transfer
-
-    def granted(self, key: RequestKey) -> None:
-        """There is room at the target: write what is finished."""
-        move = self._moves[key]
-        if move.state is not _State.ASKED:
-            return
-        if not self._scheduler.migration.hold_at(key, move.capacity):
-            self._try_again(key, move, "no room in time")
-            return
-        move.state = _State.COPYING
-        position = self._scheduler.migration.position(key)
-        assert position is not None
-        self._outbound.computed(key, position.num_settled, position.block_ids)
-        self.pushed(key)
-
-    def pushed(self, key: RequestKey) -> None:
-        """Something is written. When nothing is left that can be, the sequence stops with its next token."""
-        move = self._moves[key]
-        if move.state is not _State.COPYING or move.is_stopping or not self._outbound.has_caught_up(key):
-            return
-        position = self._scheduler.migration.position(key)
-        if position is not None and position.num_tokens < move.capacity:
-            move.is_stopping = self._scheduler.migration.hold_at(key, position.num_tokens)
-            self._outbound.end_at(key, position.num_tokens)
-
-    def hand_over(self, ready: HandOverReady) -> HandOver:
-        """Everything is written, the sequence is held: its state."""
-        key = ready.request_id, ready.attempt
-        move = self._moves[key]
-        move.state = _State.HANDED
-        return HandOver(
-            ready.landing_id,
-            self._scheduler.migration.state(key, self._clock.now()),
-            *move.gateway,
-            ready.num_moved_bytes,
-            ready.transport,
-            ready.push_started_at,
-            ready.push_seconds,
-        )
-
-    def ended(self, ended: PushEnded) -> None:
-        """The landing is over: joined at the target, or not."""
-        key = ended.request_id, ended.attempt
-        move = self._moves[key]
-        if not ended.error:
-            del self._moves[key]
-            self.num_moved += 1
-            self._scheduler.finish_hand_over(*key)
-            self._gateways.post(move.gateway, MoveEnded(*key, move.target.identity))
-            self._on_ended(key)
-        elif move.again:
-            self._scheduler.migration.resume(key)
-            self._moves[key] = _Move(move.gateway, move.target, num_tries=move.num_tries)
-        else:
-            self._fail(key, ended.reason)
-        self._wake()
-
-    def peer_lost(self, peer: ReplicaIdentity, reason: str) -> None:
-        """No way to this replica, before what is written there is stopped. A state that was sent may have
-        arrived: then the sequence must not go on here as well, and its gateway decides."""
-        for key, move in list(self._moves.items()):
-            if move.target.identity != peer:
-                continue
-            if move.state is _State.HANDED:
-                del self._moves[key]
-                self.num_failed += 1
-                self._scheduler.cancel(*key)
-                lost = f"the way to {peer.replica_id} was lost with its state on it: {reason}"
-                self._on_failed(RequestFailed(*key, "leaving", lost))
-            elif move.state is _State.QUEUED:
-                self._fail(key, reason)
-
-    # ---------------------------------------------------------------------------------------- private
-
-    def _begin(self, key: RequestKey, move: _Move) -> bool:
-        """Ask for a landing, if there is a path and the sequence can move now."""
-        target = move.target
-        connection_id = self._outbound.peers.connection(target.identity)
-        if connection_id is None:
-            self._outbound.peers.ensure(target)
-            return False
-        position = self._scheduler.migration.position(key)
-        if position is None or position.most_tokens - position.num_tokens < _LEAST_LEFT:
-            return False
-        move.state = _State.ASKED
-        move.num_tries += 1
-        move.capacity = self._capacity(position, move.num_tries)
-        submission = self._scheduler.migration.submission(key)
-        request = LandingRequest(
-            landing_id=draw_id(),
-            request_id=submission.request_id,
-            attempt=submission.attempt,
-            tenant=submission.tenant,
-            priority=submission.priority,
-            block_keys=self._scheduler.migration.block_keys(key),
-            num_tokens=move.capacity,
-            num_samples=1,
-            deadline_s=ROOM_S,
-            is_growing=True,
-        )
-        self._outbound.ask(request, target.identity, connection_id)
-        return True
-
-    def _capacity(self, position: Position, num_tries: int) -> int:
-        """Room for the tokens of now and for those that are decoded until they are written."""
-        gb_s = self._outbound.book.counters.gb_s or _ASSUMED_GB_S
-        copy_s = position.num_tokens * self._token_bytes * self._most / gb_s / 1e9
+    def capacity(self, position: Position, num_tries: int) -> int:
+        """Return how many tokens a landing must hold: those of now, and those decoded until they are written."""
+        gb_s = self.sender.sends.counters.gb_s or _ASSUMED_GB_S
+        copy_s = position.num_tokens * self._token_bytes * self._max_active / gb_s / 1e9
         wanted_s = (AHEAD_S + copy_s) * (1 << (num_tries - 1))
-        num_ahead = math.ceil(wanted_s / (self._decode_step_s() or _ASSUMED_STEP_S))
+        num_ahead = math.ceil(wanted_s / (self._rates.decode_step_s or _ASSUMED_STEP_S))
         return min(position.num_tokens + max(num_ahead, _LEAST_LEFT), position.most_tokens)
 
-    def _try_again(self, key: RequestKey, move: _Move, reason: str) -> None:
-        """Give the landing back and ask for another one, a few times."""
-        move.state, move.again = _State.ENDING, move.num_tries < MAX_TRIES
-        self._scheduler.migration.resume(key)
-        self._outbound.stop(key, reason)
 
-    def _fail(self, key: RequestKey, reason: str) -> None:
-        move = self._moves.pop(key)
-        self.num_failed += 1
-        self._scheduler.migration.resume(key)
-        _log.info("%s attempt %d stays here: %s", *key, reason, extra={"request_id": key[0]})
-        self._gateways.post(move.gateway, MoveEnded(*key, move.target.identity, reason))
+class Migration:
+    """One stream on its way to `target`; see the module's drawing. It is the `Push` of its request."""
+
+    def __init__(self, record: ActiveRequest, target: HandOverTarget, manager: MigrationManager) -> None:
+        self.target = target
+        self.state = _State.QUEUED
+        self._record = record
+        self._manager = manager
+        self._sender = manager.sender
+        self._scheduler = manager.scheduler
+        self._num_tries = 0
+        # Tokens for which the landing has capacity.
+        self._capacity = 0
+        # It is settled with how many tokens the sequence stops here.
+        self._is_stopping = False
+        self._again = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request is still here, and still to migrate."""
+        return self._record.push is self
+
+    # --------------------------------------------------------------------------------- from the manager
+
+    def begin(self) -> bool:
+        """Ask for a landing, if there is a path and the sequence can migrate now."""
+        key, sequences = self._record.key, self._scheduler.migration
+        if not self._sender.has_path(self.target):
+            return False
+        position = sequences.position(key)
+        if position is None or position.most_tokens - position.num_tokens < _LEAST_LEFT:
+            return False
+        self.state = _State.ASKED
+        self._num_tries += 1
+        self._capacity = self._manager.capacity(position, self._num_tries)
+        submission, block_keys = sequences.submission(key), sequences.block_keys(key)
+        deadline = self._manager.clock.now() + LANDING_WAIT_S
+        self._sender.ask(self.target, submission, self._capacity, block_keys, deadline, is_growing=True)
+        return True
+
+    def review(self) -> None:
+        """Give the landing back when the sequence has outgrown it, or no longer lies on the device."""
+        if self.state is _State.ASKED:
+            position = self._scheduler.migration.position(self._record.key)
+            if position is None or position.num_tokens > self._capacity:
+                self._try_again("no capacity in time")
+        elif self.state is _State.COPYING and not self._scheduler.migration.is_on_its_way(self._record.key):
+            self._try_again("its blocks were needed")
+
+    def progress(self, chunk: ChunkDone) -> None:
+        """Push KV of one more token."""
+        if self.state is _State.COPYING:
+            self._sender.computed(self._record.key, chunk.num_computed_tokens, chunk.block_ids)
+
+    def fail(self, reason: str) -> None:
+        """Continue here, and report to the gateway why."""
+        self._record.push = None
+        self._manager.num_failed += 1
+        self._scheduler.migration.resume(self._record.key)
+        about = {"request_id": self._record.key[0]}
+        _log.info("%s attempt %d stays here: %s", *self._record.key, reason, extra=about)
+        self._manager.requests.post(
+            self._record.key, MoveEnded(*self._record.key, self.target.identity, reason)
+        )
+
+    # -------------------------------------------------------------------------------- from the transfer
+
+    def peer_ready(self) -> None:
+        """Nothing to do: the next `pump` begins."""
+
+    def peer_failed(self, reason: str) -> None:
+        """A state that was sent may have arrived: then the sequence must not continue here as well, and its
+        gateway decides."""
+        if self.state is _State.QUEUED:
+            self.fail(reason)
+        elif self.state is _State.HANDED:
+            self._record.push = None
+            self._manager.num_failed += 1
+            self._scheduler.cancel(*self._record.key)
+            lost = f"the way to {self.target.identity.replica_id} was lost with its state on it: {reason}"
+            self._manager.requests.fail(RequestFailed(*self._record.key, "leaving", lost))
+
+    def granted(self) -> None:
+        """Write what is finished."""
+        key, sequences = self._record.key, self._scheduler.migration
+        if self.state is not _State.ASKED:
+            return
+        if not sequences.hold_at(key, self._capacity):
+            self._try_again("no capacity in time")
+            return
+        self.state = _State.COPYING
+        position = sequences.position(key)
+        assert position is not None
+        self._sender.computed(key, position.num_settled, position.block_ids)
+        self._hold_when_caught_up()
+
+    def pushed(self, _: Pushed) -> None:
+        """Stop the sequence with its next token when nothing more can be written."""
+        self._hold_when_caught_up()
+
+    def handed_over(self) -> None:
+        """The state is sent: from here the target may run the stream."""
+        self.state = _State.HANDED
+
+    def ended(self, ended: PushEnded) -> None:
+        """Report where the stream runs now; or continue here; or ask once more."""
+        key, manager = self._record.key, self._manager
+        if not ended.error:
+            manager.num_migrated += 1
+            self._scheduler.finish_hand_over(*key)
+            manager.requests.post(key, MoveEnded(*key, self.target.identity))
+            self._record.push = None
+            manager.requests.remove(key)
+        elif self._again:
+            self._scheduler.migration.resume(key)
+            self.state, self._again, self._is_stopping = _State.QUEUED, False, False
+        else:
+            self.fail(ended.reason)
+        manager.control.wake()
+
+    # ------------------------------------------------------------------------------------------ private
+
+    def _hold_when_caught_up(self) -> None:
+        key = self._record.key
+        if (
+            self.state is not _State.COPYING
+            or self._is_stopping
+            or not self._sender.sends.has_caught_up(*key)
+        ):
+            return
+        position = self._scheduler.migration.position(key)
+        if position is not None and position.num_tokens < self._capacity:
+            self._is_stopping = self._scheduler.migration.hold_at(key, position.num_tokens)
+            self._sender.sends.end_at(*key, position.num_tokens)
+
+    def _try_again(self, reason: str) -> None:
+        """Give the landing back and ask for another one, a few times."""
+        self.state, self._again = _State.ENDING, self._num_tries < MAX_TRIES
+        self._scheduler.migration.resume(self._record.key)
+        self._sender.stop(self._record.key, reason)

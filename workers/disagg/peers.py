@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,11 +40,12 @@ from kvtransfer.messages import (
     RankEndpoints,
     ReplicaIdentity,
     Shard,
-    TransferOrder,
 )
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_link
-from workers.messages import PEER_CODEC, HandOverTarget, PathMeasure, PeerLinkMessage
+from workers.interfaces import EngineControl, RankChannel
+from workers.messages import PEER_CODEC, HandOverTarget, PeerLinkMessage
+from workers.stats_record import PathMeasure
 
 _HELLO_TIMEOUT_S = 10.0
 # Of a peer: planning takes as many steps as the product of both sides' ranks.
@@ -54,8 +55,9 @@ _log = logging.getLogger("tandem.peers")
 
 
 @dataclass(slots=True)
-class _KvSender:
+class _DecodePeer:
     target: HandOverTarget
+    side: PrefillSide
     connection_id: bytes
     stream: FrameStream | None = None
     # By our rank: the lanes it has connected and measured.
@@ -100,47 +102,39 @@ class Peers:
         config: TransferConfig,
         secret: bytes,
         clock: Clock,
-        order: Callable[[TransferOrder], None],
-        order_to: Callable[[int, TransferOrder], None],
-        prefill_side: PrefillSide,
-        decode_side: DecodeSide,
-        wake: Callable[[], None],
-        on_error: Callable[[BaseException], None],
+        channel: RankChannel,
+        control: EngineControl,
     ) -> None:
-        """`ranks` are all of ours in rank order; `order` goes to all of them, `order_to` to one. `on_error`
-        hears of errors of ours, after which nothing here may be trusted."""
+        """`ranks` are all of ours in rank order."""
         self._identity = identity
         self._compatibility = compatibility
         self._ranks = ranks
         self._config = config
         self._secret = secret
         self._clock = clock
-        self._order = order
-        self._order_to = order_to
-        self._prefill_side = prefill_side
-        self._decode_side = decode_side
-        self._wake = wake
-        self._outbound: dict[ReplicaIdentity, _KvSender] = {}
+        self._channel = channel
+        self._control = control
+        self._decode_peers: dict[ReplicaIdentity, _DecodePeer] = {}
         self._cooling: dict[ReplicaIdentity, _PeerFailure] = {}
-        self._inbound: dict[ReplicaIdentity, FrameStream] = {}
-        self._tasks = SupervisedTasks(on_error)
+        self._writers: dict[ReplicaIdentity, FrameStream] = {}
+        self._tasks = SupervisedTasks(control.fail)
 
     # ------------------------------------------------------------------------------------- outbound
 
-    def ensure(self, target: HandOverTarget) -> None:
+    def ensure(self, target: HandOverTarget, side: PrefillSide) -> None:
         """Open a link to `target` unless there is one (or one is being opened). `peer_failed` is called at
         once, before this returns, when the last attempt failed a short while ago."""
-        if target.identity in self._outbound:
+        if target.identity in self._decode_peers:
             return
         cooling = self._cooling.get(target.identity)
         left_s = 0.0 if cooling is None else cooling.ends_at - self._clock.now()
         if cooling is not None and left_s > 0:
             reason = f"{cooling.reason} (tried again in {left_s:.1f} s)"
-            self._prefill_side.peer_failed(target.identity, reason)
-            self._wake()
+            side.peer_failed(target.identity, reason)
+            self._control.wake()
             return
-        peer = self._outbound[target.identity] = _KvSender(target, draw_id())
-        self._tasks.spawn(self._run_outbound(peer), f"peer {target.identity.replica_id}")
+        peer = self._decode_peers[target.identity] = _DecodePeer(target, side, draw_id())
+        self._tasks.spawn(self._run_link(peer), f"peer {target.identity.replica_id}")
 
     def forget_others(self, peers: Sequence[ReplicaIdentity]) -> None:
         """There are only these now: the failures of others are no news any more."""
@@ -148,19 +142,19 @@ class Peers:
 
     def connection(self, peer: ReplicaIdentity) -> bytes | None:
         """The id of the measured data connection to `peer`; None while there is none."""
-        outbound = self._outbound.get(peer)
-        return outbound.connection_id if outbound is not None and outbound.ready_at is not None else None
+        link = self._decode_peers.get(peer)
+        return link.connection_id if link is not None and link.ready_at is not None else None
 
-    def send_outbound(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
+    def send_to_reader(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """To a decode replica; dropped when the link is gone (its loss is reported by `on_failed`)."""
-        outbound = self._outbound.get(peer)
-        if outbound is not None and outbound.stream is not None:
-            outbound.stream.send(PEER_CODEC.encode(message))
+        link = self._decode_peers.get(peer)
+        if link is not None and link.stream is not None:
+            link.stream.send(PEER_CODEC.encode(message))
 
     def path_report(self, rank: int, report: PeerConnected | PeerConnectFailed | PeerLost) -> None:
         """One rank's news about its lanes to a peer."""
         peer = next(
-            (item for item in self._outbound.values() if item.connection_id == report.connection_id), None
+            (item for item in self._decode_peers.values() if item.connection_id == report.connection_id), None
         )
         if peer is None:
             return
@@ -171,8 +165,8 @@ class Peers:
         peer.paths[rank] = report.paths
         if peer.ready_at is None and len(peer.paths) == len(self._ranks):
             peer.ready_at = self._clock.now()
-            self._prefill_side.peer_ready(peer.target.identity)
-            self._wake()
+            peer.side.peer_ready(peer.target.identity)
+            self._control.wake()
 
     def paths(self) -> tuple[PathMeasure, ...]:
         """The measured paths, one for each lane, for reports; for a peer that no way leads to now, one that
@@ -188,7 +182,7 @@ class Peers:
                 device=path.device,
                 instead_of=path.instead_of,
             )
-            for peer in self._outbound.values()
+            for peer in self._decode_peers.values()
             for rank, paths in sorted(peer.paths.items())
             for path in paths
         )
@@ -199,7 +193,7 @@ class Peers:
         )
         return measured + missing
 
-    def _log_paths(self, peer: _KvSender, rank: int, paths: tuple[LanePath, ...]) -> None:
+    def _log_paths(self, peer: _DecodePeer, rank: int, paths: tuple[LanePath, ...]) -> None:
         """Each path at join, and what has changed when a lane failed over later."""
         earlier = peer.paths.get(rank)
         for path in paths:
@@ -221,7 +215,7 @@ class Peers:
                 f"; not as wanted: {path.instead_of}" if path.instead_of else "",
             )
 
-    async def _run_outbound(self, peer: _KvSender) -> None:
+    async def _run_link(self, peer: _DecodePeer) -> None:
         try:
             stream = peer.stream = await open_link(
                 peer.target.address, "peer", self._secret, self._identity.replica_id
@@ -235,15 +229,15 @@ class Peers:
                 if isinstance(message, PeerStopping):
                     self._fail(peer, "it stops", is_expected=True)
                     return
-                self._prefill_side.message(peer.target.identity, message)
-                self._wake()
+                peer.side.message(peer.target.identity, message)
+                self._control.wake()
             self._fail(peer, "the peer link closed")
         except TransferError as error:
             self._fail(peer, str(error))
         except TimeoutError:
             self._fail(peer, f"no answer within {_HELLO_TIMEOUT_S} s")
 
-    def _check_hello(self, peer: _KvSender, hello: PeerLinkMessage | None) -> None:
+    def _check_hello(self, peer: _DecodePeer, hello: PeerLinkMessage | None) -> None:
         if isinstance(hello, PeerRefusal):
             raise IncompatibleError(hello.reason)
         if not isinstance(hello, PeerHello):
@@ -265,11 +259,11 @@ class Peers:
                 min_gb_s=self._config.min_gb_s,
                 refuse_slow=self._config.below_floor == "refuse",
             )
-            self._order_to(own.rank, connect)
+            self._channel.send_to(own.rank, connect)
 
-    def _fail(self, peer: _KvSender, reason: str, *, is_expected: bool = False) -> None:
+    def _fail(self, peer: _DecodePeer, reason: str, *, is_expected: bool = False) -> None:
         """`is_expected`: the peer has said that it stops."""
-        if self._outbound.get(peer.target.identity) is not peer:
+        if self._decode_peers.get(peer.target.identity) is not peer:
             return
         _log.log(
             logging.INFO if is_expected else logging.WARNING,
@@ -278,15 +272,15 @@ class Peers:
             peer.target.identity.replica_id,
             reason,
         )
-        del self._outbound[peer.target.identity]
+        del self._decode_peers[peer.target.identity]
         self._cool_down(peer, reason)
         if peer.stream is not None:
             peer.stream.close()
-        self._order(ClosePeer(peer.connection_id))
-        self._prefill_side.peer_failed(peer.target.identity, reason)
-        self._wake()
+        self._channel.send(ClosePeer(peer.connection_id))
+        peer.side.peer_failed(peer.target.identity, reason)
+        self._control.wake()
 
-    def _cool_down(self, peer: _KvSender, reason: str) -> None:
+    def _cool_down(self, peer: _DecodePeer, reason: str) -> None:
         """Twice as long as the last time, unless the path was good for longer than that."""
         now, identity = self._clock.now(), peer.target.identity
         longest_s = self._config.max_cool_down_s
@@ -300,7 +294,7 @@ class Peers:
 
     # -------------------------------------------------------------------------------------- inbound
 
-    async def serve(self, stream: FrameStream) -> None:
+    async def serve(self, stream: FrameStream, side: DecodeSide) -> None:
         """Handler of an accepted Peer link; runs until it ends."""
         frame = await stream.receive()
         hello = None if frame is None else PEER_CODEC.decode(frame)
@@ -314,22 +308,22 @@ class Peers:
             await stream.receive()
             return
         writer = hello.identity
-        earlier = self._inbound.pop(writer, None)
+        earlier = self._writers.pop(writer, None)
         if earlier is not None:  # the writer lost it before this side has seen its end
             earlier.close()
-            self._decode_side.writer_lost(writer)
-        self._inbound[writer] = stream
-        self._decode_side.writer_joined(writer, [(target, piece) for _, target, piece in pieces])
+            side.writer_lost(writer)
+        self._writers[writer] = stream
+        side.writer_joined(writer, [(target, piece) for _, target, piece in pieces])
         stream.send(PEER_CODEC.encode(self._hello()))
         try:
-            while (frame := await stream.receive()) is not None and self._inbound.get(writer) is stream:
-                self._decode_side.message(writer, PEER_CODEC.decode(frame))
-                self._wake()
+            while (frame := await stream.receive()) is not None and self._writers.get(writer) is stream:
+                side.message(writer, PEER_CODEC.decode(frame))
+                self._control.wake()
         finally:
-            if self._inbound.get(writer) is stream:
-                del self._inbound[writer]
-                self._decode_side.writer_lost(writer)
-                self._wake()
+            if self._writers.get(writer) is stream:
+                del self._writers[writer]
+                side.writer_lost(writer)
+                self._control.wake()
 
     def _check_compatibility(self, hello: PeerHello) -> None:
         ours = self._compatibility
@@ -345,9 +339,9 @@ class Peers:
             if intersect(item.shard, model) != item.shard:
                 raise IncompatibleError(f"rank {item.rank} of the peer holds {item.shard} of {model}")
 
-    def send_inbound(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
+    def send_to_writer(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """To a replica that writes here; dropped when its link is gone."""
-        stream = self._inbound.get(writer)
+        stream = self._writers.get(writer)
         if stream is not None:
             stream.send(PEER_CODEC.encode(message))
 
@@ -356,9 +350,9 @@ class Peers:
 
     async def close(self) -> None:
         """Close all links; the writers are told that this is the end."""
-        for stream in self._inbound.values():
+        for stream in self._writers.values():
             stream.send(PEER_CODEC.encode(PeerStopping()))
-        for stream in [*self._inbound.values(), *(p.stream for p in self._outbound.values() if p.stream)]:
+        for stream in [*self._writers.values(), *(p.stream for p in self._decode_peers.values() if p.stream)]:
             stream.close()
         await self._tasks.close()
 

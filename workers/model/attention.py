@@ -1,11 +1,10 @@
 """Attention over paged KV for a flattened batch of prefill chunks and decoding sequences.
 
-On a CPU with a compiler, decoding sequences are attended where their blocks lie (`workers.model.native`);
+On a CPU with a compiler, decoding sequences attend to their blocks in place (`workers.model.native`);
 everything else is plain torch on any device. Scores and probabilities are float32 whatever the dtype of the
 model, so that paths differ only in the rounding of their results. Not yet validated on CUDA, where a paged
-Triton kernel belongs behind `paged_attention`. Letters: T tokens of the step, H query heads, K key-value
-heads, G = H / K, D head size, B decoding sequences, S context tokens.
-"""
+Triton kernel belongs behind `paged_attention`. In shapes, num_rows counts query tokens and group = num_heads
+/ num_kv_heads."""
 
 from __future__ import annotations
 
@@ -31,19 +30,20 @@ from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
 _MIN_PIECE_ROWS = 16
 
-# Keys of one head that a thread widens to float32 at a time. 2 MiB: as fast as the products in bfloat16 from
-# 1,000 keys on; all at once took three times as long.
+# Size of the keys of one head that a thread widens to float32 at a time. 2 MiB are as fast as products in
+# bfloat16 from 1,000 keys on; widening all at once took three times as long.
 _WIDENED_BYTES = 2 << 20
 
 
 def clear_partial_blocks(kv: Tensor, batch: AttentionBatch) -> None:
-    """Zero the blocks that this step begins and does not fill. Once a step, before the first layer."""
+    """Zero the blocks that this step begins and does not fill. Called once a step, before the first layer."""
     if batch.partial_blocks is not None:
         kv.index_fill_(0, batch.partial_blocks, 0)
 
 
 def write_kv(kv: Tensor, layer: int, keys_values: Tensor, rows: slice, batch: AttentionBatch) -> None:
-    """Put a layer's keys and values [t, 2K, D] of these rows of the batch into the tokens' blocks."""
+    """Write a layer's keys and values [num_rows, 2 * num_kv_heads, head_dim] of these rows to the tokens'
+    blocks."""
     shape = kv_shape(kv)
     offset = layer * 2 * shape.num_kv_heads * shape.block_tokens
     slots = batch.slots(shape)[rows].view(-1) + offset
@@ -51,7 +51,8 @@ def write_kv(kv: Tensor, layer: int, keys_values: Tensor, rows: slice, batch: At
 
 
 def paged_attention(query: Tensor, kv: Tensor, layer: int, window: int, batch: AttentionBatch) -> Tensor:
-    """Causal attention of `query` [T, H, D] over the KV already written; returns [T, H * D].
+    """Attend causally from `query` [num_tokens, num_heads, head_dim] to the KV already written. Returns
+    [num_tokens, num_heads * head_dim].
 
     A token at position i sees the keys j with j <= i and, with a window, i - window < j.
     """
@@ -83,8 +84,8 @@ def _attend(query: Tensor, layer: _LayerKv, plan: AttentionPlan, marks: Marks) -
 
 
 class _LayerKv(NamedTuple):
-    """A layer of the KV: blocks on the device, and `in_host` (None: the step sees none) those in host memory,
-    with the ids from `first_host_id` on."""
+    """A layer of the KV: blocks on the device, and those in host memory (`in_host`, None if the step sees
+    none), with the ids from `first_host_id` on."""
 
     kv: Tensor
     number: int
@@ -93,7 +94,8 @@ class _LayerKv(NamedTuple):
     first_host_id: int
 
     def gather(self, kv_rows: Tensor, spots: HostSpots | None) -> Tensor:
-        """The blocks of tables [B, n] as [2 * B * K * n, block_tokens * D]; `kv_rows` are of layer 0."""
+        """Gather the blocks of tables as [2 * num_sequences * num_kv_heads * num_blocks, block_tokens *
+        head_dim]; `kv_rows` are of layer 0."""
         num_kv = self.shape.num_kv_heads
         if spots is not None and self.in_host is not None and native.serves(self.kv.device, self.kv.dtype):
             kernels = native.load()
@@ -109,7 +111,7 @@ class _LayerKv(NamedTuple):
 
 
 def _decode_paged(query: Tensor, layer: _LayerKv, decodes: PagedDecodes) -> Tensor:
-    """`query` [B, H, D] to [B, H * D]."""
+    """Attend from `query` [num_sequences, num_heads, head_dim] with the kernel."""
     kernels = native.load()
     assert kernels is not None
     tables, firsts, ends = decodes.tables, decodes.firsts, decodes.ends
@@ -120,13 +122,14 @@ def _decode_paged(query: Tensor, layer: _LayerKv, decodes: PagedDecodes) -> Tens
 
 
 def kv_shape(kv: Tensor) -> KvShape:
-    """Of a rank's KV."""
+    """Return the shape of a rank's KV."""
     _, num_layers, _, num_kv_heads, block_tokens, head_dim = kv.shape
     return KvShape(num_layers, num_kv_heads, block_tokens, head_dim)
 
 
 def _decode_group(query: Tensor, layer: _LayerKv, group: DecodeGroup) -> Tensor:
-    """`query` [B, H, D] to [B, H * D]: the G query heads of a key-value head are the rows of one product."""
+    """Attend from `query` [num_sequences, num_heads, head_dim]: the query heads of a key-value head are the
+    rows of one product."""
     batch, num_heads, head_dim = query.shape
     num_kv = layer.shape.num_kv_heads
     pairs = batch * num_kv
@@ -137,7 +140,8 @@ def _decode_group(query: Tensor, layer: _LayerKv, group: DecodeGroup) -> Tensor:
 
 
 def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """`query` [P, G, D] over `keys` and `values` [P, S, D] with `bias` [P, 1, S]; returns [P, G, D]."""
+    """Attend from `query` [num_pairs, group, head_dim] to `keys` and `values` [num_pairs, num_keys, head_dim]
+    with `bias` [num_pairs, 1, num_keys]; a pair is a sequence and a key-value head."""
     if query.dtype == torch.float32:
         return torch.softmax(torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale), -1).bmm(values)
     if query.device.type == "cuda":
@@ -145,7 +149,7 @@ def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale
         halves = split_in_halves(torch.softmax(scores, -1), values.dtype)
         upper, lower = torch.bmm(halves, values, out_dtype=torch.float32).chunk(2, 1)
         return (upper + lower).to(query.dtype)
-    # Other devices multiply in float32; a part at a time, so that the widened keys and values stay in cache.
+    # Other devices multiply in float32, a part at a time, so that the widened keys and values stay in cache.
     mixed = torch.empty_like(query)
     part_bytes = _WIDENED_BYTES * torch.get_num_threads()
     num_pairs = max(1, part_bytes // (keys[0].numel() * torch.float32.itemsize))
@@ -158,18 +162,18 @@ def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale
 
 
 def split_in_halves(probabilities: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 [P, G, S] as [P, 2G, S] of a narrow dtype: each value rounded, then what the rounding left.
+    """Split float32 [num_pairs, group, num_keys] into [num_pairs, 2 * group, num_keys] of a narrow dtype:
+    each value rounded, then the remainder.
 
-    Both halves go through one product with the values, which reads the values once and keeps twice the bits
-    of a probability.
-    """
+    Both halves pass through one product with the values, which reads the values once and keeps twice the bits
+    of a probability."""
     upper = probabilities.to(dtype)
     return torch.cat((upper, (probabilities - upper).to(dtype)), 1)
 
 
 def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -> Tensor:
-    """`query` [t, H, D] to [t, H * D]: key-value heads are the batch, so that expanding them to G query
-    heads each copies nothing."""
+    """Attend from `query` [num_rows, num_heads, head_dim] of one chunk. Key-value heads are the batch, so
+    that expanding them to their query heads copies nothing."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv = layer.shape.num_kv_heads
     group = num_heads // num_kv
@@ -200,11 +204,12 @@ def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -
 
 
 def _pieces(queries: Tensor, num_keys: int, has_bias: bool) -> list[tuple[slice, slice]]:
-    """The (key-value heads, rows) of `queries` [K, G, t, D] that are attended in one call: all of them, or on
-    a CPU, where one call behind a long prefix takes many seconds, parts of `ATTENTION_PIECE_FLOPS`.
+    """Return the (key-value heads, rows) of `queries` [num_kv_heads, group, num_rows, head_dim] for each
+    call: all of them or, on a CPU, where a call after a long prefix takes many seconds, parts of
+    `ATTENTION_PIECE_FLOPS`.
 
-    Whole heads are split off first, which changes no arithmetic. Without a bias the mask is the call's own,
-    and rows stay together: their context is no longer than the chunk.
+    Whole heads are split off first, which changes no arithmetic. Without a bias the call masks by itself, and
+    rows stay together: their context is no longer than the chunk.
     """
     num_kv, group, num_rows, head_dim = queries.shape
     row_flops = 4 * num_keys * group * head_dim

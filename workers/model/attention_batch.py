@@ -1,54 +1,71 @@
 """One step's sequences as attention sees them: a flattened batch, and what to gather and to mask for it.
 
-Letters: T tokens of the step, K key-value heads, D head size, B decoding sequences, S context tokens.
+num_tokens counts the tokens of the step, num_sequences its decoding sequences.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers.model import native
 
-# A group of decoding sequences is gathered into one padded tensor: the longest context of a group is at
-# most twice the shortest, and a group has at most this many padded tokens.
+# A group of decoding sequences is gathered into one padded tensor: the longest context of a group is at most
+# twice the shortest, and a group has at most this many padded tokens.
 _MAX_GROUP_TOKENS = 1 << 16
 
 
 class SequenceSpan(NamedTuple):
-    """`num_tokens` new tokens of one sequence from position `start`. `block_ids` is its block table, long
-    enough for start + num_tokens tokens; more entries are ignored."""
+    """`num_tokens` new tokens of one sequence from position `start`. Its block table `block_ids` covers at
+    least start + num_tokens tokens; further entries are ignored."""
 
     start: int
     num_tokens: int
     block_ids: Sequence[int]
 
 
-class HostReader(Protocol):
-    """Reads the blocks that lie in host memory, for the attention of one step; `workers.model.host_kv`."""
+class HostReader(ABC):
+    """Reads the blocks that lie in host memory, for the attention of one step after another.
 
-    # Block ids from here on are of host memory; below they are of the device.
-    first_id: int
-    # Whether a layer's blocks are brought near, one after another; else they are read where they lie.
-    is_staged: bool
+    Block ids from `first_id` on denote blocks in host memory; smaller ids denote blocks of the device.
+    """
 
+    # Whether a layer's blocks are staged on the device, one layer after another; else they are read in place.
+    is_staged = True
+
+    def __init__(self, first_id: int) -> None:
+        self.first_id = first_id
+
+    @abstractmethod
+    def begin(self, batch: AttentionBatch) -> None:
+        """Begin a step, before its first layer. The plan's copies are done, or queued on the device's
+        stream."""
+
+    @abstractmethod
     def layer(self, layer: int) -> Tensor:
-        """[m, 2, K, block_tokens, D]: a layer of the step's staged blocks, or of all in host memory."""
-        ...
+        """Return a layer of the step's staged blocks, or of all blocks in host memory,
+        [num_blocks, 2, num_kv_heads, block_tokens, head_dim]."""
 
+    @abstractmethod
     def done(self, layer: int) -> None:
-        """The layer's attention has read its blocks, or will have before what the device is given next."""
-        ...
+        """Release a layer's blocks: its attention has read them, or will have before later work of the
+        device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the reader holds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostSpots:
-    """Where gathered blocks of `tables` [B, n] come from host memory: block `sources[i]` of a layer of the
-    reader belongs at `positions[i]` of the table of sequence `sequences[i]`."""
+    """Which of the gathered blocks of `tables` [num_sequences, num_blocks] come from host memory: block
+    `sources[i]` of a layer of the reader belongs at `positions[i]` of the table of sequence
+    `sequences[i]`."""
 
     tables: Tensor
     sequences: Tensor
@@ -58,9 +75,9 @@ class HostSpots:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences with one new token each. `rows` [B] are their rows in the batch, `kv_rows` [2 * B * K * n]
-    the KV rows of layer 0 (keys, then values), `bias` [B * K, 1, S] float32 is 0 or -inf. Rows at `spots`
-    mean nothing."""
+    """Sequences with one new token each: their `rows` [num_sequences] in the batch, the `kv_rows` [2 *
+    num_sequences * num_kv_heads * num_blocks] of layer 0 (keys, then values), and a float32 `bias` of 0 or
+    -inf, [num_sequences * num_kv_heads, 1, num_context_tokens]. Rows at `spots` are placeholders."""
 
     rows: Tensor
     kv_rows: Tensor
@@ -70,8 +87,9 @@ class DecodeGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedDecodes:
-    """All sequences with one new token each, for the kernel: `rows` [B] of the batch, block `tables` [B, n],
-    and the keys [firsts, ends) that each sees, relative to its table's first block."""
+    """All sequences with one new token each, for the kernel: their `rows` [num_sequences] of the batch, their
+    block `tables` [num_sequences, num_blocks], and the keys [firsts, ends) that each sees, relative to its
+    table's first block."""
 
     rows: Tensor
     tables: Tensor
@@ -81,8 +99,9 @@ class PagedDecodes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Several new tokens of one sequence: `rows` of the batch, `kv_rows` [2 * K * n] as above, the keys
-    [first, end) of the gathered tokens, and `bias` [rows, end - first], None for a plain causal mask."""
+    """Several new tokens of one sequence: its `rows` of the batch, `kv_rows` [2 * num_kv_heads * num_blocks]
+    as in `DecodeGroup`, the keys [first, end) of the gathered tokens, and `bias` [num_rows, end - first],
+    None for a plain causal mask."""
 
     rows: slice
     kv_rows: Tensor
@@ -93,8 +112,8 @@ class Chunk:
 
 
 class AttentionPlan(NamedTuple):
-    """`paged` or `groups` cover the decoding sequences, `chunks` the others. `host_ids` are the blocks in
-    host memory that they see; a reader stages them in this order."""
+    """What to gather and mask: `paged` or `groups` for the decoding sequences, `chunks` for the others.
+    `host_ids` are the blocks in host memory that they see, in the order in which a reader stages them."""
 
     paged: PagedDecodes | None
     groups: tuple[DecodeGroup, ...]
@@ -103,7 +122,8 @@ class AttentionPlan(NamedTuple):
 
 
 class KvShape(NamedTuple):
-    """The shape of a rank's KV, `[num_blocks, layers, 2, K, block_tokens, D]`, without `num_blocks`."""
+    """The shape of a rank's KV, [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim], without
+    `num_blocks`."""
 
     num_layers: int
     num_kv_heads: int
@@ -112,13 +132,13 @@ class KvShape(NamedTuple):
 
 
 class Marks:
-    """Takes the marks that a step's work makes as it proceeds; here nobody wants them."""
+    """Takes the marks of a step's progress. This base ignores them."""
 
     def mark(self) -> None:
-        """A piece of a layer is done or, on CUDA, queued."""
+        """Mark a piece of a layer as done or, on CUDA, queued."""
 
     def mark_layer(self) -> None:
-        """A layer is done or, on CUDA, queued."""
+        """Mark a layer as done or, on CUDA, queued."""
 
 
 _NO_MARKS = Marks()
@@ -126,10 +146,12 @@ _NO_MARKS = Marks()
 
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
-    """One step's sequences, flattened. `positions`, `token_blocks` and `token_offsets` are [T]: where each
-    token stands in its sequence, and where its KV goes. `partial_blocks` are blocks begun and not filled
-    by this step: their rest is zeroed first, so that what lies there never reaches a softmax as NaN.
-    `host` is there when tables name blocks in host memory. `marks` is called as the work proceeds."""
+    """One step's sequences, flattened.
+
+    `positions`, `token_blocks` and `token_offsets`, [num_tokens], say where each token stands in its sequence
+    and where its KV goes. `partial_blocks` are blocks that this step begins and does not fill: they are
+    zeroed first, so that stale bytes never reach a softmax as NaN. `host` is set if tables name blocks in
+    host memory. `marks` takes the progress of the work."""
 
     spans: tuple[SequenceSpan, ...]
     block_tokens: int
@@ -150,7 +172,7 @@ class AttentionBatch:
         host: HostReader | None = None,
         marks: Marks = _NO_MARKS,
     ) -> AttentionBatch:
-        """Rows of the batch follow the order of `spans`."""
+        """Build the batch of `spans`, whose order its rows follow."""
         assert spans, "an empty step has no batch"
         positions: list[int] = []
         blocks: list[int] = []
@@ -177,14 +199,15 @@ class AttentionBatch:
         )
 
     def plan(self, window: int, shape: KvShape, dtype: torch.dtype) -> AttentionPlan:
-        """What to gather and mask for layers with this window (0: none); made once a step."""
+        """Return what to gather and mask for layers with this window (0: none). Made once a step."""
         key = (window, shape, dtype)
         if key not in self._plans:
             self._plans[key] = _make_plan(self, window, shape, dtype)
         return self._plans[key]
 
     def slots(self, shape: KvShape) -> Tensor:
-        """[T, 2K]: the rows of the step's keys and values in layer 0 of the KV seen as [.., D]."""
+        """Return the rows of the step's keys and values in layer 0 of the KV seen as [.., head_dim], as
+        [num_tokens, 2 * num_kv_heads]."""
         if shape not in self._slots:
             num_rows = 2 * shape.num_kv_heads
             heads = torch.arange(num_rows, device=self.positions.device)
@@ -217,8 +240,8 @@ def _make_plan(batch: AttentionBatch, window: int, shape: KvShape, dtype: torch.
 def _with_host(
     spans: tuple[SequenceSpan, ...], host: HostReader, window: int, shape: KvShape
 ) -> tuple[tuple[SequenceSpan, ...], tuple[int, ...]]:
-    """The spans, where a reader stages with the places of staged blocks in their tables, and the ids of all
-    blocks in host memory that they see."""
+    """Return the spans, with the places of staged blocks in their tables if the reader stages, and the ids of
+    all blocks in host memory that they see."""
     seen: set[int] = set()
     for span in spans:
         first = _first_block(span, window, shape)
@@ -235,7 +258,8 @@ def _with_host(
 
 
 def _host_spots(tables: Tensor, host: HostReader | None) -> tuple[Tensor, HostSpots | None]:
-    """Block tables [B, n] with any block of the device for those in host memory, and where these go."""
+    """Return block tables with any block of the device in place of those in host memory, and where these
+    go."""
     if host is None:
         return tables, None
     in_host = tables >= host.first_id
@@ -248,7 +272,7 @@ def _host_spots(tables: Tensor, host: HostReader | None) -> tuple[Tensor, HostSp
 
 
 def _first_block(span: SequenceSpan, window: int, shape: KvShape) -> int:
-    """The block of the first key that the span's first token sees."""
+    """Return the index of the block of the first key that the span's first token sees."""
     return max(0, span.start - window + 1) // shape.block_tokens if window else 0
 
 
@@ -285,8 +309,8 @@ def _make_paged(
 def _tables(
     batch: AttentionBatch, decodes: list[tuple[int, int]], window: int, shape: KvShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Block tables [B, n] padded with their last block, and the keys [first, end) [B] that each sequence
-    sees, relative to its table's first block."""
+    """Return block tables [num_sequences, num_blocks] padded with their last block, and the keys [first, end)
+    that each sequence sees, relative to its table's first block."""
     spans = [batch.spans[number] for number, _ in decodes]
     most = max(_num_blocks(span, window, shape) for span in spans)
     tables, firsts, ends = [], [], []
@@ -351,7 +375,8 @@ def _make_chunk(
 
 
 def _kv_rows(table: Tensor, shape: KvShape) -> Tensor:
-    """Block ids [B, n] to rows of layer 0 of the KV seen as [.., block_tokens * D], ordered [2, B, K, n]."""
+    """Map block ids [num_sequences, num_blocks] to rows of layer 0 of the KV seen as [.., block_tokens *
+    head_dim], in the order [2, num_sequences, num_kv_heads, num_blocks]."""
     num_rows = 2 * shape.num_kv_heads
     heads = torch.arange(num_rows, device=table.device).view(2, 1, shape.num_kv_heads, 1)
     return ((table * (shape.num_layers * num_rows))[None, :, None] + heads).reshape(-1)

@@ -1,7 +1,7 @@
 """The decoder: one definition for every supported family, over a flattened batch and paged KV.
 
-Free of parallelism: a rank's decoder computes the layers and heads it was loaded with, and whoever splits
-the model joins the parts. Letters: T tokens of the step, R asked rows, C hidden size, V vocabulary.
+It contains no parallelism: a rank's decoder computes the layers and heads that it was loaded with, and
+`workers.model.parallel` joins the parts of several ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load_decoder(
     shard: ShardSpec | None = None,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Decoder:
-    """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, computing in `dtype`; `progress` is
+    """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, to compute in `dtype`. `progress` is
     called after each layer.
 
     Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
@@ -48,8 +48,9 @@ def load_decoder(
 
 
 class Decoder:
-    """`forward` then `logits`; the embedding is there on the first stage, norm and head on the last.
-    `workers.model.parallel` puts what joins the ranks of a stage into `layers`, `embedding` and `head`."""
+    """A rank's part of the model. The first stage has the embedding, the last stage the final norm and the
+    head. `workers.model.parallel` replaces products in `layers`, `embedding` and `head` by ones that join the
+    ranks."""
 
     def __init__(
         self,
@@ -87,19 +88,21 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
-        """Token ids [T] to the last layer's output [T, C], before the final norm; their keys and values go
-        into `kv`, contiguous [num_blocks, layers, 2, K, block_tokens, D] of the weights' dtype."""
+        """Map token ids [num_tokens] to the last layer's output [num_tokens, hidden_size], before the final
+        norm. Writes their keys and values to `kv`, contiguous [num_blocks, num_layers, 2, num_kv_heads,
+        block_tokens, head_dim] of the weights' dtype."""
         return self.run_layers(self.embed(tokens), batch, kv)
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """[T] to [T, C]; on the first stage."""
+        """Map token ids [num_tokens] to [num_tokens, hidden_size], on the first stage."""
         assert self.embedding is not None, "this stage has no embedding"
         return self.embedding(tokens)
 
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
-        """This stage's layers over `hidden` [T, C], which is overwritten and returned."""
+        """Run this stage's layers over `hidden` [num_tokens, hidden_size], which is overwritten and
+        returned."""
         clear_partial_blocks(kv, batch)
         cos, sin = rope_table(batch.positions, self._frequencies, hidden.dtype)
         for layer in self.layers:
@@ -109,6 +112,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of the asked rows [R, C]: [R, V] in float32; on the last stage."""
+        """Apply final norm and head to rows [num_rows, hidden_size], on the last stage. Returns float32
+        [num_rows, vocab_size]."""
         assert self.head is not None, "this stage has no head"
         return self.head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()

@@ -1,7 +1,8 @@
-"""The identity of a checkpoint: every byte of its weights, and the configuration that KV depends on.
+"""The identity of a checkpoint: every byte of its weights, and the configuration that KV depends on. No
+torch.
 
-Computed by ranks, beside loading. No torch.
-"""
+Ranks compute it while they load. The SHA-256 of each weight file is computed once per node and cached in a
+private folder."""
 
 from __future__ import annotations
 
@@ -31,20 +32,27 @@ FINGERPRINT_BYTES = 16
 
 _log = logging.getLogger("tandem.rank")
 
-# How often whoever waits for a fingerprint reports how far it has come.
+# How often progress is reported while a rank waits for the fingerprint.
 _REPORT_S = 1.0
 _FORMAT = "tandem-model-2"
 _NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids")
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 0.02
+_SETTLED_S = 2.0
+# After this time, plus the time that the file takes at this rate, the process that holds its lock is given
+# up.
+_PATIENCE_S = 10.0
+_SLOW_BYTE_S = 50e6
+_SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def model_fingerprint(model_dir: Path, cache: DigestCache, stop: threading.Event | None = None) -> bytes:
-    """16 bytes that differ wherever two checkpoints would compute different KV.
+    """Compute 16 bytes that differ wherever two checkpoints would compute different KV.
 
-    SHA-256 over the configuration's fields and the SHA-256 of every weight file, in name order; cut to 128
-    bits. The same tensors in other files have another fingerprint. The dtypes of weights and KV are not in
-    it: the `CompatibilityRecord` has them beside it. Raises `CheckpointError`, and
-    `WorkerError` soon after `stop` is set.
-    """
+    It is the SHA-256 over the configuration's fields and the SHA-256 of every weight file, in name order, cut
+    to 128 bits. The same tensors in other files have another fingerprint. The dtypes of weights and KV are
+    not part of it: the `CompatibilityRecord` has them as well. Raises `CheckpointError`, and `WorkerError`
+    soon after `stop` is set."""
     config = dataclasses.asdict(read_model_config(model_dir))
     fields = {name: value for name, value in config.items() if name not in _NOT_OF_KV}
     files = weight_files(model_dir)
@@ -61,11 +69,11 @@ def model_fingerprint(model_dir: Path, cache: DigestCache, stop: threading.Event
 
 
 class FingerprintTask:
-    """Computes a fingerprint on a thread of its own while the weights are loaded. A context manager: when
-    loading fails, so that nobody asks for the result, the thread ends soon."""
+    """Computes a fingerprint on a thread while the weights are loaded. A context manager: if loading fails,
+    the thread ends soon."""
 
     def __init__(self, model_dir: Path, clock: Clock) -> None:
-        """Raises `CheckpointError` where weight files are missing."""
+        """Start the thread. Raises `CheckpointError` if weight files are missing."""
         self._clock = clock
         self._stop = threading.Event()
         self._before = {file: read_state(file) for file in weight_files(model_dir)}
@@ -83,12 +91,11 @@ class FingerprintTask:
         self._threads.shutdown()
 
     def result(self, progress: Callable[[str], None] = lambda phase: None) -> bytes:
-        """Wait for the fingerprint; called when all weights are loaded. `progress` is called with how far it
-        has come.
+        """Wait for the fingerprint, when all weights are loaded. `progress` is called with the number of
+        files done.
 
-        Raises what `model_fingerprint` does, and `CheckpointError` for a file that changed since the start:
-        what was loaded need not be what was hashed.
-        """
+        Raises the errors of `model_fingerprint`, and `CheckpointError` for a file that changed since the
+        start: the loaded bytes may differ from those that were hashed."""
         waiting_since = self._clock.now()
         while not wait((self._found,), timeout=_REPORT_S).done:
             progress(f"hashing weights, {self._cache.num_found} of {len(self._before)} files")
@@ -100,23 +107,9 @@ class FingerprintTask:
         return fingerprint
 
 
-# ----------------------------------------------------------------------------------------------
-# SHA-256 of a checkpoint's weight files, computed once per node and remembered in a private folder.
-#
-# Called by `workers.model.fingerprint`. No torch.
-
-_CHUNK_BYTES = 1 << 20
-_POLL_S = 0.02
-_SETTLED_S = 2.0
-# After this time, and the time that the file takes at this rate, a process that holds its lock is given up.
-_PATIENCE_S = 10.0
-_SLOW_BYTE_S = 50e6
-_SHA256_NAME = re.compile(r"[0-9a-f]{64}")
-
-
 class FileState(NamedTuple):
-    """What the file system knows of a file's content. Whoever rewrites a file can restore `mtime_ns`, but
-    nobody can set `ctime_ns`; links and permissions change it as well, which costs one more reading."""
+    """What the file system knows of a file's content. A program that rewrites a file can restore `mtime_ns`,
+    but not `ctime_ns`. Links and permissions change `ctime_ns` as well, which costs one more reading."""
 
     device: int
     inode: int
@@ -125,33 +118,33 @@ class FileState(NamedTuple):
     ctime_ns: int
 
     def is_same_content(self, other: FileState) -> bool:
-        """Whether nothing was written between the two, in the eyes of a reader who holds the file open."""
+        """Whether nothing was written between the two states, for a reader that holds the file open."""
         return self[:-1] == other[:-1]
 
 
 class Digests(NamedTuple):
-    """SHA-256 of each file, and how many bytes were read for them here."""
+    """The SHA-256 of each file, and the number of bytes that this process read for them."""
 
     digests: tuple[bytes, ...]
     num_read_bytes: int
 
 
 class DigestCache:
-    """Digests by path and `FileState`. Several processes of a node share one: each file is read by the first
-    that wants its digest, and the others take different files meanwhile, or wait."""
+    """Caches digests by path and `FileState`. The processes of a node share it: the first that needs a file's
+    digest reads the file, and the others read different files meanwhile, or wait."""
 
     def __init__(self, folder: Path | None, clock: Clock, settled_s: float = _SETTLED_S) -> None:
-        """Without a folder nothing is remembered. A file that was changed less than `settled_s` before it is
-        read is not remembered either: a second change in the same tick of the clock would be missed."""
+        """Without a folder nothing is cached. Neither is a file that changed less than `settled_s` before it
+        was read: a second change in the same tick of the clock would be missed."""
         self._folder = folder
         self._clock = clock
         self._settled_s = settled_s
-        # Digests that `digests` has found so far.
+        # How many digests `digests` has found so far.
         self.num_found = 0
 
     @classmethod
     def of_node(cls, clock: Clock) -> DigestCache:
-        """The cache of this user on this node."""
+        """Open the cache of this user on this node."""
         try:
             return cls(private_folder("tandem-digests"), clock)
         except OSError as error:
@@ -159,7 +152,7 @@ class DigestCache:
             return cls(None, clock)
 
     def digests(self, files: Sequence[Path], stop: threading.Event | None = None) -> Digests:
-        """The digest of each file, in order.
+        """Return the digest of each file, in order.
 
         Raises `CheckpointError` for a file that is unreadable or changes meanwhile, and `WorkerError` soon
         after `stop` is set.
@@ -190,7 +183,8 @@ class DigestCache:
         return Digests(tuple(found[file] for file in files), num_read_bytes)
 
     def _recall(self, file: Path) -> bytes | None:
-        """What is remembered of the file as it is now; None as well where the entry is damaged."""
+        """Return the cached digest of the file's present state, None if there is none or the entry is
+        damaged."""
         if self._folder is None:
             return None
         try:
@@ -218,7 +212,7 @@ class DigestCache:
 
     @contextlib.contextmanager
     def _locked(self, file: Path) -> Iterator[bool]:
-        """Whether this process may read the file: no other does, or there is nothing to tell it by."""
+        """Yield whether this process may read the file: no other process does, or locks are not available."""
         lock = None
         if self._folder is not None:
             with contextlib.suppress(OSError):
@@ -238,13 +232,14 @@ class DigestCache:
             os.close(lock)
 
     def _entry(self, file: Path) -> Path:
-        """One for each path, so that a file that changes replaces what was remembered of it."""
+        """Return the path's entry. There is one for each path, so that a changed file replaces its old
+        entry."""
         assert self._folder is not None
         return self._folder / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]}.json"
 
 
 def read_state(file: Path) -> FileState:
-    """The state of the file that the path leads to. Raises `CheckpointError`."""
+    """Read the state of the file that the path leads to. Raises `CheckpointError`."""
     try:
         return _state(file.stat())
     except OSError as error:
@@ -252,7 +247,7 @@ def read_state(file: Path) -> FileState:
 
 
 def hub_digest(file: Path) -> bytes | None:
-    """The digest that the Hugging Face cache knows: there `snapshots/<revision>/<file>` is a link to
+    """Return the digest that the Hugging Face cache knows: there `snapshots/<revision>/<file>` is a link to
     `blobs/<sha256>` (small files have a shorter name, of another hash). None for any other file."""
     if not file.is_symlink():
         return None
@@ -264,7 +259,7 @@ def hub_digest(file: Path) -> bytes | None:
 
 
 def _read(file: Path, stop: threading.Event) -> tuple[bytes, FileState]:
-    """The digest of all bytes. Gives up the GIL in every chunk."""
+    """Hash all bytes. Releases the GIL in every chunk."""
     try:
         with file.open("rb", buffering=0) as stream:
             before = _state(os.fstat(stream.fileno()))

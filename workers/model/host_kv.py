@@ -1,17 +1,15 @@
 """A rank's offload pool: KV blocks in host memory that attention reads beside those of the device.
 
-Two ways, the same numbers. *Streamed*: a layer's blocks are copied into one of two staging buffers on the
-device while the layer before computes. *In place*: they are read where they lie, on a CPU by the kernels as
-part of the block table, on CUDA over the bus (pinned memory has an address there). The CUDA code has not been
-run.
-Letters: K key-value heads, D head size.
-"""
+There are two ways to read them, with the same numbers. *Streamed*: a layer's blocks are copied into one of
+two staging buffers on the device while the layer before computes. *In place*: they are read where they lie,
+on a CPU by the kernels as part of the block table, on CUDA over the bus (pinned memory has an address there).
+Not yet validated: CUDA."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
@@ -23,15 +21,15 @@ from kvtransfer.blocks.layout import Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from workers.messages import BlockCopy
 from workers.model.attention import kv_shape
-from workers.model.attention_batch import AttentionBatch
+from workers.model.attention_batch import AttentionBatch, HostReader
 
 OffloadMode = Literal["stream", "in_place"]
 MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
 
 
 class HostKv:
-    """`kv` [num_blocks, layers, 2, K, block_tokens, D] in host memory, with the block ids from `first_id` on:
-    below are those of the device. `windows` are the layers' attention windows."""
+    """`kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim] in host memory, with the block
+    ids from `first_id` on. `windows` are the layers' attention windows."""
 
     def __init__(self, device_kv: Tensor, num_blocks: int, windows: Sequence[int]) -> None:
         self.first_id = device_kv.shape[0]
@@ -45,10 +43,10 @@ class HostKv:
             self._memory = _host_memory(num_blocks * self._block_bytes)
             self.kv = _as_blocks(self._memory, device_kv, device_kv.shape[1:])
         self.mode: OffloadMode = "in_place"
-        self.reader: Reader = _InPlace(self.first_id, self.kv, device_kv)
+        self.reader: HostReader = _InPlace(self.first_id, self.kv, device_kv)
 
     def use(self, mode: OffloadMode) -> None:
-        """How steps read from now on."""
+        """Set how steps read from now on."""
         self.reader.close()
         self.mode = mode
         if mode == "in_place":
@@ -59,12 +57,12 @@ class HostKv:
             region = ByteRegion(memoryview(self._memory))
             self.reader = _StreamedOnCpu(self.first_id, region, self._device_kv, self._windows)
 
-    def reader_for(self, tables: Sequence[Sequence[int]]) -> Reader | None:
-        """Who reads for a step of these block tables; None when they are all on the device."""
+    def reader_for(self, tables: Sequence[Sequence[int]]) -> HostReader | None:
+        """Return the reader for a step of these block tables, None if all blocks are on the device."""
         return self.reader if any(max(table, default=0) >= self.first_id for table in tables) else None
 
     def copy(self, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
-        """Make the copies into and out of host memory; returns the others, to be made after them."""
+        """Make the copies into and out of host memory. Returns the others, to be made after them."""
         others = []
         for copy in copies:
             if max(copy.src_block, copy.dst_block) < self.first_id:
@@ -78,37 +76,12 @@ class HostKv:
         return self.kv[block_id - self.first_id] if in_host else self._device_kv[block_id]
 
     def close(self) -> None:
-        """Give up the memory; nothing may be read after this."""
+        """Release the memory. Nothing may be read afterwards."""
         self.reader.close()
         self.kv = self._device_kv = torch.empty(0)
 
 
-class Reader(ABC):
-    """See `workers.model.attention_batch.HostReader`; `begin` comes before a step's first layer."""
-
-    is_staged = True
-
-    def __init__(self, first_id: int) -> None:
-        self.first_id = first_id
-
-    @abstractmethod
-    def begin(self, batch: AttentionBatch) -> None:
-        """A step follows; what its plan copies is copied, or on the way on the device's stream."""
-
-    @abstractmethod
-    def layer(self, layer: int) -> Tensor:
-        """[m, 2, K, block_tokens, D]."""
-
-    @abstractmethod
-    def done(self, layer: int) -> None:
-        """The layer's blocks are not needed any more."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give up what the reader holds."""
-
-
-class _InPlace(Reader):
+class _InPlace(HostReader):
     is_staged = False
 
     def __init__(self, first_id: int, kv: Tensor, device_kv: Tensor) -> None:
@@ -128,9 +101,9 @@ class _InPlace(Reader):
         pass
 
 
-class _Streamed(Reader):
-    """Stages the layers that see blocks in host memory, in their order, into two buffers by turns: a layer's
-    copy begins when the attention of the one before the last has read its buffer."""
+class _Streamed(HostReader):
+    """Stages the layers that see blocks in host memory, in their order, into two alternating buffers: the
+    copy for a layer begins when the attention of the layer that used the buffer before has read it."""
 
     def __init__(self, first_id: int, device_kv: Tensor, windows: Sequence[int]) -> None:
         super().__init__(first_id)
@@ -162,7 +135,7 @@ class _Streamed(Reader):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Both buffers are free."""
+        """Begin a step; both buffers are free."""
 
     @abstractmethod
     def _stage(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
@@ -170,15 +143,15 @@ class _Streamed(Reader):
 
     @abstractmethod
     def _staged(self, turn: int) -> Tensor:
-        """The turn's buffer, when what is done with it from now on finds the blocks there."""
+        """Return the turn's buffer when later work finds the blocks there."""
 
     @abstractmethod
     def _release(self, turn: int) -> None:
-        """The buffer is read, or will have been before what is done from now on."""
+        """Release the turn's buffer: it is read, or will have been before later work."""
 
 
 class _StreamedOnCpu(_Streamed):
-    """A thread copies, without the GIL. The buffers' pages are taken as they are used."""
+    """Copies on a thread, without the GIL. The buffers' pages are taken as they are used."""
 
     def __init__(self, first_id: int, host: ByteRegion, device_kv: Tensor, windows: Sequence[int]) -> None:
         super().__init__(first_id, device_kv, windows)
@@ -217,7 +190,7 @@ class _StreamedOnCpu(_Streamed):
 
 
 class _StreamedToCuda(_Streamed):
-    """The copy engine works on a stream of its own; events order it with the stream that computes."""
+    """Copies on a CUDA stream of its own, ordered by events with the stream that computes."""
 
     def __init__(self, first_id: int, kv: Tensor, device_kv: Tensor, windows: Sequence[int]) -> None:
         super().__init__(first_id, device_kv, windows)
@@ -250,7 +223,7 @@ class _StreamedToCuda(_Streamed):
 
 
 def _host_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone, with huge pages where the kernel gives them."""
+    """Allocate zeroed private memory, with huge pages where the kernel gives them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -258,12 +231,12 @@ def _host_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _as_blocks(memory: mmap.mmap, like: Tensor, block_shape: torch.Size) -> Tensor:
-    """[num_blocks, *block_shape] over the memory, of the dtype of `like`."""
+    """View the memory as [num_blocks, *block_shape] of the dtype of `like`."""
     return torch.frombuffer(memory, dtype=like.dtype).view(-1, *block_shape)
 
 
 class _Exposed:
-    """Pinned bytes under the address that they have on the device."""
+    """Pinned bytes at the address that they have on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -275,6 +248,7 @@ class _Exposed:
 
 
 def _on_the_bus(pinned: Tensor, device: torch.device) -> Tensor:
-    """The same memory as a tensor of the device, which reads it over the bus; `pinned` must outlive it."""
+    """View pinned memory as a tensor of the device, which reads it over the bus. `pinned` must outlive the
+    view."""
     seen = torch.as_tensor(_Exposed(pinned), device=device)
     return seen.view(pinned.dtype).view(pinned.shape)

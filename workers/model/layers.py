@@ -1,7 +1,7 @@
-"""The pieces of a decoder layer: norms, rotary embedding, linear products, the layer itself.
+"""The building blocks of a decoder layer: norms, rotary embedding, linear products, the layer itself.
 
-Arithmetic follows transformers: norms and rotary angles in float32, everything else in the weights'
-dtype. Letters: T tokens, C hidden size, F intermediate size, H query and K key-value heads, D head size.
+Arithmetic follows transformers: norms and rotary angles in float32, everything else in the weights' dtype. On
+a CPU, products use weights in oneDNN's packed order, by private functions of torch that are tried before use.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ from workers.model.model_config import RopeConfig
 from workers.model.sizes import TILE_ROWS
 from workers.model.weights import LayerWeights, LinearWeights
 
-# Whoever splits a model over ranks puts one that joins the parts in place of another.
+_log = logging.getLogger("tandem.rank")
+
+# oneDNN packs a weight for an expected number of rows; this one serves one row and hundreds alike.
+# It also compiles and keeps code for every number of rows (some 0.4 MB each): larger numbers are padded to a
+# multiple of this one, so that a rank uses few.
+_PACK_ROWS = 16
+_OPS = torch.ops.mkldnn
+_TRIED_SHAPE = (24, 32)
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+# `workers.model.parallel` replaces products by ones that join the parts of several ranks.
 Product = Callable[[Tensor], Tensor]
 
 
 class Embedding:
-    """Token ids [T] to rows [T, C] of `table`."""
+    """Maps token ids [num_tokens] to rows [num_tokens, hidden_size] of `table`."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
@@ -37,25 +47,21 @@ class Embedding:
 
 
 class Linear:
-    """x [T, inputs] to [T, outputs]. Where oneDNN serves the dtype well the weight is kept only in
-    oneDNN's own packed order: read up to 1.9 times as fast when T is small, and (measured on AMX and
-    AVX-512) a row's result does not depend on T, but for T = 1 of wide float32 products."""
+    """Maps [num_tokens, num_inputs] to [num_tokens, num_outputs].
+
+    Where oneDNN serves the dtype well, the weight is kept only in oneDNN's own packed order. It is then read
+    up to 1.9 times as fast for few tokens, and (measured on AMX and AVX-512) a row's result does not depend
+    on the number of tokens, except for a single token in wide float32 products."""
 
     def __init__(self, weights: LinearWeights) -> None:
         self._bias = weights.bias
-        self._packed = _can_pack(weights.weight)
-        self._weight = weights.weight
-        if self._packed:
-            self._weight = pack(weights.weight)
+        self._is_packed = can_pack(weights.weight.device, weights.weight.dtype)
+        self._weight = pack(weights.weight) if self._is_packed else weights.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed:
+        if self._is_packed:
             return packed_product(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return can_pack(weight.device, weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,7 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
-    """[D / 2] radians a token, float32."""
+    """Return the rotation in radians a token, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "default":
@@ -84,19 +90,19 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
 
 
 def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines, each [T, 1, D], for `rotate`."""
+    """Return cosines and signed sines for `rotate`, each [num_tokens, 1, head_dim]."""
     angles = positions[:, None].float() * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (d, d + D/2) of x [T, heads, D]; returns a new tensor."""
+    """Rotate the pairs (d, d + head_dim / 2) of x [num_tokens, num_heads, head_dim] into a new tensor."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class DecoderLayer:
-    """One layer over a flattened batch; its KV is layer `index` of the rank's KV."""
+    """One layer over a flattened batch. Its KV is layer `index` of the rank's KV."""
 
     def __init__(self, weights: LayerWeights, index: int, head_dim: int, eps: float, window: int) -> None:
         self._index = index
@@ -113,12 +119,12 @@ class DecoderLayer:
                 (queries.repeat(self._num_heads, 1), keys.repeat(self._num_kv_heads, 1))
             )
         self._qkv, self._gate_up = Linear(weights.qkv), Linear(weights.gate_up)
-        # With part of the heads and of the intermediate columns these give part of the sum.
+        # With a part of the heads and of the intermediate columns, these compute a part of the sum.
         self.output: Product = Linear(weights.output)
         self.down: Product = Linear(weights.down)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> None:
-        """Add the layer's attention and feed-forward to `hidden` [T, C], in place."""
+        """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place."""
         tiles = [slice(at, at + TILE_ROWS) for at in range(0, hidden.shape[0], TILE_ROWS)]
         queries = [self._project(hidden[rows], cos[rows], sin[rows], rows, kv, batch) for rows in tiles]
         query = queries[0] if len(queries) == 1 else torch.cat(queries)
@@ -129,7 +135,7 @@ class DecoderLayer:
     def _project(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, rows: slice, kv: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Put the rows' keys and values into `kv`; return their queries [t, H, D]."""
+        """Write the rows' keys and values to `kv`. Returns their queries [num_rows, num_heads, head_dim]."""
         normed = rms_norm(hidden, self._input_norm, self._eps)
         qkv = self._qkv(normed).view(hidden.shape[0], -1, self._head_dim)
         batch.marks.mark()
@@ -158,22 +164,11 @@ class DecoderLayer:
         batch.marks.mark()
 
 
-# ----------------------------------------------------------------------------------------------
-# Products with weights in oneDNN's packed order, by private functions of torch that are tried before use.
-
-_log = logging.getLogger("tandem.rank")
-
-# oneDNN packs a weight for an expected number of rows; this one serves one row and hundreds alike.
-# It also compiles code for every number of rows it meets, and keeps it (some 0.4 MB each): more rows than
-# this are padded to a multiple of it, so that a rank meets few numbers.
-_PACK_ROWS = 16
-_OPS = torch.ops.mkldnn
-_TRIED_SHAPE = (24, 32)
-_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# ------------------------------------------------------------------------------------- packed products
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this kind are faster with packed weights, and torch still has them. float16 gained
+    """Whether products of this kind are faster with packed weights, and torch has them. float16 gained
     nothing where it was measured."""
     return (
         device.type == "cpu"
@@ -184,13 +179,13 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight [outputs, inputs] in packed order."""
+    """Return the weight [num_outputs, num_inputs] in packed order."""
     packed: Tensor = _OPS._reorder_linear_weight(weight, _PACK_ROWS)
     return packed
 
 
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, inputs] to [T, outputs]."""
+    """Multiply x [num_tokens, num_inputs] with a packed weight, to [num_tokens, num_outputs]."""
     num_rows = x.shape[0]
     if num_rows > _PACK_ROWS and num_rows % _PACK_ROWS:
         x = F.pad(x, (0, 0, 0, -num_rows % _PACK_ROWS))
@@ -200,7 +195,8 @@ def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
-    """Try it once: another version of torch may lack these functions, or mean something else by them."""
+    """Try packed products once: another version of torch may lack these functions or define them
+    differently."""
     try:
         if dtype == torch.bfloat16 and not _OPS._is_mkldnn_bf16_supported():
             return False
@@ -219,7 +215,7 @@ def _works(dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def _try(dtype: torch.dtype) -> str:
-    """What is wrong with a packed product; "" when it is right."""
+    """Return what is wrong with a packed product, "" if it is right."""
     num_outputs, num_inputs = _TRIED_SHAPE
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)

@@ -1,6 +1,6 @@
-"""What a checkpoint folder says of its model: shapes, rope, windows, end tokens, weight files.
+"""Read a checkpoint's configuration: shapes, rope, windows, end tokens, weight files.
 
-Read by engine cores and gateways as well as ranks, so nothing here imports torch.
+Engine cores and gateways read it as well as ranks, so nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARCHITECTURES: dict[str, Family] = {
 _FAMILIES: dict[str, Family] = {family: family for family in _ARCHITECTURES.values()}
 _ROPE_TYPES: dict[str, RopeType] = {"default": "default", "linear": "linear", "llama3": "llama3"}
 _ACTIVATIONS = ("silu", "swish")
-# What transformers assumes where config.json is silent, as far as it differs between the families.
+# Defaults of transformers for keys that config.json lacks, where they differ between the families.
 _DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
@@ -42,7 +42,8 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding. `factor` is of linear and llama3, the three others of llama3 alone."""
+    """Rotary position embedding. `factor` belongs to linear and llama3, the three fields after it to
+    llama3."""
 
     rope_type: RopeType
     theta: float
@@ -54,8 +55,8 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1
-    tokens before it; 0 is no window. `checkpoint_dtype` is what config.json names ("" if nothing)."""
+    """A dense decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1 tokens
+    before it; 0 means no window. `checkpoint_dtype` is the dtype that config.json names ("" if none)."""
 
     family: Family
     vocab_size: int
@@ -87,7 +88,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """The safetensors files of the checkpoint, in name order: the single file, or those of the index."""
+    """Return the safetensors files of the checkpoint in name order: the single file, or those of the
+    index."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
         return (single,)
@@ -104,7 +106,7 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 
 def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
-    """A safetensors file's header, as its bytes and parsed."""
+    """Read a safetensors file's header. Returns its bytes and its parsed form."""
     with file.open("rb") as stream:
         prefix = stream.read(8)
         (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
@@ -121,8 +123,8 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def file_problem(file: Path) -> str:
-    """Why a safetensors file is not whole, by its header; "" when it is. Raises `CheckpointError` where it
-    has no header that can be read."""
+    """Return why a safetensors file is incomplete by its header, "" if it is complete. Raises
+    `CheckpointError` if its header is unreadable."""
     raw, header = read_header(file)
     try:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
@@ -133,7 +135,7 @@ def file_problem(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in the file. Raises `CheckpointError`, naming it, where there is none."""
+    """Read the JSON object in the file. Raises `CheckpointError`, naming the file, if there is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -196,8 +198,8 @@ class _ConfigReader:
         raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} is odd: rotary embedding needs pairs")
 
     def _max_context_tokens(self, rope: RopeConfig) -> int:
-        """`max_position_embeddings`: with linear scaling that of the base model, which is then stretched;
-        with llama3 it is the stretched one already."""
+        """Return the context length. With linear scaling `max_position_embeddings` is that of the base model,
+        which is then stretched; with llama3 it is the stretched length already."""
         num_positions = self._count("max_position_embeddings")
         return int(num_positions * rope.factor) if rope.rope_type == "linear" else num_positions
 
@@ -238,7 +240,7 @@ class _ConfigReader:
         return float(value)
 
     def _rope(self) -> RopeConfig:
-        """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5."""
+        """Read either spelling: `rope_theta` with `rope_scaling`, or `rope_parameters` of transformers 5."""
         key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         scaling = self.raw.get(key) or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
@@ -295,7 +297,7 @@ class _ConfigReader:
         return [str(kind) for kind in given]
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        """generation_config.json's, as `generate` takes them, or else config.json's."""
+        """Read the ids of generation_config.json, as `generate` does, or else of config.json."""
         generation = self.file.with_name("generation_config.json")
         value = read_json(generation).get("eos_token_id") if generation.is_file() else None
         if value is None:
@@ -306,11 +308,10 @@ class _ConfigReader:
         return tuple(ids)
 
 
-# ----------------------------------------------------------------------------------------------
-# Keys of config.json that change what other programs compute, and that this decoder leaves out.
-#
-# Unsupported keys without which the result would be plainly wrong are refused (`workers.model.model_config`). Those
-# here are accepted: transformers leaves most of them out as well, for these families. No torch.
+# ------------------------------------------------------------------------------------------ ignored keys
+# These keys of config.json change what other programs compute, and this decoder ignores them. Transformers
+# ignores most of them as well, for these families. `read_model_config` refuses unsupported keys without which
+# the result would be plainly wrong.
 
 # Values with which a key changes nothing; 1 is that of factors.
 _OFF = (None, False, 0, 1, (), "")
@@ -351,7 +352,7 @@ _ROPE_KEYS = {
 
 
 def ignored_keys(model_dir: Path) -> dict[str, str]:
-    """By key, what is computed instead; for a folder that `read_model_config` accepts."""
+    """Return, by ignored key, what is computed instead, for a folder that `read_model_config` accepts."""
     raw = read_json(model_dir / "config.json")
     found = {key: why for key, why in _WHY.items() if not _is_off(raw.get(key))}
     if _family(raw) == "llama" and not _is_off(raw.get("sliding_window")):

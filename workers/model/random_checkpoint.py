@@ -1,4 +1,4 @@
-"""Writes checkpoints of random weights, in the Hugging Face layout, for tests and benchmarks."""
+"""Write checkpoints of random weights, in the Hugging Face layout, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def write_random_checkpoint(
 
 
 def _copy_tokenizer(source: Path, path: Path) -> dict[str, Any]:
-    """Copy the tokenizer's files; return the keys of config.json that go with it."""
+    """Copy the tokenizer's files. Returns the keys of config.json that belong to it."""
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, path / name)

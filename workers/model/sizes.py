@@ -1,4 +1,7 @@
-"""What a step of a model costs in arithmetic and in bytes read, counted from its shapes. No torch."""
+"""Sizes that follow from a model's shape: the part of every layer that a rank holds, and the work of a step.
+
+Plain arithmetic, without torch. Parts differ by one at most where a size cannot be divided.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +12,69 @@ from typing import NamedTuple
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig
 
-# Everything in a layer but attention works on so many rows at a time, which keeps them in a core's cache: on
-# a CPU 512 rows take an eighth less time in two tiles than in one.
+# Everything in a layer but attention works on this many rows at a time, which keeps them in a core's cache:
+# on a CPU 512 rows take an eighth less time in two tiles than in one.
 TILE_ROWS = 256
-# On a CPU a chunk's attention is computed in pieces of at most about so many operations, half a second of
-# one core: smaller ones read keys and values too often.
+# On a CPU a chunk's attention is computed in pieces of about this many operations at most, half a second of
+# one core: smaller pieces read keys and values too often.
 ATTENTION_PIECE_FLOPS = 2e10
 
 
-class Work(NamedTuple):
-    """Floating point operations, and bytes read from device memory."""
+def part(size: int, index: int, num_parts: int) -> range:
+    """Return the `index`-th of `num_parts` nearly equal, contiguous parts of range(size)."""
+    return range(index * size // num_parts, (index + 1) * size // num_parts)
+
+
+def kv_heads(num_kv_heads: int, tp_rank: int, tp: int) -> range:
+    """Return the key-value heads of a rank. With more ranks than heads, several ranks hold a copy of one."""
+    if tp <= num_kv_heads:
+        return part(num_kv_heads, tp_rank, tp)
+    head = tp_rank * num_kv_heads // tp
+    return range(head, head + 1)
+
+
+def query_heads(num_heads: int, num_kv_heads: int, tp_rank: int, tp: int) -> range:
+    """Return the query heads of a rank: all of its key-value heads, or its part of those of a shared one. In
+    rank order they follow one another and make range(num_heads)."""
+    group = num_heads // num_kv_heads
+    held = kv_heads(num_kv_heads, tp_rank, tp)
+    if tp <= num_kv_heads:
+        return range(held.start * group, held.stop * group)
+    head = held.start
+    # The first rank that holds a head is the smallest r with r * num_kv_heads // tp == head.
+    first, after = -(-head * tp // num_kv_heads), -(-(head + 1) * tp // num_kv_heads)
+    own = part(group, tp_rank - first, after - first)
+    return range(head * group + own.start, head * group + own.stop)
+
+
+def refuse_empty_parts(num_heads: int, intermediate_size: int, vocab_size: int, tp: int) -> None:
+    """Raise CheckpointError if some rank would hold nothing of a layer."""
+    sizes = {
+        "num_attention_heads": num_heads,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+    }
+    for name, size in sizes.items():
+        if tp > size:
+            raise CheckpointError(f"tp {tp} is more than {name} {size}: a rank would hold nothing")
+
+
+class StepWork(NamedTuple):
+    """The work of a step: floating point operations, and bytes read from device memory."""
 
     flops: float
     read_bytes: float
 
 
 class ModelWork:
-    """The least work that a model's step can be done with, all ranks together.
+    """The least work in which a model's step can be done, all ranks together.
 
-    Every product of a token with a weight is two operations, and so is every product of attention. All
-    weights are read once a step, and so is the KV that each sequence attends to; what is written, and
-    activations, which stay in caches, are not counted.
-    """
+    Every product of a token with a weight counts as two operations, and so does every product of attention.
+    All weights are read once a step, and so is the KV that each sequence attends to. Writes are not counted,
+    nor are activations, which stay in caches."""
 
     def __init__(self, config: ModelConfig, item_bytes: int) -> None:
-        """`item_bytes` of one weight, and of one KV value."""
+        """`item_bytes` is the size of one weight, and of one KV value."""
         projections = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         layer = config.hidden_size * (projections + 3 * config.intermediate_size)
         self._layer_weights = config.num_layers * layer
@@ -45,15 +86,16 @@ class ModelWork:
         self.weight_bytes = (self._layer_weights + self._head_weights) * item_bytes
 
     def largest_piece_flops(self, num_rows: int, num_sampled: int, num_context: int, tp: int) -> float:
-        """The most that one of `tp` ranks computes between two marks of progress, in steps of up to
-        `num_rows` tokens of which `num_sampled` sample, in contexts of up to `num_context`."""
+        """Return the most operations that one of `tp` ranks computes between two marks of progress, in steps
+        of up to `num_rows` tokens of which `num_sampled` sample, in contexts of up to `num_context`
+        tokens."""
         layer = min(num_rows, TILE_ROWS) * self._widest_weights
         attention = min(float(self._attention_flops) * num_rows * num_context, ATTENTION_PIECE_FLOPS)
         return max(2.0 * layer / tp, 2.0 * num_sampled * self._head_weights / tp, attention)
 
-    def of(self, spans: Iterable[tuple[float, int]], num_sampled: int) -> Work:
-        """A step over `spans` (tokens before, tokens computed) of sequences, `num_sampled` rows of which go
-        through the head."""
+    def of(self, spans: Iterable[tuple[float, int]], num_sampled: int) -> StepWork:
+        """Count a step over `spans` (tokens before, tokens computed) of sequences, `num_sampled` rows of
+        which go through the head."""
         flops = 2.0 * self._head_weights * num_sampled
         read_bytes = float(self.weight_bytes)
         for start, num_tokens in spans:
@@ -62,61 +104,15 @@ class ModelWork:
                 flops += self._attention_flops * num_layers * _num_attended(start, num_tokens, window)
                 num_read = start + num_tokens if window == 0 else min(start, window - 1) + num_tokens
                 read_bytes += self._kv_bytes * num_layers * num_read
-        return Work(flops, read_bytes)
+        return StepWork(flops, read_bytes)
 
 
 def _num_attended(start: float, num_tokens: int, window: int) -> float:
-    """Pairs of a token of the span and one that it sees: itself and those before it, `window` of them at most
-    (0: all)."""
+    """Count the pairs of a token of the span and a token that it sees: itself and those before it, at most
+    `window` (0: all)."""
     end = start + num_tokens
     num_pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
     if window == 0 or end <= window:
         return num_pairs
     first, last = max(start + 1 - window, 1), end - window
     return num_pairs - (first + last) * (last - first + 1) / 2
-
-
-# ----------------------------------------------------------------------------------------------
-# Which part of every layer a rank holds when `tp` ranks share it. Plain arithmetic, without torch.
-#
-# Parts differ by one at most where a size cannot be divided. Letters: H query heads, K key-value heads,
-# G = H / K query heads that share a key-value head.
-
-
-def part(size: int, index: int, num_parts: int) -> range:
-    """The `index`-th of `num_parts` nearly equal, contiguous parts of range(size)."""
-    return range(index * size // num_parts, (index + 1) * size // num_parts)
-
-
-def kv_heads(num_kv_heads: int, tp_rank: int, tp: int) -> range:
-    """The key-value heads of a rank. With more ranks than heads, several ranks hold a copy of one."""
-    if tp <= num_kv_heads:
-        return part(num_kv_heads, tp_rank, tp)
-    head = tp_rank * num_kv_heads // tp
-    return range(head, head + 1)
-
-
-def query_heads(num_heads: int, num_kv_heads: int, tp_rank: int, tp: int) -> range:
-    """The query heads of a rank: all of its key-value heads, or its part of the G of a shared one. In rank
-    order they follow one another and make range(H)."""
-    group = num_heads // num_kv_heads
-    held = kv_heads(num_kv_heads, tp_rank, tp)
-    if tp <= num_kv_heads:
-        return range(held.start * group, held.stop * group)
-    head = held.start
-    # The first rank that holds a head is the smallest r with r * K // tp == head.
-    first, after = -(-head * tp // num_kv_heads), -(-(head + 1) * tp // num_kv_heads)
-    own = part(group, tp_rank - first, after - first)
-    return range(head * group + own.start, head * group + own.stop)
-
-
-def refuse_empty_parts(num_heads: int, intermediate_size: int, vocab_size: int, tp: int) -> None:
-    """Raise CheckpointError when some rank would hold nothing of a layer."""
-    sizes = {
-        "num_attention_heads": num_heads,
-        "intermediate_size": intermediate_size,
-        "vocab_size": vocab_size,
-    }
-    for name, size in sizes.items():
-        if tp > size:
-            raise CheckpointError(f"tp {tp} is more than {name} {size}: a rank would hold nothing")

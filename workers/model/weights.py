@@ -1,7 +1,4 @@
-"""Reads a rank's slice of a checkpoint's tensors from its memory-mapped safetensors files.
-
-Letters: V vocabulary, C hidden size, F intermediate size, H query heads, K key-value heads, D head size.
-"""
+"""Read a rank's slice of a checkpoint's tensors from its memory-mapped safetensors files."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The part of a model one rank holds: layers [start, end), and of every layer, of the embedding and of
-    the head the `tp_rank`-th of `tp_size` parts (`workers.model.sizes`). Biases of row-split products are
-    held by `tp_rank` 0 alone."""
+    """The part of a model that one rank holds: layers [layer_start, layer_end), and of every layer, of the
+    embedding and of the head the `tp_rank`-th of `tp_size` parts (`workers.model.sizes`). Only `tp_rank` 0
+    holds the biases of row-split products."""
 
     layer_start: int
     layer_end: int
@@ -38,13 +35,13 @@ class ShardSpec:
 
     @staticmethod
     def whole(config: ModelConfig) -> ShardSpec:
-        """All of the model."""
+        """Return the shard that is the whole model."""
         return ShardSpec(0, config.num_layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """`weight` is [outputs, inputs], `bias` [outputs]."""
+    """The weights of a linear product: `weight` [num_outputs, num_inputs] and `bias` [num_outputs]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -52,8 +49,9 @@ class LinearWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. `qkv` [(H + 2K) * D, C] is query, key and value rows one after the other, `gate_up`
-    [2F, C] gate and then up; `q_norm` and `k_norm` are [D]."""
+    """The weights of one layer. `qkv` [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size] holds query,
+    key and value rows, `gate_up` [2 * intermediate_size, hidden_size] gate and up rows; `q_norm` and `k_norm`
+    are [head_dim]."""
 
     input_norm: Tensor
     qkv: LinearWeights
@@ -66,7 +64,7 @@ class LayerWeights:
 
 
 class WeightReader:
-    """The tensors of one checkpoint for one shard, cast to `dtype` on `device`. A context manager;
+    """Reads the tensors of one checkpoint for one shard, cast to `dtype` on `device`. A context manager;
     `finish` refuses names that the architecture does not have."""
 
     def __init__(
@@ -100,15 +98,16 @@ class WeightReader:
         self._stack.close()
 
     def embedding(self) -> Tensor:
-        """The rank's rows of [V, C]; a tied checkpoint may hold it under the head's name alone."""
+        """Read the rank's rows of [vocab_size, hidden_size]. A tied checkpoint may hold them under the head's
+        name."""
         name = "model.embed_tokens.weight"
         if name not in self._name_to_file and self._config.tie_word_embeddings:
             name = "lm_head.weight"
         return self._vocabulary(name)
 
     def head(self, embedding: Tensor | None) -> Tensor:
-        """The rank's rows of [V, C]; `embedding` itself when tied. A tied checkpoint that holds a different
-        head as well gets that head, as in transformers."""
+        """Read the rank's rows of [vocab_size, hidden_size]; `embedding` itself if tied. A tied checkpoint
+        that also holds a different head gets that head, as in transformers."""
         name = "lm_head.weight"
         if not self._config.tie_word_embeddings:
             return self._vocabulary(name)
@@ -119,11 +118,11 @@ class WeightReader:
         return embedding if torch.equal(head, embedding) else head
 
     def final_norm(self) -> Tensor:
-        """[C]"""
+        """Read the final norm [hidden_size]."""
         return self._tensor("model.norm.weight", (self._config.hidden_size,))
 
     def layer(self, layer: int) -> LayerWeights:
-        """Layer `layer` of the whole model."""
+        """Read the rank's part of layer `layer` of the whole model."""
         config, prefix = self._config, f"model.layers.{layer}."
         hidden, head_dim, attention = config.hidden_size, config.head_dim, f"{prefix}self_attn."
         norm_shape = (head_dim,)
@@ -151,10 +150,10 @@ class WeightReader:
         for name in self._name_to_file.keys() - known:
             layer = _LAYER.match(name)
             if layer and self._shard.layer_start <= int(layer[1]) < self._shard.layer_end:
-                elsewhere = bool(_NOT_NEEDED.match(name))
+                is_known = bool(_NOT_NEEDED.match(name))
             else:
-                elsewhere = layer is not None and int(layer[1]) < self._config.num_layers
-            if not elsewhere:
+                is_known = layer is not None and int(layer[1]) < self._config.num_layers
+            if not is_known:
                 raise CheckpointError(f"{self._name_to_file[name][0]}: unexpected tensor {name}")
 
     def _vocabulary(self, name: str) -> Tensor:
@@ -206,7 +205,7 @@ class WeightReader:
         return LinearWeights(weight, bias if self._shard.tp_rank == 0 else None)
 
     def _tensor(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
-        """The tensor, or the given slices of its dimensions, after checking its whole shape and dtype."""
+        """Read the tensor, or slices of its dimensions, after checking its whole shape and dtype."""
         if name not in self._name_to_file:
             raise CheckpointError(f"{self._dir}: tensor {name} is missing")
         file, opened = self._name_to_file[name]
@@ -220,7 +219,7 @@ class WeightReader:
                 f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16"
             )
         tensor: Tensor = stored[slices] if slices else opened.get_tensor(name)
-        # A copy, not a view of the mapped file: nobody may change a serving model by writing to its file.
+        # A copy, not a view of the mapped file: a write to the file must not change a serving model.
         return tensor.to(device=self.device, dtype=self._dtype, copy=True).contiguous()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.common.clock import Clock
-from workers.messages import DeviceMemory, StageCost
+from workers.messages import StageCost
 from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.layers import (
     DecoderLayer,
@@ -31,6 +31,7 @@ from workers.model.layers import (
 from workers.model.model_config import ModelConfig
 from workers.model.sizes import kv_heads, part, query_heads
 from workers.model.weights import LayerWeights, LinearWeights
+from workers.stats_record import DeviceMemory
 
 # How many earlier tokens the step for `attention_ratio` attends to, as far as the model's context allows.
 _EARLIER_TOKENS = 2048

@@ -14,13 +14,13 @@ it was in flight), `check_health` raises, and whoever runs the replica replaces 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Collection, Sequence
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.config import TransferConfig
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import (
     CompatibilityRecord,
@@ -32,17 +32,22 @@ from kvtransfer.messages import (
     PushDone,
     PushFailed,
     PushStopped,
-    ReplicaIdentity,
     Verified,
     WriterGone,
 )
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
-from workers.config import EngineConfig, Parallel
-from workers.disagg.kv_sender import RequestKey
+from workers.config import EngineConfig
+from workers.disagg.kv_receiver import KvReceiver
+from workers.disagg.kv_sender import KvSender
+from workers.disagg.migration import MigrationManager
+from workers.disagg.peers import Peers
+from workers.disagg.request_table import RequestTable
 from workers.errors import RankDiedError
 from workers.messages import (
+    CachePurged,
     Cancel,
+    GatewayKey,
     HandOverTarget,
     Leaving,
     LinkDown,
@@ -51,16 +56,22 @@ from workers.messages import (
     RankReady,
     RankUp,
     ReplicaHello,
+    RequestKey,
     RoleChanged,
     StepProgress,
     StepReport,
     Submission,
 )
-from workers.replica.components import Components
-from workers.replica.gateway_links import GatewayKey, GatewayLinks, Gateways
-from workers.replica.partition import Shape, Stages
+from workers.replica.gateway_links import GatewayLinks
+from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher
-from workers.store_connector.connector import StoreConnector
+from workers.replica.replica_reports import ReplicaReports
+from workers.replica.requests import Requests
+from workers.replica.stats import Capability, StepStats
+from workers.replica.step_loop import StepLoop
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
+from workers.store_connector.connector import StoreConnector, reaches_store
 
 _log = logging.getLogger("tandem.engine_core")
 
@@ -69,111 +80,156 @@ _LEAVES = "the replica leaves"
 
 
 class EngineCore:
-    """One replica; see the module's drawing. Built plain, run by `start` and `stop` on one event loop."""
+    """One replica whose ranks have loaded; see the module's drawing. Built by `launch`, on one event loop."""
 
     def __init__(
-        self,
-        *,
-        identity: ReplicaIdentity,
-        pool: str,
-        role: str,
-        model_dir: str,
-        dtype: str,
-        parallel: Parallel,
-        engine: EngineConfig,
-        transfer: TransferConfig,
-        secret: bytes,
-        launcher: RankLauncher,
-        clock: Clock,
-        host: str,
-        store: str | None = None,
-        faults: Sequence[FaultRule] = (),
+        self, spec: ReplicaSpec, shape: Shape, group: RankGroup, ready: Sequence[RankReady], clock: Clock
     ) -> None:
-        """`store` is the socket of the node's store (None: there is none)."""
-        self.identity = identity
-        self.pool_name = pool
-        self.role = role
-        self.role_epoch = 0
+        """`ready` are the reports of all ranks of the `group`."""
+        first, engine, faults = ready[0], spec.engine, Faults(spec.faults)
+        has_store = reaches_store(spec.store, ready)
+        self.identity, self.pool_name = spec.identity, spec.pool
+        self.role, self.role_epoch = spec.role, 0
+        self.address = ""
+        self.ready = ready
+        self.stages = shape.stages
         self._engine = engine
-        self._transfer = transfer
-        self._secret = secret
         self._clock = clock
-        self._host = host
-        self._store = store
-        self._faults = Faults(faults)
-        self._shape = Shape(
-            identity=identity,
-            role=role,
-            model_dir=model_dir,
-            dtype=dtype,
-            parallel=parallel,
-            engine=engine,
-            transfer=transfer,
-            secret=secret,
-            faults=faults,
-        )
-        self._group = RankGroup(
-            secret,
-            launcher,
-            self._on_rank_message,
-            self._on_rank_died,
-            clock=clock,
-            start_stall_s=engine.start_stall_s,
-        )
-        self._gateways = Gateways(clock, lambda: self.reports.load())
-        links = GatewayLinks(self._gateways, self._hello, self._on_gateway_message)
-        self._server = LinkServer(secret, links.serve, self._serve_peer)
-        self._tasks = SupervisedTasks(self._broke)
+        self._group = group
+        self._tasks = SupervisedTasks(self.fail)
         self._pump_scheduled = False
         self._death = ""
-        self.address = ""
-        self.ready: list[RankReady] = []
-        self.tiers: StoreConnector | None = None
-
-    # ------------------------------------------------------------------------------------------ life
-
-    async def start(self) -> None:
-        """Load and warm up the ranks, then listen. `RankDiedError` tells why they cannot serve."""
-        self.ready = await self._group.start(self._shape.specs, self._host, self._shape.plan_stages)
-        times = max(it.load_s for it in self.ready), max(it.warm_up_s for it in self.ready)
-        _log.info("%s: loaded in %.1f s, warmed up in %.1f s", self.identity.replica_id, *times)
-        self._furnish()
-        if self.tiers is not None:
-            await self.tiers.start()
-        port = await self._server.start(self._host)
-        self.address = f"{self._host}:{port}"
-        self._tasks.spawn(self._tick_forever(), "engine-core-tick")
-
-    def _furnish(self) -> None:
-        """Build the rooms, now that the ranks have told their sizes."""
-        rooms = Components(
-            identity=self.identity,
-            engine=self._engine,
-            transfer=self._transfer,
-            secret=self._secret,
-            clock=self._clock,
-            faults=self._faults,
-            shape=self._shape,
-            group=self._group,
-            ready=self.ready,
-            gateways=self._gateways,
-            store=self._store,
-            wake=self._wake,
-            kill_ranks=self._on_rank_died,
-            on_error=self._broke,
+        self.pool = BlockPool(first.num_blocks, engine.block_tokens)
+        self.scheduler = _scheduler(engine, shape, self.pool, first, has_store)
+        self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
+        self._gateways = GatewayLinks(clock)
+        self.table = RequestTable(self._gateways, self)
+        self.peers = Peers(
+            identity=spec.identity,
+            compatibility=first.compatibility,
+            ranks=tuple(each.endpoints for each in ready),
+            config=spec.transfer,
+            secret=spec.secret,
+            clock=clock,
+            channel=group,
+            control=self,
         )
-        self.pool, self.scheduler, self.steps = rooms.pool, rooms.scheduler, rooms.steps
-        self.outbound, self.inbound, self.peers = rooms.outbound, rooms.inbound, rooms.peers
-        self.moving, self.purging = rooms.moving, rooms.purging
-        self.requests, self.reports, self.tiers = rooms.requests, rooms.reports, rooms.tiers
+        self.kv_sender = KvSender(
+            config=spec.transfer,
+            block_tokens=engine.block_tokens,
+            num_ranks=len(ready),
+            scheduler=self.scheduler,
+            requests=self.table,
+            peers=self.peers,
+            ranks=group,
+            control=self,
+            clock=clock,
+            faults=faults,
+        )
+        self.kv_receiver = KvReceiver(
+            config=spec.transfer,
+            num_ranks=len(ready),
+            pool=self.pool,
+            scheduler=self.scheduler,
+            requests=self.table,
+            peers=self.peers,
+            ranks=group,
+            clock=clock,
+            faults=faults,
+        )
+        self.migration = MigrationManager(
+            identity=spec.identity,
+            scheduler=self.scheduler,
+            requests=self.table,
+            sender=self.kv_sender,
+            rates=self.steps.rates,
+            control=self,
+            clock=clock,
+            max_active=spec.transfer.max_moves,
+            token_bytes=first.compatibility.token_bytes,
+        )
+        self.requests = Requests(
+            identity=spec.identity,
+            table=self.table,
+            gateways=self._gateways,
+            scheduler=self.scheduler,
+            kv_sender=self.kv_sender,
+            kv_receiver=self.kv_receiver,
+            migration=self.migration,
+            clock=clock,
+            vocab_size=first.vocab_size,
+        )
+        self.connector = self._store_connector(spec, ready) if has_store else None
+        self.reports = ReplicaReports(
+            identity=spec.identity,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            steps=self.steps,
+            kv_sender=self.kv_sender,
+            kv_receiver=self.kv_receiver,
+            migration=self.migration,
+            peers=self.peers,
+            connector=self.connector,
+        )
+        self._server = LinkServer(spec.secret, self._serve_gateway, self._serve_peer)
+
+    def _store_connector(self, spec: ReplicaSpec, ready: Sequence[RankReady]) -> StoreConnector:
+        return StoreConnector(
+            name=spec.store or "",
+            secret=spec.secret,
+            identity=spec.identity,
+            ready=ready,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            engine=spec.engine,
+            clock=self._clock,
+            ranks=self._group,
+            rates=self.steps.rates,
+            control=self,
+        )
+
+    # ------------------------------------------------------------------------------- start and stop
+
+    @classmethod
+    async def launch(cls, spec: ReplicaSpec, launcher: RankLauncher, clock: Clock) -> EngineCore:
+        """Load and warm up the ranks, build the engine core from what they report, and listen.
+
+        Raises `RankDiedError` with the reason when the ranks cannot serve; then nothing is left running.
+        """
+        shape = Shape(spec)
+        core: EngineCore
+        group = RankGroup(
+            spec.secret,
+            launcher,
+            lambda rank, message: core.on_rank_message(rank, message),
+            lambda reason: core.kill_ranks(reason),
+            clock=clock,
+            start_stall_s=spec.engine.start_stall_s,
+        )
+        async with contextlib.AsyncExitStack() as failed:
+            failed.push_async_callback(group.stop)
+            ready = await group.start(shape.specs, spec.host, shape.plan_stages)
+            times = max(it.load_s for it in ready), max(it.warm_up_s for it in ready)
+            _log.info("%s: loaded in %.1f s, warmed up in %.1f s", spec.identity.replica_id, *times)
+            core = cls(spec, shape, group, ready, clock)
+            failed.pop_all()
+            failed.push_async_callback(core.stop)
+            await core._listen(spec.host)
+            failed.pop_all()
+        return core
+
+    async def _listen(self, host: str) -> None:
+        if self.connector is not None:
+            await self.connector.start()
+        self.address = f"{host}:{await self._server.start(host)}"
+        self._tasks.spawn(self._tick_forever(), "engine-core-tick")
 
     async def stop(self) -> None:
         """End everything at once."""
         await self._tasks.close()
-        if self.address:
-            await self.peers.close()
-        if self.tiers is not None:
-            await self.tiers.close()
+        await self.peers.close()
+        if self.connector is not None:
+            await self.connector.close()
         self._gateways.close()
         await self._server.stop()
         await self._group.stop()
@@ -183,22 +239,22 @@ class EngineCore:
         moved, or `drain_s` is over; what is left then is resumed elsewhere, its KV computed again."""
         self._gateways.broadcast(Leaving(drain_s))
         self.requests.leave(_LEAVES)
-        self.inbound.leave(_LEAVES)
-        self._wake()
+        self.kv_receiver.leave(_LEAVES)
+        self.wake()
         deadline = self._clock.now() + drain_s
         while self._has_work and not self._death and self._clock.now() < deadline:
             await self._clock.sleep(TICK_S / 5)
         self.requests.hand_back_all()
-        self._gateways.flush()
+        self._gateways.flush(self.reports.load)
 
     @property
     def _has_work(self) -> bool:
-        return bool(self.requests) or self.inbound.book.num_open + self.outbound.book.num_active > 0
+        return len(self.table) + self.kv_receiver.landings.num_open + self.kv_sender.sends.num_active > 0
 
     def check_health(self) -> None:
         """Raise `RankDiedError` when a rank ended, or hangs in a step."""
         if not self._death and self.steps.is_stalled(self._engine.stall_s):
-            self._on_rank_died(f"no rank has progressed with a step for {self._engine.stall_s} s")
+            self.kill_ranks(f"no rank has progressed with a step for {self._engine.stall_s} s")
         if self._death:
             raise RankDiedError(self._death)
 
@@ -207,7 +263,7 @@ class EngineCore:
         self.peers.forget_others([target.identity for target in targets])
         for target in targets:
             if target.identity != self.identity:
-                self.peers.ensure(target)
+                self.peers.ensure(target, self.kv_sender)
 
     def set_role(self, role: str, epoch: int) -> None:
         """Play this role from now on: gateways send other work, and move away what it should no longer do.
@@ -224,14 +280,13 @@ class EngineCore:
         return self.ready[0].compatibility
 
     @property
-    def stages(self) -> Stages:
-        return self._shape.stages
-
-    @property
     def rank_process_ids(self) -> tuple[int, ...]:
         return tuple(ready.process_id for ready in self.ready)
 
     # ------------------------------------------------------------------------------------- gateways
+
+    async def _serve_gateway(self, stream: FrameStream) -> None:
+        await self._gateways.serve(stream, self._hello, self._on_gateway_message)
 
     def _hello(self) -> ReplicaHello:
         return ReplicaHello(
@@ -248,22 +303,22 @@ class EngineCore:
         try:
             self._take(gateway, message)
         except Exception as error:
-            if isinstance(message, Submission) and self.requests.blame(gateway, message, error):
-                return
-            self._broke(error)
+            if not (isinstance(message, Submission) and self.requests.blame(gateway, message, error)):
+                self.fail(error)
+        self.wake()
 
     def _take(self, gateway: GatewayKey, message: LinkDown) -> None:
         match message:
             case Submission():
                 self.requests.submit(gateway, message)
-                if self.tiers is not None:
-                    self.tiers.arrived(message)
+                if self.connector is not None:
+                    self.connector.arrived(message)
             case Cancel(request_id, attempt):
                 self.requests.cancel((request_id, attempt))
             case Move():
-                self.moving.ask(gateway, message)
+                self.migration.start(message)
             case PurgeCache():
-                purged = self.purging.purge(message)
+                purged = self._purge(message)
                 self._publish_kv()
                 self._gateways.send(gateway, purged)
             case KvSnapshotRequest():
@@ -272,24 +327,34 @@ class EngineCore:
             case _:
                 _log.warning("gateway %s introduced itself twice", gateway[0])
 
+    def _purge(self, order: PurgeCache) -> CachePurged:
+        """Forget a tenant's cached blocks, and what is on its way to the store or from it. Requests under way
+        keep their blocks until they end, and leave nothing behind."""
+        if self.connector is not None:
+            self.connector.purge(order.tenant)
+        num_requests = self.scheduler.keep_private(order.tenant)
+        num_blocks, num_held = self.pool.purge(order.tenant)
+        num_landings = self.kv_receiver.landings.num_of(order.tenant)
+        return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
+
     # ------------------------------------------------------------------------------------------ peers
 
     async def _serve_peer(self, stream: FrameStream) -> None:
         try:
-            await self.peers.serve(stream)
+            await self.peers.serve(stream, self.kv_receiver)
         except TransferError as error:
             _log.warning("peer %s sent nonsense: %s", stream.name, error)
         except Exception as error:
-            self._broke(error)
+            self.fail(error)
 
     # ------------------------------------------------------------------------------------------ engine
 
-    def _on_rank_message(self, rank: int, message: RankUp) -> None:
+    def on_rank_message(self, rank: int, message: RankUp) -> None:
         try:
             self._take_report(rank, message)
         except Exception as error:
-            self._broke(error)
-        self._wake()
+            self.fail(error)
+        self.wake()
 
     def _take_report(self, rank: int, message: RankUp) -> None:
         match message:
@@ -300,18 +365,18 @@ class EngineCore:
             case StepProgress():
                 self.steps.progressed(rank, message.step)
             case PushDone() | PushFailed() | PushStopped():
-                self.outbound.report(rank, message)
+                self.kv_sender.report(rank, message)
             case Verified() | LandingClosed() | WriterGone():
-                self.inbound.report(rank, message)
+                self.kv_receiver.report(rank, message)
             case StoreAttached() | StorePutDone() | StoreGetDone():
-                if self.tiers is not None:
-                    self.tiers.report(rank, message)
+                if self.connector is not None:
+                    self.connector.report(rank, message)
             case PeerConnected() | PeerConnectFailed() | PeerLost():
                 self.peers.path_report(rank, message)
             case _:
                 _log.warning("rank %d sent %s", rank, type(message).__name__)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Plan after the events of this turn of the loop have all been taken in."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
@@ -323,26 +388,26 @@ class EngineCore:
         try:
             self._pump()
         except Exception as error:
-            self._broke(error)
+            self.fail(error)
 
     def _pump(self) -> None:
         if self._death:
-            self._gateways.flush()
+            self._gateways.flush(self.reports.load)
             return
-        self.inbound.grant()
-        if self.tiers is not None:
-            self.tiers.pump()
-        self.outbound.wanted(self.scheduler.landings_wanted(self._clock.now()))
+        self.kv_receiver.grant()
+        if self.connector is not None:
+            self.connector.pump()
+        self.kv_sender.ask_for_landings(self.scheduler.landings_wanted(self._clock.now()))
         self.steps.feed()
-        self.moving.pump()
+        self.migration.pump()
         if self.scheduler.has_new_load_needs():
-            self._wake()
+            self.wake()
         for failure in self.scheduler.take_failures():
             self.requests.dropped(failure)
         for report in self.scheduler.isolation.take_reports():
             self.requests.isolated(report)
         self._publish_kv()
-        self._gateways.flush()
+        self._gateways.flush(self.reports.load)
 
     def _publish_kv(self) -> None:
         events = self.reports.kv_events()
@@ -354,23 +419,23 @@ class EngineCore:
             await self._clock.sleep(TICK_S)
             for gateway in self._gateways.expired():
                 self.requests.cancel_all_of(gateway)
-            self.outbound.tick()
-            self.inbound.tick()
-            if self.tiers is not None:
-                self.tiers.tick()
+            self.kv_sender.tick()
+            self.kv_receiver.tick()
+            if self.connector is not None:
+                self.connector.tick()
             if self.steps.probe(self._engine.canary_idle_s):
                 self.reports.check_when_idle()
-            self._wake()
+            self.wake()
 
     # ------------------------------------------------------------------------------------------ death
 
-    def _broke(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """An error of ours: what this replica holds may be wrong. Suspect is what the scheduler was at."""
         _log.error("%s: the engine core failed", self.identity.replica_id, exc_info=error)
         handled = self.scheduler.isolation.handled
         self._died(f"the engine core failed: {error!r}", () if handled is None else (handled,))
 
-    def _on_rank_died(self, reason: str) -> None:
+    def kill_ranks(self, reason: str) -> None:
         self._died(reason, self.scheduler.in_flight(self.steps.steps_under_way()))
 
     def _died(self, reason: str, suspects: Collection[RequestKey]) -> None:
@@ -379,7 +444,52 @@ class EngineCore:
         self._death = self.requests.refusal = reason
         _log.error("%s: %s", self.identity.replica_id, reason)
         self._group.kill()
-        self.requests.fail_all(reason, suspects)
-        self._gateways.flush()
+        self.table.fail_all(reason, suspects)
+        self._gateways.flush(self.reports.load)
         if self.address:
             self._tasks.spawn(self.peers.close(), "engine-core-death")
+
+
+def _step_loop(
+    engine: EngineConfig,
+    scheduler: Scheduler,
+    shape: Shape,
+    group: RankGroup,
+    ready: Sequence[RankReady],
+    clock: Clock,
+) -> StepLoop:
+    capability = Capability(
+        work=shape.work,
+        flop_s=sum(each.flop_s for each in ready),
+        byte_s=sum(each.byte_s for each in ready),
+    )
+    parallel = shape.parallel
+    piece_flops = shape.work.largest_piece_flops(
+        engine.max_batch_tokens, engine.max_sequences, ready[0].max_context_tokens, parallel.tp
+    )
+    slowest_flop_s = min(each.flop_s for each in ready)
+    return StepLoop(
+        scheduler,
+        group.send,
+        clock,
+        parallel.tp,
+        parallel.pp,
+        StepStats(capability),
+        piece_flops / slowest_flop_s if slowest_flop_s else 0.0,
+    )
+
+
+def _scheduler(
+    engine: EngineConfig, shape: Shape, pool: BlockPool, first: RankReady, has_store: bool
+) -> Scheduler:
+    return Scheduler(
+        engine,
+        pool,
+        eos_token_ids=first.eos_token_ids,
+        max_context_tokens=first.max_context_tokens,
+        fingerprint=first.compatibility.model_fingerprint,
+        num_stages=shape.parallel.pp,
+        attention_ratio=shape.attention_ratio,
+        has_store=has_store,
+        num_offload_blocks=first.num_offload_blocks,
+    )

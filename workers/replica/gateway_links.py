@@ -1,7 +1,7 @@
-"""The engine core's side of its Links: which gateway gets which news, and what happens when one goes away.
+"""The links that gateways open to an engine core: who they are first, then their messages, until they end.
 
-News are collected during a step and sent as one `StepFrame` per gateway by `flush`. A gateway that has no
-Link (not yet, or not any more) is waited for during a short grace; then its requests are cancelled.
+News are collected during a step and sent as one `StepFrame` per gateway by `flush`. The engine core waits for a
+gateway without a link (not yet, or not any more) during a short grace period; then its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from workers.messages import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
     GatewayHello,
+    GatewayKey,
     HandOverReport,
     IsolationReport,
     Leaving,
@@ -25,6 +26,7 @@ from workers.messages import (
     LinkUp,
     LoadReport,
     MoveEnded,
+    News,
     PrefillReport,
     ReplicaHello,
     RequestFailed,
@@ -36,10 +38,7 @@ from workers.messages import (
 GATEWAY_GRACE_S = 3.0
 LOAD_PERIOD_S = 0.2
 
-# (gateway id, epoch).
-GatewayKey = tuple[str, int]
-
-News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
+_log = logging.getLogger("tandem.engine_core")
 
 
 @dataclass(slots=True)
@@ -50,30 +49,51 @@ class _Port:
     load_sent_at: float = 0.0
 
 
-class Gateways:
-    """All gateways this engine core knows. `load` makes a fresh report when one is due."""
+class GatewayLinks:
+    """All gateways that this engine core knows, with the news that wait for each of them."""
 
-    def __init__(self, clock: Clock, load: Callable[[], LoadReport]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._load = load
         self._ports: dict[GatewayKey, _Port] = {}
 
+    async def serve(
+        self,
+        stream: FrameStream,
+        hello: Callable[[], ReplicaHello],
+        on_message: Callable[[GatewayKey, LinkDown], None],
+    ) -> None:
+        """Serve one link until it ends, passing on its messages. A gateway that sends nonsense loses its link."""
+        frame = await stream.receive()
+        greeting = None if frame is None else LINK_DOWN_CODEC.decode(frame)
+        if not isinstance(greeting, GatewayHello):
+            return
+        key = greeting.gateway_id, greeting.epoch
+        self.connected(key, stream)
+        self.send(key, hello())
+        try:
+            while (frame := await stream.receive()) is not None:
+                on_message(key, LINK_DOWN_CODEC.decode(frame))
+        except TransferError as error:
+            _log.warning("gateway %s sent nonsense: %s", greeting.gateway_id, error)
+        finally:
+            self.disconnected(key, stream)
+
     def connected(self, key: GatewayKey, stream: FrameStream) -> None:
-        """A gateway opened its Link; an older Link of the same gateway is closed."""
+        """Take in the link that a gateway has opened, and close an older one of the same gateway."""
         port = self._ports.setdefault(key, _Port(None, 0.0))
         if port.stream is not None:
             port.stream.close()
         port.stream = stream
 
     def disconnected(self, key: GatewayKey, stream: FrameStream) -> None:
-        """The Link ended; the grace begins."""
+        """Begin the grace period of a gateway whose link has ended."""
         port = self._ports.get(key)
         if port is not None and port.stream is stream:
             port.stream = None
             port.lost_at = self._clock.now()
 
     def expired(self) -> list[GatewayKey]:
-        """Forget, and return, gateways whose grace is over."""
+        """Forget, and return, gateways whose grace period is over."""
         now = self._clock.now()
         gone = [
             key
@@ -91,8 +111,8 @@ class Gateways:
             port = self._ports[key] = _Port(None, self._clock.now())
         port.news.append(news)
 
-    def flush(self) -> None:
-        """Send what was posted, one frame per gateway, with a load report when one is due."""
+    def flush(self, load: Callable[[], LoadReport]) -> None:
+        """Send what was posted, one frame per gateway, with a report made by `load` when one is due."""
         now = self._clock.now()
         for port in self._ports.values():
             load_due = now >= port.load_sent_at + LOAD_PERIOD_S
@@ -100,7 +120,7 @@ class Gateways:
                 continue
             if load_due:
                 port.load_sent_at = now
-            port.stream.send(LINK_UP_CODEC.encode(_frame(port.news, self._load() if load_due else None)))
+            port.stream.send(LINK_UP_CODEC.encode(_frame(port.news, load() if load_due else None)))
             port.news = []
 
     def broadcast(self, message: KvEvents | KvSnapshot | Leaving | RoleChanged) -> None:
@@ -117,7 +137,7 @@ class Gateways:
             port.stream.send(LINK_UP_CODEC.encode(message))
 
     def close(self) -> None:
-        """Close every Link."""
+        """Close every link."""
         for port in self._ports.values():
             if port.stream is not None:
                 port.stream.close()
@@ -133,40 +153,3 @@ def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
         moves=tuple(item for item in news if isinstance(item, MoveEnded)),
         isolations=tuple(item for item in news if isinstance(item, IsolationReport)),
     )
-
-
-# ----------------------------------------------------------------------------------------------
-# Serves the Links that gateways open to an engine core: who they are first, then their messages, until they end.
-
-_log = logging.getLogger("tandem.engine_core")
-
-
-class GatewayLinks:
-    """`on_message` takes what gateways say. A gateway that sends nonsense loses its Link."""
-
-    def __init__(
-        self,
-        gateways: Gateways,
-        hello: Callable[[], ReplicaHello],
-        on_message: Callable[[GatewayKey, LinkDown], None],
-    ) -> None:
-        self._gateways = gateways
-        self._hello = hello
-        self._on_message = on_message
-
-    async def serve(self, stream: FrameStream) -> None:
-        """One Link, until it ends."""
-        frame = await stream.receive()
-        hello = None if frame is None else LINK_DOWN_CODEC.decode(frame)
-        if not isinstance(hello, GatewayHello):
-            return
-        key = hello.gateway_id, hello.epoch
-        self._gateways.connected(key, stream)
-        self._gateways.send(key, self._hello())
-        try:
-            while (frame := await stream.receive()) is not None:
-                self._on_message(key, LINK_DOWN_CODEC.decode(frame))
-        except TransferError as error:
-            _log.warning("gateway %s sent nonsense: %s", hello.gateway_id, error)
-        finally:
-            self._gateways.disconnected(key, stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,42 +24,52 @@ _DISTURBED = 1.7
 _log = logging.getLogger("tandem.engine_core")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpec:
+    """What a replica is started with."""
+
+    identity: ReplicaIdentity
+    pool: str
+    role: str
+    # The folder of the model's checkpoint.
+    model_dir: str
+    dtype: str
+    parallel: Parallel
+    engine: EngineConfig
+    transfer: TransferConfig
+    secret: bytes
+    # The address at which it listens for gateways, peers and its ranks.
+    host: str = "127.0.0.1"
+    # The socket of the node's store (None: there is none).
+    store: str | None = None
+    faults: Sequence[FaultRule] = ()
+
+
 class Shape:
     """The tp x pp ranks of a replica. `stages` and `attention_ratio` are known when all ranks have joined."""
 
-    def __init__(
-        self,
-        *,
-        identity: ReplicaIdentity,
-        role: str,
-        model_dir: str,
-        dtype: str,
-        parallel: Parallel,
-        engine: EngineConfig,
-        transfer: TransferConfig,
-        secret: bytes,
-        faults: Sequence[FaultRule],
-    ) -> None:
+    def __init__(self, spec: ReplicaSpec) -> None:
+        parallel, engine = spec.parallel, spec.engine
         self.parallel = parallel
         self.stages: Stages = ()
         self.attention_ratio = 0.0
-        self._name = identity.replica_id
-        self._model_dir = model_dir
-        self._item_bytes = ITEM_BYTES[dtype]
+        self._name = spec.identity.replica_id
+        self._model_dir = spec.model_dir
+        self._item_bytes = ITEM_BYTES[spec.dtype]
         # Ranks of several stages measure a step: of a decode replica a small one, of which all rows sample,
         # else a chunk, of which one does.
-        is_decode = role == "decode"
+        is_decode = spec.role == "decode"
         num_rows = min(_DECODE_PROBE_ROWS, engine.max_sequences) if is_decode else engine.longest_chunk_tokens
         self.specs = [
             RankSpec(
-                replica=identity,
+                replica=spec.identity,
                 rank=rank,
                 tp=parallel.tp,
                 pp=parallel.pp,
                 engine_core_address="",
-                secret=secret,
-                model_dir=model_dir,
-                dtype=dtype,
+                secret=spec.secret,
+                model_dir=spec.model_dir,
+                dtype=spec.dtype,
                 device=parallel.devices[rank // parallel.tp],
                 num_threads=engine.num_threads,
                 block_tokens=engine.block_tokens,
@@ -66,10 +77,10 @@ class Shape:
                 num_offload_tokens=engine.offload_tokens,
                 max_batch_tokens=engine.max_batch_tokens,
                 max_sequences=engine.max_sequences,
-                transfer=transfer.settings(),
+                transfer=spec.transfer.settings(),
                 probe_rows=num_rows if parallel.pp > 1 else 0,
                 probe_sampled_rows=num_rows if is_decode else 1,
-                faults=tuple(faults),
+                faults=tuple(spec.faults),
             )
             for rank in range(parallel.num_ranks)
         ]

@@ -7,6 +7,7 @@ from typing import Any
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
+from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
 from workers.messages import LoadReport
 from workers.replica.step_loop import StepLoop
@@ -25,19 +26,21 @@ class ReplicaReports:
         pool: BlockPool,
         scheduler: Scheduler,
         steps: StepLoop,
-        outbound: KvSender,
-        inbound: KvReceiver,
+        kv_sender: KvSender,
+        kv_receiver: KvReceiver,
+        migration: MigrationManager,
         peers: Peers,
-        tiers: StoreConnector | None = None,
+        connector: StoreConnector | None = None,
     ) -> None:
         self._identity = identity
         self._pool = pool
         self._scheduler = scheduler
         self._steps = steps
-        self._outbound = outbound
-        self._inbound = inbound
+        self._kv_sender = kv_sender
+        self._kv_receiver = kv_receiver
+        self._migration = migration
         self._peers = peers
-        self._tiers = tiers
+        self._connector = connector
         self._kv_sequence = 0
         self._load_sequence = 0
         self._num_steps_checked = 0
@@ -45,8 +48,8 @@ class ReplicaReports:
     def kv_events(self) -> KvEvents | None:
         """Changes of the prefix cache, and of the node's store, since the last call; None: there are none."""
         stored, removed = self._pool.take_events()
-        if self._tiers is not None:
-            stored_there, removed_there = self._tiers.view.take_events()
+        if self._connector is not None:
+            stored_there, removed_there = self._connector.view.take_events()
             stored, removed = stored + stored_there, removed + removed_there
         if not (stored or removed):
             return None
@@ -56,15 +59,15 @@ class ReplicaReports:
     def kv_snapshot(self) -> KvSnapshot:
         """The whole content of both; send outstanding events before it."""
         stored = self._pool.snapshot()
-        if self._tiers is not None:
-            stored += self._tiers.view.snapshot()
+        if self._connector is not None:
+            stored += self._connector.view.snapshot()
         return KvSnapshot(self._identity, self._kv_sequence, stored)
 
     def load(self) -> LoadReport:
         """The state of this moment."""
         self._load_sequence += 1
-        scheduler, pool, landings = self._scheduler, self._pool, self._inbound.book
-        pushes = self._outbound.book.counters
+        scheduler, pool, landings = self._scheduler, self._pool, self._kv_receiver.landings
+        pushes = self._kv_sender.sends.counters
         return LoadReport(
             identity=self._identity,
             sequence=self._load_sequence,
@@ -80,16 +83,16 @@ class ReplicaReports:
             prefill_tok_s=self._steps.rates.prefill_tok_s,
             decode_step_s=self._steps.rates.decode_step_s,
             num_steps=self._steps.num_steps,
-            num_checksum_failures=self._inbound.num_checksum_failures,
+            num_checksum_failures=self._kv_receiver.num_checksum_failures,
             num_preemptions=scheduler.num_preemptions,
             transfer_gb_s=pushes.gb_s,
             num_moved_bytes={str(each): count for each, count in pushes.num_bytes.items()},
-            num_lost_landings={str(cause): count for cause, count in self._inbound.num_lost.items()},
+            num_lost_landings={str(cause): count for cause, count in self._kv_receiver.num_lost.items()},
             paths=self._peers.paths(),
             num_offloaded_blocks=scheduler.num_offloaded_blocks,
             num_waiting_landings=landings.num_waiting,
-            num_moved_streams=self._outbound.moving.num_moved,
-            num_failed_moves=self._outbound.moving.num_failed,
+            num_moved_streams=self._migration.num_migrated,
+            num_failed_moves=self._migration.num_failed,
             num_unfilled_tokens=scheduler.num_unfilled_tokens,
             num_transport_bytes=dict(pushes.num_bytes_by_transport),
             transport_s=dict(pushes.seconds_by_transport),
@@ -99,25 +102,27 @@ class ReplicaReports:
 
     def _of_the_store(self) -> dict[str, Any]:
         """The fields that concern the node's store."""
-        tiers = self._tiers
-        if tiers is None:
+        connector = self._connector
+        if connector is None:
             return {}
         return {
-            "load_tok_s": tiers.costs.measured_tok_s,
-            "num_loaded_tokens": dict(tiers.num_loaded_tokens),
-            "num_stored_blocks": tiers.saver.num_stored,
-            "num_unstored_blocks": dict(tiers.saver.num_unstored),
-            "num_store_checksum_failures": tiers.loader.num_checksum_failures,
+            "load_tok_s": connector.costs.measured_tok_s,
+            "num_loaded_tokens": dict(connector.loader.num_loaded_tokens),
+            "num_stored_blocks": connector.saver.num_stored,
+            "num_unstored_blocks": dict(connector.saver.num_unstored),
+            "num_store_checksum_failures": connector.loader.num_checksum_failures,
         }
 
     @property
     def _num_other_references(self) -> int:
         """Of landings, and of copies to and from the store."""
-        return self._inbound.book.num_references + (0 if self._tiers is None else self._tiers.num_references)
+        return self._kv_receiver.landings.num_references + (
+            0 if self._connector is None else self._connector.num_references
+        )
 
     def check_when_idle(self) -> None:
         """Assert every invariant of pool, sequences and landings, once after each time of work."""
         if self._scheduler.is_idle and self._steps.num_steps != self._num_steps_checked:
             self._num_steps_checked = self._steps.num_steps
             self._scheduler.check(self._num_other_references)
-            self._inbound.book.check()
+            self._kv_receiver.landings.check()

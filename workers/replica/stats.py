@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtransfer.common.moving_average import moving_average
-from workers.messages import BATCH_BOUNDS, DeviceMemory, ReplicaStats, StepPlan
+from workers.messages import StepPlan
 from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome
+from workers.stats_record import BATCH_BOUNDS, DeviceMemory, ReplicaStats
 
 # Of the newest step in the moving averages.
 _WEIGHT = 0.05

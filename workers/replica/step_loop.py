@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.moving_average import moving_average
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
 from workers.replica.stats import StepStats
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import StepOutcome
+from workers.scheduler.step import StepOutcome, StepRates
 
 # Unreported plans of a replica of one stage; every further stage adds one.
 PIPELINE_DEPTH = 2
@@ -29,29 +28,6 @@ PIPELINE_DEPTH = 2
 # to count: others may use the machine as well.
 _PATIENCE = 4.0
 _CANARY = StepPlan(0, (), (), (), ())
-
-
-@dataclass(slots=True)
-class StepRates:
-    """Moving averages from step reports (0: not yet known).
-
-    `prefill_tok_s` is what the slowest stage lets through, `decode_step_s` how long a token's step takes in
-    all stages together.
-    """
-
-    prefill_tok_s: float = 0.0
-    decode_step_s: float = 0.0
-
-    def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
-        """A step is done; `stage_to_busy_s` is what each stage's slowest rank took."""
-        if min(stage_to_busy_s) <= 0:
-            return
-        if _has_prefill(plan):
-            self.prefill_tok_s = moving_average(
-                self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2
-            )
-        else:
-            self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
 
 
 @dataclass(slots=True)
@@ -187,11 +163,3 @@ def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
             reason = f"rank {rank}: {failed.reason}" if failed.reason else ""
             index_to_reason[failed.index] = index_to_reason.get(failed.index) or reason
     return tuple(FailedEntry(index, reason) for index, reason in sorted(index_to_reason.items()))
-
-
-def _num_tokens(plan: StepPlan) -> int:
-    return sum(entry.num_tokens for entry in plan.entries)
-
-
-def _has_prefill(plan: StepPlan) -> bool:
-    return any(entry.num_tokens > 1 for entry in plan.entries)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from workers.messages import IsolationReport
+from workers.messages import IsolationReport, RequestKey
 from workers.scheduler.lifecycle import Lifecycle
-from workers.scheduler.sequence import Phase, Request, RequestKey, Sequence
+from workers.scheduler.sequence import Phase, Request, Sequence
 from workers.scheduler.step import IssuedPlan
 
 # Steps with a token of its own, alone, after which a suspect is cleared: the end of its prompt and two more.

@@ -10,10 +10,10 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from workers.messages import RequestFailed, Submission
+from workers.messages import RequestFailed, RequestKey, Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
-from workers.scheduler.sequence import LoadState, Phase, Rank, Request, RequestKey, Sequence
+from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad
 
 
 class Lifecycle:
@@ -133,7 +133,7 @@ class Lifecycle:
     def enqueue(self, sequence: Sequence) -> None:
         """It waits for a plan that has budget, a slot and blocks for it."""
         sequence.phase = Phase.WAITING
-        sequence.load = LoadState.WANTED if self.has_store else LoadState.DONE
+        sequence.load = StoreLoad.WANTED if self.has_store else StoreLoad.DONE
         sequence.num_expected_cached_tokens = self.tables.num_cached_tokens(sequence)
         insort(self.waiting, sequence, key=_queue_rank)
 
@@ -142,7 +142,7 @@ class Lifecycle:
         num_cached_tokens = num_cached * self._pool.block_tokens
         is_lost = self.has_store and num_cached_tokens < sequence.num_expected_cached_tokens
         if is_lost:
-            sequence.load = LoadState.WANTED
+            sequence.load = StoreLoad.WANTED
             self.has_new_load_needs = True
         return is_lost
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
-from workers.messages import SampleState, Submission
+from workers.messages import RequestKey, Submission
 from workers.scheduler.lifecycle import Lifecycle
-from workers.scheduler.sequence import Phase, RequestKey, Sequence
+from workers.scheduler.sequence import Phase, Sequence
 
 
 class Position(NamedTuple):
@@ -85,18 +83,6 @@ class SequenceMigration:
         sequence.hold_at = 0
         if sequence.phase is Phase.HELD:
             self._life.resume(sequence)
-
-    def state(self, key: RequestKey, now: float) -> Submission:
-        """What a held sequence is handed over with."""
-        sequence = self._only(key)
-        assert sequence is not None
-        assert sequence.phase is Phase.HELD
-        request = sequence.request
-        return replace(
-            request.submission,
-            samples=(SampleState(sequence.index, sequence.seed, sequence.output_bytes),),
-            deadline_s=None if request.deadline is None else max(0.0, request.deadline - now),
-        )
 
     def waiting(self) -> list[RequestKey]:
         """Requests of which nothing is computed here: new ones, and those that were preempted."""

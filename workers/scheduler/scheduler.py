@@ -14,22 +14,21 @@ from workers.config import EngineConfig
 from workers.errors import QueueFullError
 from workers.messages import (
     RequestFailed,
+    RequestKey,
     SampledToken,
-    SampleState,
     StageTimes,
     StepPlan,
     StepReport,
     Submission,
     TokenDelta,
 )
-from workers.scheduler.admission import RequestLimits, landing_needs, load_needs
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.migration import SequenceMigration
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import MicroBatches, Planner
-from workers.scheduler.sequence import LandingState, LoadState, Phase, RequestKey, Sequence
+from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
+from workers.scheduler.sequence import LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,
     FinishedBlock,
@@ -75,7 +74,7 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._end_token_ids = frozenset(eos_token_ids)
-        self._limits = RequestLimits(
+        self._limits = EngineLimits(
             max_context_tokens=max_context_tokens,
             max_kv_tokens=pool.num_total * pool.block_tokens,
             max_local_kv_tokens=most_local_tokens(
@@ -228,6 +227,17 @@ class Scheduler:
         self._life.drop(request)
         return True
 
+    def held_state(self, key: RequestKey, now: float) -> Submission:
+        """Return what a held request is handed over with: its unfinished samples with their output."""
+        request = self._life.requests[key]
+        assert request.is_held
+        return replace(
+            request.submission,
+            samples=request.unfinished_samples,
+            decode=None,
+            deadline_s=None if request.deadline is None else max(0.0, request.deadline - now),
+        )
+
     def expire(self, now: float) -> list[RequestFailed]:
         """End every request whose deadline has passed, except those whose hand-over is under way."""
         return self._life.expire(now)
@@ -261,7 +271,7 @@ class Scheduler:
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
         for sequence in self._loading(need):
-            sequence.load, sequence.holds_others = LoadState.DONE, False
+            sequence.load, sequence.holds_others = StoreLoad.DONE, False
             sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
             for tier, count in num_loaded_tokens.items():
                 loaded = sequence.request.num_loaded_tokens
@@ -273,7 +283,7 @@ class Scheduler:
         return [
             sequence
             for sequence in (request.sequences if request else ())
-            if sequence.index == need.sample and sequence.load is LoadState.ASKED
+            if sequence.index == need.sample and sequence.load is StoreLoad.ASKED
         ]
 
     def take_finished(self) -> list[FinishedBlock]:
@@ -369,7 +379,7 @@ class Scheduler:
         """The prompt is done: an outbound request stops here, and its leader holds the blocks."""
         request = leader.request
         request.prompt_done = True
-        unfinished = [sequence for sequence in request.sequences if not sequence.finish]
+        samples = request.unfinished_samples
         done = PromptDone(
             *request.key,
             submission=request.submission,
@@ -379,16 +389,14 @@ class Scheduler:
                 arrived=request.arrived_at, scheduled=request.scheduled_at or 0.0, prefilled=now
             ),
             decodes_remotely=request.decodes_remotely,
-            all_finished=not unfinished,
-            samples=tuple(
-                SampleState(sequence.index, sequence.seed, sequence.output_bytes) for sequence in unfinished
-            ),
+            all_finished=not samples,
+            samples=samples,
             block_ids=self._life.tables.covering(leader, num_computed_tokens),
             num_loaded_tokens=request.num_loaded_tokens,
         )
         if request.decodes_remotely:
             for sequence in request.sequences:
-                if sequence is leader and unfinished:
+                if sequence is leader and samples:
                     self._life.hold(sequence)
                 else:
                     self._life.end(sequence)

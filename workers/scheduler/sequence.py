@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys, root_key
-from workers.messages import SampleState, Submission
+from workers.messages import RequestKey, SampleState, Submission
 
 
 class Phase(Enum):
@@ -26,7 +26,7 @@ class LandingState(Enum):
     READY = "ready"
 
 
-class LoadState(Enum):
+class StoreLoad(Enum):
     """Whether blocks that the device does not hold are to be had from the store, before it is admitted."""
 
     WANTED = "wanted"
@@ -34,7 +34,6 @@ class LoadState(Enum):
     DONE = "done"
 
 
-RequestKey = tuple[str, int]
 Rank = tuple[int, int, int]
 
 
@@ -90,6 +89,15 @@ class Request:
     def is_held(self) -> bool:
         """Its prompt is done and being handed over."""
         return any(sequence.phase is Phase.HELD for sequence in self.sequences)
+
+    @property
+    def unfinished_samples(self) -> tuple[SampleState, ...]:
+        """The samples that have no finish yet, with their output so far."""
+        return tuple(
+            SampleState(sequence.index, sequence.seed, sequence.output_bytes)
+            for sequence in self.sequences
+            if not sequence.finish
+        )
 
     @property
     def progress(self) -> str:
@@ -153,7 +161,7 @@ class Sequence:
         self.forks: list[Sequence] = []
         self.phase = Phase.WAITING
         self.preempted = False
-        self.load = LoadState.DONE
+        self.load = StoreLoad.DONE
         # Nobody behind it in line is admitted: what it loads lacks room.
         self.holds_others = False
         self.finish = ""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.codec import MAX_FRAME_BYTES
+from kvtransfer.common.moving_average import moving_average
 from workers.messages import (
     BatchEntry,
     BlockCopy,
@@ -31,12 +32,14 @@ PLAN_BYTES = MAX_FRAME_BYTES // 2
 
 @dataclass(frozen=True, slots=True)
 class LandingNeed:
-    """An outbound request will be scheduled soon: ask its decode replica for a landing of `num_tokens`."""
+    """A prompt that is handed over will be scheduled soon: its decode replica is asked for a landing of
+    `num_tokens` that is given until `deadline` (None: without limit)."""
 
     request_id: str
     attempt: int
     submission: Submission
     num_tokens: int
+    deadline: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,29 @@ def delta_of(sequence: Sequence, token: bytes, sampled: SampledToken | None = No
         logprobs=() if logprob is None else (logprob,),
         finish=sequence.finish,
     )
+
+
+@dataclass(slots=True)
+class StepRates:
+    """Moving averages of the speed of steps (0: not yet known).
+
+    `prefill_tok_s` is what the slowest stage lets through, `decode_step_s` how long a token's step takes in
+    all stages together.
+    """
+
+    prefill_tok_s: float = 0.0
+    decode_step_s: float = 0.0
+
+    def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
+        """A step is done; `stage_to_busy_s` is what each stage's slowest rank took."""
+        if min(stage_to_busy_s) <= 0:
+            return
+        if _has_prefill(plan):
+            self.prefill_tok_s = moving_average(
+                self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2
+            )
+        else:
+            self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,3 +296,11 @@ def _request_bytes(request: Request) -> int:
 
 def _sample_bytes(sequence: Sequence) -> int:
     return sample_bytes(sequence.request.submission.sampling, sequence.num_output_tokens)
+
+
+def _num_tokens(plan: StepPlan) -> int:
+    return sum(entry.num_tokens for entry in plan.entries)
+
+
+def _has_prefill(plan: StepPlan) -> bool:
+    return any(entry.num_tokens > 1 for entry in plan.entries)

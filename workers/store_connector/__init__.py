@@ -1,1 +1,1 @@
-"""A replica's connection to the tiered store: blocks loaded from it and saved to it."""
+"""A replica's connection to the tiered store: loads blocks from it and saves blocks to it."""

@@ -10,7 +10,7 @@ lost or not worth its way is computed. No request waits for an owner that does n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.common.clock import Clock
@@ -24,8 +24,11 @@ from kvtransfer.store.messages import (
     StoreGetDone,
     StoreRead,
 )
+from kvtransfer.store.store_client import StoreClient
+from workers.interfaces import EngineControl, RankChannel
 from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.step import LoadNeed
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import LoadNeed, StepRates
 
 # An owner that has not answered a look-up after this is taken for hung.
 FIND_PATIENCE_S = 0.2
@@ -67,7 +70,7 @@ class _Load:
     # Nothing more comes from the owner.
     is_complete: bool = False
     # The sequence waits no more; the blocks are held until their ranks are done with them.
-    is_told: bool = False
+    is_reported: bool = False
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -83,32 +86,26 @@ class BlockLoader:
         pool: BlockPool,
         costs: TierCosts,
         clock: Clock,
-        find: Callable[[FindRequest], bool],
-        fetch: Callable[[FetchRequest], bool],
-        release: Callable[[FetchRelease], bool],
-        order_to: Callable[[int, StoreGet], None],
-        prefill_tok_s: Callable[[], float],
-        num_spare_blocks: Callable[[], int],
-        hold_others: Callable[[LoadNeed, bool], None],
-        end: Callable[[LoadNeed, dict[str, int]], None],
+        client: StoreClient,
+        ranks: RankChannel,
+        rates: StepRates,
+        scheduler: Scheduler,
+        control: EngineControl,
     ) -> None:
-        """`num_spare_blocks` must stay free for what runs; `hold_others`: nobody behind the sequence may take
-        room (any more: False); `end` tells how many blocks came, by tier."""
         self._pool = pool
         self._costs = costs
         self._clock = clock
-        self._find = find
-        self._fetch = fetch
-        self._release = release
-        self._order_to = order_to
-        self._prefill_tok_s = prefill_tok_s
-        self._num_spare_blocks = num_spare_blocks
-        self._hold_others = hold_others
-        self._end_need = end
+        self._client = client
+        self._ranks = ranks
+        self._rates = rates
+        self._scheduler = scheduler
+        self._control = control
         self._loads: dict[int, _Load] = {}
         self._gets: dict[int, tuple[int, _Part]] = {}
         self._number = 0
         self.num_checksum_failures = 0
+        # By tier.
+        self.num_loaded_tokens: Counter[str] = Counter()
 
     @property
     def num_references(self) -> int:
@@ -129,20 +126,20 @@ class BlockLoader:
         self._number += 1
         now = self._clock.now()
         load = self._loads[self._number] = _Load(need, now, now)
-        if not self._find(FindRequest(self._number, need.keys[0], load.keys)):
+        if not self._client.find(FindRequest(self._number, need.keys[0], load.keys)):
             self._end(self._number)
 
     def prefetch(self, keys: tuple[bytes, ...]) -> None:
         """A request that will want these stands further back: bring them near."""
         self._number += 1
-        self._fetch(FetchRequest(self._number, keys[0], keys, to_device=False))
+        self._client.fetch(FetchRequest(self._number, keys[0], keys, to_device=False))
 
     def found(self, answer: FindAnswer) -> None:
         """The owner has looked: fetch what is worth it, once there is room (`pump`)."""
         load = self._loads.get(answer.number)
         if load is None or load.tiers or load.is_fetching:
             return
-        num_blocks = self._costs.num_worth_loading(answer.tiers, self._prefill_tok_s())
+        num_blocks = self._costs.num_worth_loading(answer.tiers, self._rates.prefill_tok_s)
         load.tiers = answer.tiers[:num_blocks]
         load.found_at = self._clock.now()
         if not load.tiers:
@@ -174,18 +171,18 @@ class BlockLoader:
             self._end(number)
             return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
-        num_free = self._pool.num_free - num_idle - self._num_spare_blocks()
+        num_free = self._pool.num_free - num_idle - self._scheduler.num_running
         if len(load.tiers) > max(num_free, 0):
             if not load.holds_others and self._clock.now() - load.found_at > SPACE_PATIENCE_S:
                 load.holds_others = True
-                self._hold_others(load.need, True)
+                self._scheduler.hold_others(load.need, True)
             return
         keys = load.keys[: len(load.tiers)]
-        if not self._fetch(FetchRequest(number, load.need.keys[0], keys, to_device=True)):
+        if not self._client.fetch(FetchRequest(number, load.need.keys[0], keys, to_device=True)):
             self._end(number)
             return
         if load.holds_others:
-            self._hold_others(load.need, False)
+            self._scheduler.hold_others(load.need, False)
         load.is_fetching = True
         load.began_at = load.heard_at = self._clock.now()
         load.num_good = len(keys)
@@ -220,7 +217,7 @@ class BlockLoader:
             load.parts[self._number] = part
             self._gets[self._number] = fetched.number, part
             for rank, rank_reads in reads.items():
-                self._order_to(rank, StoreGet(self._number, fetched.arena, tuple(rank_reads)))
+                self._ranks.send_to(rank, StoreGet(self._number, fetched.arena, tuple(rank_reads)))
         self._settle(fetched.number)
 
     def copied(self, rank: int, done: StoreGetDone) -> None:
@@ -260,7 +257,7 @@ class BlockLoader:
                 self._end(number)
             elif load.is_fetching and waited_s > FETCH_PATIENCE_S:
                 self._give_up(number)
-                self._tell(load, {})  # if it is still here, ranks hold it up
+                self._report(load, {})  # if it is still here, ranks hold it up
         return answers
 
     def lost(self) -> None:
@@ -288,7 +285,7 @@ class BlockLoader:
         for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
             self._pool.register(block_id, parent, key, load.need.tenant)
             parent = key
-        self._release(FetchRelease(number, tuple(sorted(load.bad_offsets))))
+        self._client.release(FetchRelease(number, tuple(sorted(load.bad_offsets))))
         self._end(number)
 
     def _end(self, number: int) -> None:
@@ -297,12 +294,16 @@ class BlockLoader:
         if came:
             self._costs.measured(came, self._clock.now() - load.began_at)
         self._pool.release(load.held_ids + load.block_ids)
-        self._tell(load, dict(came))
+        self._report(load, dict(came))
 
-    def _tell(self, load: _Load, num_blocks: dict[str, int]) -> None:
-        if not load.is_told:
-            load.is_told = True
-            self._end_need(load.need, num_blocks)
+    def _report(self, load: _Load, num_blocks: dict[str, int]) -> None:
+        """Let the sequence wait no more: so many blocks have come, by tier."""
+        if not load.is_reported:
+            load.is_reported = True
+            num_tokens = {tier: count * self._pool.block_tokens for tier, count in num_blocks.items()}
+            self.num_loaded_tokens.update(num_tokens)
+            self._scheduler.end_load(load.need, num_tokens)
+            self._control.wake()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ class TierCosts:
         """Of the tiers from which something was loaded."""
         return dict(self._tok_s)
 
-    def told(self, gb_s: Mapping[str, float]) -> None:
+    def set_store_rates(self, gb_s: Mapping[str, float]) -> None:
         """The owner's rates, 1e9 bytes a second."""
         self._owner_gb_s = dict(gb_s)
 

@@ -8,7 +8,7 @@ A block is referenced from its request until its ranks have copied it, so that n
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvtransfer.messages import Shard
@@ -22,6 +22,8 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
 )
+from kvtransfer.store.store_client import StoreClient
+from workers.interfaces import RankChannel
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.step import FinishedBlock
 
@@ -54,16 +56,14 @@ class BlockSaver:
         pool: BlockPool,
         shards: Mapping[int, tuple[Shard, int]],
         max_queued: int,
-        put: Callable[[PutRequest], bool],
-        commit: Callable[[PutCommit], bool],
-        order_to: Callable[[int, StorePut], None],
+        client: StoreClient,
+        ranks: RankChannel,
     ) -> None:
         """`shards` maps ranks to their shard and its bytes of a block."""
         self._pool = pool
         self._max_queued = max_queued
-        self._put = put
-        self._commit = commit
-        self._order_to = order_to
+        self._client = client
+        self._ranks = ranks
         self._writers: dict[Shard, tuple[int, int]] = {}
         for rank, (shard, num_bytes) in shards.items():
             self._writers.setdefault(shard, (rank, num_bytes))
@@ -126,7 +126,7 @@ class BlockSaver:
             for shard, (_, num_bytes) in self._writers.items()
         )
         self._number += 1
-        if not self._put(PutRequest(self._number, first.tenant, first.chain, records)):
+        if not self._client.put(PutRequest(self._number, first.tenant, first.chain, records)):
             self.num_unstored["failed"] += len(blocks)
             return
         block_ids = [block_id for _, block_id in blocks]
@@ -139,7 +139,7 @@ class BlockSaver:
         if batch is None:
             return
         if batch.is_void:
-            self._commit(PutCommit((), tuple(offset for offset in grant.offsets if offset >= 0)))
+            self._client.commit(PutCommit((), tuple(offset for offset in grant.offsets if offset >= 0)))
             self._end(grant.number)
             return
         refused: set[int] = set()
@@ -153,7 +153,7 @@ class BlockSaver:
         if not batch.copies:
             self._end(grant.number)
         for rank, copies in batch.copies.items():
-            self._order_to(rank, StorePut(grant.number, grant.arena, tuple(copies)))
+            self._ranks.send_to(rank, StorePut(grant.number, grant.arena, tuple(copies)))
 
     def copied(self, rank: int, done: StorePutDone) -> None:
         """A rank has copied its part, or could not. The last one ends the batch."""
@@ -173,7 +173,7 @@ class BlockSaver:
             else:
                 abandoned += [copy.offset for copy in copies]
                 bad_blocks.update(copy.block_id for copy in copies)
-        self._commit(PutCommit(tuple(written), tuple(abandoned)))
+        self._client.commit(PutCommit(tuple(written), tuple(abandoned)))
         good = {copy.block_id for copies in batch.copies.values() for copy in copies} - bad_blocks
         self.num_stored += len(good)
         if bad_blocks:

@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
-from kvtransfer.messages import ITEM_BYTES, CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.messages import (
+    ITEM_BYTES,
+    BlocksRemoved,
+    BlocksStored,
+    CompatibilityRecord,
+    ReplicaIdentity,
+    Shard,
+)
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
@@ -29,7 +35,6 @@ from kvtransfer.store.messages import (
     PutGrant,
     StoreAttached,
     StoreGetDone,
-    StoreOrder,
     StorePutDone,
     StoreReport,
     StoreWelcome,
@@ -37,13 +42,13 @@ from kvtransfer.store.messages import (
 )
 from kvtransfer.store.store_client import StoreClient
 from workers.config import EngineConfig
+from workers.interfaces import EngineControl, RankChannel
 from workers.messages import RankReady, Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import LoadNeed
+from workers.scheduler.step import StepRates
 from workers.store_connector.block_loader import BlockLoader, TierCosts
 from workers.store_connector.block_saver import BlockSaver
-from workers.store_connector.tier_view import TierView
 
 _ATTACH_PERIOD_S = 2.0
 _ASK_PERIOD_S = 0.5
@@ -62,27 +67,25 @@ class StoreConnector:
         name: str,
         secret: bytes,
         identity: ReplicaIdentity,
-        ranks: Sequence[RankReady],
+        ready: Sequence[RankReady],
         pool: BlockPool,
         scheduler: Scheduler,
         engine: EngineConfig,
         clock: Clock,
-        order_to: Callable[[int, StoreOrder], None],
-        prefill_tok_s: Callable[[], float],
-        wake: Callable[[], None],
-        on_error: Callable[[BaseException], None],
+        ranks: RankChannel,
+        rates: StepRates,
+        control: EngineControl,
     ) -> None:
-        """`name` is the owner's abstract unix socket. `on_error` hears of errors of ours, after which nothing
-        here may be trusted."""
-        compatibility = ranks[0].compatibility
-        shards = [rank.endpoints.shard for rank in ranks]
+        """`name` is the owner's abstract unix socket; `ready` are the reports of all `ranks`."""
+        compatibility = ready[0].compatibility
+        shards = [rank.endpoints.shard for rank in ready]
         self._name = name
         self._session = draw_id()
         self._scheduler = scheduler
         self._max_loading = engine.max_loading
         self._num_ranks = len(shards)
-        self._order_to = order_to
-        self._wake = wake
+        self._ranks = ranks
+        self._control = control
         self._is_answering = True
         # By rank: the arena it has mapped; while there is none it is missing.
         self._arenas: dict[int, bytes] = {}
@@ -94,7 +97,7 @@ class StoreConnector:
         self._quiet = asyncio.Event()
         self._quiet.set()
         hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
-        self._client = StoreClient(name, secret, hello, self, clock, on_error)
+        self._client = StoreClient(name, secret, hello, self, clock, control.fail)
         block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
         self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
         self.view = TierView()
@@ -102,25 +105,19 @@ class StoreConnector:
             pool,
             {rank: (shard, block_bytes[shard]) for rank, shard in enumerate(shards)},
             engine.write_queue,
-            self._client.put,
-            self._client.commit,
-            order_to,
+            self._client,
+            ranks,
         )
         self.loader = BlockLoader(
             pool=pool,
             costs=self.costs,
+            client=self._client,
+            ranks=ranks,
+            rates=rates,
+            scheduler=scheduler,
+            control=control,
             clock=clock,
-            find=self._client.find,
-            fetch=self._client.fetch,
-            release=self._client.release,
-            order_to=order_to,
-            prefill_tok_s=prefill_tok_s,
-            num_spare_blocks=lambda: scheduler.num_running,
-            hold_others=scheduler.hold_others,
-            end=self._load_ended,
         )
-        self._block_tokens = compatibility.block_tokens
-        self.num_loaded_tokens: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Begin to connect; the store opens when it can."""
@@ -170,7 +167,7 @@ class StoreConnector:
                 if is_open:
                     self.loader.wanted(need)
                 else:
-                    self._load_ended(need, {})
+                    self._scheduler.end_load(need, {})
             if is_open:
                 break
 
@@ -222,13 +219,7 @@ class StoreConnector:
         self._attach_at = self._clock.now() + _ATTACH_PERIOD_S
         for rank in range(self._num_ranks):
             if rank not in self._arenas:
-                self._order_to(rank, AttachStore(self._name, self._session))
-
-    def _load_ended(self, need: LoadNeed, num_blocks: dict[str, int]) -> None:
-        num_tokens = {tier: count * self._block_tokens for tier, count in num_blocks.items()}
-        self.num_loaded_tokens.update(num_tokens)
-        self._scheduler.end_load(need, num_tokens)
-        self._wake()
+                self._ranks.send_to(rank, AttachStore(self._name, self._session))
 
     # ------------------------------------------------------------------------------------ from the owner
 
@@ -239,7 +230,7 @@ class StoreConnector:
 
     def on_welcome(self, welcome: StoreWelcome) -> None:
         self._heard()
-        self.costs.told(welcome.gb_s)
+        self.costs.set_store_rates(welcome.gb_s)
         if not self._arenas:
             self._attach()
 
@@ -249,29 +240,29 @@ class StoreConnector:
         self.saver.lost()
         self.loader.lost()
         self._note_quiet()
-        self._wake()
+        self._control.wake()
 
     def on_grant(self, grant: PutGrant) -> None:
         self._heard()
         self.saver.granted(grant)
         self._note_quiet()
-        self._wake()
+        self._control.wake()
 
     def on_find(self, answer: FindAnswer) -> None:
         self._heard()
         self.loader.found(answer)
-        self._wake()
+        self._control.wake()
 
     def on_fetched(self, fetched: FetchedBlocks) -> None:
         self._heard()
         self.loader.fetched(fetched)
         self._note_quiet()
-        self._wake()
+        self._control.wake()
 
     def on_tiers(self, events: TierEvents) -> None:
         self._heard()
         self.view.apply(events)
-        self._wake()
+        self._control.wake()
 
     def _heard(self) -> None:
         self._is_answering = True
@@ -294,6 +285,73 @@ def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:
 
 
 def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
-    num_heads = (shard.layer_end - shard.layer_start) * (shard.head_end - shard.head_start)
+    num_heads = shard.num_layers * shard.num_heads
     token_bytes = 2 * num_heads * compatibility.head_dim * ITEM_BYTES[compatibility.dtype]
     return token_bytes * compatibility.block_tokens
+
+
+# ----------------------------------------------------------------------------------------------
+# What the store of this node holds, as its owner tells, for the replica's KV events. Called by `tiers`.
+
+
+class TierView:
+    """Key -> tier and parent. After `restart` the next events are the whole of it."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, BlocksStored] = {}
+        self._is_whole = True
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def restart(self) -> None:
+        """The owner is gone: what it holds is told anew."""
+        self._is_whole = True
+
+    def apply(self, events: TierEvents) -> None:
+        """Take in what changed."""
+        gone = list(events.removed)
+        if self._is_whole:
+            told = {key for stored in events.stored for key in stored.keys}
+            gone += [key for key in self._held if key not in told]
+            self._is_whole = False
+        for key in gone:
+            if self._held.pop(key, None) is not None:
+                self._stored.pop(key, None)
+                self._removed[key] = None
+        for stored in events.stored:
+            parent = stored.parent
+            for key in stored.keys:
+                entry = BlocksStored(parent, (key,), stored.tier)
+                if self._held.get(key) != entry:
+                    self._held[key] = entry
+                    self._removed.pop(key, None)
+                    self._stored[key] = None
+                parent = key
+
+    def take_events(self) -> tuple[tuple[BlocksStored, ...], tuple[BlocksRemoved, ...]]:
+        """The net change since the last call; the two parts name disjoint keys."""
+        stored = tuple(_chains(self._held[key] for key in self._stored))
+        removed = (BlocksRemoved(tuple(self._removed), "store"),) if self._removed else ()
+        self._stored, self._removed = {}, {}
+        return stored, removed
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """All of it."""
+        return tuple(_chains(self._held.values()))
+
+
+def _chains(blocks: Iterable[BlocksStored]) -> Iterable[BlocksStored]:
+    """Single blocks joined where each follows the one before in the same tier."""
+    parent, keys, tier = b"", list[bytes](), ""
+    for block in blocks:
+        if keys and (block.parent != keys[-1] or block.tier != tier):
+            yield BlocksStored(parent, tuple(keys), tier)  # type: ignore[arg-type]
+            keys = []
+        if not keys:
+            parent, tier = block.parent, block.tier
+        keys += block.keys
+    if keys:
+        yield BlocksStored(parent, tuple(keys), tier)  # type: ignore[arg-type]

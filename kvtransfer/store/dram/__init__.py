@@ -1,1 +1,1 @@
-"""The host tier: the arena, its books, and what is evicted first."""
+"""The host tier: the arena, its slots, the catalog of its records, and the order of eviction."""

@@ -1,1 +1,1 @@
-"""The cluster-wide index in Redis, and the server that we bring for it."""
+"""The cluster-wide index in Redis, and the embedded server for it."""

@@ -1,1 +1,1 @@
-"""What is worth a write to NVMe, and a trace through the very classes that decide it."""
+"""Admission to NVMe, and the simulation of a trace with the same classes."""

@@ -1,1 +1,1 @@
-"""Records of other nodes."""
+"""The exchange of records between the store servers of two nodes."""

@@ -1,1 +1,1 @@
-"""The store server, one process on each node: who may connect, what is stored, and where."""
+"""The store server, one process on each node: connections, the records of all tiers, and loading."""

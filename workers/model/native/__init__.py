@@ -1,8 +1,8 @@
-"""Compiles `kernels.cpp` (`kvtransfer.common.compiler`) at first use, and binds it to tensors.
+"""Bind the CPU kernels of `kernels.cpp` to tensors; they are compiled at first use
+(`kvtransfer.common.compiler`).
 
-`load()` is called by `workers.model.layers` and `attention`. Without a compiler, or on another device or
-dtype, the torch code beside each call is used: the same numbers up to rounding, more memory traffic.
-"""
+`workers.model.layers` and `attention` call `load()`. Without a compiler, or on another device or dtype, the
+torch code beside each call runs instead: the same numbers up to rounding, with more memory traffic."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Kernels:
-    """The compiled functions; every tensor must be on the CPU, of one of float32 and bfloat16, and
-    contiguous in its last two dimensions."""
+    """The compiled functions. Every tensor must be on the CPU, float32 or bfloat16, and contiguous in its
+    last two dimensions."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """x [T, D] with weight [D], or x [T, heads, D] with weight [heads, D]; `out` may be x."""
+        """Normalize x [num_tokens, size] with weight [size], or x [num_tokens, num_heads, size] with weight
+        [num_heads, size]. `out` may be x."""
         result = torch.empty(x.shape, dtype=x.dtype) if out is None else out
         heads = 1 if x.dim() == 2 else x.shape[1]
         self._call(
@@ -47,8 +48,8 @@ class Kernels:
     def rotate_and_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor, kv: Tensor, layer: int
     ) -> Tensor:
-        """Rotate queries and keys of qkv [T, H + 2K, D], put keys and values into `kv`
-        [num_blocks, layers, 2, K, block_tokens, D]; returns the queries [T, H, D]."""
+        """Rotate queries and keys of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim] and write keys
+        and values to `kv`. Returns the queries [num_tokens, num_heads, head_dim]."""
         num_tokens, num_rows, head_dim = qkv.shape
         _, _, _, num_kv, block_tokens, _ = kv.shape
         query = torch.empty((num_tokens, num_rows - 2 * num_kv, head_dim), dtype=qkv.dtype)
@@ -70,8 +71,10 @@ class Kernels:
         in_host: Tensor | None = None,
         first_host_id: int = 0,
     ) -> Tensor:
-        """query [B, H, D], int64 tables [B, n], firsts and ends [B]; returns [B, H * D]. With `in_host`, one
-        layer of blocks as [m, 2, K, block_tokens, D], block ids from `first_host_id` on are its rows."""
+        """Attend from query [num_sequences, num_heads, head_dim] to the blocks of int64 tables
+        [num_sequences, num_blocks], keys [firsts, ends). Block ids from `first_host_id` on are rows of
+        `in_host`, one layer [num_host_blocks, 2, num_kv_heads, block_tokens, head_dim]. Returns
+        [num_sequences, num_heads * head_dim]."""
         batch, num_heads, head_dim = query.shape
         _, _, _, num_kv, block_tokens, _ = kv.shape
         out = torch.empty((batch, num_heads * head_dim), dtype=query.dtype)
@@ -87,8 +90,9 @@ class Kernels:
     def gather_blocks(
         self, kv: Tensor, layer: int, tables: Tensor, in_host: Tensor, first_host_id: int
     ) -> Tensor:
-        """The blocks of int64 tables [B, n], some of them in host memory as above; returns
-        [2 * B * K * n, block_tokens * D]."""
+        """Gather the blocks of int64 tables [num_sequences, num_blocks], some of them in host memory as in
+        `decode_attention`. Returns [2 * num_sequences * num_kv_heads * num_blocks, block_tokens *
+        head_dim]."""
         batch, num_blocks = tables.shape
         _, _, _, num_kv, block_tokens, head_dim = kv.shape
         size = block_tokens * head_dim
@@ -103,10 +107,11 @@ class Kernels:
     def gumbel_argmax(
         self, logits: Tensor, temperature: Tensor, least: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The token of each row of float32 logits [R, V] with the largest logits / temperature + noise, of
-        those whose logits / temperature is at least `least`; both are [R, 1] float32, and `keys` [R] are of
-        `workers.rank.noise`. Returns tokens, best scores and next best scores, [R]; the scores are exact
-        up to the rounding of logarithms."""
+        """Find in each row of float32 logits [num_rows, vocab_size] the token with the largest logit /
+        temperature + noise, among those whose logit / temperature is at least `least`. `temperature` and
+        `least` are float32 [num_rows, 1]; `keys` [num_rows] are those of `workers.rank.noise`. Returns
+        tokens, best and second best scores, [num_rows]; the scores are exact up to the rounding of
+        logarithms."""
         num_rows, vocab_size = logits.shape
         assert logits.dtype == torch.float32
         assert logits.is_contiguous()
@@ -128,13 +133,13 @@ class Kernels:
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels are there for tensors of this kind."""
+    """Whether there are kernels for tensors of this kind."""
     return device.type == "cpu" and dtype in _DTYPES and load() is not None
 
 
 @functools.cache
 def load() -> Kernels | None:
-    """The kernels, compiled now if this machine has not compiled them before; None where it cannot."""
+    """Return the kernels, compiled now unless this machine has compiled them before; None where it cannot."""
     openmp = next(iter((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")), None)
     try:
         path = compile_library(_SOURCE, _FLAGS) if openmp is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hash_rank import BLOCK_TOKENS, pack
-from replica_harness import GATEWAY, HERE, PEER, Components
+from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 
 from kvtransfer.messages import (
     LandingAbort,
@@ -35,8 +35,14 @@ def done(order: PushOrder, rank: int, seconds: float, started_at: float) -> Push
     return PushDone(order.push_id, order.landing_id, pieces, 10, seconds, started_at, transport)
 
 
+def trace(replica: ReplicaHarness, request_id: str) -> tuple[tuple[str, float], ...]:
+    record = replica.table.get((request_id, 1))
+    assert record is not None
+    return tuple(record.trace)
+
+
 async def test_a_prompt_held_at_the_peer_that_ends_with_its_first_token_is_not_handed_over() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     replica.requests.submit(GATEWAY, replica.submission("r", PROMPT, decode=PEER, max_tokens=1))
     replica.pump()
     replica.grant(len(PROMPT), ())
@@ -44,11 +50,11 @@ async def test_a_prompt_held_at_the_peer_that_ends_with_its_first_token_is_not_h
     assert [delta.finish for delta in replica.deltas] == ["length"]
     kinds = [type(message) for message in replica.peers.to_reader]
     assert kinds == [LandingRequest, LandingAbort], "a hand-over without samples would break the peer"
-    assert (len(replica.requests), replica.pool.num_references, replica.outbound.book.num_active) == (0, 0, 0)
+    assert (len(replica.table), replica.pool.num_references, replica.kv_sender.sends.num_active) == (0, 0, 0)
 
 
 async def test_a_deadline_before_the_first_push_is_told_as_a_deadline() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     replica.requests.submit(GATEWAY, replica.submission("r", PROMPT, decode=PEER, deadline_s=1.0))
     replica.pump()
     replica.clock.advance(2.0)
@@ -59,7 +65,7 @@ async def test_a_deadline_before_the_first_push_is_told_as_a_deadline() -> None:
 
 
 async def test_a_push_is_traced_to_its_request() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     for name in ("a", "b"):
         replica.requests.submit(GATEWAY, replica.submission(name, [*PROMPT, ord(name) % 20], decode=PEER))
         replica.pump()
@@ -67,35 +73,35 @@ async def test_a_push_is_traced_to_its_request() -> None:
     replica.pump()
     orders = [order for order in replica.orders if isinstance(order, PushOrder)]
     assert len(orders) == 2
-    replica.outbound.report(0, done(orders[1], 0, 0.5, 7.0))
-    assert [name for name, _ in replica.outbound.trace(("a", 1))] == ["chunk.start", "chunk.end"]
-    assert replica.outbound.trace(("b", 1))[-2:] == (("push.start", 7.0), ("push.end", 7.5))
+    replica.kv_sender.report(0, done(orders[1], 0, 0.5, 7.0))
+    assert [name for name, _ in trace(replica, "a")] == ["chunk.start", "chunk.end"]
+    assert trace(replica, "b")[-2:] == (("push.start", 7.0), ("push.end", 7.5))
 
 
 async def test_a_prompt_is_handed_over_when_every_rank_has_pushed_it() -> None:
-    replica = Components(lanes=HALVES)
+    replica = ReplicaHarness(lanes=HALVES)
     replica.requests.submit(GATEWAY, replica.submission("r", PROMPT, decode=PEER))
     replica.pump()
     replica.grant(0, (3, 4))
     replica.pump()
     (order,) = (order for order in replica.orders if isinstance(order, PushOrder))
-    replica.outbound.report(1, done(order, 1, 0.5, 6.0))
-    replica.outbound.report(0, done(order, 0, 2.0, 7.0))
+    replica.kv_sender.report(1, done(order, 1, 0.5, 6.0))
+    replica.kv_sender.report(0, done(order, 0, 2.0, 7.0))
     *manifests, hand_over = replica.peers.to_reader[1:]
     assert [[piece.rank for piece in it.pieces] for it in manifests if isinstance(it, Manifest)] == [[1], [0]]
     assert isinstance(hand_over, HandOver)
     assert (hand_over.num_moved_bytes, hand_over.transport) == (20, "shm+tcp")
     assert (hand_over.transfer_start, hand_over.transfer_seconds) == (6.0, 2.0)
-    assert replica.outbound.trace(("r", 1))[-2:] == (("push.start", 6.0), ("push.end", 8.0))
+    assert trace(replica, "r")[-2:] == (("push.start", 6.0), ("push.end", 8.0))
 
 
 async def test_a_refusal_names_who_has_no_room() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     replica.requests.submit(GATEWAY, replica.submission("r", PROMPT, decode=PEER))
     replica.pump()
     (asked,) = replica.peers.to_reader
     assert isinstance(asked, LandingRequest)
-    replica.outbound.message(PEER, LandingRefusal(asked.landing_id, "full", 2.0))
+    replica.kv_sender.message(PEER, LandingRefusal(asked.landing_id, "full", 2.0))
     replica.requests.refusal = "it leaves"
     replica.requests.submit(GATEWAY, replica.submission("s", PROMPT, decode=PEER))
     replica.pump()
@@ -104,7 +110,7 @@ async def test_a_refusal_names_who_has_no_room() -> None:
 
 
 async def test_all_that_wait_for_a_path_are_told_when_there_is_none() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     replica.peers.is_ready = False
     for name in ("a", "b"):
         replica.requests.submit(GATEWAY, replica.submission(name, PROMPT, decode=PEER))
@@ -114,11 +120,11 @@ async def test_all_that_wait_for_a_path_are_told_when_there_is_none() -> None:
     replica.pump()
     failures = [(failure.request_id, failure.code, failure.reason) for failure in replica.failures]
     assert failures == [(name, "peer", "below the floor") for name in ("a", "b", "c")]
-    assert (len(replica.requests), replica.pool.num_references) == (0, 0)
+    assert (len(replica.table), replica.pool.num_references) == (0, 0)
 
 
 async def test_a_replica_does_not_hand_over_to_itself() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     replica.requests.submit(GATEWAY, replica.submission("r", PROMPT, decode=HERE, max_tokens=3))
     for _ in range(4):
         replica.pump()
@@ -137,7 +143,7 @@ async def test_a_replica_does_not_hand_over_to_itself() -> None:
 async def test_tokens_that_are_none_are_refused_before_the_rank_sees_them(
     change: dict[str, object], words: str
 ) -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     wanted = replica.submission("r", [1], outputs=change.get("outputs", ((),)))  # type: ignore[arg-type]
     prompt = change.get("prompt", wanted.prompt)
     fields = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
@@ -151,9 +157,9 @@ async def test_tokens_that_are_none_are_refused_before_the_rank_sees_them(
 # ---------------------------------------------------------------------------------- the decode side
 
 
-def landing(replica: Components, writer: ReplicaIdentity = PEER) -> None:
+def landing(replica: ReplicaHarness, writer: ReplicaIdentity = PEER) -> None:
     request = LandingRequest(LANDING_ID, "r", 1, "", 0, (), len(PROMPT), 1, None)
-    replica.inbound.message(writer, request)
+    replica.kv_receiver.message(writer, request)
     assert isinstance(replica.peers.to_writer[-1], LandingGrant)
 
 
@@ -163,22 +169,22 @@ def hand_over(submission: Submission) -> HandOver:
 
 @pytest.mark.parametrize("outputs", [(), ((),), ((1,), (1, 2)), ((1, 2),)])
 async def test_a_hand_over_with_the_wrong_tokens_breaks_nothing(outputs: tuple[tuple[int, ...], ...]) -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     landing(replica)
-    replica.inbound.message(PEER, hand_over(replica.submission("r", PROMPT, outputs=outputs)))
+    replica.kv_receiver.message(PEER, hand_over(replica.submission("r", PROMPT, outputs=outputs)))
     assert isinstance(replica.peers.to_writer[-1], LandingAbort)
-    replica.inbound.message(PEER, LandingAbort(LANDING_ID, "stopped", writers_stopped=True))
-    assert (replica.pool.num_references, replica.pool.num_quarantined, len(replica.requests)) == (0, 0, 0)
+    replica.kv_receiver.message(PEER, LandingAbort(LANDING_ID, "stopped", writers_stopped=True))
+    assert (replica.pool.num_references, replica.pool.num_quarantined, len(replica.table)) == (0, 0, 0)
 
 
 async def test_a_hand_over_of_what_runs_here_already_breaks_nothing() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     landing(replica)
     replica.requests.submit(GATEWAY, replica.submission("r", PROMPT))
     replica.pump()
-    replica.inbound.message(PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),))))
+    replica.kv_receiver.message(PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),))))
     assert isinstance(replica.peers.to_writer[-1], LandingAbort)
-    replica.inbound.message(PEER, LandingAbort(LANDING_ID, "stopped", writers_stopped=True))
+    replica.kv_receiver.message(PEER, LandingAbort(LANDING_ID, "stopped", writers_stopped=True))
     for _ in range(10):
         replica.pump()
     assert replica.deltas[-1].finish == "length"
@@ -186,9 +192,11 @@ async def test_a_hand_over_of_what_runs_here_already_breaks_nothing() -> None:
 
 
 async def test_a_right_hand_over_joins() -> None:
-    replica = Components()
+    replica = ReplicaHarness()
     landing(replica)
-    replica.inbound.message(PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3)))
+    replica.kv_receiver.message(
+        PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3))
+    )
     assert isinstance(replica.peers.to_writer[-1], LandingResult)
     for _ in range(5):
         replica.pump()
@@ -197,31 +205,35 @@ async def test_a_right_hand_over_joins() -> None:
 
 
 async def test_a_hand_over_joins_when_every_rank_has_verified_its_pieces() -> None:
-    replica = Components(lanes=HALVES)
+    replica = ReplicaHarness(lanes=HALVES)
     landing(replica)
     pieces = tuple(PieceSum(0, rank, shard, 5 + rank) for rank, shard in HALVES)
-    replica.inbound.message(PEER, Manifest(LANDING_ID, pieces))
-    replica.inbound.message(PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3)))
-    sums = {rank: [it.checksum for it in order.pieces] for rank, order in replica.orders_to}  # type: ignore[union-attr]
+    replica.kv_receiver.message(PEER, Manifest(LANDING_ID, pieces))
+    replica.kv_receiver.message(
+        PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3))
+    )
+    sums = {rank: [it.checksum for it in order.pieces] for rank, order in replica.orders_to}
     assert sums == {0: [5], 1: [6]}
     assert all(isinstance(order, VerifyOrder) for _, order in replica.orders_to)
     for rank in (1, 0):
         assert not isinstance(replica.peers.to_writer[-1], LandingResult)
-        replica.inbound.report(rank, Verified(LANDING_ID, ()))
+        replica.kv_receiver.report(rank, Verified(LANDING_ID, ()))
     assert replica.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
 
 
 async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landing() -> None:
-    replica = Components(lanes=HALVES)
+    replica = ReplicaHarness(lanes=HALVES)
     landing(replica)
     pieces = tuple(PieceSum(0, rank, shard, 0) for rank, shard in HALVES)
-    replica.inbound.message(PEER, Manifest(LANDING_ID, pieces))
-    replica.inbound.message(PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3)))
+    replica.kv_receiver.message(PEER, Manifest(LANDING_ID, pieces))
+    replica.kv_receiver.message(
+        PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3))
+    )
     other = ReplicaIdentity("other", 1)
-    replica.inbound.message(other, hand_over(replica.submission("r", [9] * len(PROMPT), outputs=((7,),))))
+    replica.kv_receiver.message(other, hand_over(replica.submission("r", [9] * len(PROMPT), outputs=((7,),))))
     assert [type(message) for message in replica.peers.to_writer] == [LandingGrant, LandingAbort]
     for rank in (0, 1):
-        replica.inbound.report(rank, Verified(LANDING_ID, ()))
+        replica.kv_receiver.report(rank, Verified(LANDING_ID, ()))
     assert replica.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
     (sequence,) = replica.scheduler._life._sequences()
     tokens = [sequence.token_at(index) for index in range(sequence.num_tokens)]
@@ -229,9 +241,9 @@ async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landin
 
 
 async def test_a_leaving_replica_takes_no_landing() -> None:
-    replica = Components()
-    replica.inbound.leave("it leaves")
-    replica.inbound.message(PEER, LandingRequest(LANDING_ID, "r", 1, "", 0, (), len(PROMPT), 1, None))
+    replica = ReplicaHarness()
+    replica.kv_receiver.leave("it leaves")
+    replica.kv_receiver.message(PEER, LandingRequest(LANDING_ID, "r", 1, "", 0, (), len(PROMPT), 1, None))
     (refusal,) = replica.peers.to_writer
     assert isinstance(refusal, LandingRefusal)
     assert refusal.reason == "it leaves"

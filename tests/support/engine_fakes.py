@@ -1,0 +1,79 @@
+"""Fakes of what the parts of an engine core are given: ranks, the engine core itself, the store's two ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtransfer.messages import Shard
+from kvtransfer.store.messages import StoreGet, StorePut
+from workers.scheduler.step import LoadNeed
+
+HALVES = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+KEYS = tuple(bytes([index]) * 16 for index in range(1, 9))
+BLOCK_TOKENS = 16
+
+
+@dataclass
+class FakeRanks:
+    """Keeps what is sent to every rank, and what is sent to one."""
+
+    orders: list[Any] = field(default_factory=list)
+    orders_to: list[tuple[int, Any]] = field(default_factory=list)
+
+    def send(self, message: object) -> None:
+        self.orders.append(message)
+
+    def send_to(self, rank: int, message: object) -> None:
+        self.orders_to.append((rank, message))
+
+
+@dataclass
+class FakeControl:
+    """Keeps errors; nobody may kill ranks."""
+
+    errors: list[BaseException] = field(default_factory=list)
+
+    def wake(self) -> None:
+        pass
+
+    def kill_ranks(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+@dataclass
+class Wires:
+    """Store, ranks and scheduler in one. All that was sent, in order; `is_up` False: nothing can be."""
+
+    is_up: bool = True
+    sent: list[object] = field(default_factory=list)
+    orders: list[tuple[int, StoreGet | StorePut]] = field(default_factory=list)
+    # Blocks by tier of every load that has ended.
+    ended: list[tuple[LoadNeed, dict[str, int]]] = field(default_factory=list)
+    held: list[bool] = field(default_factory=list)
+    num_running: int = 0
+
+    def send(self, message: object) -> bool:
+        if self.is_up:
+            self.sent.append(message)
+        return self.is_up
+
+    find = fetch = release = put = commit = send
+
+    def send_to(self, rank: int, order: StoreGet | StorePut) -> None:
+        self.orders.append((rank, order))
+
+    def hold_others(self, need: LoadNeed, is_held: bool) -> None:
+        self.held.append(is_held)
+
+    def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
+        num_blocks = {tier: count // BLOCK_TOKENS for tier, count in num_loaded_tokens.items()}
+        self.ended.append((need, num_blocks))
+
+    def take(self, kind: type) -> object:
+        found = next(message for message in self.sent if isinstance(message, kind))
+        self.sent.remove(found)
+        return found

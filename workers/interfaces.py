@@ -1,0 +1,37 @@
+"""What the parts of an engine core receive from the layers above them, so that no part imports its owner."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from workers.messages import GatewayKey, News, RankDown
+
+
+class RankChannel(Protocol):
+    """Sends plans and orders to the ranks of the replica."""
+
+    def send(self, message: RankDown) -> None:
+        """Send to every rank."""
+
+    def send_to(self, rank: int, message: RankDown) -> None:
+        """Send to one rank; a rank that has left receives nothing."""
+
+
+class GatewayNews(Protocol):
+    """Collects what gateways will receive in the next frame."""
+
+    def post(self, key: GatewayKey, news: News) -> None:
+        """Add to the next frame for this gateway."""
+
+
+class EngineControl(Protocol):
+    """The engine core, as its parts see it."""
+
+    def wake(self) -> None:
+        """Plan again after all events of this turn of the event loop have been taken in."""
+
+    def kill_ranks(self, reason: str) -> None:
+        """End all ranks, and with them the replica."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the replica after an error of ours: its state can no longer be trusted."""
