@@ -13,8 +13,8 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
 from cluster.serve.app import build_application
 from cluster.serve.rollout import (
-    SettingChange,
     Deployed,
+    SettingChange,
     carried_over,
     changes,
     check_update,
