@@ -1,4 +1,4 @@
-"""Real requests through the real gateway, engine cores and ranks: the model's own tokens, each to its asker."""
+"""Real requests through the real gateway, engine cores and ranks: each client gets the tokens of the model."""
 
 from __future__ import annotations
 
