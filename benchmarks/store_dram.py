@@ -1,8 +1,8 @@
-"""How fast a rank's hands copy blocks to and from the store's arena, beside memcpy, as JSON lines.
+"""How fast a rank's store worker copies blocks to and from the store's arena, beside memcpy, as JSON lines.
 
 256 MiB in blocks of 256 KiB, 1 MiB and 7 MiB, through the real path: orders of 16 MiB to `StoreWorker`, its
 queue and its thread, between the pool of this process and an arena that another process made and granted.
-`checksum`: "fused" is what the hands do, every record is summed in the pass that copies it; "none" is a pool
+`checksum`: "fused" is what the worker does, every record is summed in the pass that copies it; "none" is a pool
 that does not sum. The limit, in the same run: memcpy of the same blocks between the same two shared memories,
 prefaulted. Every repetition measures every way, and a ratio is the median of those within one repetition.
 

@@ -31,6 +31,16 @@ class Shard(Part, frozen=True):
     head_start: int
     head_end: int
 
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.layer_end - self.layer_start
+
+    @property
+    def num_heads(self) -> int:
+        """Number of KV heads of each layer."""
+        return self.head_end - self.head_start
+
 
 class CompatibilityRecord(Part, frozen=True):
     """What two replicas must share before a byte of KV may pass between them.

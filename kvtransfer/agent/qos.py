@@ -7,6 +7,7 @@ most one batch of each such flow. Knows nothing of what is copied.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ BATCH_S = 0.005
 STALLED_S = 1.0
 
 T = TypeVar("T")
+# (num_bytes, give_up) -> whether the batch may move; see `TrafficGovernor.flow`.
+TakeTurn = Callable[[int, Callable[[], bool]], bool]
 
 
 class Counted(NamedTuple):
@@ -99,20 +102,6 @@ def _holds_s(flow: _FlowState, now: float) -> float:
     return STALLED_S if flow.moving_since is None else flow.moving_since + STALLED_S - now
 
 
-class Flow:
-    """An open flow, used by one thread."""
-
-    def __init__(self, governor: TrafficGovernor, number: int, traffic: TrafficClass) -> None:
-        self._governor = governor
-        self._number = number
-        self._traffic = traffic
-
-    def next(self, num_bytes: int, give_up: Callable[[], bool]) -> bool:
-        """End the batch before and wait until `num_bytes` more may move: True. False when `give_up` says so:
-        asked before waiting and after every `TrafficGovernor.wake`; it must not call the governor."""
-        return self._governor.await_turn(self._number, self._traffic, num_bytes, give_up)
-
-
 class TrafficGovernor:
     """Applies the rules to the flows of one rank, for any number of threads."""
 
@@ -128,12 +117,16 @@ class TrafficGovernor:
         self._counted = dict.fromkeys(CLASSES, Counted(0, 0, 0.0))
 
     @contextmanager
-    def flow(self, traffic: TrafficClass) -> Iterator[Flow]:
-        """Hold lower classes back until the end of the block; ask before every batch in it."""
+    def flow(self, traffic: TrafficClass) -> Iterator[TakeTurn]:
+        """Hold lower classes back until the end of the block, which calls what it receives before every batch.
+
+        `take_turn(num_bytes, give_up)` ends the batch before and waits until `num_bytes` more may move: True.
+        False when `give_up` says so: it is asked before waiting and after every `wake`, and must not call the
+        governor."""
         with self._changed:
             number = self._rules.open(traffic)
         try:
-            yield Flow(self, number, traffic)
+            yield functools.partial(self._await_turn, number, traffic)
         finally:
             with self._changed:
                 self._rules.close(number)
@@ -154,10 +147,9 @@ class TrafficGovernor:
         with self._changed:
             return dict(self._counted)
 
-    def await_turn(
+    def _await_turn(
         self, number: int, traffic: TrafficClass, num_bytes: int, give_up: Callable[[], bool]
     ) -> bool:
-        """`Flow.next`."""
         with self._changed:
             asked_at = self._clock.now()
             while not (given_up := give_up()):

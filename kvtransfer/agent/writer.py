@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtransfer.agent.lanes import OpenLane, Paths, WriterContext
-from kvtransfer.agent.qos import ClassQueue, Flow, TrafficGovernor
+from kvtransfer.agent.qos import ClassQueue, TakeTurn, TrafficGovernor
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import (
     BlockMove,
@@ -245,14 +245,14 @@ class WriterConnection:
         for opened in self._lanes:
             with _marking_lost(opened):
                 opened.channel.begin(order.landing_id, lambda: self._is_stopped(order))
-        with self._governor.flow(order.traffic) as flow:
-            self._write(push, flow)
+        with self._governor.flow(order.traffic) as take_turn:
+            self._write(push, take_turn)
             for opened in self._lanes:
                 with _marking_lost(opened):
                     opened.channel.flush(order.landing_id, lambda: self._is_stopped(order))
         return push.num_moved == len(order.moves)
 
-    def _write(self, push: _Push, flow: Flow) -> None:
+    def _write(self, push: _Push, take_turn: TakeTurn) -> None:
         """Write batch after batch, until the end or until a higher class waits for this thread."""
         order = push.order
         if not self._lanes:
@@ -260,7 +260,7 @@ class WriterConnection:
         batch_moves = max(1, self._governor.batch_bytes(order.traffic) // max(1, self._block_bytes))
         while push.num_moved < len(order.moves):
             batch = order.moves[push.num_moved : push.num_moved + batch_moves]
-            may_move = flow.next(len(batch) * self._block_bytes, lambda: self._gives_way(order))
+            may_move = take_turn(len(batch) * self._block_bytes, lambda: self._gives_way(order))
             if self._is_stopped(order):
                 raise PushStoppedError("stopped on request")
             if not may_move:

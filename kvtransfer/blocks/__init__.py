@@ -1,1 +1,1 @@
-"""KV blocks in memory: keys, layout, pools, checksums."""
+"""KV blocks in memory: keys, layout, pools and checksums."""

@@ -9,10 +9,9 @@ w_0 ... w_(n-1), the last one padded with zero bytes. All arithmetic is modulo 2
     S        = sum over i of mix(w_i + (i + 1) * 0x9E3779B97F4A7C15)
     checksum = mix(S + mix(number of bytes))
 
-`mix` is a bijection, so a change within one word always changes the sum, which an exchange of words, a lost
-tail or bytes of another place leave equal only by chance (2^-64). Words may be summed in any order, on any
-number of threads. It is no protection against forgery. It is part of the NVMe format: never change it.
-"""
+`mix` is a bijection, so a change within one word always changes the sum; exchanged words, a lost tail or
+bytes of another place leave it equal only by chance (2^-64). Words may be summed in any order, on any number
+of threads. The checksum does not protect against forgery. It is part of the NVMe format: never change it."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _POSITIONS: _Words = np.arange(1, _TABLE_WORDS + 1, dtype=np.uint64) * np.uint64
 
 
 def mix(word: int) -> int:
-    """The bijection of 64-bit words, on a Python int."""
+    """Apply the bijection of 64-bit words to a Python int."""
     word ^= word >> SHIFT
     word = word * MULTIPLIER_1 & MASK
     word ^= word >> SHIFT
@@ -51,19 +50,19 @@ def mix(word: int) -> int:
 
 
 def finish(total: int, num_bytes: int) -> int:
-    """The checksum from the sum S over all words and the piece's length."""
+    """Compute the checksum from the sum S over all words and the piece's length."""
     return mix((total + mix(num_bytes)) & MASK)
 
 
 class Checksummer:
-    """Sums pieces with numpy on one core, in chunks that stay in the cache. One per thread."""
+    """Sums pieces with numpy on one core, in chunks that stay in the cache. Every thread needs its own."""
 
     def __init__(self) -> None:
         self._mixed = np.empty(_CHUNK_WORDS, dtype=np.uint64)
         self._shifted = np.empty(_CHUNK_WORDS, dtype=np.uint64)
 
     def sum(self, parts: Iterable[Buffer]) -> int:
-        """The checksum of the concatenation of `parts` (contiguous buffers of bytes)."""
+        """Compute the checksum of the concatenation of `parts` (contiguous buffers of bytes)."""
         total, num_bytes, carry = 0, 0, b""
         for part in parts:
             view = memoryview(part).cast("B")
@@ -85,7 +84,8 @@ class Checksummer:
         return finish(total & MASK, num_bytes + len(carry))
 
     def _sum_words(self, words: _Words, first: int) -> int:
-        """The mixed sum (not yet modulo 2^64) of words whose positions in the piece start at `first`."""
+        """Return the mixed sum (not yet modulo 2^64) of words whose positions in the piece start at
+        `first`."""
         total, start = 0, 0
         while start < len(words):
             base, row = divmod(first + start, _TABLE_WORDS)
@@ -106,5 +106,5 @@ class Checksummer:
 
 
 def checksum(data: Buffer) -> int:
-    """The checksum of one contiguous piece."""
+    """Compute the checksum of one contiguous piece."""
     return Checksummer().sum((data,))

@@ -1,9 +1,10 @@
 """A rank's KV pool as a torch tensor, on any device: pieces are gathered, scattered and summed there.
 
 On CUDA each thread works on a stream of its own and returns when that stream is done. It need not wait for
-the stream that computes: what a finished step wrote is complete, for the rank synchronizes before it reports
-the step, and what is scattered here is complete before any order that uses it is given.
-"""
+the stream that computes: a finished step's writes are complete, because the rank synchronizes before it
+reports the step, and scattered pieces are complete before any order that uses them is given. Checksums are
+equal bit for bit to those of `kvtransfer.blocks.checksum`: int64 arithmetic wraps the same way on the CPU and
+on CUDA."""
 
 from __future__ import annotations
 
@@ -22,25 +23,24 @@ from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
 
-# Moved by one operation: the temporaries of the checksum are a few times as large.
+# Bytes moved by one operation; the temporaries of the checksum are a few times as large.
 _BATCH_BYTES = 32 << 20
-_WORD_BYTES = 8
 # cudaHostRegisterPortable: pinned for every device of the process.
 _PORTABLE = 1
+_LOW = (1 << SHIFT) - 1
 
 # Writable contiguous bytes: host memory, or a uint8 tensor on the host or on the pool's device.
 Staging = memoryview | torch.Tensor
 
 
 class DevicePool(KvPool):
-    """Blocks in `tensor` (uint8 [num_blocks, block_bytes], contiguous).
+    """A pool in `tensor`, contiguous uint8 [num_blocks, block_bytes].
 
-    `indexed`: take blocks by one indexed operation per batch, not by one copy per range of adjacent blocks.
-    That is the faster way on CUDA and by far the slower one on a CPU.
-    """
+    With `indexed`, blocks are taken by one indexed operation per batch instead of one copy per range of
+    adjacent blocks. That is faster on CUDA and much slower on a CPU."""
 
     def __init__(self, layout: BlockLayout, tensor: torch.Tensor, *, indexed: bool | None = None) -> None:
-        """`ValueError` when the tensor is not such a pool."""
+        """Raises `ValueError` if the tensor is not such a pool."""
         if tensor.dtype != torch.uint8 or tensor.shape[1:] != (layout.block_bytes,):
             raise ValueError(f"{tensor.dtype} {list(tensor.shape)} is no pool of {layout.block_bytes} bytes")
         if not tensor.is_contiguous():
@@ -49,7 +49,7 @@ class DevicePool(KvPool):
         self.tensor = tensor
         self._is_cuda = tensor.is_cuda
         self._indexed = self._is_cuda if indexed is None else indexed
-        wide = layout.head_bytes % _WORD_BYTES == 0 and tensor.storage_offset() % _WORD_BYTES == 0
+        wide = layout.head_bytes % WORD_BYTES == 0 and tensor.storage_offset() % WORD_BYTES == 0
         self._word = torch.int64 if wide else torch.uint8
         self._streams = threading.local()
         # Addresses of attached memory.
@@ -89,7 +89,7 @@ class DevicePool(KvPool):
             self._synchronize()
 
     def allocate_staging(self, num_bytes: int) -> memoryview:
-        """Pinned when the pool is on CUDA."""
+        """Allocate host memory, pinned if the pool is on CUDA."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda).numpy().data
 
     def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
@@ -111,7 +111,7 @@ class DevicePool(KvPool):
     def load(
         self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
-        """The whole record goes to the device, where its very bytes are summed before its part is taken."""
+        """Copy whole records to the device, where they are summed before their part is taken."""
         self.check_blocks(block_ids)
         size = self.piece_bytes(shard)
         pieces, memory = self._pieces(piece), _memory(region, offsets, size)
@@ -128,7 +128,7 @@ class DevicePool(KvPool):
             return sums
 
     def attach(self, region: ByteRegion) -> None:
-        """Pinned for CUDA, which takes all of its pages; where that is refused, copies are slower."""
+        """Pin the memory for CUDA, which takes all of its pages. If that is refused, copies are slower."""
         if self._is_cuda:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             with torch.cuda.device(self.tensor.device):
@@ -150,7 +150,7 @@ class DevicePool(KvPool):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """On this thread's stream; in inference mode, for the tensor may have been made in it."""
+        """Work on this thread's stream, in inference mode because the tensor may have been made in it."""
         with torch.inference_mode(), contextlib.ExitStack() as stack:
             if self._is_cuda:
                 stream = getattr(self._streams, "stream", None)
@@ -165,36 +165,35 @@ class DevicePool(KvPool):
             torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def _pieces(self, piece: Shard) -> torch.Tensor:
-        """The pool as words [num_blocks, layers, 2, heads, words], restricted to the piece; a view."""
+        """View the pool as words [num_blocks, num_layers, 2, num_heads, num_words] of the piece."""
         return self._part(self.tensor, self.layout.shard, piece)
 
     def _part(self, blocks: torch.Tensor, shard: Shard, piece: Shard) -> torch.Tensor:
-        """Of blocks of `shard` (uint8 [n, bytes]) the piece, as words [n, layers, 2, heads, -1]; a view."""
+        """View the piece of packed `shard`s, uint8 [num_blocks, num_bytes], as words."""
         if intersect(shard, piece) != piece:
             raise ValueError(f"{piece} is not part of {shard}")
-        num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
-        whole = blocks.view(self._word).view(len(blocks), num_layers, 2, num_heads, -1)
+        whole = blocks.view(self._word).view(len(blocks), shard.num_layers, 2, shard.num_heads, -1)
         layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
         return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
 
     def _batches(self, block_ids: Sequence[int], piece: Shard) -> Iterator[tuple[int, Sequence[int]]]:
-        """(position of the first, ids) of as many blocks as one operation moves."""
+        """Yield (position of the first, ids) of as many blocks as one operation moves."""
         count = max(1, _BATCH_BYTES // self.piece_bytes(piece))
         for start in range(0, len(block_ids), count):
             yield start, block_ids[start : start + count]
 
     def _staged(self, staging: Staging, start: int, count: int, piece: Shard) -> torch.Tensor:
-        """The part of the staging area for `count` pieces from the `start`-th, shaped as `_pieces`."""
+        """View the part of the staging area for `count` pieces from the `start`-th, in the shape of
+        `_pieces`."""
         size = self.piece_bytes(piece)
         if isinstance(staging, memoryview):
             data = torch.frombuffer(staging, dtype=torch.uint8, count=count * size, offset=start * size)
         else:
             data = staging[start * size : (start + count) * size]
-        num_layers, num_heads = piece.layer_end - piece.layer_start, piece.head_end - piece.head_start
-        return data.view(self._word).view(count, num_layers, 2, num_heads, -1)
+        return data.view(self._word).view(count, piece.num_layers, 2, piece.num_heads, -1)
 
     def _take(self, pieces: torch.Tensor, ids: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
-        """The blocks' pieces, packed into `out` (None: into new memory)."""
+        """Pack the blocks' pieces into `out` (None: into new memory)."""
         if out is None:
             out = pieces.new_empty((len(ids), *pieces.shape[1:]))
         if self._indexed:
@@ -221,14 +220,14 @@ class DevicePool(KvPool):
 
 
 def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tensor:
-    """The memory of `region` (uint8 [bytes]); `IndexError` when `size` bytes at an offset would leave it."""
+    """View `region` as a uint8 tensor. Raises `IndexError` if `size` bytes at an offset leave it."""
     if offsets and (min(offsets) < 0 or max(offsets) + size > len(region.bytes)):
         raise IndexError(f"bytes up to {max(offsets) + size} of {len(region.bytes)}")
     return torch.from_numpy(region.bytes)
 
 
 def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first id, count, position of the first) of each range of ids that follow one another."""
+    """Yield (first id, count, position of the first) of each range of consecutive ids."""
     start = 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or ids[end] != ids[end - 1] + 1:
@@ -236,23 +235,18 @@ def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = end
 
 
-# ----------------------------------------------------------------------------------------------
-# The piece checksum of `kvtransfer.blocks.checksum` in torch, for pieces that lie on a device. Bit for bit equal.
-#
-# int64 arithmetic wraps the same way on the CPU and on CUDA.
-
-_LOW = (1 << SHIFT) - 1
+# ---------------------------------------------------- the checksum of kvtransfer.blocks.checksum in torch
 
 
 def checksum_torch(tensor: torch.Tensor) -> int:
-    """The checksum of a tensor's bytes in its logical (row-major) order; synchronizes with the device."""
+    """Compute the checksum of a tensor's bytes in logical (row-major) order. Synchronizes with the device."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return finish_totals(piece_totals(data.unsqueeze(0)), data.numel())[0]
 
 
 def piece_totals(pieces: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, num_bytes] -> int64 [n] on the same device: each row's sum over its mixed words, for
-    `finish_totals`. It only queues work; three temporaries of the pieces' size live meanwhile."""
+    """Sum the mixed words of each row of uint8 [num_pieces, num_bytes], for `finish_totals`. Only queues work
+    on the pieces' device, which needs three temporaries of their size."""
     words = _as_words(pieces)
     mixed = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
     mixed = mixed.mul_(_signed(GOLDEN)) + words
@@ -262,12 +256,12 @@ def piece_totals(pieces: torch.Tensor) -> torch.Tensor:
 
 
 def finish_totals(totals: torch.Tensor, num_bytes: int) -> list[int]:
-    """The checksums of pieces of `num_bytes` from their totals; synchronizes with the device."""
+    """Compute the checksums of pieces of `num_bytes` from their totals. Synchronizes with the device."""
     return [finish(total & MASK, num_bytes) for total in totals.tolist()]
 
 
 def _as_words(pieces: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, num_bytes] -> int64 [n, ceil(num_bytes / 8)], zero padded; a view when it can be one."""
+    """Convert uint8 [num_pieces, num_bytes] to zero-padded int64 words; a view if possible."""
     padding = -pieces.shape[1] % WORD_BYTES
     if padding:
         pieces = torch.nn.functional.pad(pieces, (0, padding))
@@ -277,7 +271,7 @@ def _as_words(pieces: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(words: torch.Tensor) -> torch.Tensor:
-    """Logical shift right of int64, whose own shift keeps the sign."""
+    """Shift int64 right logically; its own shift keeps the sign."""
     return (words >> SHIFT).bitwise_and_(_LOW)
 
 

@@ -1,4 +1,4 @@
-"""Block keys: the chained names of blocks, equal exactly where the KV bytes are interchangeable.
+"""Block keys: chained names of blocks, equal exactly where the KV bytes are interchangeable.
 
     root     = H(len-prefixed "tandem-key-1", model fingerprint, tenant)
     key of a = H(parent's key, the block's token ids as uint32 little-endian)
@@ -19,15 +19,15 @@ _LENGTH = struct.Struct("<I")
 
 
 def block_keys(prompt: bytes, block_tokens: int, fingerprint: bytes, tenant: str) -> tuple[bytes, ...]:
-    """The keys of the prompt's full blocks; a last partial block has none.
+    """Compute the keys of the prompt's full blocks; a last partial block has none.
 
-    `prompt` holds token ids as uint32 little-endian. `ValueError` when it is not whole tokens.
+    `prompt` holds token ids as uint32 little-endian. Raises `ValueError` if it is not whole tokens.
     """
     return extend_keys(root_key(fingerprint, tenant), prompt, block_tokens)
 
 
 def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> tuple[bytes, ...]:
-    """The keys of the full blocks of `tokens` that follow the block `parent` (or a root)."""
+    """Compute the keys of the full blocks of `tokens` that follow the block `parent` (or a root)."""
     if len(tokens) % TOKEN_BYTES:
         raise ValueError(f"{len(tokens)} bytes are not whole uint32 token ids")
     stride = block_tokens * TOKEN_BYTES
@@ -40,7 +40,7 @@ def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> tuple[bytes,
 
 
 def root_key(fingerprint: bytes, tenant: str) -> bytes:
-    """The parent of every first block of one tenant under one model."""
+    """Compute the parent of every first block of one tenant under one model."""
     digest = hashlib.sha256()
     for field in (_DOMAIN, fingerprint, tenant.encode()):
         digest.update(_LENGTH.pack(len(field)))

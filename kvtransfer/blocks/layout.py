@@ -1,4 +1,5 @@
-"""Where a block's KV lies: byte runs of any (layer range, head range), and who sends what between two shapes.
+"""The layout of a block's KV: byte runs of any (layer range, head range), and who sends what between two
+shapes.
 
 A block is one contiguous range `[layer][k|v][kv_head][token][head_dim]` of its rank's layers and heads. KV is
 addressed by layer, head and token, so any (TP, PP, head replication) can assemble what any other computed.
@@ -18,7 +19,7 @@ _RANK = itemgetter(0)
 
 
 class Run(NamedTuple):
-    """Bytes [src_offset, +num_bytes) of the source block go to [dst_offset, +num_bytes) of the target's."""
+    """A copy of `num_bytes` from `src_offset` of the source block to `dst_offset` of the target block."""
 
     src_offset: int
     dst_offset: int
@@ -26,7 +27,7 @@ class Run(NamedTuple):
 
 
 class PlannedPiece(NamedTuple):
-    """Of every block, `piece` goes from rank `source_rank` to rank `target_rank`; both hold it."""
+    """A piece of every block that rank `source_rank` sends to rank `target_rank`; both hold it."""
 
     source_rank: int
     target_rank: int
@@ -35,7 +36,7 @@ class PlannedPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """One rank's blocks: the shard it holds, in units of `item_bytes` per element."""
+    """The layout of one rank's blocks: the shard that it holds, in elements of `item_bytes`."""
 
     shard: Shard
     head_dim: int
@@ -44,29 +45,23 @@ class BlockLayout:
 
     @property
     def head_bytes(self) -> int:
-        """K or V of one head of one layer for all tokens of the block."""
+        """Size of K or V of one head of one layer, for all tokens of the block."""
         return self.block_tokens * self.head_dim * self.item_bytes
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self._num_layers * self._num_heads * self.head_bytes
+        """Size of a block."""
+        return 2 * self.shard.num_layers * self.shard.num_heads * self.head_bytes
 
     def offset(self, layer: int, kind: int, head: int) -> int:
-        """Byte offset in the block of K (`kind` 0) or V (1) of a head, both in the model's numbering."""
+        """Return the byte offset in the block of K (`kind` 0) or V (1) of a layer and head, in the model's
+        numbering."""
         row = (layer - self.shard.layer_start) * 2 + kind
-        return (row * self._num_heads + head - self.shard.head_start) * self.head_bytes
-
-    @property
-    def _num_layers(self) -> int:
-        return self.shard.layer_end - self.shard.layer_start
-
-    @property
-    def _num_heads(self) -> int:
-        return self.shard.head_end - self.shard.head_start
+        return (row * self.shard.num_heads + head - self.shard.head_start) * self.head_bytes
 
 
 def intersect(first: Shard, second: Shard) -> Shard | None:
-    """What both shards hold; None when nothing."""
+    """Return what both shards hold, None if nothing."""
     both = Shard(
         max(first.layer_start, second.layer_start),
         min(first.layer_end, second.layer_end),
@@ -79,13 +74,12 @@ def intersect(first: Shard, second: Shard) -> Shard | None:
 def plan_pieces(
     sources: Sequence[tuple[int, Shard]], targets: Sequence[tuple[int, Shard]]
 ) -> tuple[PlannedPiece, ...]:
-    """Who sends what, from (rank, shard) of a writing replica to (rank, shard) of a reading one.
+    """Plan who sends what, from (rank, shard) of a writing replica to (rank, shard) of a reading one.
 
     Each target's shard is covered exactly once, by at most one piece from each source. Sources with the same
     shard share what all targets need of it: each takes a contiguous part, cut between layers, so that equal
-    shapes are paired one to one. Both sides of a Peer link compute this, with the same result.
-    `IncompatibleError` names what no source holds, or what two hold without being copies of each other.
-    """
+    shapes are paired one to one. Both sides of a Peer link compute the same plan. `IncompatibleError` names
+    what no source holds, or what two sources hold without being copies of each other."""
     copies: dict[Shard, list[int]] = {}
     for rank, shard in sorted(sources, key=_RANK):
         copies.setdefault(shard, []).append(rank)
@@ -105,9 +99,9 @@ def plan_pieces(
 
 
 def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
-    """The copies that move `piece`, in ascending order, as few and as long as possible: one for all of two
-    equal layouts. `IncompatibleError` when the blocks' shapes differ, `ValueError` when one of the two does
-    not hold the piece."""
+    """Plan the copies that move `piece`, in ascending order, as few and as long as possible: a single one
+    between equal layouts. Raises `IncompatibleError` if the blocks' shapes differ, `ValueError` if a block
+    does not hold the piece."""
     for field in ("head_dim", "block_tokens", "item_bytes"):
         if getattr(src, field) != getattr(dst, field):
             raise IncompatibleError(
@@ -116,7 +110,7 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
     for shard in (src.shard, dst.shard):
         if intersect(shard, piece) != piece:
             raise ValueError(f"{piece} is not part of {shard}")
-    num_bytes = (piece.head_end - piece.head_start) * src.head_bytes
+    num_bytes = piece.num_heads * src.head_bytes
     runs: list[Run] = []
     for layer in range(piece.layer_start, piece.layer_end):
         for kind in (0, 1):
@@ -126,13 +120,13 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
 
 
 def piece_runs(layout: BlockLayout, shard: Shard) -> list[Run]:
-    """Where the piece `shard` lies in a block: `src_offset` in the block, `dst_offset` in the piece's own
-    bytes (the concatenation over which its checksum runs). `ValueError` when the block does not hold it."""
+    """Locate the piece `shard` in a block: `src_offset` is in the block, `dst_offset` in the packed piece
+    (the bytes that its checksum covers). Raises `ValueError` if the block does not hold it."""
     return plan_runs(layout, replace(layout, shard=shard), shard)
 
 
 def split_runs(runs: list[Run], num_bytes: int) -> tuple[list[Run], list[Run]]:
-    """The same copies in two parts, the first of `num_bytes` in all."""
+    """Split copies into two parts, the first of `num_bytes` in all."""
     first: list[Run] = []
     second: list[Run] = []
     for run in runs:
@@ -162,11 +156,12 @@ def _shared(ranks: Sequence[int], needed: Sequence[tuple[int, Shard]]) -> Iterat
     total = sum(shard_size(piece) for _, piece in needed)
     begin = 0
     for target_rank, piece in needed:
-        num_heads = piece.head_end - piece.head_start
-        num_layers = piece.layer_end - piece.layer_start
         for index, rank in enumerate(ranks):
             first, last = (
-                min(max(_nearest(total * border - begin * len(ranks), num_heads * len(ranks)), 0), num_layers)
+                min(
+                    max(_nearest(total * border - begin * len(ranks), piece.num_heads * len(ranks)), 0),
+                    piece.num_layers,
+                )
                 for border in (index, index + 1)
             )
             if first < last:
@@ -180,8 +175,8 @@ def _nearest(numerator: int, denominator: int) -> int:
 
 
 def shard_size(shard: Shard) -> int:
-    """Heads of all layers."""
-    return (shard.layer_end - shard.layer_start) * (shard.head_end - shard.head_start)
+    """Count the KV heads of all layers."""
+    return shard.num_layers * shard.num_heads
 
 
 def _check_disjoint(shards: Sequence[Shard]) -> None:
@@ -193,7 +188,7 @@ def _check_disjoint(shards: Sequence[Shard]) -> None:
 
 
 def without(shard: Shard, taken: Sequence[Shard]) -> Iterator[Shard]:
-    """Rectangles of `shard` that none of `taken` covers."""
+    """Yield the rectangles of `shard` that none of `taken` covers."""
     both = None
     rest = taken
     while rest and both is None:

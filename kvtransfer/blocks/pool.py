@@ -1,8 +1,8 @@
-"""A rank's KV pool as the transports see it: blocks of one layout, in host memory or on a device.
+"""A rank's KV pool for the transports: blocks of one layout, in host memory or on a device.
 
 A *piece* of a block is its part in a shard; packed, its bytes lie in the order of that shard's own layout.
-Sums are those of `kvtransfer.blocks.checksum`. Any thread may call any method, except `close`, which comes last.
-"""
+Sums are those of `kvtransfer.blocks.checksum`. Any thread may call any method, except `close`, which comes
+last."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ from kvtransfer.blocks.layout import BlockLayout, piece_runs, plan_runs
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs, load_kernel, sum_runs
 from kvtransfer.messages import Shard
 
+ALIGNMENT_BYTES = 2 << 20
+# Arguments of Linux's madvise that the mmap module does not name.
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+# Size of the area after the pool, in the same mapping, to which peers write when they measure their path.
+SCRATCH_BYTES = 4 << 20
+
 
 class KvPool(ABC):
-    """`num_blocks` blocks of `layout`. `device` names where they lie ("cpu", "cuda:0"). A block id outside
-    the pool is an `IndexError`, a piece that its blocks do not hold a `ValueError`."""
+    """A pool of `num_blocks` blocks of `layout` on `device` ("cpu", "cuda:0"). Methods raise `IndexError` for
+    a block id outside the pool, and `ValueError` for a piece that its blocks do not hold."""
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: str) -> None:
         self.layout = layout
@@ -34,11 +40,11 @@ class KvPool(ABC):
 
     @abstractmethod
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
-        """The checksum of that piece of each block, where it lies."""
+        """Compute the checksum of that piece of each block in place."""
 
     @abstractmethod
     def gather(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> list[int]:
-        """Pack the blocks' pieces one after another into `staging`; returns their checksums."""
+        """Pack the blocks' pieces one after another into `staging`. Returns their checksums."""
 
     @abstractmethod
     def scatter(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> None:
@@ -46,47 +52,47 @@ class KvPool(ABC):
 
     @abstractmethod
     def allocate_staging(self, num_bytes: int) -> memoryview:
-        """Host memory (bytes, writable) that `gather` and `scatter` reach at full speed."""
+        """Allocate writable host memory that `gather` and `scatter` access at full speed."""
 
     @abstractmethod
     def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
-        """Copy whole blocks to these offsets of `region`, host memory outside the pool; returns the sums of
-        the very bytes that were copied."""
+        """Copy whole blocks to these offsets of `region`, host memory outside the pool. Returns the sums of
+        the copied bytes themselves."""
 
     @abstractmethod
     def load(
         self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
-        """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard` that lie
-        at the offset; returns the sums of all of `shard`, which the pool itself need not hold."""
+        """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard` at the
+        offset. Returns the sums of all of `shard`, which the pool itself need not hold."""
 
     def attach(self, region: ByteRegion) -> None:
-        """Before the first `store` and `load` of this memory: make it fast to reach."""
+        """Make this memory fast to access, before its first `store` and `load`."""
         return
 
     def detach(self, region: ByteRegion) -> None:
-        """After the last ones, before it is unmapped."""
+        """Undo `attach`, after the last `store` and `load` and before the memory is unmapped."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Let the pool's memory go."""
+        """Release the pool's memory."""
 
     def piece_bytes(self, piece: Shard) -> int:
-        """Bytes of that piece of one block."""
+        """Return the size of that piece of one block."""
         return replace(self.layout, shard=piece).block_bytes
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
-        """`IndexError` when one of them is outside the pool."""
+        """Raise `IndexError` if one of them is outside the pool."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise IndexError(f"blocks {list(block_ids)} are not all within the {self.num_blocks} of the pool")
 
 
 class HostPool(KvPool):
-    """Blocks in host memory."""
+    """A pool in host memory."""
 
     def __init__(self, layout: BlockLayout, memory: KvMemory) -> None:
-        """`ValueError` when the memory is not a whole number of blocks."""
+        """Raises `ValueError` if the memory is not a whole number of blocks."""
         num_blocks, rest = divmod(memory.num_bytes, layout.block_bytes)
         if rest:
             raise ValueError(f"{memory.num_bytes} bytes of memory for blocks of {layout.block_bytes} bytes")
@@ -128,7 +134,7 @@ class HostPool(KvPool):
         return sum_runs(region, offsets, piece_table(whole, shard))
 
     def offsets(self, block_ids: Sequence[int]) -> list[int]:
-        """Where the blocks start, in bytes; `IndexError` for one outside the pool."""
+        """Return the byte offsets of the blocks. Raises `IndexError` for a block outside the pool."""
         self.check_blocks(block_ids)
         return [block_id * self.layout.block_bytes for block_id in block_ids]
 
@@ -142,36 +148,30 @@ class HostPool(KvPool):
 
 @functools.lru_cache(maxsize=256)
 def piece_table(layout: BlockLayout, piece: Shard) -> RunTable:
-    """From a block to its packed piece. `ValueError` when the block does not hold it."""
+    """Return the runs from a block to its packed piece. Raises `ValueError` if the block does not hold it."""
     return RunTable(piece_runs(layout, piece))
 
 
 @functools.lru_cache(maxsize=256)
 def part_table(layout: BlockLayout, piece: Shard, shard: Shard) -> RunTable:
-    """From the packed bytes of `shard` to the part `piece` of a block. `ValueError` when one of the two does
-    not hold it."""
+    """Return the runs from the packed bytes of `shard` to the part `piece` of a block. Raises `ValueError` if
+    one of the two does not hold it."""
     return RunTable(plan_runs(replace(layout, shard=shard), layout, piece))
 
 
-# ----------------------------------------------------------------------------------------------
-# The KV pool's memory in host RAM: one mapping that other processes of the host may share.
-#
-# On Linux it is a memfd: it has no name, nothing lies in /dev/shm, and another process gets it only by
-# receiving the descriptor over an authenticated socket. Elsewhere it is private, and "shm" is not offered.
-
-ALIGNMENT_BYTES = 2 << 20
-# Of Linux's madvise; the mmap module has no names for them.
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
-# Behind the pool in the same mapping: where peers write when they measure their path.
-SCRATCH_BYTES = 4 << 20
+# ------------------------------------------------------------------------------------------- host memory
 
 
 class KvMemory:
-    """`buffer` (writable, zero at first, exactly the pool) and `fd` (-1 where memory cannot be shared).
+    """The memory of a host pool: one mapping that other processes of the host may share.
+
+    `buffer` is exactly the pool, writable and zero at first. `fd` is -1 where memory cannot be shared. On
+    Linux it is a memfd: it has no name, nothing lies in /dev/shm, and another process gets it only by
+    receiving the descriptor over an authenticated socket. On other systems the memory is private, and "shm"
+    is not offered.
 
     The mapping is the pool rounded up to 2 MiB, then the scratch area. Its pages are taken when first
-    written, or all by `populate`.
-    """
+    written, or all by `populate`."""
 
     def __init__(self, mapping: mmap.mmap, fd: int, num_bytes: int) -> None:
         self.fd = fd
@@ -183,7 +183,7 @@ class KvMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int) -> KvMemory:
-        """Memory for a pool of `num_bytes`; `OSError` when the host refuses."""
+        """Allocate memory for a pool of `num_bytes`. Raises `OSError` if the host refuses."""
         total_bytes = mapping_bytes(num_bytes)
         if sys.platform != "linux":
             return cls(mmap.mmap(-1, total_bytes), -1, num_bytes)
@@ -195,13 +195,13 @@ class KvMemory:
         return cls(map_shared(fd, total_bytes), fd, num_bytes)
 
     def populate(self) -> None:
-        """Take all pages of the pool now: a first write to a page costs many times its copy."""
+        """Take all pages of the pool now: the first write to a page costs many times a copy to it."""
         assert self._mapping is not None
         populate_write(self._mapping, 0, self.num_bytes)
 
     def close(self) -> None:
-        """Let the memory go. It is unmapped when the last view or tensor over it is dropped: a tensor holds
-        the buffer without pinning it, so that unmapping here would pull the pages from under it."""
+        """Release the memory. It is unmapped when the last view or tensor over it is dropped: a tensor holds
+        the buffer without pinning it, so that unmapping here would remove its pages."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -210,12 +210,12 @@ class KvMemory:
 
 
 def mapping_bytes(num_bytes: int) -> int:
-    """Size of the whole mapping of a pool of `num_bytes`."""
+    """Return the size of the whole mapping of a pool of `num_bytes`."""
     return scratch_offset(num_bytes) + SCRATCH_BYTES
 
 
 def scratch_offset(num_bytes: int) -> int:
-    """Where the scratch area starts in the mapping of a pool of `num_bytes`."""
+    """Return the offset of the scratch area in the mapping of a pool of `num_bytes`."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -228,17 +228,17 @@ def map_shared(fd: int, total_bytes: int) -> mmap.mmap:
 
 
 def populate_write(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
-    """Take the pages of this range now; what they hold stays."""
+    """Take the pages of this range now, and keep their contents."""
     _populate(mapping, _POPULATE_WRITE, offset, num_bytes)
 
 
 def populate_read(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
-    """Map what the pages of this range hold already, all at once instead of at the first read of each."""
+    """Map the pages of this range that exist already, all at once instead of at the first read of each."""
     _populate(mapping, _POPULATE_READ, offset, num_bytes)
 
 
 def _populate(mapping: mmap.mmap, advice: int, offset: int, num_bytes: int) -> None:
-    """Where the kernel can (Linux 5.14); else pages come one by one as they are touched."""
+    """Advise the kernel (Linux 5.14); otherwise pages are taken one by one as they are touched."""
     start = offset - offset % mmap.PAGESIZE
     if sys.platform == "linux" and num_bytes:
         with contextlib.suppress(OSError):

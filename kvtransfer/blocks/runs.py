@@ -30,7 +30,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class RunTable:
-    """The runs of one piece of a block, from a source block to a target block, and their `num_bytes` in all."""
+    """The runs of one piece of a block, from a source block to a target block, and their `num_bytes` in
+    all."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)

@@ -20,8 +20,8 @@ _COMPILE_TIMEOUT_S = 120
 
 def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
     """Return the shared library of `source`, compiled now unless this machine has compiled it before; None
-    without a compiler. Raises `OSError` or `subprocess.SubprocessError` if the build fails or the library must
-    not be loaded."""
+    without a compiler. Raises `OSError` or `subprocess.SubprocessError` if the build fails or the library
+    must not be loaded."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if platform.system() != "Linux" or compiler is None:
         return None

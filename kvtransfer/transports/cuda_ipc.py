@@ -9,7 +9,7 @@ So the target counts a writer as gone only
 - when its process has exited, which the kernel tells through a pidfd of the process that connected: it is
   readable once every thread has ended and every file of the process, the driver's too, is closed.
 
-A stopped writer has neither exited nor said so. On devices this has not run yet: none was at hand.
+A stopped writer has neither exited nor said so. Not yet run on devices: none was at hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import ctypes
 import functools
 import logging
 import os
-import secrets
 import select
 import socket
 import struct
@@ -35,19 +34,25 @@ from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError
 from kvtransfer.messages import BlockMove, Lane, Shard
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
-from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.connection import (
-    ACK_CODEC,
-    Ack,
+from kvtransfer.transports.base import (
     ChannelHello,
     ChannelWelcome,
     Connection,
     Stopped,
+    TargetRank,
+    WriterRank,
     greet,
+    opening,
 )
-from kvtransfer.transports.onesided import Begin, OneSidedChannel, OneSidedListener, Sync
+from kvtransfer.transports.onesided import (
+    REQUEST_CODEC,
+    OneSidedChannel,
+    OneSidedListener,
+    Unmapped,
+    connect_unix,
+)
 
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
@@ -81,12 +86,7 @@ class PoolOffer(Message, frozen=True):
     scratch_offset: int
 
 
-class Unmapped(Message, frozen=True):
-    """Writer to target, its last message: it wrote all it will ever write over this connection."""
-
-
 OFFER_CODEC: Codec[PoolOffer] = Codec(PoolOffer)
-REQUEST_CODEC: Codec[Begin | Sync | Unmapped] = Codec(Begin | Sync | Unmapped)
 
 
 class CudaIpcListener(OneSidedListener):
@@ -99,11 +99,7 @@ class CudaIpcListener(OneSidedListener):
         exported = driver.export(pool.tensor.data_ptr())
         scratch = driver.export(self._scratch.data_ptr())
         self._offered = PoolOffer(*exported, *scratch)
-        name = f"tandem-{secrets.token_hex(16)}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(f"\0{name}")
-        sock.listen()
-        super().__init__(target, sock, name)
+        super().__init__(target)
 
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
         send_frame(sock, OFFER_CODEC.encode(self._offered))
@@ -115,7 +111,7 @@ class CudaIpcListener(OneSidedListener):
         try:
             self._send_welcome(sock)
             self._offer(sock, hello)
-            is_unmapped = self._take(sock, connection)
+            is_unmapped = self._answer(sock, connection)
         finally:
             if not is_unmapped:
                 shut_down(sock)
@@ -123,22 +119,6 @@ class CudaIpcListener(OneSidedListener):
             os.close(process)
             if not self._closing.is_set():
                 self._target.gate.leave(connection)
-
-    def _take(self, sock: socket.socket, connection: bytes) -> bool:
-        """Answer requests. True when the writer has unmapped the pool, False when its connection ended."""
-        num_done = 0
-        while True:
-            try:
-                request = REQUEST_CODEC.decode(receive_frame(sock))
-            except PeerGoneError:
-                return False
-            if isinstance(request, Unmapped):
-                return True
-            refused: tuple[bytes, ...] = ()
-            if isinstance(request, Begin) and not self._target.gate.admit(request.landing_id, connection):
-                refused = (request.landing_id,)
-            num_done += 1
-            send_frame(sock, ACK_CODEC.encode(Ack(num_done, refused)))
 
     def _await_exit(self, process: int) -> None:
         """Return when the process has exited, or this listener closes."""
@@ -285,21 +265,14 @@ def connect_over(
     on_lost: Callable[[str], None],
 ) -> CudaIpcChannel:
     """`connect` with a given driver."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.ExitStack() as failed:
-        failed.callback(sock.close)
-        try:
-            sock.settimeout(HANDSHAKE_TIMEOUT_S)
-            sock.connect(f"\0{address}")
-            welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
-        except OSError as error:
-            raise PathError(f"cuda_ipc {address}: {error}") from error
-        failed.callback(_say_unmapped, sock)
+    with opening("cuda_ipc", address) as undo:
+        sock = undo.enter_context(connect_unix(address))
+        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        undo.callback(_say_unmapped, sock)
         mapped = Mapped(driver, OFFER_CODEC.decode(receive_frame(sock)))
-        failed.callback(mapped.close)
+        undo.callback(mapped.close)
         connection = Connection(sock, "cuda_ipc")
         channel = CudaIpcChannel(rank, pool, lane, connection, welcome, mapped, on_lost)
-        failed.pop_all()
     channel.start()
     return channel
 
@@ -348,9 +321,9 @@ class Grid(NamedTuple):
 def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
     """The one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K or V of
     the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
-    row_bytes = (piece.head_end - piece.head_start) * src.head_bytes
-    num_rows = 2 * (piece.layer_end - piece.layer_start)
-    pitches = [(layout.shard.head_end - layout.shard.head_start) * layout.head_bytes for layout in (src, dst)]
+    row_bytes = piece.num_heads * src.head_bytes
+    num_rows = 2 * piece.num_layers
+    pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]
     if pitches == [row_bytes, row_bytes]:
         row_bytes, num_rows, pitches = row_bytes * num_rows, 1, [row_bytes * num_rows] * 2
     first = piece.layer_start, 0, piece.head_start

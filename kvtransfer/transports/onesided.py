@@ -9,6 +9,7 @@ end proves nothing, so it never counts a writer as gone by that.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,9 +19,18 @@ from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.protocol.fence import RecentIds
-from kvtransfer.rpc.framing import receive_frame, send_frame
-from kvtransfer.transports.base import Channel, Listener, WriterRank
-from kvtransfer.transports.connection import ACK_CODEC, Ack, ChannelHello, Connection, Stopped
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.transports.base import (
+    ACK_CODEC,
+    Ack,
+    Channel,
+    ChannelHello,
+    Connection,
+    Listener,
+    Stopped,
+    TargetRank,
+    WriterRank,
+)
 
 _MAX_BEGUN = 4096
 
@@ -35,11 +45,24 @@ class Sync(Message, frozen=True):
     """Writer to target: answer."""
 
 
-REQUEST_CODEC: Codec[Begin | Sync] = Codec(Begin | Sync)
+class Unmapped(Message, frozen=True):
+    """Writer to target, its last message: it wrote all it will ever write over this connection. Only `cuda_ipc`
+    takes it for a proof."""
+
+
+REQUEST_CODEC: Codec[Begin | Sync | Unmapped] = Codec(Begin | Sync | Unmapped)
 
 
 class OneSidedListener(Listener):
-    """Offers its pool to proven writers and admits them landing by landing."""
+    """Offers its pool to proven writers and admits them landing by landing. It listens on a unix socket of the
+    abstract namespace under a random name."""
+
+    def __init__(self, target: TargetRank) -> None:
+        name = f"tandem-{secrets.token_hex(16)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(f"\0{name}")
+        sock.listen()
+        super().__init__(target, sock, name)
 
     @abstractmethod
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
@@ -56,13 +79,16 @@ class OneSidedListener(Listener):
             if not self._closing.is_set():
                 self._target.gate.leave(connection)
 
-    def _answer(self, sock: socket.socket, connection: bytes) -> None:
+    def _answer(self, sock: socket.socket, connection: bytes) -> bool:
+        """Answer requests. True when the writer has said `Unmapped`, False when its connection ended."""
         num_done = 0
         while True:
             try:
                 request = REQUEST_CODEC.decode(receive_frame(sock))
             except PeerGoneError:
-                return
+                return False
+            if isinstance(request, Unmapped):
+                return True
             refused: tuple[bytes, ...] = ()
             if isinstance(request, Begin) and not self._target.gate.admit(request.landing_id, connection):
                 refused = (request.landing_id,)
@@ -113,6 +139,18 @@ class OneSidedChannel(Channel):
 
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
         _send(connection, Sync())
+
+
+def connect_unix(address: str) -> socket.socket:
+    """Connect to a `OneSidedListener`; the socket has the timeout of the handshake."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    try:
+        sock.connect(f"\0{address}")
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _send(connection: Connection, request: Begin | Sync) -> None:

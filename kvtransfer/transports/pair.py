@@ -8,7 +8,6 @@ named in the next Ack as refused. The end of this connection, at either side, en
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import socket
@@ -29,20 +28,23 @@ from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, Transf
 from kvtransfer.messages import BlockMove, Lane, Shard
 from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
-from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
-from kvtransfer.transports.connection import (
+from kvtransfer.transports.base import (
     ACK_CODEC,
     STALLED_S,
     Ack,
+    Channel,
     ChannelHello,
     Connection,
+    Listener,
     Stopped,
+    TargetRank,
+    WriterRank,
     greet,
+    opening,
 )
-from kvtransfer.transports.tcp import family, interface_of, open_socket, tune
+from kvtransfer.transports.tcp import family, interface_of, listen_tcp, open_socket, tune
 
 _NUM_STAGED = 2
-_BACKLOG = 128
 _END_TIMEOUT_S = 10.0
 _NO_LANDING = b""
 
@@ -112,9 +114,7 @@ class PairListener(Listener):
     kind: ClassVar[type[PairGroup]]
 
     def __init__(self, target: TargetRank) -> None:
-        host = target.settings.data_host
-        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
-        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
+        super().__init__(target, *listen_tcp(target))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
@@ -359,17 +359,13 @@ def connect_pair(
     """Open a channel; `TransferError` says why it could not be."""
     if not channel_type.kind.is_possible(rank.pool.device):
         raise PathError(f"{channel_type.transport}: not for KV on {rank.pool.device}")
-    with contextlib.ExitStack() as failed:
-        sock = failed.enter_context(open_socket(address))
-        try:
-            welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
-            store = OFFER_CODEC.decode(receive_frame(sock)).store
-            group = form_pair(channel_type.kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
-        except OSError as error:
-            raise PathError(f"{channel_type.transport} {address}: {error}") from error
+    with opening(channel_type.transport, address) as undo:
+        sock = undo.enter_context(open_socket(address))
+        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        store = OFFER_CODEC.decode(receive_frame(sock)).store
+        group = form_pair(channel_type.kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
         connection = Connection(sock, channel_type.transport)
         channel = channel_type(rank, lane, connection, welcome.num_blocks, group, on_lost)
-        failed.pop_all()
     channel.start()
     return channel
 

@@ -34,11 +34,10 @@ from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
-from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
+from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.framing import receive_frame, send_frame
-from kvtransfer.transports.base import Listener, Measured, TargetRank, WriterRank
-from kvtransfer.transports.connection import (
+from kvtransfer.transports.base import (
     ACK_CODEC,
     HELLO_CODEC,
     STALLED_S,
@@ -47,8 +46,13 @@ from kvtransfer.transports.connection import (
     ChannelRefusal,
     ChannelWelcome,
     Connection,
+    Listener,
+    Measured,
     Stopped,
+    TargetRank,
+    WriterRank,
     greet,
+    opening,
 )
 from kvtransfer.transports.nixl import (
     NixlAgent,
@@ -61,7 +65,7 @@ from kvtransfer.transports.nixl import (
     pool_region,
 )
 from kvtransfer.transports.onesided import Begin, OneSidedChannel, Sync
-from kvtransfer.transports.tcp import family, open_socket, tune
+from kvtransfer.transports.tcp import listen_tcp, open_socket, tune
 
 # Written at once; two batches are under way at a time.
 _BATCH_BYTES = 8 << 20
@@ -73,7 +77,6 @@ _NUM_KEEN_POLLS = 50
 _MIN_PAUSE_S, _MAX_PAUSE_S = 20e-6, 200e-6
 _SERVE_PAUSE_S = 100e-6
 _IDLE_PAUSE_S = 1e-3
-_BACKLOG = 128
 _WORD_BYTES = 8
 
 
@@ -105,9 +108,7 @@ class RdmaListener(Listener):
         self._devices = devices
         # The processor has to take what comes over TCP; a device does so itself once it is connected.
         self._pause_s = _IDLE_PAUSE_S if is_infiniband(devices) else _SERVE_PAUSE_S
-        host = target.settings.data_host
-        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
-        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
+        super().__init__(target, *listen_tcp(target))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
@@ -340,17 +341,11 @@ def connect(
 ) -> RdmaChannel:
     """Open a channel; `TransferError` says why it could not be."""
     agent = NixlAgent(network_devices(rank.settings))
-    try:
-        sock = open_socket(address)
-        try:
-            welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
-            offer = _OFFER_CODEC.decode(receive_frame(sock))
-            channel = RdmaChannel(rank, lane, Connection(sock, "rdma"), welcome, agent, offer, on_lost)
-        except TransferError:
-            sock.close()
-            raise
-    except TransferError:
-        agent.close()
-        raise
+    with opening("rdma", address) as undo:
+        undo.callback(agent.close)
+        sock = undo.enter_context(open_socket(address))
+        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        offer = _OFFER_CODEC.decode(receive_frame(sock))
+        channel = RdmaChannel(rank, lane, Connection(sock, "rdma"), welcome, agent, offer, on_lost)
     channel.start()
     return channel

@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,12 +25,19 @@ from typing import ClassVar
 from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.blocks.pool import HostPool, map_shared, mapping_bytes, scratch_offset
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
-from kvtransfer.errors import PathError, TransferError, WireError
+from kvtransfer.errors import PathError, WireError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S
-from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.connection import ChannelHello, ChannelWelcome, Connection, Stopped, greet
-from kvtransfer.transports.onesided import OneSidedChannel, OneSidedListener
+from kvtransfer.transports.base import (
+    ChannelHello,
+    ChannelWelcome,
+    Connection,
+    Stopped,
+    TargetRank,
+    WriterRank,
+    greet,
+    opening,
+)
+from kvtransfer.transports.onesided import OneSidedChannel, OneSidedListener, connect_unix
 
 _FD_MARK = b"F"
 # Copied between two looks at `stopped`: about two milliseconds.
@@ -45,11 +51,7 @@ class ShmListener(OneSidedListener):
 
     def __init__(self, target: TargetRank, fd: int) -> None:
         self._fd = fd
-        name = f"tandem-{secrets.token_hex(16)}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(f"\0{name}")
-        sock.listen()
-        super().__init__(target, sock, name)
+        super().__init__(target)
 
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
         socket.send_fds(sock, [_FD_MARK], [self._fd])
@@ -127,20 +129,12 @@ def connect(
 ) -> ShmChannel:
     """Open a channel; `TransferError` says why it could not be."""
     _host_pool(rank)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(HANDSHAKE_TIMEOUT_S)
-        sock.connect(f"\0{address}")
+    with opening("shm", address) as undo:
+        sock = undo.enter_context(connect_unix(address))
         welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
         block_bytes = replace(rank.pool.layout, shard=lane.target.shard).block_bytes
         mapping = _receive_mapping(sock, welcome.num_blocks * block_bytes)
-    except OSError as error:
-        sock.close()
-        raise PathError(f"shm {address}: {error}") from error
-    except TransferError:
-        sock.close()
-        raise
-    channel = ShmChannel(rank, lane, Connection(sock, "shm"), welcome, mapping, on_lost)
+        channel = ShmChannel(rank, lane, Connection(sock, "shm"), welcome, mapping, on_lost)
     channel.start()
     return channel
 

@@ -28,15 +28,19 @@ from kvtransfer.messages import BlockMove, Lane, ReplicaIdentity, Shard
 from kvtransfer.protocol.fence import Gate, OpenedLanding
 from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_exactly, send_frame
 from kvtransfer.rpc.listener import shut_down
-from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
-from kvtransfer.transports.connection import (
+from kvtransfer.transports.base import (
     ACK_CODEC,
     STALLED_S,
     Ack,
+    Channel,
     ChannelHello,
     Connection,
+    Listener,
     Stopped,
+    TargetRank,
+    WriterRank,
     greet,
+    opening,
 )
 
 _BACKLOG = 128
@@ -51,9 +55,7 @@ class TcpListener(Listener):
     transport: ClassVar[str] = "tcp"
 
     def __init__(self, target: TargetRank) -> None:
-        host = target.settings.data_host
-        sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
-        super().__init__(target, sock, f"{host}:{sock.getsockname()[1]}")
+        super().__init__(target, *listen_tcp(target))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
@@ -212,19 +214,22 @@ def connect(
 ) -> TcpChannel:
     """Open a channel; `TransferError` says why it could not be."""
     hello = rank.hello(lane, connection_id)
-    sockets: list[socket.socket] = []
-    try:
+    connections: list[Connection] = []
+    with opening("tcp", address) as undo:
         for _ in range(rank.settings.tcp_streams):
-            sockets.append(open_socket(address))
-            welcome = greet(sockets[-1], rank.secret, hello)
-        connections = [Connection(sock, "tcp") for sock in sockets]
+            sock = undo.enter_context(open_socket(address))
+            welcome = greet(sock, rank.secret, hello)
+            connections.append(Connection(sock, "tcp"))
         channel = TcpChannel(rank, lane, connections, welcome.num_blocks, on_lost)
-    except TransferError:
-        for sock in sockets:
-            sock.close()
-        raise
     channel.start()
     return channel
+
+
+def listen_tcp(target: TargetRank) -> tuple[socket.socket, str]:
+    """Return a socket that listens on the address for KV, and its "host:port"."""
+    host = target.settings.data_host
+    sock = socket.create_server((host, 0), family=family(host), backlog=_BACKLOG)
+    return sock, f"{host}:{sock.getsockname()[1]}"
 
 
 def open_socket(address: str) -> socket.socket:

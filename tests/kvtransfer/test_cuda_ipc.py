@@ -39,20 +39,17 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.fence import Gate
 from kvtransfer.rpc.handshake import draw_id, draw_secret
 from kvtransfer.transports import cuda_ipc
-from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.connection import HELLO_CODEC
+from kvtransfer.transports.base import HELLO_CODEC, TargetRank, WriterRank
 from kvtransfer.transports.cuda_ipc import (
     HANDLE_BYTES,
-    REQUEST_CODEC,
     CudaIpcListener,
     Exported,
     Grid,
-    Unmapped,
     cuda_driver,
     halves,
     piece_grid,
 )
-from kvtransfer.transports.onesided import Begin
+from kvtransfer.transports.onesided import REQUEST_CODEC, Begin, Unmapped
 
 SHARD = LAYOUT.shard
 SECRET = draw_secret()

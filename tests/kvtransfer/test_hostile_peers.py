@@ -19,7 +19,7 @@ from kvtransfer.common.host import host_id
 from kvtransfer.messages import Endpoint, Lane, PeerConnectFailed, RankEndpoints
 from kvtransfer.rpc.framing import prove_as_client, prove_as_server, receive_frame, send_frame
 from kvtransfer.rpc.handshake import HANDSHAKE_CODEC, Hello
-from kvtransfer.transports.connection import HELLO_CODEC, ChannelWelcome
+from kvtransfer.transports.base import HELLO_CODEC, ChannelWelcome
 
 Serve = Callable[[socket.socket], object]
 

@@ -126,9 +126,9 @@ class Mover(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self.governor.flow(self.traffic) as flow:
+        with self.governor.flow(self.traffic) as take_turn:
             for _ in range(self.num_batches):
-                if not flow.next(100, self._give_up):
+                if not take_turn(100, self._give_up):
                     return
                 self.num_moved += 1
 
@@ -153,10 +153,10 @@ def no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_stall")
 def test_a_lower_class_waits_for_the_end_of_a_higher_flow() -> None:
     governor = TrafficGovernor(NO_LIMITS, ManualClock())
-    with governor.flow("hand_over") as flow:
+    with governor.flow("hand_over") as take_turn:
         mover = Mover(governor, "write_back")
         mover.await_asking()
-        assert flow.next(100, lambda: False)
+        assert take_turn(100, lambda: False)
         governor.wake()
         mover.await_asking()
         assert mover.num_moved == 0
@@ -167,17 +167,17 @@ def test_a_lower_class_waits_for_the_end_of_a_higher_flow() -> None:
 def test_a_higher_class_does_not_wait_for_a_lower() -> None:
     governor = TrafficGovernor(NO_LIMITS, ManualClock())
     with governor.flow("write_back") as low:
-        assert low.next(100, lambda: False)
+        assert low(100, lambda: False)
         with governor.flow("hand_over") as high:
-            assert high.next(100, lambda: False)
-        assert low.next(100, lambda: False)
+            assert high(100, lambda: False)
+        assert low(100, lambda: False)
 
 
 def test_a_higher_class_whose_target_stalls_holds_nobody_back_for_long() -> None:
     clock = ManualClock()
     governor = TrafficGovernor(NO_LIMITS, clock)
-    with governor.flow("hand_over") as flow:
-        assert flow.next(100, lambda: False)
+    with governor.flow("hand_over") as take_turn:
+        assert take_turn(100, lambda: False)
         mover = Mover(governor, "prefetch")
         mover.await_asking()
         clock.advance(STALLED_S)

@@ -12,7 +12,7 @@ import sys
 
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.framing import receive_frame, send_frame
-from kvtransfer.transports.connection import HELLO_CODEC, ChannelHello, greet
+from kvtransfer.transports.base import HELLO_CODEC, ChannelHello, greet
 
 
 def main() -> None:

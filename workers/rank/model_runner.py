@@ -227,8 +227,7 @@ def _allocate(
 ) -> tuple[Tensor, KvPool]:
     """Allocate zeroed blocks: as the model's tensor, and as the transports' pool over the same memory."""
     shard = layout.shard
-    num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
-    shape = (num_blocks, num_layers, 2, num_heads, layout.block_tokens, layout.head_dim)
+    shape = (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)
     if device.type == "cpu":
         memory = KvMemory.allocate(num_blocks * layout.block_bytes)
         memory.populate()

@@ -285,7 +285,7 @@ def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:
 
 
 def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
-    num_heads = (shard.layer_end - shard.layer_start) * (shard.head_end - shard.head_start)
+    num_heads = shard.num_layers * shard.num_heads
     token_bytes = 2 * num_heads * compatibility.head_dim * ITEM_BYTES[compatibility.dtype]
     return token_bytes * compatibility.block_tokens
 
