@@ -259,7 +259,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
         await process.wait()
 
 
-async def play_brain(order: dict[str, Any]) -> None:
+async def play_engine_core(order: dict[str, Any]) -> None:
     spec = ReplicaSpec(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
@@ -390,7 +390,7 @@ def main() -> None:
     parser.add_argument("--part", choices=["engine core", "gateway"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        play = {"engine core": play_brain, "gateway": play_gateway}[args.part]
+        play = {"engine core": play_engine_core, "gateway": play_gateway}[args.part]
         asyncio.run(play(json.loads(sys.stdin.readline())))
         return
     setting = Setting(args.model, args.dtype, args.threads, args.tokens)

@@ -53,7 +53,7 @@ class Timeline:
             num_busy, before = num_busy + change, at
         return total
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         either, both = self.busy(1), self.busy(2)
         wall_s = self._end - self._start
         return {"ratio": both / either, "both_busy": both / wall_s, "either_busy": either / wall_s}
@@ -110,8 +110,8 @@ def _figures(
     seconds = [span.finished_at - span.started_at for span in chunks]
     whole = sorted(seconds)[: -max(1, len(seconds) // 20)]  # without those that other work has delayed
     return {
-        **beside.figures(),
-        "ratio_decode_alone": alone.figures()["ratio"],
+        **beside.stats(),
+        "ratio_decode_alone": alone.stats()["ratio"],
         "prefill_s": end - start,
         "num_chunks": len(chunks) / 2,
         "step_p50_ms": 1e3 * median(seconds),

@@ -117,8 +117,8 @@ class Owner:
         self._process.wait()
 
 
-class Hands:
-    """Hands over a pool, attached to an owner of their own, and what to time with them."""
+class CopyWorker:
+    """CopyWorker over a pool, attached to an owner of their own, and what to time with them."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -205,8 +205,8 @@ def filled_pool(kind: type[HostPool], block_bytes: int, num_blocks: int) -> Host
 
 def measure(block_bytes: int, num_bytes: int, repeat: int) -> None:
     num_blocks = num_bytes // block_bytes
-    summed = Hands(filled_pool(HostPool, block_bytes, num_blocks))
-    unsummed = Hands(filled_pool(UnsummedPool, block_bytes, num_blocks))
+    summed = CopyWorker(filled_pool(HostPool, block_bytes, num_blocks))
+    unsummed = CopyWorker(filled_pool(UnsummedPool, block_bytes, num_blocks))
     there, back = summed.copies()
     ways = [
         Way("put", "memcpy", there),

@@ -41,7 +41,7 @@ RUN = 16
 CLOCK = SystemClock()
 
 
-class Case(NamedTuple):
+class NvmeCase(NamedTuple):
     """Threads, bytes of a record's payload, and their number."""
 
     num_threads: int
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 class Memory:
     """Whole images, their pages taken; `payloads` are known bytes."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: NvmeCase) -> None:
         size = image_bytes(case.record_bytes)
         view = memoryview(mmap.mmap(-1, size * case.num_records))
         np.frombuffer(view, dtype=np.uint64)[:] = np.random.default_rng(7).integers(
@@ -62,7 +62,7 @@ class Memory:
         self.payloads = [image[HEADER_BYTES:] for image in self.images]
 
 
-def spread(case: Case, work: Callable[[int], None], step: int = 1) -> float:
+def spread(case: NvmeCase, work: Callable[[int], None], step: int = 1) -> float:
     """Seconds for `work` on every record (or every `step`-th), in order, by all threads."""
     numbers = iter(range(0, case.num_records, step))
 
@@ -88,7 +88,7 @@ def drop_page_cache(folder: Path) -> None:
         Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
-def plain(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
+def plain(case: NvmeCase, memory: Memory, folder: Path) -> dict[str, float]:
     size = case.record_bytes
     path = folder / "plain"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -108,7 +108,7 @@ def plain(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
     return seconds
 
 
-def store(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
+def store(case: NvmeCase, memory: Memory, folder: Path) -> dict[str, float]:
     settings = StoreSettings(
         node_id="bench",
         epoch=1,
@@ -160,7 +160,7 @@ def store(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
     return seconds
 
 
-def measure(case: Case, repeat: int, folder: Path) -> None:
+def measure(case: NvmeCase, repeat: int, folder: Path) -> None:
     memory = Memory(case)
     num_bytes = case.record_bytes * case.num_records
     rates: dict[tuple[str, str], list[float]] = {}
@@ -199,7 +199,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix=".store_nvme-", dir=args.folder) as folder:
         for num_threads in map(int, args.threads.split(",")):
             for record_bytes in RECORD_BYTES:
-                case = Case(num_threads, record_bytes, (args.mib << 20) // record_bytes)
+                case = NvmeCase(num_threads, record_bytes, (args.mib << 20) // record_bytes)
                 measure(case, args.repeat, Path(folder))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from step_plans import BLOCK, GREEDY, draw, entry, packed, started, step, walk
+from step_plans import BLOCK, GREEDY, draw, entry, every_kind_of_plan, packed, started, step
 from transformers import AutoModelForCausalLM
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -316,7 +316,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: ModelRunner, shape: str) -> None:
     """All plans are there at once: the first stage runs ahead as far as the tokens that it needs let it."""
-    plans = walk()
+    plans = every_kind_of_plan()
     expected = [executor.run(plan).tokens for plan in plans]
     assert sum(len(tokens) for tokens in expected) > 40
     ranks = Ranks(model_dir, *SHAPES[shape])
@@ -331,7 +331,7 @@ def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: ModelR
 
 
 def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, executor: ModelRunner) -> None:
-    plans = [plan for plan in walk() if plan.entries]
+    plans = [plan for plan in every_kind_of_plan() if plan.entries]
     for plan in plans:
         executor.run(plan)
     ranks = Ranks(model_dir, 2, [(0, 1), (1, 2)])

@@ -103,7 +103,7 @@ def run(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_are_those_of_an_engine_with_room(
+def test_the_tokens_are_those_of_an_engine_with_enough_memory(
     make_checkpoint: MakeCheckpoint, backend: str, family: str, mode: OffloadMode
 ) -> None:
     options = FAMILIES[family]

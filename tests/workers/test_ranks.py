@@ -14,7 +14,7 @@ import pytest
 import torch
 from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
 from msgspec.structs import replace
-from step_plans import BLOCK, walk
+from step_plans import BLOCK, every_kind_of_plan
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -58,7 +58,7 @@ async def test_ranks_in_processes_give_the_tokens_of_one_executor(
         num_threads=1,
         clock=SystemClock(),
     )
-    plans, pp = walk(), len(layers)
+    plans, pp = every_kind_of_plan(), len(layers)
     expected = [[(token.slot, token.token) for token in whole.run(plan).tokens] for plan in plans]
     async with holding(launcher) as core:
         stages = given_layers(NUM_LAYERS, layers)
@@ -157,7 +157,7 @@ async def test_the_rank_that_died_in_a_step_is_named(
         ready = await core.group.start(
             make_specs(model_dir, 2, 2, faults=faults), "127.0.0.1", lambda _: stages
         )
-        for plan in walk()[:3]:
+        for plan in every_kind_of_plan()[:3]:
             core.group.send(plan)
         await core.until(lambda: bool(core.deaths))
         (killed,) = [it.rank for it in ready if it.process_id == int(marker.read_text())]
@@ -181,7 +181,7 @@ async def test_a_rank_stopped_in_a_step_can_be_killed_with_those_that_wait(
     async with holding() as core:
         specs = make_specs(model_dir, 2, 1, faults=faults)
         ready = await core.group.start(specs, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
-        for plan in walk()[:3]:
+        for plan in every_kind_of_plan()[:3]:
             core.group.send(plan)
         await core.until(lambda: all(len(core.reports[rank]) == 1 for rank in (0, 1)))
         async with asyncio.timeout(PATIENCE_S):
