@@ -1,1 +1,26 @@
-"""The service: API, gateway, roster, scaling, the Ray application, the command line."""
+"""Tandem's service, and its Python client: `from cluster import Client, BlockingClient, GenerateOptions`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.api.blocking_client import BlockingClient
+    from cluster.api.client import Client, GenerateOptions
+    from cluster.errors import CallError
+
+__all__ = ["BlockingClient", "CallError", "Client", "GenerateOptions"]
+_NAME_TO_MODULE = {
+    "BlockingClient": "cluster.api.blocking_client",
+    "CallError": "cluster.errors",
+    "Client": "cluster.api.client",
+    "GenerateOptions": "cluster.api.client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is public when it is asked for, so that importing a part of `cluster` costs no more."""
+    if name not in _NAME_TO_MODULE:
+        raise AttributeError(f"module 'cluster' has no attribute {name!r}")
+    return getattr(importlib.import_module(_NAME_TO_MODULE[name]), name)

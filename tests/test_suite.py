@@ -19,7 +19,7 @@ from e2e_harness import E2eHarness, Replica
 from index_harness import RawRedis
 from optional_programs import PROGRAM_TO_PACKAGE, check_marks, find_program, missing_programs
 from serving import RunningCluster
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 from transfer_harness import AgentProcess, TransferHarness
 
 from workers.model.random_checkpoint import write_random_checkpoint
@@ -41,7 +41,7 @@ def a_cluster(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def a_store(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(asyncio.StreamReader, "readline", fail)
-    asyncio.run(StoreHouse(folder).start())
+    asyncio.run(StoreHarness(folder).start())
 
 
 def two_agents_of_which_one_starts(patch: pytest.MonkeyPatch, folder: Path) -> None:

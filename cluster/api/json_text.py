@@ -15,7 +15,7 @@ def status_json(
     stores: Sequence[pb.StoreNodeStat],
     paths: Sequence[pb.ReplicaPaths] | None = None,
 ) -> dict[str, Any]:
-    """The status, and what each store tells of its tiers as `store_stats`; with `paths`, these as well."""
+    """Return the status, with the stores' tiers as `store_stats` and, if given, `paths`."""
     whole = {**as_dict(status), "store_stats": [as_dict(node) for node in stores]}
     return whole if paths is None else {**whole, "paths": [as_dict(replica) for replica in paths]}
 

@@ -15,7 +15,7 @@ from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
-from cluster.gateway.request_manager import RequestManager, RequestRecord
+from cluster.gateway.request_manager import RequestInfo, RequestManager
 from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.demand import demand_message
 from cluster.metrics.ended_request import Summary
@@ -123,7 +123,7 @@ class StatusService:
             num_cancelled_requests=counters.num_ended("cancelled"),
             ready=self._connections.has_route(),
             wall_time_s=self._clock.wall(),
-            recent=self._history.recent(),
+            recent=self._history.summary(),
             prefixes=self._history.prefixes(),
             stores=self._stores.members(),
             pools=pools_of(self._config, self._connections),
@@ -197,7 +197,7 @@ def _timing(summary: Summary) -> pb.Timing:
     )
 
 
-def _explanation(record: RequestRecord) -> pb.ExplainResponse:
+def _explanation(record: RequestInfo) -> pb.ExplainResponse:
     return pb.ExplainResponse(
         request_id=record.request_id,
         state=record.state,

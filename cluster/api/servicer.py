@@ -18,7 +18,7 @@ from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import Preprocessor
-from cluster.text.validation import RequestLimits, check_detokenize, check_tokenize
+from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
 
@@ -155,7 +155,7 @@ T = TypeVar("T")
 
 
 class TextCalls:
-    """Runs Tokenize and Detokenize in threads of their own, beside the event loop and the threads of Generate.
+    """Runs Tokenize and Detokenize in their own threads, beside the event loop and the threads of Generate.
 
     A call beyond `MAX_CALLS` raises `OverloadedError`.
     """
@@ -165,7 +165,7 @@ class TextCalls:
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "text")
         self._num_calls = 0
 
-    async def tokenize(self, request: pb.TokenizeRequest, limits: RequestLimits) -> pb.TokenizeResponse:
+    async def tokenize(self, request: pb.TokenizeRequest, limits: ServingLimits) -> pb.TokenizeResponse:
         """Tokenize text or a chat; raise `RequestError` when the request cannot be served."""
         with self._admitted():
             await self._run(lambda: check_tokenize(request, limits))
@@ -177,7 +177,7 @@ class TextCalls:
                 adds_tokens = request.add_special_tokens
             return await self._run(lambda: self._tokenized(text, adds_tokens))
 
-    async def detokenize(self, request: pb.DetokenizeRequest, limits: RequestLimits) -> pb.DetokenizeResponse:
+    async def detokenize(self, request: pb.DetokenizeRequest, limits: ServingLimits) -> pb.DetokenizeResponse:
         """Decode token ids; raise `RequestError` when the request cannot be served."""
         with self._admitted():
             return await self._run(lambda: self._detokenized(request, limits))
@@ -211,7 +211,7 @@ class TextCalls:
             let_others_run()
         return response
 
-    def _detokenized(self, request: pb.DetokenizeRequest, limits: RequestLimits) -> pb.DetokenizeResponse:
+    def _detokenized(self, request: pb.DetokenizeRequest, limits: ServingLimits) -> pb.DetokenizeResponse:
         check_detokenize(request, limits)
         tokens = _as_bytes(request.token_ids)
         text = self._preprocessor.decode(tokens, keep_special_tokens=request.keep_special_tokens)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import structs
 
 from cluster.errors import FieldViolation, InvalidRequestError
+from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
@@ -45,9 +46,6 @@ _CONNECT_S = 3.0
 # Of the caller's deadline, kept for the answer that names the stores that were late.
 _MARGIN_S = 0.5
 
-# (tenant, model, seconds that the caller still waits).
-PurgeCaches = Callable[[str | None, str | None, float | None], Awaitable[list[pb.ReplicaPurged]]]
-
 M = TypeVar("M", pb.StoreTier, pb.StoreIndex)
 T = TypeVar("T", StoreStat, StoreListing, VerifyResult, PurgeResult)
 
@@ -62,20 +60,13 @@ class Filter(NamedTuple):
 class StoreAdmin:
     """Asks all registered stores at once, over new connections for each call."""
 
-    def __init__(
-        self,
-        members: Callable[[], Sequence[StoreRecord]],
-        purge_caches: PurgeCaches,
-        secret: bytes,
-        name: str,
-    ) -> None:
-        self._members = members
-        self._purge_caches = purge_caches
+    def __init__(self, connections: ReplicaConnections, secret: bytes, name: str) -> None:
+        self._connections = connections
         self._secret = secret
         self._name = name
 
     def members(self) -> list[pb.StoreMember]:
-        return [_member(record) for record in self._members()]
+        return [_member(record) for record in self._connections.stores]
 
     async def stat(self, remaining_s: float | None) -> pb.StoreStatResponse:
         limit_s = min(_limit(remaining_s) or STAT_S, STAT_S)
@@ -110,7 +101,7 @@ class StoreAdmin:
         # Replicas first: what they still write to the store is void before it is purged.
         now = asyncio.get_running_loop().time
         began_at = now()
-        replicas = await self._purge_caches(*wanted, remaining_s)
+        replicas = await self._connections.purge_caches(*wanted, remaining_s)
         if remaining_s is not None:
             remaining_s = max(0.0, remaining_s - (now() - began_at))
         return pb.StorePurgeResponse(
@@ -140,7 +131,7 @@ class StoreAdmin:
                 return message(member=member, **structs.asdict(answer))
             return message(member=member, error=answer if isinstance(answer, str) else f"answered {answer!r}")
 
-        return await asyncio.gather(*(ask(record) for record in self._members()))
+        return await asyncio.gather(*(ask(record) for record in self._connections.stores))
 
     async def _ask(self, address: str, request: AdminRequest, limit_s: float | None) -> AdminAnswer | str:
         """Return the store's answer, or in words why there is none and whether it may have begun."""

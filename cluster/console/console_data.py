@@ -14,7 +14,7 @@ from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.orders import Operations
 from cluster.errors import DashboardAwayError
-from cluster.gateway.request_manager import RequestManager, RequestRecord
+from cluster.gateway.request_manager import RequestInfo, RequestManager
 from cluster.metrics.gateway_counters import CURVE_S
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock
@@ -79,7 +79,7 @@ class ConsoleApi:
     async def requests(self) -> dict[str, Any]:
         """Return the running and recent requests of this gateway, the latest first."""
         now = self._clock.now()
-        records = self._requests.recent(MAX_REQUESTS)
+        records = self._requests.latest(MAX_REQUESTS)
         return {"requests": [_request(record, now) for record in records]}
 
     def explain(self, request_id: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class ConsoleApi:
         )
 
 
-def _request(record: RequestRecord, now: float) -> dict[str, Any]:
+def _request(record: RequestInfo, now: float) -> dict[str, Any]:
     """Times are milliseconds, null while not known; `age_s` counts from the request's arrival."""
     last = record.decisions[-1].decision if record.decisions else None
     return {

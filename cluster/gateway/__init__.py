@@ -1,1 +1,1 @@
-"""Requests at a gateway: manager, state machine, task, migration and replica connections. No Ray, no torch."""
+"""Requests at a gateway: manager, state machine, task, migration and connections. No Ray, no torch."""

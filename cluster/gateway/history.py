@@ -1,4 +1,4 @@
-"""What a gateway remembers of its latest requests: where their time went, what their prompts share."""
+"""The history of a gateway's latest requests: where their time went, and what their prompts share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvtransfer.common.clock import Clock
 
 MAX_REQUESTS = 256
 MAX_AGE_S = 600.0
-# Of whom `Status` tells.
+# Tenants in a status.
 NUM_TENANTS = 8
 
 
 class _Done(NamedTuple):
-    """One finished request; times are milliseconds."""
+    """A finished request; times are milliseconds."""
 
     at: float
     ttft_ms: float
@@ -44,7 +44,7 @@ class _Hits(NamedTuple):
 
 
 class RequestHistory:
-    """Bounded; one thread. `ended` is an `Observer` of the desk."""
+    """The latest requests of a gateway, bounded. `ended` is an `Observer`. Not thread-safe."""
 
     def __init__(self, block_tokens: int, clock: Clock) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ class RequestHistory:
         self._hits: OrderedDict[str, deque[_Hits]] = OrderedDict()
 
     def ended(self, request: EndedRequest) -> None:
-        """However it ended, its prompt counts as known from now on."""
+        """Record a request. However it ended, its prompt counts as known from now on."""
         prepared, summary = request.prepared, request.summary
         if prepared is None:
             return  # refused
@@ -70,8 +70,8 @@ class RequestHistory:
         if len(self._hits) > MAX_TENANTS:
             self._hits.popitem(last=False)
 
-    def recent(self) -> pb.RecentRequests:
-        """Percentiles and the slow ones' parts, of the last ten minutes."""
+    def summary(self) -> pb.RecentRequests:
+        """Return percentiles, and the stages of slow requests, of the last ten minutes."""
         oldest = self._clock.now() - MAX_AGE_S
         done = [item for item in self._done if item.at >= oldest]
         if not done:
@@ -96,7 +96,7 @@ class RequestHistory:
         )
 
     def prefixes(self) -> list[pb.PrefixReuse]:
-        """Of the tenants that sent the most prompts lately."""
+        """Return the prefix reuse of the tenants with the most recent prompts."""
         return [self._reuse(reuse._asdict()) for reuse in self._prefixes.reuse(NUM_TENANTS)]
 
     def _reuse(self, fields: dict[str, Any]) -> pb.PrefixReuse:
@@ -129,7 +129,7 @@ def _done(summary: Summary, ended_at: float) -> _Done:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, the least that at least this share of them does not exceed; 0 of none."""
+    """Return the least of sorted values that this share of them does not exceed; 0 without values."""
     if not ordered:
         return 0.0
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
@@ -140,9 +140,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 # ----------------------------------------------------------------------------------------------
-# Where a tenant's prompts leave what was known before: the reason for a low hit rate, found in the prompts.
-#
-# Fed by one gateway with every prompt; keeps hashes and counts only. Sans-I/O, bounded, one thread.
+# Where a tenant's prompts diverge from known ones: the reason for a low hit rate, found in the prompts. Keeps
+# hashes and counts only. Sans-I/O, bounded, not thread-safe.
 
 K = TypeVar("K")
 
@@ -163,7 +162,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Prompt:
-    """Tokens of one prompt: all, those in the known prefix, and an estimate of those known elsewhere."""
+    """Tokens of one prompt: all, those in the known prefix, and an estimate of known ones behind that."""
 
     num_tokens: int
     num_known: int
@@ -171,8 +170,8 @@ class _Prompt:
 
 
 class Reuse(NamedTuple):
-    """Of one tenant's latest prompts. Sizes are tokens; the last four are of those that diverge at
-    `diverge_at`, the place that costs most."""
+    """The prefix reuse of one tenant's latest prompts. Sizes are tokens; the last four fields describe those
+    that diverge at `diverge_at`, the place that costs most."""
 
     tenant: str
     num_prompts: int
@@ -185,12 +184,12 @@ class Reuse(NamedTuple):
 
 
 class PrefixTracker:
-    """What is known of earlier prompts.
+    """Finds what a prompt shares with earlier prompts.
 
         saw(tenant, keys, prompt, ...) -->  leading keys that are known: the shared prefix
                                        -->  anchors behind it that are known: text that repeats, but is moved
 
-    A block key names all tokens up to its end, so a set of keys tells the longest prefix shared with any
+    A block key names all tokens up to its end, so a set of keys shows the longest prefix shared with any
     earlier prompt. Behind it every key is new, whatever stands there; anchors see through that: windows of
     tokens chosen by their own hash, which are found again wherever they stand. Prompts that diverge early,
     with much behind that repeats, are those whose order costs a hit rate. Known is what had ended before the
@@ -207,7 +206,7 @@ class PrefixTracker:
     def saw(
         self, tenant: str, block_keys: Sequence[bytes], prompt: bytes, began_at: float, ended_at: float
     ) -> tuple[int, int]:
-        """A request has ended; `prompt` is its token ids as uint32. Returns how many of them were looked at,
+        """Record the prompt of an ended request, token ids as uint32. Returns how many of them were examined,
         and how many of those are in a known prefix."""
         keys = block_keys[: MAX_TOKENS // self._block_tokens]
         num_known = 0
@@ -230,7 +229,7 @@ class PrefixTracker:
         return len(tokens), num_known
 
     def reuse(self, num_tenants: int) -> tuple[Reuse, ...]:
-        """Of the tenants with the most prompts."""
+        """Return the reuse of the tenants with the most prompts."""
         busiest = sorted(self._prompts.items(), key=lambda item: -len(item[1]))[:num_tenants]
         return tuple(_reuse(tenant, prompts) for tenant, prompts in busiest)
 
@@ -243,7 +242,7 @@ class PrefixTracker:
 
 
 def find_anchors(tokens: NDArray[np.uint32], salt: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Starts and hashes of the chosen windows. A hash depends on the window's tokens and the salt alone.
+    """Return starts and hashes of the chosen windows. A hash depends on the window's tokens and salt alone.
 
     The sum of t[j] * B^j over a window, less its first power, by one running sum over all tokens; B is odd,
     so that it has an inverse modulo 2^64.

@@ -1,6 +1,6 @@
 """The connections of a gateway to the replicas: follows the roster, keeps a link to each, feeds the router.
 
-What concerns requests goes to `ConnectionEvents`; everything else (loads, KV events, leaving) is handled here.
+What concerns requests goes to `ConnectionEvents`; the rest (loads, KV events, leaving) is handled here.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor
 from cluster.text.tokenizer import SampleText
-from cluster.text.validation import RequestLimits, check_request
+from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import Cancel, StepFrame
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestInfo:
     """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"."""
 
     request_id: str
@@ -102,7 +102,7 @@ class RequestManager:
         self._tasks: dict[str, RequestTask] = {}
         # Running, by the client's request id.
         self._latest: dict[str, RequestTask] = {}
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._records: OrderedDict[str, RequestInfo] = OrderedDict()
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._num_arriving = 0
         self._is_leaving = False
@@ -111,7 +111,7 @@ class RequestManager:
     def num_running(self) -> int:
         return len(self._tasks)
 
-    def limits(self) -> RequestLimits:
+    def limits(self) -> ServingLimits:
         """Return what a request may ask for now."""
         return self._preprocessor.limits(self._connections.max_context_tokens)
 
@@ -171,7 +171,7 @@ class RequestManager:
         task = self._begin(request_id, prepared, texts, now, caller, resumes=bool(request.resume))
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens)
 
-    def record(self, request_id: str) -> RequestRecord:
+    def record(self, request_id: str) -> RequestInfo:
         """Return what is known of a running or recent request, or raise `UnknownRequestError`."""
         task = self._latest.get(request_id)
         if task is not None:
@@ -182,7 +182,7 @@ class RequestManager:
             raise UnknownRequestError(f"{what} one of the last {NUM_RECORDS} that ended here")
         return known
 
-    def recent(self, limit: int) -> list[RequestRecord]:
+    def latest(self, limit: int) -> list[RequestInfo]:
         """Return at most `limit` running requests and as many that ended, the latest arrivals first."""
         latest = islice(reversed(self._latest.items()), limit)
         running = [_record(request_id, task, "running", "") for request_id, task in latest]
@@ -334,9 +334,9 @@ class RequestManager:
 
 def _record(
     request_id: str, task: RequestTask, state: str, reason: str, ended_at: float = 0.0
-) -> RequestRecord:
+) -> RequestInfo:
     request = task.state
-    return RequestRecord(
+    return RequestInfo(
         request_id=request_id,
         state=state,
         reason=reason,

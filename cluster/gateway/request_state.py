@@ -342,7 +342,7 @@ class RequestState:
             self._broke(replica, reason, now, is_suspect=False, gone=replica)
 
     def on_lost(self, replica: ReplicaIdentity, reason: str, now: float) -> None:
-        """Handle that the connection to a replica ended. One that has done and sent its part is not missed."""
+        """Handle that a replica is no longer connected. One that has done and sent its part is not missed."""
         if self.phase is not RequestPhase.RUNNING:
             return
         is_target = replica == self._migration.target

@@ -1,4 +1,4 @@
-"""Requests that another application of the Ray cluster answers: another version of the model, beside ours.
+"""Requests that another application of the Ray cluster answers, with another version of the model.
 
 The roster says which share of the requests goes where. Which requests those are is decided by a hash of
 tenant and request id, so that retries and resumed streams stay where the request began.
@@ -49,8 +49,8 @@ Context = Any
 
 
 def application_of(shares: Mapping[str, float], own: str, tenant: str, request_id: str) -> str:
-    """Which application answers the request. A change of the shares moves no more requests than it must:
-    those of `own` are what the others, in the order of their names, leave."""
+    """Return which application answers the request. A change of the shares moves no more requests than it
+    must: those of `own` are what the others, in the order of their names, leave."""
     digest = hashlib.sha256(f"{tenant}\0{request_id}".encode()).digest()
     place = int.from_bytes(digest[:_HASH_BYTES], "big") / 256**_HASH_BYTES
     total = sum(shares.values())
@@ -65,7 +65,7 @@ def application_of(shares: Mapping[str, float], own: str, tenant: str, request_i
 
 
 class RemoteApp:
-    """The gateways of one other application, followed through its roster."""
+    """The gateways of another application, followed through its roster."""
 
     def __init__(self, app: str, roster: RosterClient) -> None:
         self.app = app
@@ -86,7 +86,7 @@ class RemoteApp:
             _log.warning("the roster of application %s does not answer", self.app)
 
     def in_order(self, request_id: str) -> list[str]:
-        """Addresses to try, another first for another request."""
+        """Return the addresses to try; the order depends on the request."""
         return [
             record.address
             for record in sorted(
@@ -110,7 +110,7 @@ class RemoteApp:
 
 
 class _Answer(NamedTuple):
-    """How a call ended elsewhere, as `context.abort` takes it."""
+    """How a forwarded call ended, as `context.abort` takes it."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -119,12 +119,12 @@ class _Answer(NamedTuple):
 
 
 class TrafficSplitter:
-    """Passes calls of `Generate` on to the application that shall answer them.
+    """Forwards calls of `Generate` to the application that must answer them.
 
-    A gateway of the other application that does not take the request is no reason to fail: the next one is
-    asked, then the request is answered here. Only a stream that began there and is resumed waits for it,
-    because its tokens are another model's. What was begun is passed through as it comes: messages, deadline,
-    cancellation, errors with their details.
+    A gateway of the other application that refuses the request is no reason to fail: the next one is tried,
+    then the request is answered here. Only a resumed stream that began there cannot be answered here, because
+    its tokens are another model's. Messages, deadline, cancellation and errors with their details are passed
+    through as they come.
     """
 
     def __init__(
@@ -147,18 +147,21 @@ class TrafficSplitter:
         self._others: dict[str, RemoteApp] = {}
         self._channels: dict[str, Any] = {}
         self._calls: set[Any] = set()
-        # Of passed-on requests, by id.
+        # Of forwarded requests, by id.
         self._addresses: OrderedDict[str, str] = OrderedDict()
         self._is_leaving = self._is_closed = False
 
     @property
     def num_running(self) -> int:
-        """Calls that are being answered elsewhere."""
+        """The number of calls that other applications are answering."""
         return len(self._calls)
 
     async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
-        """True when the call was answered elsewhere, to its end; False: answer it here. The request gets an
-        id if it has none. Ends by `context.abort` where the other application's answer is an error."""
+        """Return True when another application answered the call to its end; False: answer it here.
+
+        The request gets an id if it has none. Ends by `context.abort` where the other application answers with
+        an error.
+        """
         shares = self._connections.roster_view.traffic
         if not shares or self._open_roster is None or self._is_leaving:
             return False
@@ -169,13 +172,13 @@ class TrafficSplitter:
         began_at = metadata.get(APPLICATION_KEY, "") if request.resume else ""
         must = began_at in shares
         app = began_at if must else application_of(shares, self._app, request.tenant, request.request_id)
-        if app != self._app and await self._pass_on(app, request, context, must=must):
+        if app != self._app and await self._forward(app, request, context, must=must):
             return True
         await context.send_initial_metadata(((APPLICATION_KEY, self._app),))
         return False
 
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse | None:
-        """As the gateway answers that a request was passed on to; None where there is none, or it is gone."""
+        """Return the answer of the gateway that the request was forwarded to; None where there is none."""
         address = self._addresses.get(request.request_id)
         if address is None:
             return None
@@ -186,7 +189,7 @@ class TrafficSplitter:
         return reply
 
     def leave(self) -> None:
-        """Pass on no more calls; those that run go on."""
+        """Forward no more calls; those that run continue."""
         self._is_leaving = True
 
     def close(self) -> None:
@@ -202,7 +205,7 @@ class TrafficSplitter:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _pass_on(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
+    async def _forward(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
         began_at = self._clock.now()
         other = self._remote_app(app)
         await other.wait_seen()

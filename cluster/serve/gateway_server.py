@@ -42,7 +42,7 @@ _DRAIN_LOOK_S = 0.05
 _NOTICE_S = 10.0
 # How long a gateway that takes a port over waits for its replicas before it listens.
 _TAKE_OVER_S = 10.0
-# gRPC lets a connection live up to a tenth longer than it is told.
+# gRPC lets a connection live up to a tenth longer than its age limit.
 _AGE_JITTER = 1.1
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -105,15 +105,13 @@ class Gateway:
             secret=secret,
             clock=clock,
         )
-        self._tracer: RequestTracer | None = None
-        observers: list[Observer] = [log_access] if config.logs.access else []
-        if config.tracing.endpoint:
-            self._tracer = RequestTracer(
-                config.tracing, app=config.app, gateway_id=gateway_id, model=config.model_name, clock=clock
-            )
-            observers.append(self._tracer)
         history = RequestHistory(block_tokens, clock)
-        observers.append(history.ended)
+        self._tracer = _open_tracer(config, gateway_id, clock)
+        observers: list[Observer] = [history.ended]
+        if config.logs.access:
+            observers.append(log_access)
+        if self._tracer is not None:
+            observers.append(self._tracer)
         self.requests = RequestManager(
             preprocessor=self._preprocessor,
             connections=self.connections,
@@ -129,9 +127,7 @@ class Gateway:
                 itl_slo_s=config.scaling.itl_slo_s,
             ),
         )
-        stores = StoreAdmin(
-            lambda: self.connections.stores, self.connections.purge_caches, secret, gateway_id
-        )
+        stores = StoreAdmin(self.connections, secret, gateway_id)
         status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history
         )
@@ -278,3 +274,12 @@ class Gateway:
         value = status.SERVING if self._is_serving else status.NOT_SERVING
         for name in ("", SERVICE_NAME):
             await self._health.set(name, value)
+
+
+def _open_tracer(config: ClusterConfig, gateway_id: str, clock: Clock) -> RequestTracer | None:
+    """Return what sends traces; None where the configuration wants none."""
+    if not config.tracing.endpoint:
+        return None
+    return RequestTracer(
+        config.tracing, app=config.app, gateway_id=gateway_id, model=config.model_name, clock=clock
+    )

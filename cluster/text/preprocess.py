@@ -14,7 +14,7 @@ from cluster.errors import TemplateError
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
-from cluster.text.validation import RequestLimits, max_tokens_of, sampling_of
+from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.handshake import draw_id
@@ -95,9 +95,9 @@ class Preprocessor:
         """Whether the model has a chat template."""
         return self._chat is not None
 
-    def limits(self, max_context_tokens: int) -> RequestLimits:
+    def limits(self, max_context_tokens: int) -> ServingLimits:
         """Return what a request may ask for; `max_context_tokens` 0: no replica has reported its own yet."""
-        return RequestLimits(
+        return ServingLimits(
             model_name=self._model_name,
             vocab_size=self._model.vocab_size,
             max_context_tokens=max_context_tokens or self._model.max_context_tokens,
@@ -106,7 +106,7 @@ class Preprocessor:
             allow_pins=self._allow_pins,
         )
 
-    async def prompt_tokens(self, request: pb.GenerateRequest, limits: RequestLimits) -> bytes:
+    async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> bytes:
         """Return the prompt of a checked request, as uint32 little-endian."""
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
@@ -119,7 +119,7 @@ class Preprocessor:
         self,
         request: pb.GenerateRequest,
         prompt: bytes,
-        limits: RequestLimits,
+        limits: ServingLimits,
         *,
         fingerprint: bytes,
         deadline_at: float | None,
@@ -161,8 +161,8 @@ class Preprocessor:
         """Return the text of token ids."""
         return self._text.decode(tokens, keep_special_tokens=keep_special_tokens)
 
-    async def render_chat(self, chat: pb.ChatMessages, limits: RequestLimits) -> str:
-        """Render the prompt's text by the model's template; raise `TemplateError` when that cannot be done."""
+    async def render_chat(self, chat: pb.ChatMessages, limits: ServingLimits) -> str:
+        """Render the prompt by the model's template; raise `TemplateError` when that cannot be done."""
         if self._chat is None:
             raise TemplateError("this model has no chat template; send text instead")
         return await self._chat.render(

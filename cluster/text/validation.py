@@ -35,7 +35,7 @@ _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
+class ServingLimits:
     """What a request may ask for; from the configuration, the model and the connected replicas."""
 
     model_name: str
@@ -50,7 +50,7 @@ class RequestLimits:
         return self.max_context_tokens * MAX_BYTES_PER_TOKEN
 
 
-def check_model(name: str, limits: RequestLimits) -> None:
+def check_model(name: str, limits: ServingLimits) -> None:
     """`UnknownModelError` when `name` is neither empty nor the served model."""
     if name not in ("", limits.model_name):
         raise UnknownModelError(f"model {name[:100]!r} is not served here; served: {limits.model_name!r}")
@@ -58,7 +58,7 @@ def check_model(name: str, limits: RequestLimits) -> None:
 
 _UNKNOWN = 1 << 62
 # What no gateway accepts is refused by these.
-_ANYWHERE = RequestLimits(
+_ANYWHERE = ServingLimits(
     model_name="",
     vocab_size=_UNKNOWN,
     max_context_tokens=_UNKNOWN,
@@ -75,7 +75,7 @@ def check_values(request: pb.GenerateRequest) -> None:
         raise InvalidRequestError(*found)
 
 
-def check_request(request: pb.GenerateRequest, limits: RequestLimits) -> None:
+def check_request(request: pb.GenerateRequest, limits: ServingLimits) -> None:
     """Everything that can be known before tokenizing; `InvalidRequestError` names every bad field."""
     check_model(request.model, limits)
     found = _violations(request, limits)
@@ -83,7 +83,7 @@ def check_request(request: pb.GenerateRequest, limits: RequestLimits) -> None:
         raise InvalidRequestError(*found)
 
 
-def check_tokenize(request: pb.TokenizeRequest, limits: RequestLimits) -> None:
+def check_tokenize(request: pb.TokenizeRequest, limits: ServingLimits) -> None:
     """As `check_request`, for text that is only tokenized: empty text is fine."""
     check_model(request.model, limits)
     kind = request.WhichOneof("input")
@@ -97,7 +97,7 @@ def check_tokenize(request: pb.TokenizeRequest, limits: RequestLimits) -> None:
         raise InvalidRequestError(*found)
 
 
-def check_detokenize(request: pb.DetokenizeRequest, limits: RequestLimits) -> None:
+def check_detokenize(request: pb.DetokenizeRequest, limits: ServingLimits) -> None:
     """`UnknownModelError`, or `InvalidRequestError` for ids that the model does not have, or too many."""
     check_model(request.model, limits)
     num_tokens = len(request.token_ids)
@@ -109,7 +109,7 @@ def check_detokenize(request: pb.DetokenizeRequest, limits: RequestLimits) -> No
         raise InvalidRequestError(*found)
 
 
-def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: RequestLimits) -> int:
+def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: ServingLimits) -> int:
     """The request's `max_tokens`, or the default cut to what the context leaves after the prompt."""
     if num_prompt_tokens == 0:
         raise InvalidRequestError(FieldViolation("prompt", "it has no tokens; send more text"))
@@ -150,7 +150,7 @@ def sampling_of(request: pb.GenerateRequest, max_tokens: int) -> SamplingParams:
     )
 
 
-def _violations(request: pb.GenerateRequest, limits: RequestLimits) -> list[FieldViolation]:
+def _violations(request: pb.GenerateRequest, limits: ServingLimits) -> list[FieldViolation]:
     return [
         *_prompt_violations(request, limits),
         *_choice_violations(request, limits),
@@ -161,7 +161,7 @@ def _violations(request: pb.GenerateRequest, limits: RequestLimits) -> list[Fiel
     ]
 
 
-def _prompt_violations(request: pb.GenerateRequest, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _prompt_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     kind = request.WhichOneof("prompt")
     if kind == "text":
         if not request.text:
@@ -181,7 +181,7 @@ def _prompt_violations(request: pb.GenerateRequest, limits: RequestLimits) -> It
         yield FieldViolation("prompt", "is missing; send one of text, token_ids or chat")
 
 
-def _chat_violations(chat: pb.ChatMessages, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _chat_violations(chat: pb.ChatMessages, limits: ServingLimits) -> Iterator[FieldViolation]:
     turns = chat.messages
     if not turns:
         yield FieldViolation("chat", "has no messages; send at least one")
@@ -193,7 +193,7 @@ def _chat_violations(chat: pb.ChatMessages, limits: RequestLimits) -> Iterator[F
     yield from _size_violations("prompt", num_bytes, limits)
 
 
-def _choice_violations(request: pb.GenerateRequest, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _choice_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     """How tokens are chosen."""
     yield from _number(request, "temperature", lambda it: it >= 0, "0 (greedy) or more")
     yield from _number(request, "top_k", lambda it: it >= 0, "0 (off) or more")
@@ -220,7 +220,7 @@ def _choice_violations(request: pb.GenerateRequest, limits: RequestLimits) -> It
             yield FieldViolation(f"logit_bias[{token}]", problem)
 
 
-def _length_violations(request: pb.GenerateRequest, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _length_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     most = limits.max_context_tokens
     yield from _number(request, "max_tokens", lambda it: it >= 1, "1 or more, or absent")
     yield from _number(request, "min_tokens", lambda it: 0 <= it <= most, _range(0, most))
@@ -229,7 +229,7 @@ def _length_violations(request: pb.GenerateRequest, limits: RequestLimits) -> It
         yield FieldViolation("min_tokens", problem)
 
 
-def _stop_violations(request: pb.GenerateRequest, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _stop_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     if len(request.stop) > MAX_STOPS:
         yield FieldViolation("stop", f"has {len(request.stop)} strings; at most {MAX_STOPS} are accepted")
     for index, stop in enumerate(request.stop[:MAX_STOPS]):
@@ -245,7 +245,7 @@ def _stop_violations(request: pb.GenerateRequest, limits: RequestLimits) -> Iter
         yield from _vocab_violations("stop_token_ids", request.stop_token_ids, limits)
 
 
-def _identity_violations(request: pb.GenerateRequest, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _identity_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     """Who asks, how urgently, and where."""
     for field, max_chars in (("tenant", 64), ("request_id", 128)):
         value = getattr(request, field)
@@ -261,11 +261,11 @@ def _identity_violations(request: pb.GenerateRequest, limits: RequestLimits) -> 
         yield FieldViolation("pins", problem)
 
 
-def _resume_violations(request: pb.GenerateRequest, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _resume_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     if not request.resume:
         return
     if not request.HasField("seed"):
-        yield FieldViolation("seed", "is missing; a resumed request needs the seed told in `accepted`")
+        yield FieldViolation("seed", "is missing; a resumed request needs the seed that `accepted` gave")
     num_samples = max(1, request.n)
     seen: set[int] = set()
     for index, resumed in enumerate(request.resume[: limits.max_samples + 1]):
@@ -296,7 +296,7 @@ def _number(
             yield FieldViolation(field, f"is {value:g}; must be {wanted}")
 
 
-def _size_violations(field: str, num_bytes: int, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _size_violations(field: str, num_bytes: int, limits: ServingLimits) -> Iterator[FieldViolation]:
     if num_bytes > limits.max_prompt_bytes:
         problem = (
             f"is {num_bytes} bytes long; at most {limits.max_prompt_bytes} can fit the model's context "
@@ -305,7 +305,7 @@ def _size_violations(field: str, num_bytes: int, limits: RequestLimits) -> Itera
         yield FieldViolation(field, problem)
 
 
-def _vocab_violations(field: str, ids: Any, limits: RequestLimits) -> Iterator[FieldViolation]:
+def _vocab_violations(field: str, ids: Any, limits: ServingLimits) -> Iterator[FieldViolation]:
     bad = [token for token in ids if token >= limits.vocab_size]
     if bad:
         shown = ", ".join(str(token) for token in bad[:_NUM_SHOWN])
@@ -314,7 +314,7 @@ def _vocab_violations(field: str, ids: Any, limits: RequestLimits) -> Iterator[F
         yield FieldViolation(field, problem)
 
 
-def _too_long(num_tokens: int, limits: RequestLimits) -> FieldViolation:
+def _too_long(num_tokens: int, limits: ServingLimits) -> FieldViolation:
     problem = (
         f"has {num_tokens} tokens; the model's context is {limits.max_context_tokens} and at least one "
         "must be left for the answer; shorten it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 
 # (work, name) -> the task: `SupervisedTasks.spawn` of the owner that answers for its errors.
 Spawn = Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"]
@@ -57,3 +57,14 @@ class SupervisedTasks:
         else:
             context = {"message": f"task {task.get_name()!r} failed", "exception": error, "task": task}
             task.get_loop().call_exception_handler(context)
+
+
+async def wait_first(*awaitables: Awaitable[object]) -> None:
+    """Return when one of them is done, and cancel the others, except futures and tasks that were passed."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, awaitable in zip(tasks, awaitables, strict=True):
+            if task is not awaitable:
+                task.cancel()

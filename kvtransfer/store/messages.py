@@ -1,27 +1,28 @@
-"""Everything of the store that crosses a wall.
+"""Every message of the tiered store, and the constants that its processes share.
 
-Four borders: brain and owner (the node's store process), rank and owner, brain and rank (store orders and
-their reports), owner and owner. Keys are 16 bytes, offsets and sizes bytes, times seconds. An *offset* names
-a record in the arena: where its header page starts; the payload follows after `HEADER_BYTES`. The file is
-over 400 lines because what crosses a wall is listed in one place.
+There are four connections: engine core to owner (the node's store server), rank to owner, engine core to rank
+(orders to the store worker and their reports), and owner to owner. Keys are 16 bytes, offsets and sizes are in
+bytes, times in seconds. An *offset* names a record in the arena: the position of its header page, which the
+payload follows after `HEADER_BYTES`. The file is over 400 lines because all messages stand in one place.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kvtransfer.codec import Codec, Message, Part
+from kvtransfer.errors import StoreError, WireError
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
 
 STORE_PROTOCOL = 3
 HEADER_BYTES = 4096
 
-# Where a block lies, the cheapest first. "remote": in a tier of another node.
+# Where a block is held, the cheapest tier first. "remote": in a tier of another node.
 Tier = Literal["dram", "nvme", "remote"]
 
-# In a `PutGrant`: that record is in the host tier already, or is being written; nothing to do.
+# In a `PutGrant`: the record is already in the host tier, or is being written.
 HELD = -1
-# In a `PutGrant`: no room, no arena, or the tenant's share is used up.
+# In a `PutGrant`: there is no space or no arena, or the tenant's share is used up.
 REFUSED = -2
 
 
@@ -29,8 +30,8 @@ REFUSED = -2
 
 
 class RecordId(Part, frozen=True):
-    """What names a record: the space (model, dtype and block layout; `kvtransfer.store.record.space_id`), the
-    block's chained key, and the part of the model whose KV it holds."""
+    """Names a record: its space (model, dtype and block layout; `kvtransfer.store.record.space_id`), the block's
+    chained key, and the part of the model whose KV the record holds."""
 
     space: bytes
     key: bytes
@@ -38,8 +39,8 @@ class RecordId(Part, frozen=True):
 
 
 class RecordInfo(Part, frozen=True):
-    """A record as every tier knows it. `parent` is the key of the block before (b"" at the root), `chain` the
-    first key of its chain, `num_bytes` its payload, `checksum` the payload's (`kvtransfer.blocks.checksum`)."""
+    """Describes a record in any tier. `parent` is the key of the preceding block (b"" at the root), `chain` the
+    first key of its chain; `num_bytes` and `checksum` (`kvtransfer.blocks.checksum`) are the payload's."""
 
     id: RecordId
     parent: bytes
@@ -51,12 +52,12 @@ class RecordInfo(Part, frozen=True):
     checksum: int
 
 
-# ------------------------------------------------------------------------------------- brain and owner
+# ------------------------------------------------------------------------------- engine core and owner
 
 
 class EngineHello(Message, frozen=True):
-    """Engine core to owner, first: whose records it will put and ask for. `session` is drawn once in a brain's life
-    and shared with its ranks; `shards` are those of its ranks, in rank order."""
+    """Engine core to owner, first: identifies the replica whose records it will put and fetch. The engine core
+    draws `session` once and shares it with its ranks; `shards` are those of its ranks, in rank order."""
 
     protocol: int
     session: bytes
@@ -66,15 +67,15 @@ class EngineHello(Message, frozen=True):
 
 
 class StoreWelcome(Message, frozen=True):
-    """Owner to brain: it may ask. Told again after every change of the rates (1e9 bytes a second, 0: not yet
-    measured) at which the owner brings records into the host tier, by tier."""
+    """Owner to engine core: requests are accepted. Sent again when the rates change at which the owner brings
+    records into the host tier (by tier, in 1e9 bytes a second; 0: not yet measured)."""
 
     owner: ReplicaIdentity
     gb_s: dict[str, float]
 
 
 class StoreRefusal(Message, frozen=True):
-    """Owner to whoever connected: it cannot work with them; the connection closes."""
+    """Owner to any client: the connection is refused and closes."""
 
     reason: str
 
@@ -89,7 +90,7 @@ class NewRecord(Part, frozen=True):
 
 
 class PutRequest(Message, frozen=True):
-    """Engine core to owner: room for these records, all of one chain and tenant. Answered by `PutGrant`."""
+    """Engine core to owner: reserve space for these records of one chain and tenant. Answered by `PutGrant`."""
 
     number: int
     tenant: str
@@ -98,8 +99,8 @@ class PutRequest(Message, frozen=True):
 
 
 class PutGrant(Message, frozen=True):
-    """Owner to brain: where each record goes in the arena named `arena`, or `HELD`, or `REFUSED`. What is
-    granted belongs to the session until it is committed or abandoned."""
+    """Owner to engine core: the offset of each record in the arena named `arena`, or `HELD`, or `REFUSED`.
+    Granted space belongs to the session until it is committed or abandoned."""
 
     number: int
     arena: bytes
@@ -107,7 +108,7 @@ class PutGrant(Message, frozen=True):
 
 
 class PutCommit(Message, frozen=True):
-    """Engine core to owner: `written` are (offset, payload checksum) of records whose bytes are all there;
+    """Engine core to owner: `written` are (offset, payload checksum) of records that are written completely;
     `abandoned` are offsets that nobody writes (any more)."""
 
     written: tuple[tuple[int, int], ...]
@@ -115,8 +116,8 @@ class PutCommit(Message, frozen=True):
 
 
 class FindRequest(Message, frozen=True):
-    """Engine core to owner: which of these blocks (a chain or its rest) could be had? Answered within the look-up
-    budget by `FindAnswer`."""
+    """Engine core to owner: which of these blocks (a chain or its rest) can be fetched? Answered by `FindAnswer`
+    within the look-up budget."""
 
     number: int
     chain: bytes
@@ -124,17 +125,17 @@ class FindRequest(Message, frozen=True):
 
 
 class FindAnswer(Message, frozen=True):
-    """Owner to brain: the tier of each leading block that can be had for all the session's shards; shorter
-    than what was asked when a block is missing."""
+    """Owner to engine core: the tier of each leading block that is available for all shards of the session;
+    shorter than the request when a block is missing."""
 
     number: int
     tiers: tuple[Tier, ...]
 
 
 class FetchRequest(Message, frozen=True):
-    """Engine core to owner: bring these blocks into the host tier. `to_device`: their sources are told as they come
-    (`FetchedBlocks`) and leased until `FetchRelease`; else they are only kept there for a while (a prefetch),
-    and nothing is answered."""
+    """Engine core to owner: bring these blocks into the host tier. With `to_device`, their sources are sent as
+    they arrive (`FetchedBlocks`) and leased until `FetchRelease`. Otherwise this is a prefetch: the blocks are
+    kept there for a while, and there is no answer."""
 
     number: int
     chain: bytes
@@ -143,7 +144,7 @@ class FetchRequest(Message, frozen=True):
 
 
 class Source(Part, frozen=True):
-    """Rank `rank` finds `piece` of its shard of a block in the record of `shard` at `offset`."""
+    """Rank `rank` reads `piece` of its shard of a block from the record of `shard` at `offset`."""
 
     rank: int
     offset: int
@@ -154,31 +155,31 @@ class Source(Part, frozen=True):
 
 
 class FetchedBlocks(Message, frozen=True):
-    """Owner to brain: the next blocks of a fetch, [first, first + len(blocks)) of its keys, each with the
-    sources that together cover all the session's shards. After `is_last` nothing more comes: blocks beyond
-    are a miss, because of `reason`."""
+    """Owner to engine core: the next blocks of a fetch, [first, first + len(blocks)) of its keys, each with the
+    sources that together cover all shards of the session. `is_last` ends the fetch: any further blocks are
+    misses, because of `reason`."""
 
     number: int
     arena: bytes
     first: int
     blocks: tuple[tuple[Source, ...], ...]
-    # From where each block came.
+    # The tier from which each block came.
     tiers: tuple[Tier, ...]
     is_last: bool
     reason: str = ""
 
 
 class FetchRelease(Message, frozen=True):
-    """Engine core to owner: the fetch's leases end (before its last message it also stops). `bad` are offsets of
-    records whose bytes had another sum: they leave all tiers of this node."""
+    """Engine core to owner: end the leases of the fetch, and the fetch itself if it still runs. `bad` are the
+    offsets of records with a wrong checksum, which are dropped from all tiers of this node."""
 
     number: int
     bad: tuple[int, ...] = ()
 
 
 class TierEvents(Message, frozen=True):
-    """Owner to brain: what changed in this node's tiers for the session's space and shards. The first one
-    after the welcome tells all there is. A block is told in its cheapest tier only; `removed` are in no tier
+    """Owner to engine core: changes of this node's tiers for the session's space and shards. The first one after
+    the welcome lists all blocks. A block is listed in its cheapest tier only; `removed` blocks are in no tier
     of the node any more."""
 
     stored: tuple[BlocksStored, ...]
@@ -189,8 +190,9 @@ class TierEvents(Message, frozen=True):
 
 
 class RankHello(Message, frozen=True):
-    """Rank to owner, first, over the node's unix socket. With `arena` it has an arena mapped since before the
-    owner started, and its descriptor comes with the next byte: the owner adopts it if it has none."""
+    """Rank to owner, first, over the node's unix socket. With `arena` the rank offers an arena that it mapped
+    before the owner started, and whose descriptor follows with the next byte: the owner adopts it if it has
+    none."""
 
     protocol: int
     session: bytes
@@ -200,36 +202,36 @@ class RankHello(Message, frozen=True):
 
 
 class ArenaGrant(Message, frozen=True):
-    """Owner to rank: the arena's descriptor comes with the next byte (not when it is the offered one, then
-    `is_yours`). The connection stays open as long as the rank has the arena mapped: its end proves that
-    the rank writes no more."""
+    """Owner to rank: the arena to map. Its descriptor follows with the next byte, unless it is the one that the
+    rank offered (`is_yours`). The connection stays open as long as the rank has the arena mapped: its end
+    proves that the rank writes no more."""
 
     arena: bytes
     num_bytes: int
     is_yours: bool
 
 
-# -------------------------------------------------------------------------------------- brain and rank
+# -------------------------------------------------------------------------------- engine core and rank
 
 
 class AttachStore(Message, frozen=True):
     """To every rank: connect to the owner at this abstract unix socket and map its arena (again, when the
-    owner was restarted). Copies ordered before are finished first. Answered by `StoreAttached`."""
+    owner was restarted). Earlier orders are finished first. Answered by `StoreAttached`."""
 
     address: str
     session: bytes
 
 
 class StoreAttached(Message, frozen=True):
-    """Answer: the arena that is mapped now, or why none is. Sent again, with an error, when the owner's
-    connection ends."""
+    """Answer: the arena that is mapped now, or the reason why none is. Sent again, with an error, when the
+    connection to the owner ends."""
 
     arena: bytes
     error: str = ""
 
 
 class StoreCopy(Part, frozen=True):
-    """The rank's part of block `block_id` and the record at `offset`."""
+    """Pairs the rank's part of block `block_id` with the record at `offset`."""
 
     block_id: int
     offset: int
@@ -244,8 +246,8 @@ class StorePut(Message, frozen=True):
 
 
 class StorePutDone(Message, frozen=True):
-    """Answer: the payload's checksum of each copy, in order; empty with an error, after which none of them is
-    written by this rank."""
+    """Answer: the payload's checksum of each copy, in order. With an error there are none, and the rank writes
+    none of the records any more."""
 
     number: int
     sums: tuple[int, ...]
@@ -256,7 +258,7 @@ class StorePutDone(Message, frozen=True):
 
 class StoreRead(Part, frozen=True):
     """Fill `piece` of block `block_id` from the record of `shard` at `offset`, whose payload of `num_bytes`
-    must have this sum."""
+    must have this checksum."""
 
     block_id: int
     offset: int
@@ -267,7 +269,7 @@ class StoreRead(Part, frozen=True):
 
 
 class StoreGet(Message, frozen=True):
-    """To one rank: copy from records into blocks, and check every record read. Answered by `StoreGetDone`."""
+    """To one rank: copy from records into blocks, and verify every record. Answered by `StoreGetDone`."""
 
     number: int
     arena: bytes
@@ -275,7 +277,7 @@ class StoreGet(Message, frozen=True):
 
 
 class StoreGetDone(Message, frozen=True):
-    """Answer: `bad` are the indices of the reads whose record had another sum; all of them with an error."""
+    """Answer: `bad` are the indices of the reads whose record had a wrong checksum; with an error, all of them."""
 
     number: int
     bad: tuple[int, ...]
@@ -288,7 +290,7 @@ class StoreGetDone(Message, frozen=True):
 
 
 class OwnerHello(Message, frozen=True):
-    """Owner to owner, first, over TCP: who asks. Records are exchanged in granules of the arenas."""
+    """Owner to owner, first, over TCP: identifies the sender. Records are exchanged in granules of the arenas."""
 
     protocol: int
     owner: ReplicaIdentity
@@ -296,8 +298,8 @@ class OwnerHello(Message, frozen=True):
 
 
 class SendRecords(Message, frozen=True):
-    """Owner to owner: write these records of yours into my arena. `granules[i]` are my granules that record i
-    takes, header first; `target` is how my transfer agent is reached. Answered by `RecordsSent`."""
+    """Owner to owner: write these records into the requester's arena. `granules[i]` are its granules for record i,
+    header first; `target` are the endpoints of its transfer agent. Answered by `RecordsSent`."""
 
     landing_id: bytes
     target: RankEndpoints
@@ -306,8 +308,8 @@ class SendRecords(Message, frozen=True):
 
 
 class RecordsSent(Message, frozen=True):
-    """Answer: these are written and visible, whole; (index in the request, checksum of the payload). The
-    others are not held any more, or could not be sent. Nothing of the landing is written after this."""
+    """Answer: the records that are written completely, as (index in the request, checksum of the payload). The
+    others are no longer held, or could not be sent. Nothing of the landing is written after this."""
 
     landing_id: bytes
     sent: tuple[tuple[int, int], ...]
@@ -315,7 +317,7 @@ class RecordsSent(Message, frozen=True):
 
 
 class StopSending(Message, frozen=True):
-    """Owner to owner: not wanted any more; `RecordsSent` still comes, when nothing is written any more."""
+    """Owner to owner: stop sending. `RecordsSent` still follows, once nothing is written any more."""
 
     landing_id: bytes
 
@@ -324,18 +326,18 @@ class StopSending(Message, frozen=True):
 
 
 class AdminHello(Message, frozen=True):
-    """First of whoever asks about or purges the store."""
+    """First message of an administrator."""
 
     protocol: int
 
 
 class StatRequest(Message, frozen=True):
-    """Answered by `StoreStat`."""
+    """Ask for the statistics of all tiers. Answered by `StoreStat`."""
 
 
 class TierStat(Part, frozen=True):
-    """One tier of a node. Bytes are of whole records (header and padding); counters grow from the owner's
-    start. `num_written_bytes` over `num_put_bytes` is the write amplification."""
+    """Statistics of one tier of a node. Bytes are of whole records (with header and padding); counters start
+    with the owner. `num_written_bytes` over `num_put_bytes` is the write amplification."""
 
     tier: Tier
     num_bytes: int
@@ -357,12 +359,12 @@ class TierStat(Part, frozen=True):
     write_gb_s: float = 0.0
     # Moving average of one read (nvme), one fetch (remote).
     latency_s: float = 0.0
-    # What is wrong with it; "" while all is well.
+    # What is wrong with the tier, or "".
     note: str = ""
 
 
 class IndexStat(Part, frozen=True):
-    """The owner's view of the cluster-wide index. `state` is "off", "up", "slow" (look-ups are cut off) or
+    """Statistics of the cluster-wide index, as the owner sees it. `state` is "off", "up", "slow" (look-ups are cut off) or
     "down"."""
 
     state: str
@@ -371,7 +373,7 @@ class IndexStat(Part, frozen=True):
     num_late: int = 0
     num_errors: int = 0
     num_announced: int = 0
-    # Announcements that found no room in the queue; the index heals later.
+    # Announcements that did not fit in the queue; a rebuild announces them later.
     num_dropped: int = 0
     num_rebuilds: int = 0
     latency_s: float = 0.0
@@ -379,7 +381,7 @@ class IndexStat(Part, frozen=True):
 
 
 class StoreStat(Message, frozen=True):
-    """Of one node."""
+    """Statistics of one node's store."""
 
     owner: ReplicaIdentity
     tiers: tuple[TierStat, ...]
@@ -389,8 +391,7 @@ class StoreStat(Message, frozen=True):
 
 
 class ListRequest(Message, frozen=True):
-    """Records of this node, filtered; `model` is a prefix of the fingerprint in hex. Answered by
-    `StoreListing`."""
+    """List records of this node; `model` is a prefix of the fingerprint in hex. Answered by `StoreListing`."""
 
     tenant: str | None
     model: str | None
@@ -398,7 +399,7 @@ class ListRequest(Message, frozen=True):
 
 
 class ListedRecord(Part, frozen=True):
-    """A record and the tiers of this node that hold it."""
+    """Describes a record and the tiers of this node that hold it."""
 
     info: RecordInfo
     tiers: tuple[Tier, ...]
@@ -413,14 +414,14 @@ class StoreListing(Message, frozen=True):
 
 
 class VerifyRequest(Message, frozen=True):
-    """Read every record of every tier of this node and compare its sum; bad ones are dropped."""
+    """Verify the checksum of every record in every tier of this node, and drop the bad ones."""
 
     tenant: str | None
     model: str | None
 
 
 class VerifyResult(Message, frozen=True):
-    """Answer to `VerifyRequest`, by tier: records read, and those that were bad."""
+    """Answer to `VerifyRequest`, by tier: the records that were read and those that were bad."""
 
     num_read: dict[str, int]
     num_bad: dict[str, int]
@@ -429,15 +430,15 @@ class VerifyResult(Message, frozen=True):
 
 
 class PurgeRequest(Message, frozen=True):
-    """Delete from every tier of this node, so that no restart brings it back; None: of all."""
+    """Delete matching records (None: any) from every tier of this node, so that no restart brings them back."""
 
     tenant: str | None
     model: str | None
 
 
 class PurgeResult(Message, frozen=True):
-    """Answer to `PurgeRequest`: records and bytes deleted, by tier. Records that were leased or being written
-    are deleted too, as soon as their last user is done (`num_pending`); they cannot be found any more."""
+    """Answer to `PurgeRequest`: the number and bytes of the deleted records, by tier. Records that were leased or
+    being written cannot be found any more, and are deleted when their last user is done (`num_pending`)."""
 
     num_records: dict[str, int]
     num_bytes: dict[str, int]
@@ -445,7 +446,7 @@ class PurgeResult(Message, frozen=True):
 
 
 class AdminFailed(Message, frozen=True):
-    """Answer instead of a result."""
+    """Answer instead of a result: why the request failed."""
 
     reason: str
 
@@ -471,3 +472,15 @@ FromOwner = (
 
 TO_OWNER_CODEC: Codec[ToOwner] = Codec(ToOwner)
 FROM_OWNER_CODEC: Codec[FromOwner] = Codec(FromOwner)
+
+M = TypeVar("M")
+
+
+def expect(message: FromOwner, kind: type[M]) -> M:
+    """Return an owner's message if it is of this kind; otherwise raise `StoreError` with the reason of a
+    refusal, or `WireError`."""
+    if isinstance(message, StoreRefusal):
+        raise StoreError(f"refused by the owner: {message.reason}")
+    if not isinstance(message, kind):
+        raise WireError(f"expected {kind.__name__}, got {type(message).__name__}")
+    return message

@@ -1,7 +1,8 @@
-"""What a record looks like, in the arena and on NVMe alike: one header page, then the payload, padded.
+"""The format of a record, in the arena and on NVMe alike: one header page, then the padded payload.
 
 The page starts with magic, checksum, version and length, at the same places in every version of the format;
-the checksum (`kvtransfer.blocks.checksum`) covers version, length and fields. Headers suffice to rebuild the books.
+the checksum (`kvtransfer.blocks.checksum`) covers version, length and fields. The headers alone suffice to
+rebuild the tables of a tier.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MAX_FIELDS_BYTES = HEADER_BYTES - _FRONT.size
 
 class Writer(NamedTuple):
     """A process that may write the payload of an allocated record: its id, its start time (clock ticks since
-    boot, `kvtransfer.store.server.arena_manager`) and the session for which it writes (b"": the owner itself)."""
+    boot) and the session for which it writes (b"": the owner itself)."""
 
     process_id: int
     started_at: int
@@ -44,15 +45,16 @@ class Writer(NamedTuple):
 
 
 class RecordPlace(NamedTuple):
-    """Where in which arena a header was written: one that lies elsewhere is a copy, or bytes left behind."""
+    """The arena (or segment) and offset for which a header was written: at any other place the header is a copy,
+    or left over."""
 
     arena: bytes
     offset: int
 
 
 class Header(Part, frozen=True):
-    """All of a header page. `sequence` grows with every header that an owner writes; `writer` is None when
-    nobody writes (any more), `place` is None when it was not made for an arena."""
+    """The contents of a header page. `sequence` grows with every header that an owner writes; `writer` is None
+    when nobody writes (any more), `place` is None when the header was not made for an arena."""
 
     info: RecordInfo
     state: State
@@ -66,14 +68,14 @@ _THREAD = threading.local()
 
 
 def space_id(compatibility: CompatibilityRecord) -> bytes:
-    """What names the space of a model, dtype and block layout: equal where KV can be used. 8 bytes."""
+    """Return the 8-byte name of the space of a model, dtype and block layout. KV is shared within a space."""
     fields = msgspec.structs.asdict(compatibility)
     del fields["protocol"]
     return hashlib.sha256(msgspec.msgpack.encode(fields)).digest()[:SPACE_BYTES]
 
 
 def image_bytes(num_payload: int) -> int:
-    """Size of the whole record of a payload of `num_payload` bytes: header page and padded payload."""
+    """Return the size of a whole record with a payload of `num_payload` bytes: header page and padded payload."""
     return HEADER_BYTES + -(-num_payload // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -84,7 +86,7 @@ def encode_header(
     writer: Writer | None = None,
     place: RecordPlace | None = None,
 ) -> bytes:
-    """The header page, `HEADER_BYTES` long. `StoreError` when the tenant's name or the rest is too long."""
+    """Return the header page, of `HEADER_BYTES`. `StoreError` when the tenant's name or the rest is too long."""
     num_tenant_bytes = len(info.tenant.encode())
     if num_tenant_bytes > MAX_TENANT_BYTES:
         raise StoreError(f"the tenant's name has {num_tenant_bytes} bytes; a record takes {MAX_TENANT_BYTES}")
@@ -98,8 +100,8 @@ def encode_header(
 
 
 def decode_header(page: memoryview | bytes) -> Header:
-    """The header in the first `HEADER_BYTES` of `page`. `StoreError` when it is none of ours or damaged,
-    `OtherVersionError` when it is whole and of another version of the format; nothing else, ever."""
+    """Return the header in the first `HEADER_BYTES` of `page`. Raises only `StoreError` when there is no intact
+    header, and `OtherVersionError` when there is one of another version of the format."""
     if len(page) < HEADER_BYTES:
         raise StoreError(f"a header page has {HEADER_BYTES} bytes, not {len(page)}")
     magic, total, version, num_fields_bytes = _FRONT.unpack_from(page)
@@ -107,10 +109,10 @@ def decode_header(page: memoryview | bytes) -> Header:
         raise StoreError("no record starts here")
     if num_fields_bytes > _MAX_FIELDS_BYTES:
         raise StoreError("the record's header is damaged: impossible length")
-    # A copy: the page may be shared memory, and what was summed must be what is decoded.
+    # A copy: the page may be shared memory, and the bytes that are verified must be those that are decoded.
     summed = bytes(page[_SUMMED_FROM : _FRONT.size + num_fields_bytes])
     if _summer().sum((summed,)) != total:
-        raise StoreError("the record's header is damaged: its sum is wrong")
+        raise StoreError("the record's header is damaged: its checksum is wrong")
     if version != VERSION:
         raise OtherVersionError(f"the record has format version {version}; this is version {VERSION}")
     try:
@@ -120,7 +122,7 @@ def decode_header(page: memoryview | bytes) -> Header:
 
 
 def _summer() -> Checksummer:
-    """One for each thread: headers are read on the threads of the I/O pool too."""
+    """Return the checksummer of this thread: headers are also read on the threads of the I/O pool."""
     summer: Checksummer | None = getattr(_THREAD, "summer", None)
     if summer is None:
         summer = _THREAD.summer = Checksummer()

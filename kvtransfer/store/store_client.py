@@ -1,8 +1,8 @@
-"""The brain's side of its connection to the node's owner: connects and reconnects by itself, never waits.
+"""The engine core's connection to the node's owner, which it opens and reopens by itself and never waits for.
 
     `ready_to_connect` -> connect, EngineHello -> StoreWelcome -> requests; end -> `on_lost` -> again
 
-After `on_lost` every request of before is void: nothing of it is answered any more.
+After `on_lost` all earlier requests are void and are not answered any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
-from kvtransfer.errors import PeerGoneError, TransferError, WireError
+from kvtransfer.errors import TransferError, WireError
 from kvtransfer.rpc.stream import FrameStream, open_unix
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
@@ -31,17 +31,17 @@ from kvtransfer.store.messages import (
     PutCommit,
     PutGrant,
     PutRequest,
-    StoreRefusal,
     StoreWelcome,
     TierEvents,
+    expect,
 )
 
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 0.5
 _PROBE_S = 1.0
-# An owner that leaves a probe without answer for so long hangs: what was asked of it is a miss.
+# An owner that does not answer a probe for so long hangs: pending requests are misses.
 _SILENT_S = 5.0
-# The number of our own look-ups, of no key.
+# The request number of probes, which are look-ups without keys.
 _PROBE = -1
 _MAX_UNSENT_BYTES = 32 << 20
 _LEAVE_S = 1.0
@@ -50,17 +50,17 @@ _log = logging.getLogger("tandem.store")
 
 
 class StoreEvents(Protocol):
-    """What the brain hears, always on its loop."""
+    """Receives the events of the connection, on the engine core's loop."""
 
     async def ready_to_connect(self) -> None:
-        """Return when every rank has finished or dropped the copies ordered before: the owner takes the hello
-        that follows as word that nothing of the session's earlier grants is written any more."""
+        """Return when every rank has finished or dropped its earlier copies: the hello that follows assures the
+        owner that nothing of the session's earlier grants is written any more."""
 
     def on_welcome(self, welcome: StoreWelcome) -> None:
-        """The owner may be asked; told again when its rates changed."""
+        """The owner accepts requests; called again when its rates have changed."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection ended; once for each first welcome."""
+        """The connection has ended; called once for each first welcome."""
 
     def on_grant(self, grant: PutGrant) -> None: ...
 
@@ -72,7 +72,7 @@ class StoreEvents(Protocol):
 
 
 class StoreClient:
-    """One brain's connection to the owner at the abstract unix socket `name`."""
+    """One engine core's connection to the owner at the abstract unix socket `name`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class StoreClient:
         clock: Clock,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`on_error` hears what a receiver of events raised, or an error of ours: the client has ended."""
+        """`on_error` receives the error of a receiver of events, or of this class, that has ended the client."""
         self._name = name
         self._secret = secret
         self._hello = hello
@@ -102,7 +102,7 @@ class StoreClient:
         self._task.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
-        """End the connection, without `on_lost`; what was queued is still sent, if that is soon done."""
+        """End the connection, without `on_lost`. Queued messages are still sent, for a short time."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -121,10 +121,10 @@ class StoreClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether the owner has welcomed us and the connection lives."""
+        """Whether the owner has sent its welcome and the connection lives."""
         return self._stream is not None
 
-    # Each of these queues one frame; False when the owner is away: then nothing is answered.
+    # Each of these queues one request; False when the owner is away, and there will be no answer.
 
     def put(self, request: PutRequest) -> bool:
         return self._send(request)
@@ -153,7 +153,7 @@ class StoreClient:
             return False
         stream.send(TO_OWNER_CODEC.encode(message))
         if stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
-            stream.abort()  # it does not read; its end is heard by the task
+            stream.abort()  # it does not read; the task notices the end
         return True
 
     async def _keep_connected(self) -> None:
@@ -170,7 +170,7 @@ class StoreClient:
             await self._clock.sleep(backoff.failed())
 
     async def _use(self, stream: FrameStream) -> bool:
-        """Serve one connection until it ends; whether the owner had welcomed us."""
+        """Serve one connection until it ends; return whether the owner had sent its welcome."""
         probing = asyncio.create_task(self._probe(stream), name="store-probe")
         was_welcome = False
         reason = ""
@@ -179,7 +179,7 @@ class StoreClient:
             while True:
                 message = FROM_OWNER_CODEC.decode(await stream.next_frame())
                 if not was_welcome:
-                    _check_welcome(message)
+                    expect(message, StoreWelcome)
                     self._stream, was_welcome = stream, True
                 self._deliver(message)
         except TransferError as error:
@@ -191,15 +191,15 @@ class StoreClient:
             if stream is not self._leaving:
                 stream.abort()
         if was_welcome:
-            _log.warning("the store is away: %s", reason)
+            _log.warning("the connection to the store is lost: %s", reason)
             self._events.on_lost(reason)
         else:
-            _log.warning("the store did not take us: %s", reason)
+            _log.warning("the store does not accept the connection: %s", reason)
         return was_welcome
 
     async def _probe(self, stream: FrameStream) -> None:
-        """A stopped owner keeps its connections: only an unanswered question tells that it is away."""
-        question = TO_OWNER_CODEC.encode(FindRequest(_PROBE, b"", ()))
+        """Probe the owner: a stopped process keeps its connections, and only an unanswered probe reveals it."""
+        probe = TO_OWNER_CODEC.encode(FindRequest(_PROBE, b"", ()))
         while True:
             await self._clock.sleep(_PROBE_S)
             if self._stream is not stream:
@@ -207,7 +207,7 @@ class StoreClient:
             now = self._clock.now()
             if self._probed_at is None:
                 self._probed_at = now
-                stream.send(question)
+                stream.send(probe)
             elif now - self._probed_at > _SILENT_S:
                 stream.abort()
 
@@ -228,10 +228,3 @@ class StoreClient:
                 self._events.on_tiers(message)
             case _:
                 raise WireError(f"the owner sent {type(message).__name__}")
-
-
-def _check_welcome(message: FromOwner) -> None:
-    if isinstance(message, StoreRefusal):
-        raise PeerGoneError(f"refused: {message.reason}")
-    if not isinstance(message, StoreWelcome):
-        raise WireError(f"expected StoreWelcome, got {type(message).__name__}")

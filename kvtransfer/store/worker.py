@@ -1,11 +1,11 @@
-"""Rank side: copies blocks to and from the node's arena as the brain orders, each copy summed.
+"""The store worker of a rank: copies blocks to and from the node's arena, each copy with its checksum.
 
     AttachStore -> connect, map -> StoreAttached      the owner's end -> StoreAttached(b"", why)
     StoreGet ----> queue --+
     StorePut ----> queue --+--> batch by batch on one thread -> StoreGetDone, StorePutDone
 
-Gets go before puts, also before the rest of one that is under way. What was ordered for a connection that
-has ended is answered with an error. After an answer with an error nothing of the order is written any more.
+Gets precede puts, even the rest of one that is under way. Orders for a connection that has ended are answered
+with an error. After an answer with an error, nothing of the order is written any more.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
     StoreRead,
-    StoreRefusal,
     StoreReport,
+    expect,
 )
 
 
@@ -69,7 +69,7 @@ class _Lost:
 
 
 class _OrderQueue:
-    """What waits for the thread: first what changes the connection, then gets, then puts."""
+    """The orders that wait for the thread: changes of the connection first, then gets, then puts."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -86,12 +86,12 @@ class _OrderQueue:
             self._changed.notify_all()
 
     def put_first(self, work: CopyWork) -> None:
-        """It gave way and goes on as soon as it may."""
+        """Put back an order that yielded, to continue as soon as it may."""
         with self._changed:
             self._works[work.traffic].appendleft(work)
 
     def get(self) -> AttachStore | _Lost | CopyWork | None:
-        """The most urgent one; None after `close`."""
+        """Take the most urgent order; None after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._urgent or any(self._works.values()))
             if self._is_closed:
@@ -101,7 +101,7 @@ class _OrderQueue:
             return next(works for works in self._works.values() if works).popleft()
 
     def drop(self) -> list[CopyWork]:
-        """All copies that wait."""
+        """Take out all waiting copies."""
         with self._changed:
             dropped = [work for works in self._works.values() for work in works]
             for works in self._works.values():
@@ -122,7 +122,7 @@ class _OrderQueue:
 
 
 class StoreWorker:
-    """The store orders of one rank. `handle` never waits; `report` is called from the hands' own thread."""
+    """Executes the store orders of one rank. `handle` never waits; `report` is called on the worker's thread."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class StoreWorker:
         clock: Clock,
         report: Callable[[StoreReport], None],
     ) -> None:
-        """The pool stays the caller's, and outlives the hands."""
+        """The pool stays the caller's, and outlives the worker."""
         self._pool = pool
         self._rank = rank
         self._governor = governor
@@ -151,7 +151,7 @@ class StoreWorker:
         self._thread.start()
 
     def handle(self, order: StoreOrder) -> None:
-        """Queue it; the answer comes as a report."""
+        """Queue an order; its answer is a report."""
         match order:
             case StorePut():
                 self._orders.put(PutWork(order))
@@ -162,7 +162,7 @@ class StoreWorker:
         self._governor.wake()
 
     def close(self) -> None:
-        """End; what waits is not answered any more. Nothing is mapped or connected after it."""
+        """End the thread, the connection and the mapping. Waiting orders are not answered any more."""
         self._orders.close()
         self._governor.wake()
         self._thread.join()
@@ -184,7 +184,7 @@ class StoreWorker:
             self._disconnect()
 
     def _attach(self, order: AttachStore) -> None:
-        """Whatever was ordered before belongs to the connection before, and is dropped."""
+        """Connect and map the arena. Earlier orders belong to the earlier connection, and are dropped."""
         self._drop_all("the store is attached again")
         self._disconnect()
         try:
@@ -217,7 +217,7 @@ class StoreWorker:
             self._report(work.failed(reason))
 
     def _disconnect(self) -> None:
-        """Tell the owner that nothing more is written; the mapping is kept."""
+        """Close the connection, which tells the owner that nothing more is written; keep the mapping."""
         if self._sock is not None and self._watcher is not None:
             shut_down(self._sock)
             self._watcher.join()
@@ -231,10 +231,10 @@ class StoreWorker:
             self._arena = None
 
     def _watch(self, sock: socket.socket, connection: int) -> None:
-        """The owner says nothing more: what can be read is the end."""
+        """Wait for the end of the connection: the owner sends nothing more on it."""
         try:
             receive_exactly(sock, 1)
-            reason = "the owner said what it must not"
+            reason = "the owner broke the protocol"
         except TransferError as error:
             reason = f"the owner was lost: {error}"
         self._orders.put(_Lost(connection, reason))
@@ -243,7 +243,7 @@ class StoreWorker:
     # --------------------------------------------------------------------------------------- copying
 
     def _advance(self, work: CopyWork) -> None:
-        """Copy until it is done, or has to give way."""
+        """Copy until the order is done, or has to yield."""
         try:
             if self._sock is None or self._arena is None:
                 raise StoreError("no store is attached")
@@ -268,9 +268,9 @@ class StoreWorker:
 
 
 # ----------------------------------------------------------------------------------------------
-# Rank side: the connection to the node's owner, and the arena that comes over it, mapped.
+# The connection to the node's owner, and the arena that is mapped from it.
 #
-# The connection stays open for as long as the rank may write into the arena: its end is the owner's proof that
+# The connection stays open for as long as the rank may write into the arena: its end proves to the owner that
 # nothing more is written. When the owner ends first, the mapping is kept and offered to the next owner.
 
 _FD_MARK = b"F"
@@ -282,7 +282,7 @@ class MappedArena:
     """An owner's arena, mapped here. `region` is its bytes, `fd` the descriptor, kept for another owner."""
 
     def __init__(self, arena: bytes, num_bytes: int, fd: int) -> None:
-        """Takes the descriptor over. `StoreError` when it is not such an arena, or cannot be mapped."""
+        """Takes over the descriptor. `StoreError` when it is not such an arena, or cannot be mapped."""
         self.id = arena
         self.num_bytes = num_bytes
         self.fd = fd
@@ -303,15 +303,15 @@ class MappedArena:
         self._is_mapped = np.zeros(-(-num_bytes // _MAPPED_BYTES), dtype=np.bool_)
 
     def expect(self, offset: int, num_bytes: int) -> None:
-        """Map the pages of this range, which is written and will be read now, unless that was done before:
-        where pages are small, the kernel takes longer to find them mapped than a copy takes."""
+        """Map the pages of this range, which will be read now, unless that was done before: where pages are
+        small, the kernel takes longer to find them mapped than a copy takes."""
         is_mapped = self._is_mapped[offset // _MAPPED_BYTES : -(-(offset + num_bytes) // _MAPPED_BYTES)]
         if not is_mapped.all():
             populate_read(self._mapping, offset, num_bytes)
             is_mapped[:] = True
 
     def close(self) -> None:
-        """Unmap it; nothing may look at `region` any more."""
+        """Unmap the arena; `region` must not be used any more."""
         self.region = ByteRegion(memoryview(bytearray()))
         self._mapping.close()
         os.close(self.fd)
@@ -320,13 +320,13 @@ class MappedArena:
 def attach(
     order: AttachStore, rank: int, secret: bytes, earlier: MappedArena | None
 ) -> tuple[socket.socket, MappedArena]:
-    """Connect to the owner; returns the open connection and its arena, which is `earlier` when the owner
-    works with that one. `TransferError` says why it cannot be had; then `earlier` is as it was."""
+    """Connect to the owner; return the open connection and its arena, which is `earlier` if the owner adopted
+    that one. `TransferError` says why that failed; then `earlier` is unchanged."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
         sock.connect(f"\0{order.address}")
-        arena = _introduce(sock, order, rank, secret, earlier)
+        arena = _map_arena(sock, order, rank, secret, earlier)
         sock.settimeout(None)
     except OSError as error:
         sock.close()
@@ -337,7 +337,7 @@ def attach(
     return sock, arena
 
 
-def _introduce(
+def _map_arena(
     sock: socket.socket, order: AttachStore, rank: int, secret: bytes, earlier: MappedArena | None
 ) -> MappedArena:
     prove_as_client(sock, secret, f"rank {rank} of {order.session.hex()[:8]}")
@@ -346,14 +346,10 @@ def _introduce(
     send_frame(sock, TO_OWNER_CODEC.encode(hello))
     if earlier is not None:
         socket.send_fds(sock, [_FD_MARK], [earlier.fd])
-    grant = FROM_OWNER_CODEC.decode(receive_frame(sock))
-    if isinstance(grant, StoreRefusal):
-        raise StoreError(f"refused by the owner: {grant.reason}")
-    if not isinstance(grant, ArenaGrant):
-        raise WireError(f"expected ArenaGrant, got {type(grant).__name__}")
+    grant = expect(FROM_OWNER_CODEC.decode(receive_frame(sock)), ArenaGrant)
     if grant.is_yours:
         if earlier is None or (grant.arena, grant.num_bytes) != (earlier.id, earlier.num_bytes):
-            raise WireError("the owner means an arena that was not offered")
+            raise WireError("the owner names an arena that was not offered")
         return earlier
     return MappedArena(grant.arena, grant.num_bytes, _receive_descriptor(sock))
 
@@ -366,21 +362,21 @@ def _receive_descriptor(sock: socket.socket) -> int:
 
 
 # ----------------------------------------------------------------------------------------------
-# Rank side: one order's copies between the blocks of the pool and the records of the arena, batch by batch.
+# The copies of one order between the blocks of the pool and the records of the arena, batch by batch.
 #
-# Everything an order names is checked before its first byte: an owner or a brain may be wrong.
+# Everything that an order names is checked before its first byte: an owner or an engine core may be wrong.
 
 
 class CopyBatch(NamedTuple):
-    """What is copied between two questions to the governor."""
+    """The copies between two requests to the traffic governor."""
 
-    # Of the copies in the order.
+    # Positions of the copies in the order.
     positions: Sequence[int]
     num_bytes: int
 
 
 class CopyWork(ABC):
-    """An order and how far it is. `traffic` is the class of its copies."""
+    """An order and its progress. `traffic` is the class of its copies."""
 
     traffic: ClassVar[TrafficClass]
 
@@ -389,27 +385,26 @@ class CopyWork(ABC):
         self._num_bytes = 0
 
     def start(self, pool: KvPool, arena: MappedArena, now: float) -> None:
-        """Before the first batch, and when it goes on. `StoreError` or `IndexError` when the order does not
-        fit the pool or the arena."""
+        """Begin or continue the order. `StoreError` or `IndexError` when it does not fit the pool or the arena."""
         if self._started_at is None:
             self._check(pool, arena)
             self._started_at = now
 
     @abstractmethod
     def next(self, limit_bytes: int) -> CopyBatch | None:
-        """The next copies, of at most so many bytes if more than one; None: all are done."""
+        """Return the next copies, of at most so many bytes if more than one; None: all are done."""
 
     @abstractmethod
     def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
-        """Do them."""
+        """Copy a batch."""
 
     @abstractmethod
     def done(self, now: float) -> StorePutDone | StoreGetDone:
-        """The answer when all is copied."""
+        """Return the answer when all is copied."""
 
     @abstractmethod
     def failed(self, reason: str) -> StorePutDone | StoreGetDone:
-        """The answer when it is given up."""
+        """Return the answer when the order is given up."""
 
     @abstractmethod
     def _check(self, pool: KvPool, arena: MappedArena) -> None:
@@ -420,7 +415,7 @@ class CopyWork(ABC):
 
 
 class PutWork(CopyWork):
-    """Whole blocks into records."""
+    """Copies whole blocks into records."""
 
     traffic: ClassVar[TrafficClass] = "write_back"
 
@@ -459,7 +454,7 @@ class PutWork(CopyWork):
 
 
 class GetWork(CopyWork):
-    """Pieces of blocks from records, in batches of records of the same shape."""
+    """Copies pieces of blocks from records, in batches of records of the same shape."""
 
     traffic: ClassVar[TrafficClass] = "prefetch"
 
@@ -470,7 +465,7 @@ class GetWork(CopyWork):
         for position, read in enumerate(order.reads):
             shapes.setdefault((read.shard, read.piece), []).append(position)
         self._groups = list(shapes.values())
-        # Of the first group.
+        # Of the first group, copied already.
         self._num_done = 0
         self._bad: list[int] = []
 

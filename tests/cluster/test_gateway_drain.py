@@ -49,7 +49,7 @@ async def open_gateway(harness: GatewayHarness, drain_s: float) -> Leaving:
     return leaving
 
 
-async def test_what_runs_finishes_and_what_is_new_goes_elsewhere(harness: GatewayHarness) -> None:
+async def test_what_runs_finishes_and_what_is_new_goes_to_other_gateways(harness: GatewayHarness) -> None:
     leaving = await open_gateway(harness, drain_s=60.0)
     stopping = asyncio.create_task(leaving.gateway.stop())
     with pytest.raises(CallError, match="this gateway is stopping") as refused:

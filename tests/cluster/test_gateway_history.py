@@ -215,14 +215,14 @@ def ended(
 
 def test_the_times_are_those_of_the_requests() -> None:
     clock = ManualClock()
-    lately = RequestHistory(BLOCK, clock)
+    history = RequestHistory(BLOCK, clock)
     for number in range(1, 101):
         clock.advance(1.0)
         slow = number > 90
-        lately.ended(
+        history.ended(
             ended(clock, drawn(number, 20), ttft_s=0.01 * number, queue_s=0.5 if slow else 0.0, decode_s=0.2)
         )
-    recent = lately.recent()
+    recent = history.summary()
     assert recent.num_requests == 100
     assert recent.window_s == pytest.approx(99.0)
     assert recent.ttft_p50_ms == pytest.approx(510.0)
@@ -236,34 +236,34 @@ def test_the_times_are_those_of_the_requests() -> None:
 
 def test_samples_beside_each_other_count_once() -> None:
     clock = ManualClock()
-    lately = RequestHistory(BLOCK, clock)
-    lately.ended(ended(clock, drawn(1, 20), decode_s=0.2, num_samples=4, attempts=3))
-    assert lately.recent().tpot_p50_ms == pytest.approx(20.0)
-    assert lately.recent().num_retried == 1
+    history = RequestHistory(BLOCK, clock)
+    history.ended(ended(clock, drawn(1, 20), decode_s=0.2, num_samples=4, attempts=3))
+    assert history.summary().tpot_p50_ms == pytest.approx(20.0)
+    assert history.summary().num_retried == 1
 
 
 def test_only_finished_requests_of_the_last_ten_minutes_count() -> None:
     clock = ManualClock()
-    lately = RequestHistory(BLOCK, clock)
-    lately.ended(ended(clock, drawn(1, 40), state="failed"))
-    assert lately.recent().num_requests == 0
+    history = RequestHistory(BLOCK, clock)
+    history.ended(ended(clock, drawn(1, 40), state="failed"))
+    assert history.summary().num_requests == 0
     clock.advance(1.0)
-    lately.ended(ended(clock, drawn(1, 40), cached=32, decode_s=0.1))
-    assert lately.recent().num_requests == 1
-    (prefix,) = lately.prefixes()
+    history.ended(ended(clock, drawn(1, 40), cached=32, decode_s=0.1))
+    assert history.summary().num_requests == 1
+    (prefix,) = history.prefixes()
     assert (prefix.num_prompts, prefix.num_known_tokens) == (2, 32)
     figures = prefix.num_finished_tokens, prefix.num_finished_known_tokens, prefix.num_cached_tokens
     assert figures == (40, 32, 32)
     clock.advance(MAX_AGE_S + 1)
-    assert lately.recent().num_requests == 0
+    assert history.summary().num_requests == 0
 
 
 def test_a_refused_request_says_nothing() -> None:
-    lately = RequestHistory(BLOCK, ManualClock())
+    history = RequestHistory(BLOCK, ManualClock())
     refused = EndedRequest("r", "", "t", Caller(), "refused", "INVALID_ARGUMENT", "x", 0.0, 0.0)
-    lately.ended(refused)
-    assert lately.recent().num_requests == 0
-    assert lately.prefixes() == []
+    history.ended(refused)
+    assert history.summary().num_requests == 0
+    assert history.prefixes() == []
 
 
 def test_percentiles_of_few() -> None:

@@ -61,7 +61,7 @@ async def test_it_waits_for_a_place_to_move_to(harness: GatewayHarness) -> None:
     assert (done.finished.timing.attempts, done.finished.decode_replica) == (1, "d1")
 
 
-async def test_a_move_that_fails_is_tried_again_elsewhere(harness: GatewayHarness) -> None:
+async def test_a_move_that_fails_is_tried_again_on_another_replica(harness: GatewayHarness) -> None:
     _, address, first = await pair(harness)
     stream = await decoding(harness, address, first)
     for name in ("d1", "d2"):
@@ -105,7 +105,7 @@ async def test_a_replica_that_becomes_a_prefill_replica_loses_its_streams_and_ge
     assert done.finished.decode_replica == "d0"
 
 
-async def test_what_is_handed_back_is_done_elsewhere_at_once(harness: GatewayHarness) -> None:
+async def test_what_is_handed_back_is_done_on_another_replica_at_once(harness: GatewayHarness) -> None:
     _, address, _ = await pair(harness)
     await harness.add_replica("p1", "prefill")
     await until(lambda: harness.is_connected(harness.gateways[0]), "p1 is connected")

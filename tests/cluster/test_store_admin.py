@@ -16,7 +16,7 @@ from gateway_model import FINGERPRINT as SERVED
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem
-from store_harness import SECRET, StoreHouse
+from store_harness import SECRET, StoreHarness
 from store_replica import COMPATIBILITY, Chain, Replica
 from typer.testing import CliRunner
 
@@ -251,15 +251,15 @@ async def test_a_cluster_without_a_store_says_so(harness: GatewayHarness) -> Non
 
 
 @pytest.fixture
-async def real_store(tmp_path: Path) -> AsyncIterator[StoreHouse]:
+async def real_store(tmp_path: Path) -> AsyncIterator[StoreHarness]:
     folder = str(tmp_path / "nvme")
-    store = StoreHouse(tmp_path, nvme_path=folder, nvme_bytes=16 << 20, segment_bytes=1 << 20)
+    store = StoreHarness(tmp_path, nvme_path=folder, nvme_bytes=16 << 20, segment_bytes=1 << 20)
     yield store
     await store.close()
 
 
 async def test_what_a_real_store_purged_does_not_come_back_with_it(
-    harness: GatewayHarness, real_store: StoreHouse
+    harness: GatewayHarness, real_store: StoreHarness
 ) -> None:
     harness.secret = SECRET
     store = real_store

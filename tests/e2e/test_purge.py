@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
 from e2e_harness import E2eHarness, Replica, until
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
@@ -35,7 +35,7 @@ class Purged:
     """p0 (prefill), d0 (decode) and their store, behind a gateway; b0 (both) beside it."""
 
     front: Front
-    store: StoreHouse
+    store: StoreHarness
     harness: E2eHarness
 
     def replica(self, name: str) -> Replica:
@@ -65,7 +65,7 @@ class Purged:
 async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
     harness = E2eHarness(model_dir)
-    store = StoreHouse(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
+    store = StoreHarness(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
     async with AsyncExitStack() as ends:
         await ends.enter_async_context(store)
         await ends.enter_async_context(harness)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, until
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
@@ -30,14 +30,14 @@ def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
 
 
 @pytest.fixture
-async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[E2eHarness, StoreHouse]]:
+async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[E2eHarness, StoreHarness]]:
     """An empty harness of replicas, and a store that is not started."""
     harness = E2eHarness(model_dir)
-    async with StoreHouse(tmp_path, secret=harness.secret) as store, harness:
+    async with StoreHarness(tmp_path, secret=harness.secret) as store, harness:
         yield harness, store
 
 
-async def add(harness: E2eHarness, store: StoreHouse, name: str, role: str = "both", **how: Any) -> Replica:
+async def add(harness: E2eHarness, store: StoreHarness, name: str, role: str = "both", **how: Any) -> Replica:
     """A replica whose store is open."""
     replica = await harness.add(name, role, store=store.settings.name, **how)
     tiers = replica.core.connector
@@ -76,7 +76,7 @@ def loaded(heard: Heard) -> int:
     return sum(heard.prefill.num_loaded_tokens.values())
 
 
-async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness, StoreHouse]) -> None:
+async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
     first, second = await add(harness, store, "a"), await add(harness, store, "b")
@@ -91,7 +91,7 @@ async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness,
     await harness.quiet()
 
 
-async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHouse]) -> None:
+async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
     first = await add(harness, store, "a")
@@ -109,7 +109,7 @@ async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHou
 
 @pytest.mark.parametrize("shapes", [("1x1", "2x1"), ("2x1", "1x2"), ("1x2", "1x1")])
 async def test_any_shape_reads_what_any_shape_wrote(
-    stored: tuple[E2eHarness, StoreHouse], shapes: tuple[str, str]
+    stored: tuple[E2eHarness, StoreHarness], shapes: tuple[str, str]
 ) -> None:
     harness, store = stored
     await store.start()
@@ -127,7 +127,7 @@ async def test_any_shape_reads_what_any_shape_wrote(
 
 
 async def test_a_preempted_sequence_comes_back_from_the_host_tier(
-    stored: tuple[E2eHarness, StoreHouse],
+    stored: tuple[E2eHarness, StoreHarness],
 ) -> None:
     harness, store = stored
     await store.start()
@@ -149,7 +149,7 @@ async def test_a_preempted_sequence_comes_back_from_the_host_tier(
 
 
 async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
-    stored: tuple[E2eHarness, StoreHouse],
+    stored: tuple[E2eHarness, StoreHarness],
 ) -> None:
     harness, store = stored
     await store.start()
@@ -176,7 +176,7 @@ async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
 
 
 async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
-    stored: tuple[E2eHarness, StoreHouse], tmp_path: Path
+    stored: tuple[E2eHarness, StoreHarness], tmp_path: Path
 ) -> None:
     harness, store = stored
     await store.start()
@@ -201,7 +201,7 @@ async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
 
 
 async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_again(
-    stored: tuple[E2eHarness, StoreHouse],
+    stored: tuple[E2eHarness, StoreHarness],
 ) -> None:
     harness, store = stored
     await store.start()
@@ -223,7 +223,7 @@ async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_ag
     await harness.quiet()
 
 
-async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, StoreHouse]) -> None:
+async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
     first = await add(harness, store, "a")
@@ -243,7 +243,7 @@ async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, Sto
 
 @pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2)])
 async def test_a_restart_of_everything_finds_the_nvme_warm(
-    stored: tuple[E2eHarness, StoreHouse], parallel: Parallel, tmp_path: Path
+    stored: tuple[E2eHarness, StoreHarness], parallel: Parallel, tmp_path: Path
 ) -> None:
     harness, store = stored
     nvme = tmp_path / "nvme"
@@ -267,7 +267,7 @@ async def test_a_restart_of_everything_finds_the_nvme_warm(
 
 
 async def test_a_rank_killed_in_the_middle_of_a_copy_leaks_nothing(
-    stored: tuple[E2eHarness, StoreHouse], tmp_path: Path
+    stored: tuple[E2eHarness, StoreHarness], tmp_path: Path
 ) -> None:
     harness, store = stored
     await store.start()

@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 from e2e_harness import SHAPES, SINGLE, E2eHarness, Heard, Replica, until
 from patience import WAIT_S
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -57,7 +57,7 @@ class Node:
     """Two replicas at one store that holds less than what they compute: in DRAM, and in both tiers."""
 
     harness: E2eHarness
-    store: StoreHouse
+    store: StoreHarness
     replicas: list[Replica]
     # Prompts and the tokens that must follow.
     rounds: list[tuple[list[list[int]], list[list[int]]]]
@@ -147,7 +147,7 @@ async def node(
     """One for all tests: each leaves it whole, which shows that it heals."""
     folder = tmp_path_factory.mktemp("node")
     harness = E2eHarness(model_dir, request.param)
-    store = StoreHouse(
+    store = StoreHarness(
         folder,
         secret=harness.secret,
         dram_bytes=2 << 20,

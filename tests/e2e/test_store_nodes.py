@@ -18,7 +18,7 @@ from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, until
 from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
-from store_harness import StoreHouse
+from store_harness import StoreHarness
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -37,12 +37,12 @@ class Town:
 
     harness: E2eHarness
     redis: RawRedis
-    first: StoreHouse
-    second: StoreHouse
+    first: StoreHarness
+    second: StoreHarness
     replicas: dict[str, Replica] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    async def open(self, name: str, store: StoreHouse) -> None:
+    async def open(self, name: str, store: StoreHarness) -> None:
         """A replica whose store is open."""
         self.replicas[name] = await self.harness.add(name, store=store.settings.name)
         await self.is_open(name)
@@ -84,7 +84,7 @@ class Town:
         return prompts
 
     async def index_until(
-        self, store: StoreHouse, condition: Callable[[IndexStat], bool], what: str
+        self, store: StoreHarness, condition: Callable[[IndexStat], bool], what: str
     ) -> IndexStat:
         clock = SystemClock()
         deadline = clock.now() + WAIT_S
@@ -127,7 +127,7 @@ def loaded_tokens(heard: Heard) -> dict[str, int]:
     return heard.prefill.num_loaded_tokens
 
 
-async def stat(store: StoreHouse) -> StoreStat:
+async def stat(store: StoreHarness) -> StoreStat:
     return await store.ask(StatRequest(), StoreStat)
 
 
@@ -137,7 +137,7 @@ async def town(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     folder = tmp_path_factory.mktemp("town")
     harness, redis = E2eHarness(model_dir), RawRedis(folder)
     first, second = (
-        StoreHouse(
+        StoreHarness(
             folder,
             node_id=f"node-{number}",
             secret=harness.secret,

@@ -107,7 +107,7 @@ def test_seen_twice() -> None:
 # ------------------------------------------------------------------------------------------- adaptive
 
 
-def test_everything_is_written_while_there_is_room() -> None:
+def test_everything_is_written_while_there_is_space() -> None:
     node = StoreNode()
     node.teach(2 * MIN_TRIALS, is_read=False)
     assert all(node.admission.put(info, False) for info in node.chain(50))
@@ -161,7 +161,7 @@ def test_chains_are_sampled_whole() -> None:
     assert sum(answers[0] for answers in written) == 4
 
 
-def test_what_is_seen_again_is_written_though_first_sights_are_not() -> None:
+def test_what_is_seen_again_is_written_though_what_is_new_is_not() -> None:
     node = StoreNode()
     node.teach(500, is_read=False)
     seen = [info for info in node.chain(1) + node.chain(1) + node.chain(1) if node.put(info) == [False]]
@@ -338,7 +338,7 @@ def naive_device_hits(trace: list[list[int]], capacity: int) -> int:
 
 @given(trace=traces(), room=st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
-def test_any_tier_with_room_for_all_is_ideal(trace: list[list[int]], room: int) -> None:
+def test_any_tier_with_space_for_all_is_ideal(trace: list[list[int]], room: int) -> None:
     sizes = [3, 3, 3]
     sizes[room] = 2000
     policies: tuple[Policy, ...] = ("lru", "all", "adaptive") if room == 2 else POLICIES

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from store_harness import StoreHouse, eventually
+from store_harness import StoreHarness, eventually
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.store.dram.arena import Arena, Prefault
@@ -23,7 +23,7 @@ class Entrance:
     """A hall whose clock stands still, and what it told."""
 
     def __init__(self, folder: Path) -> None:
-        self.settings = StoreHouse(folder).settings
+        self.settings = StoreHarness(folder).settings
         self.clock = ManualClock()
         self.told: list[Arena] = []
         self.tasks: list[asyncio.Task[None]] = []

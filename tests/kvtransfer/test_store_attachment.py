@@ -1,4 +1,4 @@
-"""The connection of a rank's hands to an owner: attached, lost, attached again; ranks in other processes."""
+"""The connection of a rank's worker to an owner: attached, lost, attached again; ranks in other processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from arena_harness import (
     MODEL,
     SESSION,
     SLOT_BYTES,
-    HandsRank,
     RankProcess,
     SharedArena,
     StandInOwner,
+    WorkerRank,
     get,
     layout,
     put,
@@ -49,22 +49,22 @@ def owner(arena: SharedArena) -> Iterator[StandInOwner]:
 
 
 def test_the_owner_hears_of_the_end(owner: StandInOwner) -> None:
-    with HandsRank() as rank:
+    with WorkerRank() as rank:
         rank.attach(owner)
         assert [(hello.session, hello.rank, hello.arena) for hello in owner.hellos] == [(SESSION, 0, b"")]
         assert not owner.ended.acquire(blocking=False)
     assert owner.ended.acquire(timeout=WAIT_S)
 
 
-def test_refusals_and_wrong_secrets_are_told(arena: SharedArena) -> None:
-    with HandsRank() as rank:
+def test_refusals_and_wrong_secrets_are_reported(arena: SharedArena) -> None:
+    with WorkerRank() as rank:
         with StandInOwner(arena, refusal="not today") as refusing:
             attached = rank.attach(refusing)
             assert attached.arena == b""
             assert "not today" in attached.error
         with StandInOwner(arena, secret=bytes(32)) as strange:
             assert "secret" in rank.attach(strange).error
-        rank.hands.handle(AttachStore("tandem-test-nobody", SESSION))
+        rank.worker.handle(AttachStore("tandem-test-nobody", SESSION))
         assert "tandem-test-nobody" in rank.reports.take(StoreAttached).error
         with StandInOwner(arena) as owner:
             assert rank.attach(owner) == StoreAttached(arena.id)
@@ -80,7 +80,7 @@ def test_the_pages_of_a_record_are_mapped_once(
         mapped.append(offset)
 
     monkeypatch.setattr(worker, "populate_read", populate)
-    with HandsRank() as rank:
+    with WorkerRank() as rank:
         rank.attach(owner)
         totals = put(rank, arena, 1, [(0, 0), (1, 2)]).sums
         reads = [read(block, slot, MODEL, MODEL, totals[block]) for block, slot in ((0, 0), (1, 2))]
@@ -92,15 +92,15 @@ def test_the_pages_of_a_record_are_mapped_once(
 def test_an_arena_that_could_shrink_is_refused(arena: SharedArena, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(arena.memory.num_bytes))
-    with path.open("r+b") as file, StandInOwner(arena) as owner, HandsRank() as rank:
+    with path.open("r+b") as file, StandInOwner(arena) as owner, WorkerRank() as rank:
         kept, arena.memory.fd = arena.memory.fd, file.fileno()
         assert rank.attach(owner).error
         arena.memory.fd = kept
 
 
 @pytest.mark.parametrize("has_own", [False, True], ids=["the same arena", "a new arena"])
-def test_a_lost_owner_is_told_and_the_next_is_attached(arena: SharedArena, has_own: bool) -> None:
-    with HandsRank(seed=1) as rank:
+def test_a_lost_owner_is_reported_and_the_next_is_attached(arena: SharedArena, has_own: bool) -> None:
+    with WorkerRank(seed=1) as rank:
         with StandInOwner(arena) as owner:
             rank.attach(owner)
             (total,) = put(rank, arena, 1, [(0, 1)]).sums
@@ -129,17 +129,17 @@ def test_copies_of_before_are_dropped_when_it_is_attached_again(
     owner: StandInOwner, arena: SharedArena
 ) -> None:
     hooks = Hooks()
-    with HandsRank(faults=hooks) as rank:
+    with WorkerRank(faults=hooks) as rank:
         rank.attach(owner)
 
         def attach_again(passage: int) -> None:
             if passage == 2:
-                rank.hands.handle(StorePut(2, arena.id, (StoreCopy(1, 4 * SLOT_BYTES),)))
-                rank.hands.handle(AttachStore(owner.address, SESSION))
+                rank.worker.handle(StorePut(2, arena.id, (StoreCopy(1, 4 * SLOT_BYTES),)))
+                rank.worker.handle(AttachStore(owner.address, SESSION))
 
         hooks.hooks["store.copy.put"] = attach_again
         copies = tuple(StoreCopy(0, slot * SLOT_BYTES) for slot in (1, 2, 3))
-        rank.hands.handle(StorePut(1, arena.id, copies))
+        rank.worker.handle(StorePut(1, arena.id, copies))
         assert rank.reports.take(StoreAttached) == StoreAttached(arena.id)
         first, second = rank.reports.take(StorePutDone), rank.reports.take(StorePutDone)
         assert (first.number, second.number) == (1, 2)
@@ -156,14 +156,14 @@ def test_copies_of_before_are_dropped_when_it_is_attached_again(
 
 
 def test_two_processes_share_the_arena(owner: StandInOwner, arena: SharedArena) -> None:
-    with RankProcess(MODEL, seed=1) as writer, HandsRank(MODEL, seed=2) as reader:
+    with RankProcess(MODEL, seed=1) as writer, WorkerRank(MODEL, seed=2) as reader:
         writer.handle(AttachStore(owner.address, SESSION))
         assert writer.reports.take(StoreAttached) == StoreAttached(arena.id)
         reader.attach(owner)
         writer.handle(StorePut(1, arena.id, (StoreCopy(3, SLOT_BYTES),)))
         (total,) = writer.reports.take(StorePutDone).sums
         assert get(reader, arena, 1, [read(0, 1, MODEL, MODEL, total)]).bad == ()
-        with HandsRank(MODEL, seed=1) as same:
+        with WorkerRank(MODEL, seed=1) as same:
             assert reader.blocks[0].tobytes() == same.blocks[3].tobytes()
 
 

@@ -15,7 +15,7 @@ from catalog_harness import (
     ONE_GRANULE,
     RIGHT,
     WHOLE,
-    CatalogHouse,
+    CatalogHarness,
     payload_of,
     record_id,
 )
@@ -41,7 +41,7 @@ NAMES: list[Name] = [
 ]
 SIZES = (1, 5000, ONE_GRANULE, 3 * GRANULE_BYTES, 8 * GRANULE_BYTES)
 SESSIONS = (b"session-a", b"session-b")
-EVENTS = ("brain", "brain", "rank", "owner", "hello")
+EVENTS = ("engine_core", "engine_core", "rank", "owner", "hello")
 
 names = st.sampled_from(NAMES)
 sessions = st.sampled_from(SESSIONS)
@@ -60,7 +60,7 @@ class Grant:
 
 @dataclass
 class Session:
-    """A brain's connection and its one rank, a process."""
+    """An engine core's connection and its one rank, a process."""
 
     rank: int
     is_open: bool = True
@@ -89,7 +89,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.house = CatalogHouse(tenant_share=0.6)
+        self.harness = CatalogHarness(tenant_share=0.6)
         self.sessions = {session: Session(rank) for rank, session in enumerate(SESSIONS, 1)}
         self.num_processes = len(SESSIONS)
         self.dead: set[int] = set()
@@ -108,7 +108,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def grant(self, name: Name, session: bytes, num_bytes: int) -> Grant | None:
         state = self.sessions[session]
         if not (state.is_open and state.is_rank_connected):
-            self.brain_says_hello(session)
+            self.engine_core_says_hello(session)
         under_way = {
             grant.name
             for other in self.sessions.values()
@@ -116,8 +116,8 @@ class CatalogMachine(RuleBasedStateMachine):
             if other.is_open and not grant.is_purged
         }
         is_held = self.is_in_dram(name) or name in under_way
-        is_empty = self.house.catalog.stat().num_bytes == 0
-        offset = self.house.allocate(
+        is_empty = self.harness.catalog.stat().num_bytes == 0
+        offset = self.harness.allocate(
             name[0],
             parent_of(name),
             session=session,
@@ -142,9 +142,9 @@ class CatalogMachine(RuleBasedStateMachine):
         grant = data.draw(st.sampled_from(grants))
         state.grants.remove(grant)
         payload = self.payload(grant)
-        total = self.house.write(grant.offset, payload)
+        total = self.harness.write(grant.offset, payload)
         is_late = self.is_in_dram(grant.name)
-        info = self.house.catalog.commit(session, grant.offset, total)
+        info = self.harness.catalog.commit(session, grant.offset, total)
         assert (info is None) == (grant.is_purged or is_late)
         if info is not None:
             assert info.id == record_id(*grant.name)
@@ -159,8 +159,8 @@ class CatalogMachine(RuleBasedStateMachine):
             if grant is not None:
                 self.sessions[session].grants.remove(grant)
                 self.kept[name] = self.payload(grant)
-                total = self.house.write(grant.offset, self.kept[name])
-                assert self.house.catalog.commit(session, grant.offset, total) is not None
+                total = self.harness.write(grant.offset, self.kept[name])
+                assert self.harness.catalog.commit(session, grant.offset, total) is not None
 
     @rule(session=sessions, data=st.data())
     def abandon(self, session: bytes, data: st.DataObject) -> None:
@@ -168,48 +168,48 @@ class CatalogMachine(RuleBasedStateMachine):
         if state.is_open and state.grants:
             grant = data.draw(st.sampled_from(state.grants))
             state.grants.remove(grant)
-            self.house.catalog.abandon(session, grant.offset)
+            self.harness.catalog.abandon(session, grant.offset)
 
     @rule(data=st.data())
     def write_late(self, data: st.DataObject) -> None:
-        """A rank writes what it was once told to, whatever has become of its brain and of the owner."""
+        """A rank writes what it was once told to, whatever has become of its engine core and of the owner."""
         grants = [
             grant for state in self.sessions.values() for grant in state.grants if grant.rank not in self.dead
         ]
         if grants:
             grant = data.draw(st.sampled_from(grants))
-            self.house.arena.payload(grant.offset, grant.num_bytes)[:] = b"\xee" * grant.num_bytes
+            self.harness.arena.payload(grant.offset, grant.num_bytes)[:] = b"\xee" * grant.num_bytes
 
     # ----------------------------------------------------------------------------------------- sessions
 
     @rule(session=sessions, event=st.sampled_from(EVENTS))
     def life(self, session: bytes, event: str) -> None:
         """Ends are rare, so that there is something to end."""
-        if event == "brain":
-            self.brain_ends(session)
+        if event == "engine_core":
+            self.engine_core_ends(session)
         elif event == "rank":
             self.rank_ends(session)
         elif event == "owner":
             self.owner_dies()
         else:
-            self.brain_says_hello(session)
+            self.engine_core_says_hello(session)
 
-    def brain_ends(self, session: bytes) -> None:
+    def engine_core_ends(self, session: bytes) -> None:
         state = self.sessions[session]
         if state.is_open:
             state.is_open = False
-            self.house.catalog.session_lost(session)
+            self.harness.catalog.session_lost(session)
             if not state.is_rank_connected:
-                self.house.catalog.writers_gone(session)
+                self.harness.catalog.writers_gone(session)
 
     def rank_ends(self, session: bytes) -> None:
         state = self.sessions[session]
         self.dead.add(state.rank)
         if state.is_rank_connected:
             state.is_rank_connected = False
-            self.house.catalog.writers_gone(session)
+            self.harness.catalog.writers_gone(session)
 
-    def brain_says_hello(self, session: bytes) -> None:
+    def engine_core_says_hello(self, session: bytes) -> None:
         """Of a session that is open it would be a second connection: that happens, but seldom."""
         state = self.sessions[session]
         state.grants.clear()
@@ -217,18 +217,18 @@ class CatalogMachine(RuleBasedStateMachine):
         if state.rank in self.dead:
             self.num_processes += 1
             state.rank = self.num_processes
-        self.house.catalog.session_opened(session)
+        self.harness.catalog.session_opened(session)
 
     @rule()
     def look_for_dead_writers(self) -> None:
-        self.house.catalog.free_orphans(lambda writer: writer.process_id not in self.dead)
+        self.harness.catalog.free_orphans(lambda writer: writer.process_id not in self.dead)
 
     def owner_dies(self) -> None:
-        self.house.restart()
+        self.harness.restart()
         self.leases.clear()
         self.reads.clear()
         for info, ref, _ in self.on_nvme.values():
-            assert self.house.catalog.added_nvme(info, ref) is None
+            assert self.harness.catalog.added_nvme(info, ref) is None
         for state in self.sessions.values():
             state.is_open = state.is_rank_connected = False
 
@@ -237,7 +237,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(name=names)
     def lease(self, name: Name) -> None:
         is_there = self.is_in_dram(name)
-        offset = self.house.catalog.lease(record_id(*name))
+        offset = self.harness.catalog.lease(record_id(*name))
         assert (offset is not None) == is_there
         if offset is not None:
             self.leases.append((name, offset, self.kept[name]))
@@ -247,14 +247,14 @@ class CatalogMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.leases) - 1))
         _, offset, _ = self.leases.pop(index)
-        self.house.catalog.release(offset)
+        self.harness.catalog.release(offset)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def bad(self, data: st.DataObject) -> None:
         name, offset, _ = data.draw(st.sampled_from(self.leases))
-        is_findable = self.house.catalog.is_findable(offset)
-        dropped = self.house.catalog.bad(offset)
+        is_findable = self.harness.catalog.is_findable(offset)
+        dropped = self.harness.catalog.bad(offset)
         assert (dropped is not None) == is_findable
         if dropped is not None:
             del self.kept[name]
@@ -263,33 +263,33 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(name=names, duration_s=st.sampled_from((1.0, 10.0)))
     def pin(self, name: Name, duration_s: float) -> None:
-        is_pinned = self.house.catalog.pin(record_id(*name), self.house.clock.now() + duration_s)
+        is_pinned = self.harness.catalog.pin(record_id(*name), self.harness.clock.now() + duration_s)
         assert not is_pinned or self.is_in_dram(name)
 
     @rule()
     def time_passes(self) -> None:
-        self.house.clock.advance(5.0)
+        self.harness.clock.advance(5.0)
 
     # --------------------------------------------------------------------------------------------- NVMe
 
     @rule(name=names)
     def write_to_nvme(self, name: Name) -> None:
-        offset = self.house.catalog.lease(record_id(*name), is_hit=False)
+        offset = self.harness.catalog.lease(record_id(*name), is_hit=False)
         if offset is None:
             return
-        held = self.house.catalog.find(record_id(*name))
+        held = self.harness.catalog.find(record_id(*name))
         assert held is not None
         self.num_written += 1
         ref = NvmeRef(self.num_written, 0, 0)
         _, before, _ = self.on_nvme.get(name, (None, None, None))
-        assert self.house.catalog.added_nvme(held.info, ref) == before
+        assert self.harness.catalog.added_nvme(held.info, ref) == before
         self.on_nvme[name] = held.info, ref, self.kept[name]
-        self.house.catalog.release(offset)
+        self.harness.catalog.release(offset)
 
     @rule(name=names)
     def drop_from_nvme(self, name: Name) -> None:
         _, ref, _ = self.on_nvme.pop(name, (None, NvmeRef(0, 0, 0), None))
-        assert self.house.catalog.removed_nvme(record_id(*name), ref) == (ref.segment > 0)
+        assert self.harness.catalog.removed_nvme(record_id(*name), ref) == (ref.segment > 0)
 
     @rule(name=names)
     def begin_read(self, name: Name) -> None:
@@ -298,7 +298,7 @@ class CatalogMachine(RuleBasedStateMachine):
         info, _, payload = self.on_nvme[name]
         under_way = any(read.name == name and not read.is_purged for read in self.reads)
         is_held = self.is_in_dram(name) or under_way
-        offset = self.house.catalog.begin_read(info)
+        offset = self.harness.catalog.begin_read(info)
         assert (offset == HELD) == is_held
         if offset >= 0:
             self.reads.append(Read(name, offset, payload))
@@ -308,11 +308,11 @@ class CatalogMachine(RuleBasedStateMachine):
     def end_read(self, is_done: bool) -> None:
         read = self.reads.pop(0)
         if not is_done:
-            self.house.catalog.abandon_read(read.offset)
+            self.harness.catalog.abandon_read(read.offset)
             return
         is_late = self.is_in_dram(read.name)
-        total = self.house.write(read.offset, read.payload)
-        info = self.house.catalog.commit_read(read.offset, total)
+        total = self.harness.write(read.offset, read.payload)
+        info = self.harness.catalog.commit_read(read.offset, total)
         assert (info is None) == (read.is_purged and not is_late)
         if info is not None and not is_late:
             self.kept[read.name] = read.payload
@@ -322,7 +322,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(TENANTS))
     def purge(self, tenant: str) -> None:
         meant = {name for name in NAMES if name[0][0] == tenant}
-        purged = self.house.catalog.purge(tenant, None)
+        purged = self.harness.catalog.purge(tenant, None)
         assert sorted(purged.erase) == sorted(
             ref for name, (_, ref, _) in self.on_nvme.items() if name in meant
         )
@@ -338,38 +338,38 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_right(self) -> None:
-        self.house.catalog.check()
+        self.harness.catalog.check()
         on_nvme = {}
-        for held in self.house.catalog.records():
+        for held in self.harness.catalog.records():
             name = held.info.id.key.decode(), held.info.id.shard
             if held.offset is not None:
-                payload = bytes(self.house.arena.payload(held.offset, held.info.num_bytes))
+                payload = bytes(self.harness.arena.payload(held.offset, held.info.num_bytes))
                 assert payload == self.kept[name]
                 assert checksum(payload) == held.info.checksum
             if held.nvme is not None:
                 on_nvme[name] = held.nvme_info, held.nvme
         assert on_nvme == {name: (info, ref) for name, (info, ref, _) in self.on_nvme.items()}
         for _, offset, payload in self.leases:
-            assert self.house.arena.payload(offset, len(payload)) == payload, (
+            assert self.harness.arena.payload(offset, len(payload)) == payload, (
                 "a leased record was overwritten"
             )
         self.nothing_that_may_be_written_is_given_away()
         in_dram = {
-            held.info.id: held.info for held in self.house.catalog.records() if held.offset is not None
+            held.info.id: held.info for held in self.harness.catalog.records() if held.offset is not None
         }
-        assert self.house.listener.in_dram == in_dram, "who only listens knows something else"
+        assert self.harness.listener.in_dram == in_dram, "who only listens knows something else"
 
     def nothing_that_may_be_written_is_given_away(self) -> None:
         writable: list[tuple[int, int]] = []
         for state in self.sessions.values():
             for grant in state.grants:
                 if grant.rank not in self.dead:
-                    writable.append((grant.offset, self.house.arena.record_bytes(grant.num_bytes)))
+                    writable.append((grant.offset, self.harness.arena.record_bytes(grant.num_bytes)))
         for read in self.reads:
-            writable.append((read.offset, self.house.arena.record_bytes(len(read.payload))))
-        for held in self.house.catalog.records():
+            writable.append((read.offset, self.harness.arena.record_bytes(len(read.payload))))
+        for held in self.harness.catalog.records():
             if held.offset is not None:
-                writable.append((held.offset, self.house.arena.record_bytes(held.info.num_bytes)))
+                writable.append((held.offset, self.harness.arena.record_bytes(held.info.num_bytes)))
         writable.sort()
         for (offset, num_bytes), (following, _) in pairwise(writable):
             assert offset + num_bytes <= following, "two have the same room"
@@ -378,21 +378,21 @@ class CatalogMachine(RuleBasedStateMachine):
         """When all have ended, everything is free."""
         for session in SESSIONS:
             self.rank_ends(session)
-            self.brain_ends(session)
+            self.engine_core_ends(session)
         for _, offset, _ in self.leases:
-            self.house.catalog.release(offset)
+            self.harness.catalog.release(offset)
         for read in self.reads:
-            self.house.catalog.abandon_read(read.offset)
+            self.harness.catalog.abandon_read(read.offset)
         self.look_for_dead_writers()
-        self.house.catalog.purge(None, None)
-        self.house.catalog.check()
-        assert self.house.catalog.stat().num_bytes == 0
-        self.house.close()
+        self.harness.catalog.purge(None, None)
+        self.harness.catalog.check()
+        assert self.harness.catalog.stat().num_bytes == 0
+        self.harness.close()
 
     # -------------------------------------------------------------------------------------------- inside
 
     def is_in_dram(self, name: Name) -> bool:
-        held = self.house.catalog.find(record_id(*name))
+        held = self.harness.catalog.find(record_id(*name))
         return held is not None and held.offset is not None
 
     def payload(self, grant: Grant) -> bytes:

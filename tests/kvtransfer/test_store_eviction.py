@@ -68,7 +68,7 @@ def test_a_held_leaf_keeps_what_it_follows() -> None:
     chain(lru, "b1")
     lru.hold(key("a2"))
     assert leaving(lru) == ["a3", "b1"]
-    lru.let_go(key("a2"))
+    lru.release(key("a2"))
     assert leaving(lru) == ["a2", "a1"]
 
 
@@ -185,7 +185,7 @@ class ChainMachine(RuleBasedStateMachine):
     def let_go(self, data: st.DataObject) -> None:
         held = sorted(name for name, block in self.blocks.items() if block.num_holds)
         name = data.draw(st.sampled_from(held))
-        self.lru.let_go(key(name))
+        self.lru.release(key(name))
         self.blocks[name].num_holds -= 1
 
     @precondition(lambda self: any(not block.num_holds for block in self.blocks.values()))

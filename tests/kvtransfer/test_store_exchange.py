@@ -54,9 +54,9 @@ async def test_records_arrive_whole(transport: str) -> None:
             a.check(each, sums[each.record])
         assert a.freed == []
         stat = a.exchange.stat()
-        assert (stat.num_hits, stat.num_misses, stat.num_failures, stat.note) == (len(SIZES), 0, 0, "")
-        assert stat.gb_s > 0
-        assert b.exchange.stat().num_sent_bytes >= stat.num_hit_bytes > 0
+        assert (stat.num_hits, stat.num_misses, stat.num_io_errors, stat.note) == (len(SIZES), 0, 0, "")
+        assert stat.read_gb_s > 0
+        assert b.exchange.stat().num_written_bytes >= stat.num_hit_bytes > 0
         assert_nothing_leaks(a, b)
 
 
@@ -93,7 +93,7 @@ async def test_a_request_of_many_chunks(transport: str) -> None:
             nonlocal most
             most = max(most, b.num_leases)
 
-        b.on_lend = watch
+        b.on_lease = watch
         sums = await fetch(a, b, wanted)
         for each in wanted:
             a.check(each, sums[each.record])
@@ -115,7 +115,7 @@ async def test_what_is_not_held_or_of_another_size_is_a_miss(transport: str) -> 
         await eventually(lambda: len(a.freed) == 2, "the other slots are free")
         assert sorted(a.freed) == sorted([other_size.offset, unknown.offset])
         stat = a.exchange.stat()
-        assert (stat.num_hits, stat.num_misses, stat.num_failures) == (1, 2, 0)
+        assert (stat.num_hits, stat.num_misses, stat.num_io_errors) == (1, 2, 0)
         assert not a.exchange.is_cooling(b.identity)
         assert_nothing_leaks(a, b)
 
@@ -132,7 +132,7 @@ async def test_a_record_evicted_meanwhile_is_a_miss(transport: str) -> None:
             if record == record_id(2) and record in b.records:
                 b.arena.free(b.records.pop(record).offset)
 
-        b.on_lend = evict
+        b.on_lease = evict
         kept, evicted = a.want(1, 50_000), a.want(2, 50_000)
         sums = await fetch(a, b, [kept, evicted])
         assert set(sums) == {record_id(1)}
@@ -249,7 +249,7 @@ async def test_a_stop_that_comes_while_records_are_lent(transport: str) -> None:
             asked.set()
             await go.wait()
 
-        b.on_lend = slowly
+        b.on_lease = slowly
         wanted = a.want(1, 50_000)
         fetching = asyncio.create_task(fetch(a, b, [wanted]))
         await asked.wait()
@@ -258,7 +258,7 @@ async def test_a_stop_that_comes_while_records_are_lent(transport: str) -> None:
             await fetching
         await eventually(lambda: a.freed == [wanted.offset], "the slot is free: nobody was let in")
         go.set()
-        await eventually(lambda: b.num_lent == 1 and b.num_leases == 0, "the lease has ended")
+        await eventually(lambda: b.num_leased == 1 and b.num_leases == 0, "the lease has ended")
         assert_nothing_leaks(a, b)
 
 

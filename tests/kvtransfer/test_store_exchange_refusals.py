@@ -78,13 +78,13 @@ async def test_owners_that_cannot_be_asked_are_a_miss_and_cool_down(who: str) ->
         assert a.freed == [wanted.offset]
         assert a.exchange.is_cooling(holder)
         stat = a.exchange.stat()
-        assert (stat.num_failures, stat.num_misses) == (1, 1)
+        assert (stat.num_io_errors, stat.num_misses) == (1, 1)
         assert stat.note
         again = a.want(1, 50_000)
         assert await a.exchange.fetch(holder, address, [again]) == {}
-        assert a.exchange.stat().num_failures == 1  # it was not asked
+        assert a.exchange.stat().num_io_errors == 1  # it was not asked
         assert a.freed == [wanted.offset, again.offset]
-        assert b.num_lent == 0
+        assert b.num_leased == 0
 
 
 async def test_a_path_below_the_floor_is_not_used(transport: str) -> None:
@@ -149,7 +149,7 @@ async def test_an_asker_that_cannot_be_reached_is_answered() -> None:
         assert "no path" in answer.reason
         stream.close()
         await stream.wait_closed()
-        assert b.num_lent == b.num_leases
+        assert b.num_leased == b.num_leases
 
 
 async def test_granules_outside_the_askers_arena_are_not_written(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from entered_files import EnteredFiles, documented_files
-from store_harness import StoreHouse, eventually
+from store_harness import StoreHarness, eventually
 from store_replica import Chain, Replica
 
 from kvtransfer.common.clock import SystemClock
@@ -22,7 +22,7 @@ async def test_one_record_enters_the_documented_files(tmp_path: Path) -> None:
     goes to DRAM and from there to NVMe, is found, and is read back."""
     entered = EnteredFiles()
     with entered.watching():
-        house = StoreHouse(tmp_path, nvme_path=str(tmp_path / "nvme"), **NVME)
+        house = StoreHarness(tmp_path, nvme_path=str(tmp_path / "nvme"), **NVME)
         server = StoreServer(house.settings, SystemClock(), Faults(()), 0.0)
         await server.start()
         replica = await Replica(house).start()

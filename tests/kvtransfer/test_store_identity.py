@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from nvme_harness import NvmeHouse, settings_for
-from store_harness import StoreHouse
+from nvme_harness import NvmeHarness, settings_for
+from store_harness import StoreHarness
 from store_replica import COMPATIBILITY, LEFT, Chain, Replica, block_bytes
 
 from kvtransfer.messages import CompatibilityRecord
@@ -19,10 +19,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[StoreHouse]:
-    house = StoreHouse(tmp_path, nvme_path=str(tmp_path / "nvme"), nvme_bytes=64 << 20, segment_bytes=4 << 20)
-    yield house
-    await house.close()
+async def harness(tmp_path: Path) -> AsyncIterator[StoreHarness]:
+    harness = StoreHarness(
+        tmp_path, nvme_path=str(tmp_path / "nvme"), nvme_bytes=64 << 20, segment_bytes=4 << 20
+    )
+    yield harness
+    await harness.close()
 
 
 def _space_of_protocol_5(compatibility: CompatibilityRecord) -> bytes:
@@ -34,30 +36,30 @@ def _space_of_protocol_5(compatibility: CompatibilityRecord) -> bytes:
 
 @pytest.mark.parametrize("is_old", [True, False])
 async def test_records_of_the_old_identity_are_not_taken_for_those_of_the_new(
-    house: StoreHouse, tmp_path: Path, is_old: bool
+    harness: StoreHarness, tmp_path: Path, is_old: bool
 ) -> None:
     space = _space_of_protocol_5(COMPATIBILITY) if is_old else space_id(COMPATIBILITY)
-    earlier = NvmeHouse(settings_for(tmp_path / "nvme", segment_bytes=4 << 20))
+    earlier = NvmeHarness(settings_for(tmp_path / "nvme", segment_bytes=4 << 20))
     infos = [earlier.put(key, block_bytes(LEFT), "alice", space) for key in range(1, 5)]
     earlier.tier.close()
-    await house.start()
-    await house.until("nvme", lambda stat: stat.num_records == 4, "the records on NVMe are known")
-    reader = await Replica(house, LEFT).start()
+    await harness.start()
+    await harness.until("nvme", lambda stat: stat.num_records == 4, "the records on NVMe are known")
+    reader = await Replica(harness, LEFT).start()
     chain = Chain("alice", tuple(info.id.key for info in infos))
     assert await reader.find(chain) == (() if is_old else ("nvme",) * 4)
     await reader.close()
-    await house.stop()
+    await harness.stop()
 
 
-async def test_kv_of_other_weights_is_other_kv(house: StoreHouse) -> None:
-    await house.start()
-    writer = await Replica(house).start()
+async def test_kv_of_other_weights_is_other_kv(harness: StoreHarness) -> None:
+    await harness.start()
+    writer = await Replica(harness).start()
     chain = Chain.of("prompt", 4)
     await writer.put(chain)
     rounded = msgspec.structs.replace(COMPATIBILITY, weight_dtype="bfloat16")
-    reader = await Replica(house, compatibility=rounded).start()
+    reader = await Replica(harness, compatibility=rounded).start()
     assert await writer.find(chain) == ("dram",) * 4
     assert await reader.find(chain) == ()
     await writer.close()
     await reader.close()
-    await house.stop()
+    await harness.stop()

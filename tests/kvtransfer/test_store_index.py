@@ -28,7 +28,7 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import Shard
 from kvtransfer.store.index.index import NODES_S, Holder
 from kvtransfer.store.index.values import key_prefix, node_key, node_number
-from kvtransfer.store.messages import IndexStat
+from kvtransfer.store.messages import IndexStat, RecordInfo, Tier
 
 pytestmark = uses_redis_or_valkey
 
@@ -159,12 +159,12 @@ async def test_a_node_whose_lease_ended_holds_nothing(url: str, client: redis.Re
         await until_found(b, [1], [set()])
 
 
-async def test_a_node_that_goes_on_after_its_lease_had_ended_tells_all_again(
+async def test_a_node_that_continues_after_its_lease_had_ended_announces_all_again(
     url: str, client: redis.Redis
 ) -> None:
     clock = ManualClock()
-    a, b = make_index(url, "a", clock=clock, lease_s=0.2), make_index(url, "b")
-    a.on_rebuild = lambda: [(record(5), "nvme")]
+    held: list[tuple[RecordInfo, Tier]] = [(record(5), "nvme")]
+    a, b = make_index(url, "a", clock=clock, lease_s=0.2, held=held), make_index(url, "b")
     async with running(a, b):
         await until(lambda: bool(client.exists(node_key("tandem", node_number("a")))))
         await until(lambda: not client.exists(node_key("tandem", node_number("a"))))
@@ -190,7 +190,7 @@ async def test_a_node_that_leaves_holds_nothing_at_once(url: str, client: redis.
         assert await nodes(b, [1]) == [set()]
 
 
-async def test_what_an_earlier_owner_told_is_not_believed(url: str, client: redis.Redis) -> None:
+async def test_what_an_earlier_owner_announced_is_not_believed(url: str, client: redis.Redis) -> None:
     first, b = make_index(url, "a", epoch=1), make_index(url, "b")
     async with running(first, b):
         first.announce(record(1), "dram")
@@ -221,12 +221,12 @@ async def test_an_owner_that_was_replaced_announces_no_more(url: str) -> None:
             assert old.stat().num_announced == num_announced
 
 
-async def test_all_that_is_held_is_told_at_the_first_contact_and_refreshed(
+async def test_all_that_is_held_is_announced_at_the_first_contact_and_refreshed(
     url: str, client: redis.Redis
 ) -> None:
     clock = ManualClock()
-    a, b = make_index(url, "a", clock=clock), make_index(url, "b")
-    a.on_rebuild = lambda: [(record(1), "dram")]
+    held: list[tuple[RecordInfo, Tier]] = [(record(1), "dram")]
+    a, b = make_index(url, "a", clock=clock, held=held), make_index(url, "b")
     name = key_prefix("tandem", CHAIN, SPACE) + key(1)
     async with running(a, b):
         await until_found(b, [1], [{"a"}])
@@ -240,11 +240,11 @@ async def test_all_that_is_held_is_told_at_the_first_contact_and_refreshed(
         assert a.stat().num_rebuilds == 0
 
 
-async def test_a_record_that_goes_while_all_is_told_does_not_come_back(url: str) -> None:
+async def test_a_record_that_goes_while_all_is_announced_does_not_come_back(url: str) -> None:
     clock = ManualClock()
     limits = QUICK._replace(batch=1, rebuild_pause_s=5.0)
-    a, b = make_index(url, "a", clock=clock, limits=limits), make_index(url, "b")
-    a.on_rebuild = lambda: [(record(1), "dram"), (record(2), "dram"), (record(3), "dram")]
+    held: list[tuple[RecordInfo, Tier]] = [(record(1), "dram"), (record(2), "dram"), (record(3), "dram")]
+    a, b = make_index(url, "a", clock=clock, limits=limits, held=held), make_index(url, "b")
     async with running(a, b):
         await until_found(b, [1, 2, 3], [{"a"}, set(), set()])
         a.announce(record(2), None)
@@ -254,11 +254,10 @@ async def test_a_record_that_goes_while_all_is_told_does_not_come_back(url: str)
         assert await nodes(b, [1, 2, 3]) == [{"a"}, set(), {"a"}]
 
 
-async def test_what_finds_no_room_is_dropped_and_told_later(url: str) -> None:
-    a = make_index(url, "a", limits=QUICK._replace(max_queued=3, batch=2))
+async def test_what_does_not_fit_in_the_queue_is_dropped_and_announced_later(url: str) -> None:
+    held: list[tuple[RecordInfo, Tier]] = [(record(number), "dram") for number in range(10)]
+    a = make_index(url, "a", limits=QUICK._replace(max_queued=3, batch=2), held=held)
     b = make_index(url, "b")
-    held = [(record(number), "dram") for number in range(10)]
-    a.on_rebuild = lambda: held  # type: ignore[assignment,return-value]
     for info, _ in held:
         a.announce(info, "dram")
     assert a.stat().num_dropped == 7

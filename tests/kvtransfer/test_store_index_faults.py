@@ -28,6 +28,7 @@ from optional_programs import uses_redis_or_valkey
 from kvtransfer.store.index.index import CHUNK
 from kvtransfer.store.index.redis_client import FAILURE_BUDGET
 from kvtransfer.store.index.values import node_key, node_number
+from kvtransfer.store.messages import RecordInfo, Tier
 
 pytestmark = [pytest.mark.slow, uses_redis_or_valkey]
 
@@ -96,9 +97,9 @@ async def test_a_server_that_is_stopped_is_not_waited_for(server: RawRedis) -> N
         await until_found(b, [1, 2], [{"a"}, {"a"}])
 
 
-async def test_after_a_kill_and_a_restart_all_is_told_again(server: RawRedis) -> None:
-    a, b = make_index(server.url, "a", lease_s=3.0), make_index(server.url, "b")
-    a.on_rebuild = lambda: [(record(1), "dram"), (record(2), "nvme")]
+async def test_after_a_kill_and_a_restart_all_is_announced_again(server: RawRedis) -> None:
+    held: list[tuple[RecordInfo, Tier]] = [(record(1), "dram"), (record(2), "nvme")]
+    a, b = make_index(server.url, "a", lease_s=3.0, held=held), make_index(server.url, "b")
     async with running(a, b):
         await until_found(b, [1, 2, 3], [{"a"}, {"a"}, set()])
         server.kill()
@@ -122,10 +123,9 @@ async def test_an_idle_index_notices_that_the_server_is_gone(server: RawRedis) -
         await until(lambda: index.stat().state == "up")
 
 
-async def test_after_a_flush_all_is_told_again(server: RawRedis) -> None:
-    a, b = make_index(server.url, "a", lease_s=0.3), make_index(server.url, "b")
-    held = [(record(number), "dram") for number in range(600)]
-    a.on_rebuild = lambda: held  # type: ignore[assignment,return-value]
+async def test_after_a_flush_all_is_announced_again(server: RawRedis) -> None:
+    held: list[tuple[RecordInfo, Tier]] = [(record(number), "dram") for number in range(600)]
+    a, b = make_index(server.url, "a", lease_s=0.3, held=held), make_index(server.url, "b")
     async with running(a, b):
         numbers = list(range(600))
         await until_found(b, numbers, [{"a"}] * 600)
@@ -134,9 +134,9 @@ async def test_after_a_flush_all_is_told_again(server: RawRedis) -> None:
         await until_found(b, numbers, [{"a"}] * 600)
 
 
-async def test_a_server_that_lost_its_last_seconds_is_told_again(server: RawRedis) -> None:
-    a, b = make_index(server.url, "a", lease_s=1.5), make_index(server.url, "b")
-    a.on_rebuild = lambda: [(record(1), "dram")]
+async def test_a_server_that_lost_its_last_seconds_is_filled_again(server: RawRedis) -> None:
+    held: list[tuple[RecordInfo, Tier]] = [(record(1), "dram")]
+    a, b = make_index(server.url, "a", lease_s=1.5, held=held), make_index(server.url, "b")
     async with running(a, b):
         with server.client() as client:
             name = node_key("tandem", node_number("a"))
@@ -164,7 +164,7 @@ async def test_a_server_that_is_there_late_gets_all(tmp_path: Path) -> None:
     server.close()
 
 
-async def test_a_full_server_is_read_and_told_later(tmp_path: Path) -> None:
+async def test_a_full_server_is_read_and_written_later(tmp_path: Path) -> None:
     server = RawRedis(tmp_path, maxmemory="8mb", maxmemory_policy="noeviction")
     a, b = make_index(server.url, "a", lease_s=600.0), make_index(server.url, "b", lease_s=600.0)
     with server.client() as client:

@@ -1,4 +1,4 @@
-"""A node's books as brains and other nodes use them, without processes."""
+"""A node's books as engine cores and other nodes use them, without processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
-from store_harness import StoreHouse, eventually
+from store_harness import StoreHarness, eventually
 from store_replica import COMPATIBILITY
 
 from kvtransfer.common.clock import ManualClock
@@ -51,19 +51,19 @@ def put(node: StoreNode) -> int:
 
 
 async def connected(tmp_path: Path) -> tuple[StoreNode, EngineSession, FrameStream, socket.socket]:
-    """A node, a brain's session with it, and the two ends of their connection."""
-    settings, clock = StoreHouse(tmp_path).settings, ManualClock()
+    """A node, an engine core's session with it, and the two ends of their connection."""
+    settings, clock = StoreHarness(tmp_path).settings, ManualClock()
     node = StoreNode(settings, clock, Faults(), spawn)
     hall = ArenaManager(settings, clock, 0, node.attach, lambda rank: None, spawn)
-    ours, brains = socket.socketpair()
+    ours, engine_cores = socket.socketpair()
     stream = await frame_stream(ours, "test")
     hello = EngineHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))
-    return node, EngineSession(hello, stream, hall, node, spawn), stream, brains
+    return node, EngineSession(hello, stream, hall, node, spawn), stream, engine_cores
 
 
 async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:
     """While one is out the record is found bad, dropped, put again elsewhere, and lent again."""
-    node = StoreNode(StoreHouse(tmp_path).settings, ManualClock(), Faults(), spawn)
+    node = StoreNode(StoreHarness(tmp_path).settings, ManualClock(), Faults(), spawn)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)
     record = RecordId(SPACE, KEY, SHARD)
@@ -87,31 +87,31 @@ async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:
 
 
 async def test_what_a_closed_connection_had_still_to_say_is_void(tmp_path: Path) -> None:
-    """The brain is back on another one, where the same offset may have been granted for something else."""
-    node, earlier, stream, brains = await connected(tmp_path)
+    """The engine core is back on another one, where the same offset may have been granted for something else."""
+    node, earlier, stream, engine_cores = await connected(tmp_path)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)
     offset = allocate(node)
     frame = TO_OWNER_CODEC.encode(PutCommit(((offset, 1),)))
-    brains.sendall(struct.pack("<I", len(frame)) + frame)
+    engine_cores.sendall(struct.pack("<I", len(frame)) + frame)
     await eventually(lambda: bool(stream._frames), "it has come")
     earlier.close()
     with pytest.raises(PeerGoneError):
         await earlier.serve()
     assert node.catalog.find(RecordId(SPACE, KEY, SHARD)) is None
     assert node.catalog.commit(SESSION, offset, 2) is not None
-    brains.close()
+    engine_cores.close()
     await node.release()
 
 
 async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -> None:
     """They are hints of requests that wait; too many of them do not end the connection."""
-    node, session, _, brains = await connected(tmp_path)
+    node, session, _, engine_cores = await connected(tmp_path)
     for number in range(5000):
         session._handle(FetchRequest(number, KEY, (KEY,), to_device=False))
     session._handle(FetchRequest(5000, KEY, (KEY,), to_device=True))
     assert 5000 in session._fetches
-    brains.close()
+    engine_cores.close()
     with pytest.raises(PeerGoneError):
         await session.serve()
     assert not session._fetches
@@ -120,7 +120,7 @@ async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -
 
 async def test_what_came_before_nvme_was_open_is_written_before_the_end(tmp_path: Path) -> None:
     disk = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 8 << 20, "segment_bytes": 1 << 20}
-    node = StoreNode(StoreHouse(tmp_path, **disk).settings, ManualClock(), Faults(), spawn)
+    node = StoreNode(StoreHarness(tmp_path, **disk).settings, ManualClock(), Faults(), spawn)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)
     put(node)

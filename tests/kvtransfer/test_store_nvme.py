@@ -13,7 +13,7 @@ import nvme_harness as nvme_support
 import pytest
 from nvme_harness import (
     SEGMENT_BYTES,
-    NvmeHouse,
+    NvmeHarness,
     crashed,
     empty_image,
     image_of,
@@ -47,60 +47,60 @@ def open_flags(path: Path) -> list[int]:
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 100_000])
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path, num_bytes: int) -> None:
-    with nvme_harness(tmp_path) as house:
-        info = house.put(1, num_bytes)
-        assert house.get(info.id) == payload_of(1, num_bytes)
-        assert house.held[info.id][1].num_bytes == HEADER_BYTES + -(-num_bytes // 4096) * 4096
+    with nvme_harness(tmp_path) as harness:
+        info = harness.put(1, num_bytes)
+        assert harness.get(info.id) == payload_of(1, num_bytes)
+        assert harness.held[info.id][1].num_bytes == HEADER_BYTES + -(-num_bytes // 4096) * 4096
 
 
 def test_reading_leaves_the_header_page_of_the_arena_alone(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        info = house.put(1, 5000)
+    with nvme_harness(tmp_path) as harness:
+        info = harness.put(1, 5000)
         image = empty_image(5000)
         image[:HEADER_BYTES] = b"\x5a" * HEADER_BYTES
-        house.tier.read(house.held[info.id][1], info, image)
+        harness.tier.read(harness.held[info.id][1], info, image)
         assert image[:HEADER_BYTES] == b"\x5a" * HEADER_BYTES
         assert image[HEADER_BYTES : HEADER_BYTES + 5000] == payload_of(1, 5000)
 
 
 def test_files_are_open_with_o_direct_and_their_blocks_are_taken(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        house.put(1)
-        (path,) = house.segments()
+    with nvme_harness(tmp_path) as harness:
+        harness.put(1)
+        (path,) = harness.segments()
         flags = open_flags(path)
         assert flags
         assert all(flag & os.O_DIRECT for flag in flags)
         assert path.stat().st_size == SEGMENT_BYTES
         assert path.stat().st_blocks * 512 >= SEGMENT_BYTES
-        assert house.tier.stat().note == ""
+        assert harness.tier.stat().note == ""
 
 
 def test_a_run_is_one_write_of_neighbours_and_ends_with_the_segment(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
+    with nvme_harness(tmp_path) as harness:
         infos = [info_of(key, 28_000) for key in range(6)]
         images = [(image_of(info), info) for info in infos]
-        first = house.tier.write_run(images)
+        first = harness.tier.write_run(images)
         assert 1 < len(first) < 6
         assert [ref.offset for ref in first] == [number * 32768 for number in range(len(first))]
-        rest = house.tier.write_run(images[len(first) :])
+        rest = harness.tier.write_run(images[len(first) :])
         assert {ref.segment for ref in rest} != {ref.segment for ref in first}
-        house.held = {info.id: (info, ref) for info, ref in zip(infos, first + rest, strict=True)}
-        assert all(house.has(info) for info in infos)
+        harness.held = {info.id: (info, ref) for info, ref in zip(infos, first + rest, strict=True)}
+        assert all(harness.has(info) for info in infos)
 
 
 def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MAX_IDLE_FILES", 2)
-    with nvme_harness(tmp_path) as house:
-        infos = [house.put(key, 100_000) for key in range(7)]
+    with nvme_harness(tmp_path) as harness:
+        infos = [harness.put(key, 100_000) for key in range(7)]
         for info in infos + infos[::-1]:
-            assert house.has(info)
-        assert sum(len(open_flags(path)) for path in house.segments()) == 2
+            assert harness.has(info)
+        assert sum(len(open_flags(path)) for path in harness.segments()) == 2
 
 
 @pytest.mark.parametrize("is_orderly", [True, False])
 def test_a_restart_finds_every_record(tmp_path: Path, is_orderly: bool) -> None:
-    with nvme_harness(tmp_path / "a") as house:
-        infos = [house.put(key, 30_000 + key, space=b"space--%d" % (key % 2)) for key in range(12)]
+    with nvme_harness(tmp_path / "a") as harness:
+        infos = [harness.put(key, 30_000 + key, space=b"space--%d" % (key % 2)) for key in range(12)]
         folder = crashed(tmp_path / "a", tmp_path / "b")
     with nvme_harness(tmp_path / "a" if is_orderly else folder) as again:
         assert [again.held[info.id][0] for info in infos] == infos
@@ -112,43 +112,43 @@ def test_a_restart_finds_every_record(tmp_path: Path, is_orderly: bool) -> None:
 
 def test_after_a_restart_the_newest_segment_is_written_on(tmp_path: Path) -> None:
     for key in range(5):
-        with nvme_harness(tmp_path) as house:
-            house.put(key, 8000)
-            assert len(house.segments()) == 1
-            assert all(house.has(info) for info, _ in list(house.held.values()))
-            assert len(house.held) == key + 1
+        with nvme_harness(tmp_path) as harness:
+            harness.put(key, 8000)
+            assert len(harness.segments()) == 1
+            assert all(harness.has(info) for info, _ in list(harness.held.values()))
+            assert len(harness.held) == key + 1
 
 
 def test_opening_a_sealed_segment_reads_its_end_only(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        info = house.put(1, 20_000)
-        path = house.segments()[0]
+    with nvme_harness(tmp_path) as harness:
+        info = harness.put(1, 20_000)
+        path = harness.segments()[0]
     damage(path, HEADER_BYTES, b"\xff" * 20_000)
-    with nvme_harness(tmp_path) as house:
-        assert info.id in house.held  # believed ...
-        assert not house.has(info)  # ... until somebody sums it
-        assert house.tier.stat().num_checksum_failures == 0
+    with nvme_harness(tmp_path) as harness:
+        assert info.id in harness.held  # believed ...
+        assert not harness.has(info)  # ... until somebody sums it
+        assert harness.tier.stat().num_checksum_failures == 0
 
 
 def test_a_large_directory_is_read(tmp_path: Path) -> None:
-    house = NvmeHouse(settings_for(tmp_path, 2, 24 << 20))
+    harness = NvmeHarness(settings_for(tmp_path, 2, 24 << 20))
     infos = [info_of(key, 100, tenant="t" * 900) for key in range(400)]
     image = empty_image(100)
     for start in range(0, 400, 50):
-        assert len(house.tier.write_run([(image, info) for info in infos[start : start + 50]])) == 50
-    house.tier.close()
+        assert len(harness.tier.write_run([(image, info) for info in infos[start : start + 50]])) == 50
+    harness.tier.close()
     assert segments._TAIL_BYTES < 400 * 900
-    again = NvmeHouse(settings_for(tmp_path, 2, 24 << 20))
+    again = NvmeHarness(settings_for(tmp_path, 2, 24 << 20))
     assert {info for info, _ in again.held.values()} == set(infos)
     assert again.tier.stat().num_records == 400
     again.tier.close()
 
 
-def test_a_full_segment_has_room_for_its_directory(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
+def test_a_full_segment_has_space_for_its_directory(tmp_path: Path) -> None:
+    with nvme_harness(tmp_path) as harness:
         for key in range(40):
-            house.put(key, 100, tenant="t" * 900)
-        full = house.segments()[:-1]
+            harness.put(key, 100, tenant="t" * 900)
+        full = harness.segments()[:-1]
         assert len(full) > 1
         for path in full:
             assert path.stat().st_size == SEGMENT_BYTES
@@ -163,12 +163,12 @@ def test_a_full_segment_has_room_for_its_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_orderly", [True, False])
 def test_what_was_erased_does_not_come_back(tmp_path: Path, is_orderly: bool) -> None:
-    with nvme_harness(tmp_path / "a") as house:
-        kept = [house.put(key, 30_000, "kept") for key in range(0, 12, 2)]
-        purged = [house.put(key, 30_000, "purged") for key in range(1, 12, 2)]
-        house.tier.erase([house.held[info.id][1] for info in purged])
-        assert not any(house.has(info) for info in purged)
-        assert all(house.has(info) for info in kept)
+    with nvme_harness(tmp_path / "a") as harness:
+        kept = [harness.put(key, 30_000, "kept") for key in range(0, 12, 2)]
+        purged = [harness.put(key, 30_000, "purged") for key in range(1, 12, 2)]
+        harness.tier.erase([harness.held[info.id][1] for info in purged])
+        assert not any(harness.has(info) for info in purged)
+        assert all(harness.has(info) for info in kept)
         folder = crashed(tmp_path / "a", tmp_path / "b")
     with nvme_harness(tmp_path / "a" if is_orderly else folder) as again:
         assert set(again.held) == {info.id for info in kept}
@@ -177,13 +177,13 @@ def test_what_was_erased_does_not_come_back(tmp_path: Path, is_orderly: bool) ->
 
 
 def test_what_was_dropped_before_is_erased_too(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path / "a") as house:
-        info, twice = house.put(1), house.put(2)
-        house.tier.drop(house.held[info.id][1])
-        house.put(2)  # the copy before is not held any more
-        assert not house.has(info)
+    with nvme_harness(tmp_path / "a") as harness:
+        info, twice = harness.put(1), harness.put(2)
+        harness.tier.drop(harness.held[info.id][1])
+        harness.put(2)  # the copy before is not held any more
+        assert not harness.has(info)
         found = crashed(tmp_path / "a", tmp_path / "b")
-        house.tier.erase([house.held[twice.id][1]])
+        harness.tier.erase([harness.held[twice.id][1]])
         empty = crashed(tmp_path / "a", tmp_path / "c")
     with nvme_harness(found) as again:
         assert set(again.held) == {info.id, twice.id}  # dropped in memory only
@@ -193,13 +193,13 @@ def test_what_was_dropped_before_is_erased_too(tmp_path: Path) -> None:
 
 
 def test_what_was_dropped_in_an_earlier_life_is_erased_too(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path / "a") as house:
-        info, other = house.put(1), house.put(2)
-        house.put(1)
-        house.tier.drop(house.held[other.id][1])
-    with nvme_harness(tmp_path / "a") as house:  # by its directory, which is not there any more from now on
-        assert set(house.held) == {info.id}
-        house.tier.erase([house.held[info.id][1]])
+    with nvme_harness(tmp_path / "a") as harness:
+        info, other = harness.put(1), harness.put(2)
+        harness.put(1)
+        harness.tier.drop(harness.held[other.id][1])
+    with nvme_harness(tmp_path / "a") as harness:  # by its directory, which is not there any more from now on
+        assert set(harness.held) == {info.id}
+        harness.tier.erase([harness.held[info.id][1]])
         folder = crashed(tmp_path / "a", tmp_path / "b")
     with nvme_harness(folder) as again:
         assert again.held == {}
@@ -208,8 +208,8 @@ def test_what_was_dropped_in_an_earlier_life_is_erased_too(tmp_path: Path) -> No
 def test_an_erasure_that_failed_says_so_and_is_done_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with nvme_harness(tmp_path / "a") as house:
-        info = house.put(1)
+    with nvme_harness(tmp_path / "a") as harness:
+        info = harness.put(1)
 
         def fail(fd: int) -> None:
             raise OSError(5, "Input/output error")
@@ -217,9 +217,9 @@ def test_an_erasure_that_failed_says_so_and_is_done_by_the_next(
         with monkeypatch.context() as context:
             context.setattr(os, "fdatasync", fail)
             with pytest.raises(StoreIoError, match=r"erasing in .*\.seg: EIO"):
-                house.tier.erase([house.held[info.id][1]])
-        house.tier.erase([])
-        assert house.tier.stat().num_io_errors == 1
+                harness.tier.erase([harness.held[info.id][1]])
+        harness.tier.erase([])
+        assert harness.tier.stat().num_io_errors == 1
         copy = crashed(tmp_path / "a", tmp_path / "b")
     with nvme_harness(copy) as again:
         assert again.held == {}
@@ -229,15 +229,15 @@ def test_an_erasure_that_failed_says_so_and_is_done_by_the_next(
 
 
 def test_two_owners_never_share_a_folder(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        house.put(1)
+    with nvme_harness(tmp_path) as harness:
+        harness.put(1)
         second = NvmeTier(settings_for(tmp_path), ManualClock(), Faults())
         with pytest.raises(StoreError, match=f"used by another owner, process {os.getpid()}"):
             second.open()
         script = (
             f"import sys; sys.path.insert(0, {str(Path(nvme_support.__file__).parent)!r})\n"
             "from pathlib import Path; from nvme_harness import *\n"
-            f"NvmeHouse(settings_for(Path({str(tmp_path)!r})))"
+            f"NvmeHarness(settings_for(Path({str(tmp_path)!r})))"
         )
         other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
         assert other.returncode == 1
@@ -251,8 +251,8 @@ def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
     for name in names:
         (tmp_path / name).write_text("mine")
     (tmp_path / "0000000007.seg").mkdir()
-    with nvme_harness(tmp_path) as house:
-        house.put(1)
+    with nvme_harness(tmp_path) as harness:
+        harness.put(1)
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
     assert (tmp_path / "0000000007.seg").is_dir()
     for name in [*names, "0000000007.seg"]:
@@ -266,8 +266,8 @@ def test_a_segment_of_another_version_is_reclaimed(
     module = "kvtransfer.store.nvme.segments" if what == "trailer" else "kvtransfer.store.record"
     with monkeypatch.context() as context:
         context.setattr(f"{module}.VERSION", 7)
-        with nvme_harness(tmp_path / "a") as house:
-            house.put(1)
+        with nvme_harness(tmp_path / "a") as harness:
+            harness.put(1)
             folder = crashed(tmp_path / "a", tmp_path / "b")
     with nvme_harness(folder if what == "header" else tmp_path / "a") as again:
         assert again.held == {}
@@ -276,28 +276,28 @@ def test_a_segment_of_another_version_is_reclaimed(
 
 
 def test_a_file_under_another_number_holds_nothing(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        house.put(1)
-        path = house.segments()[0]
+    with nvme_harness(tmp_path) as harness:
+        harness.put(1)
+        path = harness.segments()[0]
     path.rename(tmp_path / "0000000042.seg")
-    with nvme_harness(tmp_path) as house:
-        assert house.held == {}
-        house.put(2)
-        assert [path.name for path in house.segments()] == ["0000000043.seg"]
+    with nvme_harness(tmp_path) as harness:
+        assert harness.held == {}
+        harness.put(2)
+        assert [path.name for path in harness.segments()] == ["0000000043.seg"]
 
 
 def test_a_payload_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path / "other") as house:
-        house.put(3, 5000)
-        whole = house.segments()[0].read_bytes()[: 3 * HEADER_BYTES]
-    with nvme_harness(tmp_path / "a") as house:
-        house.put(1, 5000)
+    with nvme_harness(tmp_path / "other") as harness:
+        harness.put(3, 5000)
+        whole = harness.segments()[0].read_bytes()[: 3 * HEADER_BYTES]
+    with nvme_harness(tmp_path / "a") as harness:
+        harness.put(1, 5000)
         outer = info_of(2, len(whole))
         outer = msgspec.structs.replace(outer, checksum=checksum(whole))
         image = empty_image(len(whole))
         image[HEADER_BYTES:] = whole
-        ref = house.tier.write(image, outer)
-        house.tier.erase([ref])  # now a scan looks inside
+        ref = harness.tier.write(image, outer)
+        harness.tier.erase([ref])  # now a scan looks inside
         folder = crashed(tmp_path / "a", tmp_path / "b")
     with nvme_harness(folder) as again:
         assert {info.id.key[-1] for info, _ in again.held.values()} == {1}
@@ -307,18 +307,18 @@ def test_a_payload_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
     ("num_bytes", "error"), [(SEGMENT_BYTES, "does not fit in a segment"), (5000, "an image of 4096 bytes")]
 )
 def test_impossible_records_are_refused(tmp_path: Path, num_bytes: int, error: str) -> None:
-    with nvme_harness(tmp_path) as house:
+    with nvme_harness(tmp_path) as harness:
         info: RecordInfo = info_of(1, num_bytes)
         image = image_of(info) if num_bytes == SEGMENT_BYTES else empty_image(0)
         with pytest.raises(StoreError, match=error):
-            house.tier.write(image, info)
-        assert house.tier.stat().num_io_errors == 0
-        assert house.put(2).id in house.held
+            harness.tier.write(image, info)
+        assert harness.tier.stat().num_io_errors == 0
+        assert harness.put(2).id in harness.held
 
 
 def test_too_small_a_capacity_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="less than two segments"):
-        NvmeHouse(settings_for(tmp_path, 1))
+        NvmeHarness(settings_for(tmp_path, 1))
 
 
 def damage(path: Path, offset: int, data: bytes) -> None:

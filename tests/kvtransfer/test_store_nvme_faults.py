@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nvme_harness as support
 import pytest
-from nvme_harness import SEGMENT_BYTES, NvmeHouse, crashed, image_of, info_of, nvme_harness, settings_for
+from nvme_harness import SEGMENT_BYTES, NvmeHarness, crashed, image_of, info_of, nvme_harness, settings_for
 
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import StoreError, StoreIoError
@@ -64,8 +64,8 @@ def mounted(folder: Path, kind: str, options: str) -> Iterator[Path]:
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_a_flipped_bit_anywhere_costs_one_record_at_most(tmp_path: Path, is_sealed: bool) -> None:
-    with nvme_harness(tmp_path / "a") as house:
-        infos = [house.put(key, RECORD) for key in range(3)]
+    with nvme_harness(tmp_path / "a") as harness:
+        infos = [harness.put(key, RECORD) for key in range(3)]
         if not is_sealed:
             shutil.copytree(tmp_path / "a", tmp_path / "b")
     folder = tmp_path / ("a" if is_sealed else "b")
@@ -82,34 +82,34 @@ def test_a_flipped_bit_anywhere_costs_one_record_at_most(tmp_path: Path, is_seal
 
 
 def test_bytes_that_change_while_it_runs_are_a_miss(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        infos = [house.put(key, RECORD) for key in range(3)]
-        (path,) = house.segments()
+    with nvme_harness(tmp_path) as harness:
+        infos = [harness.put(key, RECORD) for key in range(3)]
+        (path,) = harness.segments()
         flip(path, HEADER_BYTES + 7)
-        flip(path, house.held[infos[1].id][1].offset + 20)
-        assert [house.has(info) for info in infos] == [False, False, True]
-        assert house.tier.stat().num_checksum_failures == 1  # the header; payloads are for the reader
+        flip(path, harness.held[infos[1].id][1].offset + 20)
+        assert [harness.has(info) for info in infos] == [False, False, True]
+        assert harness.tier.stat().num_checksum_failures == 1  # the header; payloads are for the reader
 
 
 def test_another_record_at_the_place_is_named(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        info, other = house.put(1, RECORD), house.put(2, RECORD)
-        ref = house.held[other.id][1]
+    with nvme_harness(tmp_path) as harness:
+        info, other = harness.put(1, RECORD), harness.put(2, RECORD)
+        ref = harness.held[other.id][1]
         with pytest.raises(StoreIoError, match=rf"0+1\.seg: at {ref.offset} stands a record of 0+2$"):
-            house.tier.read(ref, info, image_of(info))
+            harness.tier.read(ref, info, image_of(info))
         with pytest.raises(StoreError, match="bytes for an image of"):
-            house.tier.read(ref, other, image_of(other)[:-4096])
+            harness.tier.read(ref, other, image_of(other)[:-4096])
 
 
 def test_a_file_that_is_cut_loses_what_was_behind(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path / "a") as house:
-        infos = [house.put(key, RECORD) for key in range(4)]
-        (path,) = house.segments()
-        os.truncate(path, house.held[infos[2].id][1].offset + 9000)
-        assert [house.has(info) for info in infos] == [True, True, False, False]
-        assert house.tier.stat().num_io_errors == 2
+    with nvme_harness(tmp_path / "a") as harness:
+        infos = [harness.put(key, RECORD) for key in range(4)]
+        (path,) = harness.segments()
+        os.truncate(path, harness.held[infos[2].id][1].offset + 9000)
+        assert [harness.has(info) for info in infos] == [True, True, False, False]
+        assert harness.tier.stat().num_io_errors == 2
         with pytest.raises(StoreIoError, match=r"reading .*\.seg: EIO, \d+ bytes instead of \d+"):
-            house.tier.read(house.held[infos[2].id][1], infos[2], image_of(infos[2]))
+            harness.tier.read(harness.held[infos[2].id][1], infos[2], image_of(infos[2]))
         folder = crashed(tmp_path / "a", tmp_path / "b")
     with nvme_harness(folder) as again:
         assert set(again.held) == {infos[0].id, infos[1].id}
@@ -121,116 +121,116 @@ def test_a_file_that_is_removed_is_missed_and_then_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "MAX_IDLE_FILES", 0)
-    with nvme_harness(tmp_path, 3) as house:
-        infos = [house.put(key, RECORD) for key in range(10)]
-        victim = house.segments()[0]
+    with nvme_harness(tmp_path, 3) as harness:
+        infos = [harness.put(key, RECORD) for key in range(10)]
+        victim = harness.segments()[0]
         victim.unlink()
         with pytest.raises(StoreIoError, match=rf"reading {victim}: ENOENT, No such file"):
-            house.tier.read(house.held[infos[0].id][1], infos[0], image_of(infos[0]))
-        assert [house.has(info) for info in infos] == [False] * 5 + [True] * 5
-        house.tier.erase([house.held[infos[0].id][1]])  # nothing brings it back
-        assert house.tier.needs_compaction
-        compacted = house.compact(*infos)
+            harness.tier.read(harness.held[infos[0].id][1], infos[0], image_of(infos[0]))
+        assert [harness.has(info) for info in infos] == [False] * 5 + [True] * 5
+        harness.tier.erase([harness.held[infos[0].id][1]])  # nothing brings it back
+        assert harness.tier.needs_compaction
+        compacted = harness.compact(*infos)
         assert compacted.moved == ()
         assert len(compacted.dropped) == 4
-        assert house.put(100, RECORD).id in house.held
-        assert all(house.has(info) for info in infos[5:])
+        assert harness.put(100, RECORD).id in harness.held
+        assert all(harness.has(info) for info in infos[5:])
 
 
 def test_the_whole_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MAX_IDLE_FILES", 0)
-    with nvme_harness(tmp_path / "a") as house:
-        info = house.put(1, RECORD)
+    with nvme_harness(tmp_path / "a") as harness:
+        info = harness.put(1, RECORD)
         shutil.rmtree(tmp_path / "a")
-        assert not house.has(info)
+        assert not harness.has(info)
         with pytest.raises(StoreIoError, match="ENOENT"):
-            house.tier.erase([house.held[info.id][1]])  # perhaps it was only moved
+            harness.tier.erase([harness.held[info.id][1]])  # perhaps it was only moved
         with pytest.raises(StoreIoError, match="ENOENT"):
-            house.put(2, RECORD)
-        assert "ENOENT" in house.tier.stat().note
+            harness.put(2, RECORD)
+        assert "ENOENT" in harness.tier.stat().note
 
 
 # ------------------------------------------------------------------------------------ disks that fail
 
 
 def test_a_full_disk_stops_writing_for_longer_each_time_but_not_reading(tmp_path: Path) -> None:
-    with nvme_harness(tmp_path) as house:
-        infos = [house.put(key, RECORD) for key in range(5)]
+    with nvme_harness(tmp_path) as harness:
+        infos = [harness.put(key, RECORD) for key in range(5)]
         with file_size_limit(SEGMENT_BYTES // 2):
             for pause_s in (1.0, 2.0, 4.0):
                 with pytest.raises(StoreIoError, match=r"creating .*\.seg: EFBIG, File too large"):
-                    house.put(10, RECORD)
-                assert not house.tier.can_write
-                house.clock.advance(pause_s - 0.01)
+                    harness.put(10, RECORD)
+                assert not harness.tier.can_write
+                harness.clock.advance(pause_s - 0.01)
                 with pytest.raises(StoreIoError, match=r"nothing is written for another 0\.0 s: creating"):
-                    house.put(11, RECORD)
-                assert all(house.has(info) for info in infos)
-                assert not house.tier.needs_compaction
-                house.clock.advance(0.02)
-                assert house.tier.can_write
-        assert len(house.segments()) == 1  # nothing half made stays
-        stat = house.tier.stat()
+                    harness.put(11, RECORD)
+                assert all(harness.has(info) for info in infos)
+                assert not harness.tier.needs_compaction
+                harness.clock.advance(0.02)
+                assert harness.tier.can_write
+        assert len(harness.segments()) == 1  # nothing half made stays
+        stat = harness.tier.stat()
         assert "EFBIG" in stat.note
         assert (stat.num_io_errors, stat.num_refused) == (3, 3)
-        infos.append(house.put(12, RECORD))
-        assert house.tier.stat().note == ""
-        assert all(house.has(info) for info in infos)
+        infos.append(harness.put(12, RECORD))
+        assert harness.tier.stat().note == ""
+        assert all(harness.has(info) for info in infos)
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "tmpfs", f"size={2 * SEGMENT_BYTES + 65536}") as folder:
-        house = NvmeHouse(settings_for(folder / "node"))
-        infos = [house.put(key, RECORD) for key in range(10)]
+        harness = NvmeHarness(settings_for(folder / "node"))
+        infos = [harness.put(key, RECORD) for key in range(10)]
         with pytest.raises(StoreIoError, match=r"creating .*\.seg: ENOSPC, No space left"):
-            house.put(10, RECORD)
-        assert all(house.has(info) for info in infos)
-        house.tier.close()
+            harness.put(10, RECORD)
+        assert all(harness.has(info) for info in infos)
+        harness.tier.close()
         with nvme_harness(folder / "node") as again:
             assert all(again.has(info) for info in infos)
 
 
 def test_a_read_only_disk_is_read(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "tmpfs", "size=2m") as disk:
-        with nvme_harness(disk / "node") as house:
-            infos = [house.put(key, RECORD) for key in range(7)]
+        with nvme_harness(disk / "node") as harness:
+            infos = [harness.put(key, RECORD) for key in range(7)]
             crashed(disk / "node", disk / "torn")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for folder in (disk / "node", disk / "torn"):
-            with nvme_harness(folder) as house:
-                assert all(house.has(info) for info in infos)
-                house.clock.advance(100.0)
+            with nvme_harness(folder) as harness:
+                assert all(harness.has(info) for info in infos)
+                harness.clock.advance(100.0)
                 with pytest.raises(StoreIoError, match=r"EROFS|EBADF"):
-                    house.put(10, RECORD)
-                assert all(house.has(info) for info in infos)
+                    harness.put(10, RECORD)
+                assert all(harness.has(info) for info in infos)
                 with pytest.raises(StoreIoError, match=r"erasing in .*\.seg: (EROFS|EBADF)"):
-                    house.tier.erase([house.held[infos[0].id][1]])
+                    harness.tier.erase([harness.held[infos[0].id][1]])
                 with pytest.raises(StoreError, match="used by another owner"):
-                    NvmeHouse(settings_for(folder))
+                    NvmeHarness(settings_for(folder))
         with pytest.raises(StoreIoError, match=r"locking .*new/lock: EROFS"):
-            NvmeHouse(settings_for(disk / "new"))
+            NvmeHarness(settings_for(disk / "new"))
 
 
-def test_without_o_direct_the_page_cache_is_used_and_the_operator_told(tmp_path: Path) -> None:
+def test_without_o_direct_the_page_cache_is_used_and_noted(tmp_path: Path) -> None:
     with mounted(tmp_path / "ram", "ramfs", "mode=700") as disk:
         for _ in range(2):
-            with nvme_harness(disk / "node") as house:
-                info = house.put(1, RECORD)
-                assert house.has(info)
-                assert "refuses O_DIRECT" in house.tier.stat().note
+            with nvme_harness(disk / "node") as harness:
+                info = harness.put(1, RECORD)
+                assert harness.has(info)
+                assert "refuses O_DIRECT" in harness.tier.stat().note
 
 
 def test_a_write_that_fails_leaves_a_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
         return os.pwrite(fd, buffers[0], offset)  # only the header
 
-    with nvme_harness(tmp_path / "a") as house:
-        before = house.put(1, RECORD)
+    with nvme_harness(tmp_path / "a") as harness:
+        before = harness.put(1, RECORD)
         with monkeypatch.context() as context:
             context.setattr(os, "pwritev", fail)
             with pytest.raises(StoreIoError, match="EIO, 4096 bytes instead of 24576 at 24576"):
-                house.put(2, RECORD)
-        house.clock.advance(10.0)
-        after = house.put(3, RECORD)
+                harness.put(2, RECORD)
+        harness.clock.advance(10.0)
+        after = harness.put(3, RECORD)
         folder = crashed(tmp_path / "a", tmp_path / "b")
     for path in (tmp_path / "a", folder):
         with nvme_harness(path) as again:
@@ -246,18 +246,18 @@ def test_a_compaction_that_fails_changes_nothing(
     def fail(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
-    with nvme_harness(tmp_path, 3) as house:
-        infos = [house.put(key, RECORD) for key in range(10)]
+    with nvme_harness(tmp_path, 3) as harness:
+        infos = [harness.put(key, RECORD) for key in range(10)]
         with monkeypatch.context() as context:
             context.setattr(os, call, fail)
             with pytest.raises(StoreIoError, match="EIO, Input/output error"):
-                house.compact(infos[0])
-        assert all(house.has(info) for info in infos)
-        assert house.tier.stat().num_records == 10
-        assert house.compact(infos[0]) == ((), ())  # it rests
-        house.clock.advance(10.0)
-        assert [move.info for move in house.compact(infos[0]).moved] == [infos[0]]
-        assert house.has(infos[0])
+                harness.compact(infos[0])
+        assert all(harness.has(info) for info in infos)
+        assert harness.tier.stat().num_records == 10
+        assert harness.compact(infos[0]) == ((), ())  # it rests
+        harness.clock.advance(10.0)
+        assert [move.info for move in harness.compact(infos[0]).moved] == [infos[0]]
+        assert harness.has(infos[0])
 
 
 def test_a_segment_that_cannot_be_read_is_not_deleted_but_by_a_purge(
@@ -266,21 +266,21 @@ def test_a_segment_that_cannot_be_read_is_not_deleted_but_by_a_purge(
     def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
         raise OSError(5, "Input/output error")
 
-    with nvme_harness(tmp_path) as house:
-        info = house.put(1, RECORD)
+    with nvme_harness(tmp_path) as harness:
+        info = harness.put(1, RECORD)
     with monkeypatch.context() as context:
         context.setattr(os, "preadv", fail)
-        with nvme_harness(tmp_path) as house:
-            assert house.held == {}
-            assert house.tier.stat().num_io_errors == 1
-    with nvme_harness(tmp_path) as house:
-        assert house.has(info)
+        with nvme_harness(tmp_path) as harness:
+            assert harness.held == {}
+            assert harness.tier.stat().num_io_errors == 1
+    with nvme_harness(tmp_path) as harness:
+        assert harness.has(info)
     with monkeypatch.context() as context:
         context.setattr(os, "preadv", fail)
-        with nvme_harness(tmp_path) as house:
-            house.tier.erase([])  # who knows what it holds
-    with nvme_harness(tmp_path) as house:
-        assert house.held == {}
+        with nvme_harness(tmp_path) as harness:
+            harness.tier.erase([])  # who knows what it holds
+    with nvme_harness(tmp_path) as harness:
+        assert harness.held == {}
 
 
 # -------------------------------------------------------------------------------------- fault points
@@ -291,10 +291,10 @@ def test_bytes_corrupted_on_their_way_are_a_miss(tmp_path: Path) -> None:
         FaultRule("store.nvme.write", "corrupt", str(tmp_path / "write"), after=2),
         FaultRule("store.nvme.read", "corrupt", str(tmp_path / "read"), after=3),
     ]
-    with nvme_harness(tmp_path / "a", faults=Faults(rules)) as house:
-        infos = [house.put(key, RECORD) for key in range(3)]
-        assert [house.has(info) for info in infos] == [True, False, False]
-        assert [house.has(info) for info in infos] == [True, False, True]
+    with nvme_harness(tmp_path / "a", faults=Faults(rules)) as harness:
+        infos = [harness.put(key, RECORD) for key in range(3)]
+        assert [harness.has(info) for info in infos] == [True, False, False]
+        assert [harness.has(info) for info in infos] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -307,26 +307,26 @@ def test_a_process_killed_at_any_point_loses_nothing_that_was_written(
     tmp_path: Path, point: str, after: int
 ) -> None:
     folder = tmp_path / "node"
-    with nvme_harness(folder, 3) as house:
-        held = {house.put(key, RECORD).id for key in range(100, 104)}
+    with nvme_harness(folder, 3) as harness:
+        held = {harness.put(key, RECORD).id for key in range(100, 104)}
     script = f"""
 import sys; sys.path.insert(0, {str(Path(support.__file__).parent)!r})
 from pathlib import Path
 from nvme_harness import *
 from kvtransfer.common.faults import FaultRule
 rules = [FaultRule({point!r}, "kill", {str(tmp_path / "marker")!r}, {after})]
-house = NvmeHouse(settings_for(Path({str(folder)!r}), 3), Faults(rules))
+harness = NvmeHarness(settings_for(Path({str(folder)!r}), 3), Faults(rules))
 infos = []
 for key in range(6):
-    infos.append(house.put(key, {RECORD}))
+    infos.append(harness.put(key, {RECORD}))
     print(key, flush=True)
 print("compact", flush=True)
-house.compact(info_of(100, {RECORD}), info_of(103, {RECORD}))
+harness.compact(info_of(100, {RECORD}), info_of(103, {RECORD}))
 print("compacted", flush=True)
 for key in range(10, 13):
-    house.put(key, {RECORD})
+    harness.put(key, {RECORD})
     print(key, flush=True)
-house.has(infos[0])
+harness.has(infos[0])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -335,9 +335,9 @@ house.has(infos[0])
     if "compacted" in told:
         held = {info_of(key, RECORD).id for key in (100, 103)}
         written -= {info_of(0, RECORD).id}
-    with nvme_harness(folder, 3) as house:
-        assert written | held <= set(house.held)
-        assert all(house.has(info) for info, _ in list(house.held.values()))
-        while house.tier.needs_compaction:
-            house.compact()
-        assert house.has(house.put(50, RECORD))
+    with nvme_harness(folder, 3) as harness:
+        assert written | held <= set(harness.held)
+        assert all(harness.has(info) for info, _ in list(harness.held.values()))
+        while harness.tier.needs_compaction:
+            harness.compact()
+        assert harness.has(harness.put(50, RECORD))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from nvme_harness import NvmeHouse, info_of, payload_of, settings_for
+from nvme_harness import NvmeHarness, info_of, payload_of, settings_for
 
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordId
@@ -38,65 +38,65 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="nvme-histories-"))
         self.num_lives = 0
-        self.house = self.start(self.root / "0")
+        self.harness = self.start(self.root / "0")
         self.present: set[int] = set()
         self.doubtful: set[int] = set()
 
-    def start(self, folder: Path) -> NvmeHouse:
-        return NvmeHouse(settings_for(folder, NUM_SEGMENTS, SEGMENT_BYTES))
+    def start(self, folder: Path) -> NvmeHarness:
+        return NvmeHarness(settings_for(folder, NUM_SEGMENTS, SEGMENT_BYTES))
 
     @rule(key=KEYS)
     def put(self, key: int) -> None:
         try:
-            self.house.put(key, size(key))
+            self.harness.put(key, size(key))
         except StoreIoError:
             raise
         except StoreError:
-            assert self.house.tier.needs_compaction
+            assert self.harness.tier.needs_compaction
             return
         self.present.add(key)
 
     @rule(key=KEYS)
     def drop(self, key: int) -> None:
         if key in self.present:
-            self.house.tier.drop(self.house.held.pop(identity(key))[1])
+            self.harness.tier.drop(self.harness.held.pop(identity(key))[1])
             self.present.discard(key)
             self.doubtful.add(key)
 
     @rule(key=KEYS, also=KEYS)
     def erase(self, key: int, also: int) -> None:
         keys = {key, also} & self.present
-        self.house.tier.erase([self.house.held.pop(identity(each))[1] for each in keys])
+        self.harness.tier.erase([self.harness.held.pop(identity(each))[1] for each in keys])
         self.present -= keys
         self.doubtful.clear()  # what was dropped is erased with them
 
-    @precondition(lambda self: self.house.tier.needs_compaction)
+    @precondition(lambda self: self.harness.tier.needs_compaction)
     @rule(wanted=st.sets(KEYS))
     def compact(self, wanted: set[int]) -> None:
-        before = self.house.tier.stat().num_records
-        compacted = self.house.compact(*[info_of(key, size(key)) for key in wanted])
-        assert self.house.tier.stat().num_records == before - len(compacted.dropped)
+        before = self.harness.tier.stat().num_records
+        compacted = self.harness.compact(*[info_of(key, size(key)) for key in wanted])
+        assert self.harness.tier.stat().num_records == before - len(compacted.dropped)
         gone = {int.from_bytes(info.id.key, "big") for info, _ in compacted.dropped}
         assert gone <= self.present
         self.present -= gone
 
     @rule()
     def restart(self) -> None:
-        self.house.tier.close()
-        self.come_back(self.house.folder)
+        self.harness.tier.close()
+        self.come_back(self.harness.folder)
 
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
         """The process dies; perhaps the end of the newest file is lost, or a page of it is garbage."""
         self.num_lives += 1
         folder = self.root / str(self.num_lives)
-        shutil.copytree(self.house.folder, folder)
-        self.house.tier.close()
+        shutil.copytree(self.harness.folder, folder)
+        self.harness.tier.close()
         files = sorted(folder.glob("*.seg"))
         damage = data.draw(st.sampled_from(["none", "cut", "garbage"])) if files else "none"
         if damage != "none":
             newest = int(files[-1].stem)
-            hit = {record for record, (_, ref) in self.house.held.items() if ref.segment == newest}
+            hit = {record for record, (_, ref) in self.harness.held.items() if ref.segment == newest}
             lost = {key for key in self.present if identity(key) in hit}
             self.present -= lost
             self.doubtful |= lost
@@ -110,30 +110,30 @@ class Histories(RuleBasedStateMachine):
         self.come_back(folder)
 
     def come_back(self, folder: Path) -> None:
-        self.house = self.start(folder)
-        found = {key for key in range(12) if identity(key) in self.house.held}
+        self.harness = self.start(folder)
+        found = {key for key in range(12) if identity(key) in self.harness.held}
         assert self.present <= found <= self.present | self.doubtful
-        returned = {key for key in found - self.present if self.house.has(info_of(key, size(key)))}
+        returned = {key for key in found - self.present if self.harness.has(info_of(key, size(key)))}
         for key in found - self.present - returned:  # the reader finds it bad
-            self.house.tier.drop(self.house.held.pop(identity(key))[1])
+            self.harness.tier.drop(self.harness.held.pop(identity(key))[1])
         self.present |= returned
         self.doubtful -= returned
 
     @invariant()
     def right_bytes_or_a_miss(self) -> None:
         for key in range(12):
-            assert self.house.has(info_of(key, size(key))) == (key in self.present)
+            assert self.harness.has(info_of(key, size(key))) == (key in self.present)
 
     @invariant()
     def the_figures_and_the_disk_agree(self) -> None:
-        stat = self.house.tier.stat()
-        assert stat.num_records == len(self.house.held) == len(self.present)
-        assert stat.num_bytes == sum(ref.num_bytes for _, ref in self.house.held.values())
-        used_bytes = sum(path.stat().st_size for path in self.house.segments())
+        stat = self.harness.tier.stat()
+        assert stat.num_records == len(self.harness.held) == len(self.present)
+        assert stat.num_bytes == sum(ref.num_bytes for _, ref in self.harness.held.values())
+        used_bytes = sum(path.stat().st_size for path in self.harness.segments())
         assert used_bytes <= NUM_SEGMENTS * SEGMENT_BYTES
 
     def teardown(self) -> None:
-        self.house.tier.close()
+        self.harness.tier.close()
         shutil.rmtree(self.root)
 
 

@@ -1,4 +1,4 @@
-"""An owner in a process of its own, real clients, real hands: what is put is found and read, byte by byte."""
+"""An owner in a process of its own, real clients, real worker: what is put is found and read, byte by byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from patience import WAIT_S
-from store_harness import SECRET, StoreHouse, eventually
+from store_harness import SECRET, StoreHarness, eventually
 from store_replica import BOTTOM, LEFT, MODEL, RIGHT, TOP, Chain, Replica, block_bytes
 
 from kvtransfer.common.clock import SystemClock
@@ -38,19 +38,19 @@ from kvtransfer.store.server.store_server import StoreServer
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[StoreHouse]:
-    house = StoreHouse(tmp_path)
-    yield house
-    await house.close()
+async def harness(tmp_path: Path) -> AsyncIterator[StoreHarness]:
+    harness = StoreHarness(tmp_path)
+    yield harness
+    await harness.close()
 
 
 @pytest.fixture
-async def running(house: StoreHouse) -> StoreHouse:
-    await house.start()
-    return house
+async def running(harness: StoreHarness) -> StoreHarness:
+    await harness.start()
+    return harness
 
 
-async def test_what_is_put_is_found_and_read(running: StoreHouse) -> None:
+async def test_what_is_put_is_found_and_read(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     chain = Chain.of("prompt", 5)
     assert await replica.find(chain) == ()
@@ -66,7 +66,7 @@ async def test_what_is_put_is_found_and_read(running: StoreHouse) -> None:
     await running.stop()
 
 
-async def test_a_block_missing_in_the_middle_ends_what_can_be_had(running: StoreHouse) -> None:
+async def test_a_block_missing_in_the_middle_ends_what_can_be_had(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     chain = Chain.of("prompt", 5)
     await replica.put(chain, only=[0, 1, 3, 4])
@@ -77,7 +77,7 @@ async def test_a_block_missing_in_the_middle_ends_what_can_be_had(running: Store
     await replica.close()
 
 
-async def test_two_replicas_share_records(running: StoreHouse) -> None:
+async def test_two_replicas_share_records(running: StoreHarness) -> None:
     first, second = await Replica(running).start(), await Replica(running).start()
     chain = Chain.of("prompt", 3)
     grant = await first.grant(chain, [0, 1, 2])
@@ -100,7 +100,7 @@ async def test_two_replicas_share_records(running: StoreHouse) -> None:
         await replica.close()
 
 
-async def test_what_one_tenant_put_under_other_keys_is_not_another_tenants(running: StoreHouse) -> None:
+async def test_what_one_tenant_put_under_other_keys_is_not_another_tenants(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     await replica.put(Chain.of("prompt", 2, tenant="alice"))
     assert await replica.find(Chain.of("prompt", 2, tenant="bob")) == ()
@@ -117,7 +117,7 @@ async def test_what_one_tenant_put_under_other_keys_is_not_another_tenants(runni
     ],
 )
 async def test_replicas_of_another_shape_assemble_blocks(
-    running: StoreHouse, writers: tuple[Shard, ...], readers: tuple[Shard, ...]
+    running: StoreHarness, writers: tuple[Shard, ...], readers: tuple[Shard, ...]
 ) -> None:
     writer, reader = await Replica(running, *writers).start(), await Replica(running, *readers).start()
     chain = Chain.of("prompt", 4)
@@ -129,7 +129,7 @@ async def test_replicas_of_another_shape_assemble_blocks(
     await reader.close()
 
 
-async def test_a_part_of_a_block_is_a_miss(running: StoreHouse) -> None:
+async def test_a_part_of_a_block_is_a_miss(running: StoreHarness) -> None:
     writer, reader = await Replica(running, LEFT).start(), await Replica(running).start()
     chain = Chain.of("prompt", 2)
     await writer.put(chain)
@@ -141,7 +141,7 @@ async def test_a_part_of_a_block_is_a_miss(running: StoreHouse) -> None:
     await reader.close()
 
 
-async def test_a_full_arena_gives_up_what_was_used_longest_ago(running: StoreHouse) -> None:
+async def test_a_full_arena_gives_up_what_was_used_longest_ago(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     num_fitting = (8 << 20) // (block_bytes(MODEL) + 4096)
     chains = [Chain.of(f"prompt {number}", 16) for number in range(num_fitting // 16 + 4)]
@@ -159,7 +159,7 @@ async def test_a_full_arena_gives_up_what_was_used_longest_ago(running: StoreHou
     await replica.close()
 
 
-async def test_what_is_being_read_is_not_given_up(running: StoreHouse) -> None:
+async def test_what_is_being_read_is_not_given_up(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     num_fitting = (8 << 20) // (block_bytes(MODEL) + 4096)
     held = Chain.of("held", num_fitting)
@@ -177,7 +177,7 @@ async def test_what_is_being_read_is_not_given_up(running: StoreHouse) -> None:
 
 
 async def test_only_what_is_its_own_is_granted_and_committed(
-    running: StoreHouse,
+    running: StoreHarness,
 ) -> None:
     replica, other = await Replica(running, LEFT).start(), await Replica(running).start()
     chain = Chain.of("prompt", 1)
@@ -197,13 +197,15 @@ async def test_only_what_is_its_own_is_granted_and_committed(
 # ------------------------------------------------------------------------------------- ends of sessions
 
 
-async def test_a_lost_brains_grants_stay_taken_until_its_ranks_have_ended(running: StoreHouse) -> None:
+async def test_a_lost_engine_cores_grants_stay_taken_until_its_ranks_have_ended(
+    running: StoreHarness,
+) -> None:
     replica = await Replica(running, LEFT, RIGHT).start()
     grant = await replica.grant(Chain.of("prompt", 3), [0, 1, 2])
     assert grant is not None
     await replica.client.close()
     await running.until("dram", lambda stat: stat.num_quarantined == 6, "ranks may still write there")
-    replica.ranks[0].hands.close()
+    replica.ranks[0].worker.close()
     assert (await running.stat("dram")).num_quarantined == 6
     await asyncio.to_thread(replica.close_ranks)
     await running.until("dram", lambda stat: stat.num_quarantined == 0, "nobody can write there any more")
@@ -212,7 +214,7 @@ async def test_a_lost_brains_grants_stay_taken_until_its_ranks_have_ended(runnin
     await other.close()
 
 
-async def test_a_brain_that_comes_back_frees_what_it_was_granted(running: StoreHouse) -> None:
+async def test_an_engine_core_that_comes_back_frees_what_it_was_granted(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     chain = Chain.of("prompt", 3)
     await replica.grant(chain, [0, 1, 2])
@@ -229,7 +231,7 @@ async def test_a_brain_that_comes_back_frees_what_it_was_granted(running: StoreH
     await replica.close()
 
 
-async def test_a_brain_leaves_an_owner_that_does_not_read(running: StoreHouse) -> None:
+async def test_an_engine_core_leaves_an_owner_that_does_not_read(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     running.signal(signal.SIGSTOP)
     offsets = tuple(range(100_000))
@@ -258,7 +260,7 @@ async def _is_closed(reader: asyncio.StreamReader) -> bool:
 @pytest.mark.parametrize(
     "garbage", [b"\xff" * 64, b"\x05\0\0\0hello", b"GET / HTTP/1.1\r\n\r\n", b"\0\x10\0\0" + b"x" * 4096]
 )
-async def test_garbage_closes_that_connection_only(running: StoreHouse, garbage: bytes) -> None:
+async def test_garbage_closes_that_connection_only(running: StoreHarness, garbage: bytes) -> None:
     replica = await Replica(running).start()
     host, _, port = running.address.rpartition(":")
     for opening in (
@@ -276,7 +278,7 @@ async def test_garbage_closes_that_connection_only(running: StoreHouse, garbage:
     await replica.close()
 
 
-async def test_nobody_gets_in_without_the_secret(running: StoreHouse) -> None:
+async def test_nobody_gets_in_without_the_secret(running: StoreHarness) -> None:
     with pytest.raises(TransferError):
         await open_unix(running.settings.name, bytes(32), "stranger")
     with pytest.raises(TransferError):
@@ -288,9 +290,9 @@ async def test_nobody_gets_in_without_the_secret(running: StoreHouse) -> None:
     await stranger.close()
 
 
-async def test_brains_and_ranks_come_over_the_nodes_own_socket_only(running: StoreHouse) -> None:
+async def test_engine_cores_and_ranks_come_over_the_nodes_own_socket_only(running: StoreHarness) -> None:
     replica = await Replica(running).start()
-    stream = await open_tcp(running.address, SECRET, "brain")
+    stream = await open_tcp(running.address, SECRET, "engine_core")
     stream.send(TO_OWNER_CODEC.encode(replica.client._hello))
     assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
     stream.close()
@@ -299,7 +301,7 @@ async def test_brains_and_ranks_come_over_the_nodes_own_socket_only(running: Sto
     await replica.close()
 
 
-async def test_a_first_message_that_is_none_is_refused(running: StoreHouse) -> None:
+async def test_a_first_message_that_is_none_is_refused(running: StoreHarness) -> None:
     stream = await open_unix(running.settings.name, SECRET, "?")
     stream.send(TO_OWNER_CODEC.encode(FindRequest(1, b"", ())))
     assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
@@ -307,9 +309,9 @@ async def test_a_first_message_that_is_none_is_refused(running: StoreHouse) -> N
     await stream.wait_closed()
 
 
-async def test_a_brain_of_another_protocol_is_refused(running: StoreHouse) -> None:
+async def test_an_engine_core_of_another_protocol_is_refused(running: StoreHarness) -> None:
     replica = await Replica(running).start()
-    stream = await open_unix(running.settings.name, SECRET, "brain")
+    stream = await open_unix(running.settings.name, SECRET, "engine_core")
     hello = replace(replica.client._hello, protocol=STORE_PROTOCOL + 1, session=draw_id())
     stream.send(TO_OWNER_CODEC.encode(hello))
     refusal = FROM_OWNER_CODEC.decode(await stream.next_frame())
@@ -322,7 +324,7 @@ async def test_a_brain_of_another_protocol_is_refused(running: StoreHouse) -> No
 
 
 @pytest.mark.slow
-async def test_silent_strangers_do_not_keep_others_out(running: StoreHouse) -> None:
+async def test_silent_strangers_do_not_keep_others_out(running: StoreHarness) -> None:
     silent = []
     for _ in range(100):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -336,7 +338,7 @@ async def test_silent_strangers_do_not_keep_others_out(running: StoreHouse) -> N
     await replica.close()
 
 
-async def test_a_stopped_owner_is_noticed(running: StoreHouse) -> None:
+async def test_a_stopped_owner_is_noticed(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     running.signal(signal.SIGSTOP)
     assert await replica.find(Chain.of("prompt", 1)) == ()
@@ -350,15 +352,15 @@ async def test_a_stopped_owner_is_noticed(running: StoreHouse) -> None:
 # ------------------------------------------------------------------------------------------ errors of ours
 
 
-async def test_an_error_of_ours_ends_the_store(house: StoreHouse) -> None:
-    owner = StoreServer(house.settings, SystemClock(), Faults())
+async def test_an_error_of_ours_ends_the_store(harness: StoreHarness) -> None:
+    owner = StoreServer(harness.settings, SystemClock(), Faults())
     await owner.start()
     owner.check_health()
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    owner._node.make_room = fail  # type: ignore[method-assign]
+    owner._node.compact_if_needed = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         await owner.wait_ended()
     with pytest.raises(ZeroDivisionError):

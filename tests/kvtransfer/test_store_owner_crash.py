@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from store_harness import StoreHouse, eventually
+from store_harness import StoreHarness, eventually
 from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
 
 from kvtransfer.common.clock import SystemClock
@@ -27,9 +27,9 @@ DRAM_BYTES = 2 << 20
 NUM_FITTING = DRAM_BYTES // (block_bytes(MODEL) + 4096)
 
 
-def make_house(folder: Path) -> StoreHouse:
+def make_harness(folder: Path) -> StoreHarness:
     """Tiers so small that a few prompts overflow them."""
-    return StoreHouse(
+    return StoreHarness(
         folder,
         nvme_path=str(folder / "nvme"),
         nvme_bytes=8 << 20,
@@ -40,20 +40,20 @@ def make_house(folder: Path) -> StoreHouse:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[StoreHouse]:
-    house = make_house(tmp_path)
-    yield house
-    await house.close()
+async def harness(tmp_path: Path) -> AsyncIterator[StoreHarness]:
+    harness = make_harness(tmp_path)
+    yield harness
+    await harness.close()
 
 
 @contextlib.asynccontextmanager
-async def supervised(house: StoreHouse) -> AsyncIterator[None]:
+async def supervised(harness: StoreHarness) -> AsyncIterator[None]:
     """Whenever the owner was killed, it is started again."""
 
     async def watch() -> None:
         while True:
-            assert await house.ended(None) == -signal.SIGKILL
-            await house.start()
+            assert await harness.ended(None) == -signal.SIGKILL
+            await harness.start()
 
     task = asyncio.create_task(watch())
     yield
@@ -64,11 +64,11 @@ async def supervised(house: StoreHouse) -> AsyncIterator[None]:
         await task
 
 
-async def purge(house: StoreHouse, tenant: str) -> None:
+async def purge(harness: StoreHarness, tenant: str) -> None:
     """Again and again, until an owner says that it is done."""
     while True:
         try:
-            await house.ask(PurgeRequest(tenant, None), PurgeResult)
+            await harness.ask(PurgeRequest(tenant, None), PurgeResult)
         except (TransferError, AssertionError):  # away, or it has not yet read what it holds
             await SystemClock().sleep(0.05)
         else:
@@ -78,66 +78,68 @@ async def purge(house: StoreHouse, tenant: str) -> None:
 # ----------------------------------------------------------------------------------- taking an arena over
 
 
-async def test_a_restarted_owner_takes_the_arena_over(house: StoreHouse) -> None:
-    await house.start()
-    replica = await Replica(house, LEFT, RIGHT).start()
+async def test_a_restarted_owner_takes_the_arena_over(harness: StoreHarness) -> None:
+    await harness.start()
+    replica = await Replica(harness, LEFT, RIGHT).start()
     chain = Chain.of("prompt", 6)
     await replica.put(chain)
     assert await replica.find(chain) == ("dram",) * 6, "it has heard of the commit"
-    await house.kill()
+    await harness.kill()
     await eventually(lambda: bool(replica.losses), "its end is heard")
-    await house.start(offer_wait_s=1.0)
+    await harness.start(offer_wait_s=1.0)
     await replica.up()
     await eventually(lambda: replica.tiers == dict.fromkeys(chain.keys, "dram"), "told anew")
     assert await replica.get(chain) == ("dram",) * 6
-    other = await Replica(house).start()
+    other = await Replica(harness).start()
     assert await other.get(chain) == ("dram",) * 6, "a rank that comes anew maps the same arena"
-    await house.check_nothing_leaked()
+    await harness.check_nothing_leaked()
     await replica.close()
     await other.close()
-    await house.stop()
+    await harness.stop()
 
 
-async def test_what_was_being_written_when_the_owner_died_is_free_again(house: StoreHouse) -> None:
-    await house.start()
-    replica, other = await Replica(house).start(), await Replica(house).start()
+async def test_what_was_being_written_when_the_owner_died_is_free_again(harness: StoreHarness) -> None:
+    await harness.start()
+    replica, other = await Replica(harness).start(), await Replica(harness).start()
     mine, others = Chain.of("mine", 5), Chain.of("others", 5)
     assert await replica.grant(mine, range(5))
     assert await other.grant(others, range(5))
     await other.leave()  # its ranks live on, with the arena mapped
-    await house.kill()
-    await house.start(offer_wait_s=1.0)
+    await harness.kill()
+    await harness.start(offer_wait_s=1.0)
     await replica.up()
-    stat = await house.until("dram", lambda stat: stat.num_quarantined == 5, "of the brain that is away")
+    stat = await harness.until(
+        "dram", lambda stat: stat.num_quarantined == 5, "of the engine_core that is away"
+    )
     assert stat.num_records == 0
     assert await replica.put(mine) == list(range(5))
     assert await replica.get(mine) == ("dram",) * 5
-    assert (await house.stat("dram")).num_quarantined == 5, "this process, the writer, still lives"
+    assert (await harness.stat("dram")).num_quarantined == 5, "this process, the writer, still lives"
     await other.come_back()
-    await house.check_nothing_leaked()
+    await harness.check_nothing_leaked()
     assert await other.put(others) == list(range(5))
     await replica.close()
     await other.close()
-    await house.stop()
+    await harness.stop()
 
 
-async def test_ranks_with_the_arena_of_before_get_the_new_one(house: StoreHouse) -> None:
-    await house.start()
-    early = await Replica(house, LEFT, RIGHT).start()
+async def test_ranks_with_the_arena_of_before_get_the_new_one(harness: StoreHarness) -> None:
+    await harness.start()
+    early = await Replica(harness, LEFT, RIGHT).start()
     await early.put(Chain.of("early", 3))
     await early.leave()
-    await house.kill()
-    await house.start()  # waits for no offers
-    late = await Replica(house).start()
+    await harness.kill()
+    await harness.start()  # waits for no offers
+    late = await Replica(harness).start()
     await late.put(Chain.of("late", 3))
     await early.come_back()
     assert await early.get(Chain.of("late", 3)) == ("dram",) * 3
     assert await early.put(Chain.of("more", 3)) == [0, 1, 2]
     assert await late.get(Chain.of("more", 3)) == ("dram",) * 3
-    await house.check_nothing_leaked()
+    await harness.check_nothing_leaked()
     await early.close()
     await late.close()
-    await house.stop()
+    await harness.stop()
 
 
 # ------------------------------------------------------------------------------------- killed at a point
@@ -165,12 +167,12 @@ POINTS = [
     ("point", "after"),
     [pytest.param(*each, marks=pytest.mark.slow if each[1] > 1 else ()) for each in POINTS],
 )
-async def test_killed_at_a_point(house: StoreHouse, tmp_path: Path, point: str, after: int) -> None:
+async def test_killed_at_a_point(harness: StoreHarness, tmp_path: Path, point: str, after: int) -> None:
     marker = tmp_path / "marker"
-    await house.start(FaultRule(point, "kill", str(marker), after))
-    async with supervised(house):
-        replicas = [await Replica(house).start(), await Replica(house, LEFT, RIGHT).start()]
-        await work(house, replicas)
+    await harness.start(FaultRule(point, "kill", str(marker), after))
+    async with supervised(harness):
+        replicas = [await Replica(harness).start(), await Replica(harness, LEFT, RIGHT).start()]
+        await work(harness, replicas)
         assert marker.exists(), "the point was never passed"
         for replica in replicas:
             await replica.up()
@@ -178,13 +180,13 @@ async def test_killed_at_a_point(house: StoreHouse, tmp_path: Path, point: str, 
             assert await replica.put(fresh) == list(range(6))
             assert await replica.get(fresh) == ("dram",) * 6
             assert await replica.find(Chain.of("secret", 6, tenant="mallory")) == ()
-        await house.check_nothing_leaked()
+        await harness.check_nothing_leaked()
         for replica in replicas:
             await replica.close()
-    await house.stop()
+    await harness.stop()
 
 
-async def work(house: StoreHouse, replicas: list[Replica]) -> None:
+async def work(harness: StoreHarness, replicas: list[Replica]) -> None:
     """More than the host tier holds, and more than NVMe does; what is read is compared."""
     await replicas[0].put(Chain.of("secret", 6, tenant="mallory"))
     for number in range(12):
@@ -195,30 +197,30 @@ async def work(house: StoreHouse, replicas: list[Replica]) -> None:
             await replica.get(Chain.of(f"prompt {number // 2} {replica.shards}", 14))
             await replica.get(Chain.of(f"prompt {max(number - 4, 0)} {replicas[0].shards}", 14))
             await replica.up()
-    await house.until("nvme", lambda stat: not stat.num_queued, "written")
+    await harness.until("nvme", lambda stat: not stat.num_queued, "written")
     for number in range(12):
         await replicas[0].get(Chain.of(f"prompt {number} {replicas[0].shards}", 14))
-    await purge(house, "mallory")
+    await purge(harness, "mallory")
 
 
-async def test_killed_while_it_recovers(house: StoreHouse, tmp_path: Path) -> None:
-    await house.start()
-    replica = await Replica(house).start()
+async def test_killed_while_it_recovers(harness: StoreHarness, tmp_path: Path) -> None:
+    await harness.start()
+    replica = await Replica(harness).start()
     chain = Chain.of("prompt", 8)
     await replica.put(chain)
-    await house.until("nvme", lambda stat: stat.num_records == 8, "written")
-    await house.kill()
+    await harness.until("nvme", lambda stat: stat.num_records == 8, "written")
+    await harness.kill()
     await replica.close()
-    await house.start(FaultRule("store.recover", "kill", str(tmp_path / "marker")))
-    assert await house.ended() == -signal.SIGKILL
+    await harness.start(FaultRule("store.recover", "kill", str(tmp_path / "marker")))
+    assert await harness.ended() == -signal.SIGKILL
     assert (tmp_path / "marker").exists()
-    await house.start()
-    reader = await Replica(house).start()
+    await harness.start()
+    reader = await Replica(harness).start()
     await eventually(lambda: len(reader.tiers) == 8, "found again")
     assert await reader.get(chain) == ("nvme",) * 8
-    await house.check_nothing_leaked()
+    await harness.check_nothing_leaked()
     await reader.close()
-    await house.stop()
+    await harness.stop()
 
 
 # ----------------------------------------------------------------------------------------- interleavings
@@ -246,29 +248,29 @@ def test_any_history_gives_right_bytes_or_a_miss(
 
 
 async def _history(folder: Path, operations: list[tuple[str, int]], shape: tuple[Shard, ...]) -> None:
-    house = make_house(folder)
+    harness = make_harness(folder)
     try:
-        await house.start()
-        history = History(house, shape)
+        await harness.start()
+        history = History(harness, shape)
         await history.begin()
         for operation, number in operations:
             await history.do(operation, number)
         await history.end()
     finally:
-        await house.close()
+        await harness.close()
 
 
 class History:
     """What was done, and a plain set of the blocks that may be found."""
 
-    def __init__(self, house: StoreHouse, shape: tuple[Shard, ...]) -> None:
-        self._house = house
+    def __init__(self, harness: StoreHarness, shape: tuple[Shard, ...]) -> None:
+        self._harness = harness
         self._shape = shape
         self._stored: set[bytes] = set()
         self._num_filled = 0
 
     async def begin(self) -> None:
-        self._replica = await Replica(self._house, *self._shape).start()
+        self._replica = await Replica(self._harness, *self._shape).start()
 
     async def do(self, operation: str, number: int) -> None:
         chain = Chain.of(f"prompt {number}", 6)
@@ -290,27 +292,27 @@ class History:
             case "restart":
                 await self._restart(is_crash=False)
             case "forget":  # everything but NVMe
-                await self._house.stop()
+                await self._harness.stop()
                 await self._replica.close()
-                await self._house.start()
+                await self._harness.start()
                 await self.begin()
             case "purge":
-                await purge(self._house, "alice")
+                await purge(self._harness, "alice")
                 self._stored.clear()
 
     async def end(self) -> None:
         for number in range(4):
             await self.do("get", number)
-        await self._house.check_nothing_leaked()
+        await self._harness.check_nothing_leaked()
         assert len(await self._replica.put(Chain.of("last", 4))) == 4
         assert await self._replica.get(Chain.of("last", 4)) == ("dram",) * 4
-        await self._house.check_nothing_leaked()
+        await self._harness.check_nothing_leaked()
         await self._replica.close()
-        await self._house.stop()
+        await self._harness.stop()
 
     async def _restart(self, *, is_crash: bool) -> None:
         num_losses = len(self._replica.losses)
-        await (self._house.kill() if is_crash else self._house.stop())
+        await (self._harness.kill() if is_crash else self._harness.stop())
         await eventually(lambda: len(self._replica.losses) > num_losses, "its end is heard")
-        await self._house.start(offer_wait_s=1.0)
+        await self._harness.start(offer_wait_s=1.0)
         await self._replica.up()

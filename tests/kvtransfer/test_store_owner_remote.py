@@ -11,7 +11,7 @@ import pytest
 from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
-from store_harness import StoreHouse, eventually
+from store_harness import StoreHarness, eventually
 from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
 
 from kvtransfer.common.clock import SystemClock
@@ -24,15 +24,15 @@ class Nodes(NamedTuple):
     """Both owners run."""
 
     redis: RawRedis
-    first: StoreHouse
-    second: StoreHouse
+    first: StoreHarness
+    second: StoreHarness
 
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
     redis = RawRedis(tmp_path)
-    houses = [
-        StoreHouse(
+    harnesses = [
+        StoreHarness(
             tmp_path,
             node_id=f"node-{number}",
             redis_url=redis.url,
@@ -45,12 +45,12 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
         for number in (1, 2)
     ]
     try:
-        for house in houses:
-            await house.start()
-        yield Nodes(redis, *houses)
+        for harness in harnesses:
+            await harness.start()
+        yield Nodes(redis, *harnesses)
     finally:
-        for house in houses:
-            await house.close()
+        for harness in harnesses:
+            await harness.close()
         redis.close()
 
 
@@ -65,9 +65,9 @@ async def found(replica: Replica, chain: Chain, tiers: tuple[Tier, ...]) -> None
 @pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)])
 async def test_another_nodes_blocks_are_found_and_fetched(nodes: Nodes, transports: tuple[str, ...]) -> None:
     if transports != nodes.first.settings.transports:
-        for house in (nodes.first, nodes.second):
-            await house.stop()
-            await house.start(transports=transports)
+        for harness in (nodes.first, nodes.second):
+            await harness.stop()
+            await harness.start(transports=transports)
     writer, reader = await Replica(nodes.first).start(), await Replica(nodes.second, LEFT, RIGHT).start()
     chain = Chain.of("prompt", 20)
     await writer.put(chain)
@@ -80,12 +80,12 @@ async def test_another_nodes_blocks_are_found_and_fetched(nodes: Nodes, transpor
     assert remote.read_gb_s > 0
     listed = await nodes.second.ask(StatRequest(), StoreStat)
     assert set(listed.bytes_by_tenant) == {"alice"}
-    for house in (nodes.first, nodes.second):
-        await house.check_nothing_leaked()
+    for harness in (nodes.first, nodes.second):
+        await harness.check_nothing_leaked()
     await writer.close()
     await reader.close()
-    for house in (nodes.first, nodes.second):
-        await house.stop()
+    for harness in (nodes.first, nodes.second):
+        await harness.stop()
 
 
 async def test_another_nodes_nvme_is_read_for_it(nodes: Nodes) -> None:
@@ -158,5 +158,5 @@ async def test_without_redis_each_node_goes_on_alone_and_heals(nodes: Nodes) -> 
     assert stat.index.state == "up"
     await writer.close()
     await reader.close()
-    for house in (nodes.first, nodes.second):
-        await house.stop()
+    for harness in (nodes.first, nodes.second):
+        await harness.stop()

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 import pytest
-from store_harness import StoreHouse, eventually
+from store_harness import StoreHarness, eventually
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.dram import prefault_process
@@ -28,18 +28,18 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-class Reconciler:
+class TopUps:
     """The tasks of a `Prefault`."""
 
     def __init__(self, arena: Arena) -> None:
         self.tasks: list[asyncio.Task[None]] = []
-        self.ahead = Prefault(arena, self._spawn, SystemClock())
+        self.prefault = Prefault(arena, self._spawn, SystemClock())
 
     async def top_up(self, *, at_once: bool = False) -> int:
         """How many times memory was taken."""
         num_tasks = len(self.tasks)
-        self.ahead.top_up(at_once=at_once)
-        self.ahead.top_up(at_once=at_once)  # is under way already
+        self.prefault.top_up(at_once=at_once)
+        self.prefault.top_up(at_once=at_once)  # is under way already
         await asyncio.gather(*self.tasks)
         return len(self.tasks) - num_tasks
 
@@ -53,23 +53,23 @@ def taken_mib(fd: int) -> float:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-async def test_a_quarter_of_the_arena_is_taken_ahead_of_the_records(arena: Arena, at_once: bool) -> None:
-    watchdog = Reconciler(arena)
+async def test_a_quarter_of_the_arena_is_prefaulted(arena: Arena, at_once: bool) -> None:
+    top_ups = TopUps(arena)
     arena.allocate(5000)
-    assert await watchdog.top_up(at_once=at_once) == 1
+    assert await top_ups.top_up(at_once=at_once) == 1
     assert 16 <= taken_mib(arena.fd) <= 18
     for _ in range(10):
         arena.allocate(900_000)
-    assert await watchdog.top_up(at_once=at_once) == 0, "so little is not worth a process"
+    assert await top_ups.top_up(at_once=at_once) == 0, "so little is not worth a process"
     for _ in range(20):
         arena.allocate(900_000)
-    assert await watchdog.top_up(at_once=at_once) == 1
+    assert await top_ups.top_up(at_once=at_once) == 1
     assert 46 <= taken_mib(arena.fd) <= 48
     for _ in range(30):
         arena.allocate(900_000)
-    assert await watchdog.top_up(at_once=at_once) == 1
+    assert await top_ups.top_up(at_once=at_once) == 1
     assert 64 <= taken_mib(arena.fd) <= 65, "not behind the arena"
-    assert await watchdog.top_up(at_once=at_once) == 0
+    assert await top_ups.top_up(at_once=at_once) == 0
 
 
 async def test_what_records_hold_stays_and_an_adopted_arena_goes_on_behind_them(arena: Arena) -> None:
@@ -78,16 +78,16 @@ async def test_what_records_hold_stays_and_an_adopted_arena_goes_on_behind_them(
     payload = arena.payload(offset, 20 * MIB)
     payload[:] = b"\x07" * len(payload)
     arena.num_used_bytes = 0  # so that the range with the record is taken too
-    await Reconciler(arena).top_up()
+    await TopUps(arena).top_up()
     assert payload == b"\x07" * len(payload)
     arena.num_used_bytes = 22 * MIB
-    await Reconciler(arena).top_up()
+    await TopUps(arena).top_up()
     assert taken_mib(arena.fd) <= 22 + 16 + 1
 
 
 async def test_a_small_arena_is_left_to_its_first_writes() -> None:
     small = Arena.create(32 * MIB, MIB, huge_pages=False)
-    assert await Reconciler(small).top_up() == 0
+    assert await TopUps(small).top_up() == 0
     small.close()
 
 
@@ -108,7 +108,7 @@ def run_taker(arena: Arena, owner_pid: str, at_once: int) -> int:
     return int(run.stdout)
 
 
-def test_the_taker_runs_when_a_core_idles_unless_told_otherwise(arena: Arena) -> None:
+def test_the_prefault_process_runs_when_a_core_idles_unless_at_once(arena: Arena) -> None:
     assert run_taker(arena, "os.getppid()", 0) == os.SCHED_IDLE
     assert 6 <= taken_mib(arena.fd) < 7
     assert run_taker(arena, "os.getppid()", 1) == os.SCHED_OTHER
@@ -120,7 +120,7 @@ def test_the_taker_ends_with_its_owner(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("what", ["descriptor", "interpreter"])
-async def test_where_it_cannot_be_taken_ahead_a_line_says_so_once(
+async def test_where_it_cannot_be_prefaulted_a_line_says_so_once(
     arena: Arena, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if what == "interpreter":
@@ -128,12 +128,12 @@ async def test_where_it_cannot_be_taken_ahead_a_line_says_so_once(
     else:
         os.close(arena.fd)
         arena.fd = os.open(os.devnull, os.O_RDWR)
-    watchdog = Reconciler(arena)
+    top_ups = TopUps(arena)
     with caplog.at_level(logging.WARNING):
-        assert await watchdog.top_up() == 1
-        assert await watchdog.top_up() == 0
+        assert await top_ups.top_up() == 1
+        assert await top_ups.top_up() == 0
     (record,) = caplog.records
-    assert "taken as it is written" in record.message
+    assert "is not populated ahead" in record.message
     assert ("No such device" if what == "descriptor" else "No such file") in record.message
 
 
@@ -144,24 +144,24 @@ def children() -> list[str]:
 
 async def test_no_process_is_left_when_the_owner_stops_meanwhile() -> None:
     arena = Arena.create(1 << 30, MIB, huge_pages=False)
-    watchdog = Reconciler(arena)
+    top_ups = TopUps(arena)
     before = set(children())
-    watchdog.ahead.top_up()
+    top_ups.prefault.top_up()
     await eventually(lambda: bool(set(children()) - before), "it runs")
-    watchdog.tasks[0].cancel()
-    await asyncio.gather(*watchdog.tasks, return_exceptions=True)
+    top_ups.tasks[0].cancel()
+    await asyncio.gather(*top_ups.tasks, return_exceptions=True)
     assert set(children()) <= before
     arena.close()
 
 
 async def test_an_owner_to_whom_no_rank_comes_has_memory_for_the_first_one(tmp_path: Path) -> None:
-    house = StoreHouse(tmp_path, dram_bytes=64 * MIB, granule_bytes=MIB)
-    await house.start()
+    harness = StoreHarness(tmp_path, dram_bytes=64 * MIB, granule_bytes=MIB)
+    await harness.start()
 
     def arena_mib() -> list[float]:
-        folder = Path(f"/proc/{house.pid}/fd")
+        folder = Path(f"/proc/{harness.pid}/fd")
         arenas = [path for path in folder.iterdir() if "memfd:tandem-store" in str(path.readlink())]
         return [path.stat().st_blocks * 512 / MIB for path in arenas]
 
     await eventually(lambda: any(size >= 16 for size in arena_mib()), "16 MiB are taken")
-    await house.stop()
+    await harness.stop()

@@ -107,13 +107,13 @@ def test_half_a_page_is_an_error() -> None:
         decode_header(PAGE[:-1])
 
 
-def test_another_version_is_told_apart_from_damage() -> None:
+def test_another_version_is_distinguished_from_damage() -> None:
     rest = struct.pack("<II", 2, 3) + b"new"
     page = (PAGE[:8] + struct.pack("<Q", checksum(rest)) + rest).ljust(HEADER_BYTES, b"\0")
     with pytest.raises(OtherVersionError, match="version 2; this is version 1"):
         decode_header(page)
     damaged = page[:24] + b"N" + page[25:]
-    with pytest.raises(StoreError, match="its sum is wrong") as caught:
+    with pytest.raises(StoreError, match="its checksum is wrong") as caught:
         decode_header(damaged)
     assert not isinstance(caught.value, OtherVersionError)
 

@@ -43,6 +43,7 @@ from kvtransfer.store.index import redis_server
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.redis_server import RedisServer, find_binary, server_password
+from kvtransfer.store.messages import RecordInfo, Tier
 
 pytestmark = uses_redis_or_valkey
 SECRET = b"a cluster's secret"
@@ -341,9 +342,9 @@ async def test_a_cluster_that_failed_us_is_left_with_no_connection_open(tmp_path
 async def test_a_redis_cluster_is_used_as_one(tmp_path: Path) -> None:
     with alone_in_its_cluster(tmp_path) as server, server.client() as client:
         await until(lambda: "cluster_state:ok" in str(client.execute_command("CLUSTER", "INFO"), "utf-8"))
-        a, b = make_index(server.url, "a", lease_s=1.0), make_index(server.url, "b")
+        held: list[tuple[RecordInfo, Tier]] = [(record(9), "nvme")]
+        a, b = make_index(server.url, "a", lease_s=1.0, held=held), make_index(server.url, "b")
         chains = [bytes([number] * 16) for number in range(8)]
-        a.on_rebuild = lambda: [(record(9), "nvme")]
         async with running(a, b):
             for chain in chains:
                 for number in range(3):

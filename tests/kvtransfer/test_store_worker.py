@@ -1,4 +1,4 @@
-"""The hands of a rank: copies between its blocks and the records of an arena that an owner shares."""
+"""The worker of a rank: copies between its blocks and the records of an arena that an owner shares."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from arena_harness import (
     NUM_BLOCKS,
     RIGHT,
     SLOT_BYTES,
-    HandsRank,
     SharedArena,
     StandInOwner,
+    WorkerRank,
     get,
     layout,
     put,
@@ -62,7 +62,7 @@ def device_pool(layout: BlockLayout, memory: KvMemory) -> KvPool:
 
 @pytest.mark.parametrize("make_pool", [HostPool, device_pool])
 def test_what_is_put_is_got_again(owner: StandInOwner, arena: SharedArena, make_pool: MakePool) -> None:
-    with HandsRank(seed=1, make_pool=make_pool) as writer, HandsRank(seed=2, make_pool=make_pool) as reader:
+    with WorkerRank(seed=1, make_pool=make_pool) as writer, WorkerRank(seed=2, make_pool=make_pool) as reader:
         assert writer.attach(owner) == reader.attach(owner) == StoreAttached(arena.id)
         pairs = [(3, 5), (0, 1), (7, 9)]
         done = put(writer, arena, 1, pairs)
@@ -98,11 +98,11 @@ def test_what_is_put_is_got_again(owner: StandInOwner, arena: SharedArena, make_
 def test_records_of_other_shapes_fill_a_block(
     owner: StandInOwner, arena: SharedArena, held: list[Shard], needed: list[Shard], make_pool: MakePool
 ) -> None:
-    with HandsRank(MODEL, seed=3) as model:  # not attached: what the whole model's blocks hold
+    with WorkerRank(MODEL, seed=3) as model:  # not attached: what the whole model's blocks hold
         slots = iter(range(1, 16))
         records: dict[tuple[int, Shard], tuple[int, int]] = {}
         for shard in held:
-            with HandsRank(shard, make_pool=make_pool) as writer:
+            with WorkerRank(shard, make_pool=make_pool) as writer:
                 writer.blocks[:] = model.piece(shard)
                 assert writer.attach(owner).error == ""
                 pairs = [(block, next(slots)) for block in (0, 5)]
@@ -110,7 +110,7 @@ def test_records_of_other_shapes_fill_a_block(
                 for (block, slot), total in zip(pairs, sums, strict=True):
                     records[block, shard] = slot, total
         for shard in needed:
-            with HandsRank(shard, seed=4, make_pool=make_pool) as reader:
+            with WorkerRank(shard, seed=4, make_pool=make_pool) as reader:
                 assert reader.attach(owner).error == ""
                 reads = [
                     read(block, *records[block, source][:1], source, piece, records[block, source][1])
@@ -132,7 +132,7 @@ def both(first: Shard, second: Shard) -> Shard | None:
 @pytest.mark.parametrize("piece", [MODEL, LEFT])
 def test_every_flipped_bit_is_found(owner: StandInOwner, arena: SharedArena, piece: Shard) -> None:
     # Also where the piece that is copied does not lie: the record is what the sum is of.
-    with HandsRank(seed=1) as writer, HandsRank(piece, seed=2) as reader:
+    with WorkerRank(seed=1) as writer, WorkerRank(piece, seed=2) as reader:
         writer.attach(owner)
         reader.attach(owner)
         sums = put(writer, arena, 1, [(block, block + 1) for block in range(4)]).sums
@@ -147,7 +147,7 @@ def test_a_corrupted_put_is_found_by_its_reader(
     owner: StandInOwner, arena: SharedArena, tmp_path: Path
 ) -> None:
     rule = FaultRule("store.corrupt.put", "corrupt", str(tmp_path / "marker"), after=2)
-    with HandsRank(faults=Faults([rule])) as rank:
+    with WorkerRank(faults=Faults([rule])) as rank:
         rank.attach(owner)
         sums = put(rank, arena, 1, [(0, 1), (1, 2), (2, 3)]).sums
         assert [checksum(rank.blocks[block].tobytes()) for block in range(3)] == list(sums)
@@ -177,9 +177,9 @@ WRONG_COPIES = {
 def test_a_wrong_put_is_an_error_and_writes_nothing(
     owner: StandInOwner, arena: SharedArena, copy: StoreCopy
 ) -> None:
-    with HandsRank(faults=block_by_block()) as rank:
+    with WorkerRank(faults=block_by_block()) as rank:
         rank.attach(owner)
-        rank.hands.handle(StorePut(1, arena.id, (StoreCopy(0, SLOT_BYTES), copy)))
+        rank.worker.handle(StorePut(1, arena.id, (StoreCopy(0, SLOT_BYTES), copy)))
         done = rank.reports.take(StorePutDone)
         assert done.error
         assert done.sums == ()
@@ -204,7 +204,7 @@ WRONG_READS = {
 def test_a_wrong_get_is_an_error_and_writes_nothing(
     owner: StandInOwner, arena: SharedArena, wrong: StoreRead
 ) -> None:
-    with HandsRank(faults=block_by_block()) as rank:
+    with WorkerRank(faults=block_by_block()) as rank:
         rank.attach(owner)
         before = rank.blocks.copy()
         answer = get(rank, arena, 1, [read(0, 1, MODEL, MODEL, 0), wrong])
@@ -215,7 +215,7 @@ def test_a_wrong_get_is_an_error_and_writes_nothing(
 
 
 def test_orders_without_an_arena_or_for_another_are_errors(owner: StandInOwner, arena: SharedArena) -> None:
-    with HandsRank() as rank:
+    with WorkerRank() as rank:
         assert put(rank, arena, 1, [(0, 1)]).error
         rank.attach(owner)
         assert put(rank, SharedArena(), 2, [(0, 1)]).error
@@ -224,7 +224,7 @@ def test_orders_without_an_arena_or_for_another_are_errors(owner: StandInOwner, 
 
 
 def test_empty_orders_are_answered(owner: StandInOwner, arena: SharedArena) -> None:
-    with HandsRank() as rank:
+    with WorkerRank() as rank:
         rank.attach(owner)
         assert put(rank, arena, 1, []).error == ""
         assert get(rank, arena, 2, []).error == ""
@@ -235,18 +235,18 @@ def test_empty_orders_are_answered(owner: StandInOwner, arena: SharedArena) -> N
 
 def test_a_get_overtakes_the_rest_of_a_put(owner: StandInOwner, arena: SharedArena) -> None:
     hooks = Hooks()
-    with HandsRank(faults=hooks) as rank:
+    with WorkerRank(faults=hooks) as rank:
         rank.attach(owner)
         (total,) = put(rank, arena, 1, [(0, 9)]).sums
 
         def ask(passage: int) -> None:
             if passage == hooks.counts["store.copy.put"] == 3:  # the second block of the next put
-                rank.hands.handle(StorePut(3, arena.id, (StoreCopy(1, 5 * SLOT_BYTES),)))
-                rank.hands.handle(StoreGet(4, arena.id, (read(7, 9, MODEL, MODEL, total),)))
+                rank.worker.handle(StorePut(3, arena.id, (StoreCopy(1, 5 * SLOT_BYTES),)))
+                rank.worker.handle(StoreGet(4, arena.id, (read(7, 9, MODEL, MODEL, total),)))
 
         hooks.hooks["store.copy.put"] = ask
         copies = tuple(StoreCopy(block, (block + 1) * SLOT_BYTES) for block in range(4))
-        rank.hands.handle(StorePut(2, arena.id, copies))
+        rank.worker.handle(StorePut(2, arena.id, copies))
         rank.reports.take(StorePutDone)
         rank.reports.take(StorePutDone)
         assert [getattr(report, "number", None) for report in rank.reports.all[2:]] == [4, 2, 3]
@@ -258,10 +258,10 @@ def test_a_get_overtakes_the_rest_of_a_put(owner: StandInOwner, arena: SharedAre
 def test_copies_are_counted_and_wait_for_hand_overs(owner: StandInOwner, arena: SharedArena) -> None:
     clock = SystemClock()
     governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), clock)
-    with HandsRank(governor=governor) as rank:
+    with WorkerRank(governor=governor) as rank:
         rank.attach(owner)
         with governor.flow("hand_over"):
-            rank.hands.handle(StorePut(1, arena.id, (StoreCopy(0, SLOT_BYTES),)))
+            rank.worker.handle(StorePut(1, arena.id, (StoreCopy(0, SLOT_BYTES),)))
             assert not rank.reports.all[1:]
         (total,) = rank.reports.take(StorePutDone).sums
         get(rank, arena, 2, [read(1, 1, MODEL, LEFT, total)])
@@ -271,20 +271,20 @@ def test_copies_are_counted_and_wait_for_hand_overs(owner: StandInOwner, arena: 
         assert counted["hand_over"].num_bytes == 0
 
 
-def test_a_put_that_waits_for_its_turn_ends_with_the_hands(owner: StandInOwner, arena: SharedArena) -> None:
+def test_a_put_that_waits_for_its_turn_ends_with_the_worker(owner: StandInOwner, arena: SharedArena) -> None:
     governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), SystemClock())
-    rank = HandsRank(governor=governor)
+    rank = WorkerRank(governor=governor)
     rank.attach(owner)
     with governor.flow("hand_over"):
-        rank.hands.handle(StorePut(1, arena.id, (StoreCopy(0, SLOT_BYTES),)))
-        rank.hands.close()
+        rank.worker.handle(StorePut(1, arena.id, (StoreCopy(0, SLOT_BYTES),)))
+        rank.worker.close()
     assert len(rank.reports.all) == 1
 
 
 def test_a_limited_class_goes_block_by_block(owner: StandInOwner, arena: SharedArena) -> None:
     limited = TransferSettings("127.0.0.1", (), prefetch_gb_s=0.01, write_back_gb_s=0.01)
     governor = TrafficGovernor(limited, SystemClock())
-    with HandsRank(governor=governor) as rank:
+    with WorkerRank(governor=governor) as rank:
         rank.attach(owner)
         sums = put(rank, arena, 1, [(block, block + 1) for block in range(3)]).sums
         reads = [read(block, block + 1, MODEL, MODEL, sums[block]) for block in range(3)]

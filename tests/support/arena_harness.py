@@ -1,4 +1,4 @@
-"""A stand-in for the store's owner, an arena behind a real socket; and the hands of ranks, in this process or
+"""A stand-in for the store's owner, an arena behind a real socket; and the worker of ranks, in this process or
 in one of their own (`python arena_harness.py`: orders on standard input, reports on standard output)."""
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class StandInOwner:
 
 
 class StoreReports:
-    """What hands report, in order; tests take the first of a type when it comes."""
+    """What worker report, in order; tests take the first of a type when it comes."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
@@ -182,7 +182,7 @@ class StoreReports:
             return report
 
 
-class HandsRank:
+class WorkerRank:
     """Hands over a pool of random bytes, in this process."""
 
     def __init__(
@@ -205,7 +205,7 @@ class HandsRank:
         self.reports = StoreReports()
         self.clock = SystemClock()
         self.governor = governor or TrafficGovernor(TransferSettings("127.0.0.1", ()), self.clock)
-        self.hands = StoreWorker(
+        self.worker = StoreWorker(
             self.pool, 0, self.governor, SECRET, faults or Faults(), self.clock, report or self.reports.put
         )
 
@@ -213,10 +213,10 @@ class HandsRank:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.hands.close()
+        self.worker.close()
 
     def attach(self, owner: StandInOwner) -> StoreAttached:
-        self.hands.handle(AttachStore(owner.address, SESSION))
+        self.worker.handle(AttachStore(owner.address, SESSION))
         return self.reports.take(StoreAttached)
 
     def piece(self, piece: Shard) -> Bytes:
@@ -229,10 +229,10 @@ class HandsRank:
         return np.ascontiguousarray(whole[:, layers, :, heads]).reshape(NUM_BLOCKS, -1)
 
 
-def put(rank: HandsRank, arena: SharedArena, number: int, pairs: Sequence[tuple[int, int]]) -> StorePutDone:
+def put(rank: WorkerRank, arena: SharedArena, number: int, pairs: Sequence[tuple[int, int]]) -> StorePutDone:
     """(block, slot) pairs."""
     copies = tuple(StoreCopy(block, slot * SLOT_BYTES) for block, slot in pairs)
-    rank.hands.handle(StorePut(number, arena.id, copies))
+    rank.worker.handle(StorePut(number, arena.id, copies))
     done = rank.reports.take(StorePutDone)
     assert done.number == number
     return done
@@ -242,30 +242,30 @@ def read(block: int, slot: int, shard: Shard, piece: Shard, total: int) -> Store
     return StoreRead(block, slot * SLOT_BYTES, shard, piece, layout(shard).block_bytes, total)
 
 
-def get(rank: HandsRank, arena: SharedArena, number: int, reads: Sequence[StoreRead]) -> StoreGetDone:
-    rank.hands.handle(StoreGet(number, arena.id, tuple(reads)))
+def get(rank: WorkerRank, arena: SharedArena, number: int, reads: Sequence[StoreRead]) -> StoreGetDone:
+    rank.worker.handle(StoreGet(number, arena.id, tuple(reads)))
     done = rank.reports.take(StoreGetDone)
     assert done.number == number
     return done
 
 
-# --------------------------------------------------------------------------- hands in another process
+# --------------------------------------------------------------------------- worker in another process
 
 
-class StartHands(Message, frozen=True):
-    """To the process: hands over a pool of this shard's layout, filled from the seed."""
+class StartWorker(Message, frozen=True):
+    """To the process: worker over a pool of this shard's layout, filled from the seed."""
 
     shard: Shard
     seed: int
     faults: tuple[FaultRule, ...]
 
 
-TO_PROCESS: Codec[StartHands | StoreOrder] = Codec(StartHands | StoreOrder)
+TO_PROCESS: Codec[StartWorker | StoreOrder] = Codec(StartWorker | StoreOrder)
 FROM_PROCESS: Codec[StoreReport] = Codec(StoreReport)
 
 
 class RankProcess:
-    """`HandsRank` in a process of its own, which ends with this one."""
+    """`WorkerRank` in a process of its own, which ends with this one."""
 
     def __init__(self, shard: Shard, seed: int, faults: Sequence[FaultRule] = ()) -> None:
         self.reports = StoreReports()
@@ -276,7 +276,7 @@ class RankProcess:
             cwd=Path(__file__).parents[2],
         )
         with killed_on_error(self._process):
-            self._send(StartHands(shard, seed, tuple(faults)))
+            self._send(StartWorker(shard, seed, tuple(faults)))
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -299,7 +299,7 @@ class RankProcess:
         """Its exit status, when it has ended."""
         return self._process.wait(WAIT_S)
 
-    def _send(self, message: StartHands | StoreOrder) -> None:
+    def _send(self, message: StartWorker | StoreOrder) -> None:
         assert self._process.stdin is not None
         _write(self._process.stdin, TO_PROCESS.encode(message))
 
@@ -328,17 +328,17 @@ def _shut_down(sock: socket.socket) -> None:
 
 def main() -> None:
     start = TO_PROCESS.decode(_read(sys.stdin.buffer) or b"")
-    assert isinstance(start, StartHands)
+    assert isinstance(start, StartWorker)
 
     def report(report: StoreReport) -> None:
         _write(sys.stdout.buffer, FROM_PROCESS.encode(report))
 
-    rank = HandsRank(start.shard, seed=start.seed, faults=Faults(start.faults), report=report)
+    rank = WorkerRank(start.shard, seed=start.seed, faults=Faults(start.faults), report=report)
     while (frame := _read(sys.stdin.buffer)) is not None:
         order = TO_PROCESS.decode(frame)
-        assert not isinstance(order, StartHands)
-        rank.hands.handle(order)
-    rank.hands.close()
+        assert not isinstance(order, StartWorker)
+        rank.worker.handle(order)
+    rank.worker.close()
 
 
 if __name__ == "__main__":

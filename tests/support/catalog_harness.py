@@ -64,7 +64,7 @@ def payload_of(name: str, shard: Shard = WHOLE, num_bytes: int = ONE_GRANULE, sa
     return (pattern * (num_bytes // len(pattern) + 1))[:num_bytes]
 
 
-class CatalogHouse:
+class CatalogHarness:
     """`catalog` with the sessions `SESSION` and `OTHER` open. `close` in the end."""
 
     def __init__(

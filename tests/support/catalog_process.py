@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 
-from catalog_harness import SESSION, CatalogHouse
+from catalog_harness import SESSION, CatalogHarness
 
 from kvtransfer.common.faults import FaultRule
 
 
 def main(fd: int, point: str, marker: str) -> None:
-    house = CatalogHouse(rules=[FaultRule(point, "kill", marker)])
-    house.adopt(fd)
-    house.catalog.session_opened(SESSION)
-    house.put("x")
-    house.read("x")
-    house.put("y", "x")
-    house.catalog.purge("purged", None)
+    harness = CatalogHarness(rules=[FaultRule(point, "kill", marker)])
+    harness.adopt(fd)
+    harness.catalog.session_opened(SESSION)
+    harness.put("x")
+    harness.read("x")
+    harness.put("y", "x")
+    harness.catalog.purge("purged", None)
 
 
 if __name__ == "__main__":

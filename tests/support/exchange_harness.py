@@ -29,7 +29,8 @@ from kvtransfer.rpc.stream import frame_stream
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
-from kvtransfer.store.remote.exchange import Exchange, LeasedRecord, Wanted, arena_pool
+from kvtransfer.store.remote.exchange import Exchange, Wanted, arena_pool
+from kvtransfer.store.remote.serve import LeasedRecord
 
 SECRET = bytes(range(32))
 SHARD = Shard(0, 2, 0, 2)
@@ -89,9 +90,9 @@ class StoreNode:
         self.arena = Arena.create(settings.dram_bytes, settings.granule_bytes, False)
         self.records: dict[RecordId, LeasedRecord] = {}
         self.leases: Counter[RecordId] = Counter()
-        self.num_lent = 0
+        self.num_leased = 0
         self.freed: list[int] = []
-        self.on_lend: Callable[[RecordId], Coroutine[None, None, None]] | None = None
+        self.on_lease: Callable[[RecordId], Coroutine[None, None, None]] | None = None
         self.errors: list[BaseException] = []
         self._faults = faults or Faults()
         self._clock = clock or SystemClock()
@@ -141,16 +142,16 @@ class StoreNode:
     # ------------------------------------------------------------------------------- the owner's part
 
     async def lease_record(self, record: RecordId) -> LeasedRecord | None:
-        if self.on_lend is not None:
-            await self.on_lend(record)
-        lent = self.records.get(record)
-        if lent is not None:
+        if self.on_lease is not None:
+            await self.on_lease(record)
+        leased = self.records.get(record)
+        if leased is not None:
             self.leases[record] += 1
-            self.num_lent += 1
-        return lent
+            self.num_leased += 1
+        return leased
 
-    def release_record(self, lent: LeasedRecord) -> None:
-        record = next(each for each, other in self.records.items() if other is lent)
+    def release_record(self, leased: LeasedRecord) -> None:
+        record = next(each for each, other in self.records.items() if other is leased)
         self.leases[record] -= 1
         assert self.leases[record] >= 0
 
@@ -181,8 +182,8 @@ class StoreNode:
         self._sequence += 1
         self.arena.write_header(offset, info, "committed", self._sequence)
         self.arena.payload(offset, num_bytes)[:] = data
-        lent = self.records[info.id] = LeasedRecord(offset, num_bytes, info.checksum)
-        return lent
+        leased = self.records[info.id] = LeasedRecord(offset, num_bytes, info.checksum)
+        return leased
 
     def want(self, number: int, num_bytes: int) -> Wanted:
         """A slot for a record of another node."""

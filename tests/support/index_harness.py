@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +27,7 @@ from kvtransfer.store.index import redis_watchdog
 from kvtransfer.store.index.announcer import AnnounceLimits
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_server import find_binary
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 
 SPACE = b"space-01"
 CHAIN = b"chain-of-16bytes"
@@ -191,6 +191,7 @@ def make_index(
     lease_s: float = 60.0,
     clock: Clock | None = None,
     limits: AnnounceLimits = QUICK,
+    held: Sequence[tuple[RecordInfo, Tier]] = (),
 ) -> Index:
     settings = StoreSettings(
         node_id=node,
@@ -203,7 +204,8 @@ def make_index(
         lookup_budget_s=budget_s,
         node_lease_s=lease_s,
     )
-    return Index(settings, ReplicaIdentity(node, epoch), f"host-{node}:1", clock or SystemClock(), limits)
+    identity = ReplicaIdentity(node, epoch)
+    return Index(settings, identity, f"host-{node}:1", clock or SystemClock(), lambda: held, limits)
 
 
 async def nodes(index: Index, numbers: list[int]) -> list[set[str]]:

@@ -64,7 +64,7 @@ def settings_for(folder: Path, num_segments: int = 8, segment_bytes: int = SEGME
     )
 
 
-class NvmeHouse:
+class NvmeHarness:
     """`held` is what the owner's books say: every record that was written or found, and where."""
 
     def __init__(self, settings: StoreSettings, faults: Faults | None = None) -> None:
@@ -125,10 +125,10 @@ class NvmeHouse:
 
 
 @contextmanager
-def nvme_harness(folder: Path, num_segments: int = 8, faults: Faults | None = None) -> Iterator[NvmeHouse]:
-    house = NvmeHouse(settings_for(folder, num_segments), faults)
-    yield house
-    house.tier.close()
+def nvme_harness(folder: Path, num_segments: int = 8, faults: Faults | None = None) -> Iterator[NvmeHarness]:
+    harness = NvmeHarness(settings_for(folder, num_segments), faults)
+    yield harness
+    harness.tier.close()
 
 
 def crashed(folder: Path, copy: Path) -> Path:

@@ -48,7 +48,7 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
     assert condition(), what
 
 
-class StoreHouse:
+class StoreHarness:
     """The owner of one node: started, killed, started again with the same name and folder."""
 
     def __init__(self, folder: Path, **settings: object) -> None:

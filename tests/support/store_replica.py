@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 from patience import WAIT_S
-from store_harness import SECRET, StoreHouse, eventually
+from store_harness import SECRET, StoreHarness, eventually
 
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import BlockLayout
@@ -100,7 +100,7 @@ def content(key: bytes, shard: Shard) -> Bytes:
 
 
 class _Rank:
-    """A rank's pool and its hands."""
+    """A rank's pool and its store worker."""
 
     def __init__(
         self, rank: int, shard: Shard, report: Callable[[StoreReport], None], faults: Faults
@@ -112,10 +112,10 @@ class _Rank:
         clock = SystemClock()
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), clock)
         self._pool = HostPool(layout, self._memory)
-        self.hands = StoreWorker(self._pool, rank, governor, SECRET, faults, clock, report)
+        self.worker = StoreWorker(self._pool, rank, governor, SECRET, faults, clock, report)
 
     def close(self) -> None:
-        self.hands.close()
+        self.worker.close()
         self.blocks = np.empty(0, dtype=np.uint8)
         self._pool.close()
 
@@ -125,7 +125,7 @@ class Replica:
 
     def __init__(
         self,
-        harness: StoreHouse,
+        harness: StoreHarness,
         *shards: Shard,
         compatibility: CompatibilityRecord = COMPATIBILITY,
         secret: bytes = SECRET,
@@ -307,7 +307,7 @@ class Replica:
         if not self._up.is_set() and not self._attaching:
             self._attaching = set(range(len(self.ranks)))
             for rank in self.ranks:
-                rank.hands.handle(AttachStore(self._harness.settings.name, self.session))
+                rank.worker.handle(AttachStore(self._harness.settings.name, self.session))
 
     def on_lost(self, reason: str) -> None:
         self.losses.append(reason)
@@ -345,7 +345,7 @@ class Replica:
     async def _do(self, rank: int, order: StorePut | StoreGet, kind: type[R]) -> R:
         """What the rank reports of it."""
         self._pending.add((rank, order.number))
-        self.ranks[rank].hands.handle(order)
+        self.ranks[rank].worker.handle(order)
         report = await self._answer(kind, order.number)
         assert report is not None
         return report

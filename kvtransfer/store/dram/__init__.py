@@ -1,1 +1,1 @@
-"""The host tier: the arena, its slots, the catalog of records, and the order of eviction."""
+"""The host tier: the arena, its slots, the catalog of its records, and the order of eviction."""

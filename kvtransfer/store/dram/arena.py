@@ -1,7 +1,8 @@
-"""The host tier's memory: one sealed memfd that the owner divides and every rank of the node maps.
+"""The memory of the host tier: one sealed memfd that the owner divides and every rank of the node maps.
 
-The first granule holds the superblock. A record takes whole consecutive granules, its header page first.
-A header counts only where it was written (`RecordPlace`): payload bytes and copies are never taken for records.
+The first granule holds the superblock. A record takes whole consecutive granules, its header page first. A
+header is valid only at the place for which it was written (`RecordPlace`), so that payload bytes and copies are
+never mistaken for records.
 """
 
 from __future__ import annotations
@@ -53,24 +54,25 @@ _log = logging.getLogger(__name__)
 
 
 def arena_bytes(num_bytes: int) -> int:
-    """How large an arena becomes of which so much is wanted: a multiple of 2 MiB."""
+    """Return the size of an arena of at least `num_bytes`: a multiple of 2 MiB."""
     return max(-(-num_bytes // HUGE_PAGE_BYTES), 1) * HUGE_PAGE_BYTES
 
 
 class Arena:
-    """`num_bytes` of shared memory in granules. `view` is all of it; `fd` goes to ranks. One thread only.
+    """`num_bytes` of shared memory, divided into granules. `view` is all of it; `fd` is sent to ranks.
 
-    Made by `create` or `adopt`. An offset names a record: a multiple of `granule_bytes`, never 0.
+    Made by `create` or `adopt`, and used by one thread. A record's offset is a multiple of `granule_bytes`,
+    never 0.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap, arena_id: bytes, granule_bytes: int) -> None:
         self.fd = fd
         self.id = arena_id
         self.granule_bytes = granule_bytes
-        self.num_bytes = len(mapping) - SCRATCH_BYTES  # behind it other owners' agents measure their path
+        self.num_bytes = len(mapping) - SCRATCH_BYTES  # in the tail other owners' agents measure their path
         self.view = memoryview(mapping)[: self.num_bytes]
         self._mapping: mmap.mmap | None = mapping
-        # Where the last record that there ever was ends.
+        # The end of the highest record that there ever was.
         self.num_used_bytes = 0
         self.is_adopted = False
         self._counts: dict[int, int] = {}  # offset of each record -> its granules
@@ -79,9 +81,9 @@ class Arena:
 
     @classmethod
     def create(cls, num_bytes: int, granule_bytes: int, huge_pages: bool) -> Arena:
-        """A new, empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are asked
-        for and there are enough. Its memory is taken when first written, or ahead (`ahead`). `OSError`: the
-        host refuses."""
+        """Create an empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are requested
+        and there are enough. Its memory is populated by the first writes or by `Prefault`. `OSError`: the host
+        refuses."""
         _check_granule(granule_bytes)
         num_bytes = arena_bytes(num_bytes)
         fd, mapping = _map_new(mapping_bytes(num_bytes), huge_pages)
@@ -92,9 +94,9 @@ class Arena:
 
     @classmethod
     def adopt(cls, fd: int, granule_bytes: int) -> Arena:
-        """The arena that an owner before made, by its descriptor, which is the arena's from now on; `scan`
-        tells its records. `StoreError`, with `fd` closed, when it is none of ours, not sealed, damaged, or of
-        another granule or version."""
+        """Adopt the arena of an earlier owner by its descriptor, which the arena takes over; `scan` returns its
+        records. `StoreError`, with `fd` closed, when it is no arena, not sealed, damaged, or of another granule
+        or version."""
         try:
             return cls._adopt(fd, granule_bytes)
         except OSError as error:
@@ -122,7 +124,7 @@ class Arena:
     # ------------------------------------------------------------------------------------------ space
 
     def allocate(self, num_payload: int) -> int | None:
-        """The offset of room for a record with that payload; None when there is none in one piece."""
+        """Allocate space for a record with that payload; None when there is no free range of that size."""
         count = self._num_granules(num_payload)
         start = self._extents.take(count)
         if start is None:
@@ -133,22 +135,22 @@ class Arena:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give a record's room back. Its header is gone at once, so that no scan finds it again."""
+        """Free a record's space. Its header is erased at once, so that no scan finds it again."""
         self._erase(offset)
         self._extents.give(offset // self.granule_bytes, self._counts.pop(offset))
 
     def map_pages(self, start: int, num_bytes: int) -> None:
-        """Let this process reach memory that is taken already without a fault for each page."""
+        """Map populated memory into this process, to avoid a fault for each page."""
         if self._mapping is not None:
             populate_write(self._mapping, start, num_bytes)
 
     def record_bytes(self, num_payload: int) -> int:
-        """What a record of that payload takes of the arena: whole granules."""
+        """Return the space that a record of that payload takes: whole granules."""
         return self._num_granules(num_payload) * self.granule_bytes
 
     @property
     def capacity_bytes(self) -> int:
-        """What records can have: all but the superblock."""
+        """The space for records: all but the superblock."""
         return self.num_bytes - self.granule_bytes
 
     @property
@@ -157,7 +159,7 @@ class Arena:
 
     @property
     def num_largest_bytes(self) -> int:
-        """The largest record image that has room now."""
+        """The size of the largest free range."""
         return self._extents.num_largest * self.granule_bytes
 
     # ----------------------------------------------------------------------------------------- records
@@ -165,30 +167,30 @@ class Arena:
     def write_header(
         self, offset: int, info: RecordInfo, state: State, sequence: int, writer: Writer | None = None
     ) -> None:
-        """Write the header of the record at `offset`. One that a crash cut in two has a wrong sum: no scan
+        """Write the header of the record at `offset`. A header torn by a crash has a wrong checksum, and no scan
         finds it. `StoreError` when its fields are too long."""
         page = encode_header(info, state, sequence, writer, RecordPlace(self.id, offset))
         self.view[offset : offset + HEADER_BYTES] = page
 
     def erase_header(self, offset: int) -> None:
-        """No scan finds the record any more; its room stays taken."""
+        """Erase a record's header, so that no scan finds it; its space stays allocated."""
         assert offset in self._counts
         self._erase(offset)
 
     def payload(self, offset: int, num_bytes: int) -> memoryview:
-        """The payload of the record at `offset`."""
+        """Return the payload of the record at `offset`."""
         return self.view[offset + HEADER_BYTES : offset + HEADER_BYTES + num_bytes]
 
     def image(self, offset: int, num_payload: int) -> memoryview:
-        """The whole record with that payload at `offset`, as long as on NVMe: whole, aligned pages."""
+        """Return the whole record with that payload at `offset`, as on NVMe: in whole, aligned pages."""
         return self.view[offset : offset + image_bytes(num_payload)]
 
     def scan(self) -> Iterator[tuple[int, Header]]:
-        """(offset, header) of each record that adoption found; their room is taken. Free what is unwanted."""
+        """Return (offset, header) of each record found by adoption, whose space is allocated: free the unwanted."""
         return iter(self._found)
 
     def close(self) -> None:
-        """Let the memory go, once: it is unmapped when the last view of it is dropped."""
+        """Close the arena; the memory is unmapped when the last view of it is dropped."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -218,7 +220,7 @@ class Arena:
         self.view[offset : offset + len(MAGIC)] = bytes(len(MAGIC))
 
     def _search(self) -> None:
-        """Find the records of an adopted arena; what is between them is free."""
+        """Find the records of an adopted arena; the ranges between them are free."""
         granule, total = self.granule_bytes, self._extents.num_total
         position = free_from = 1
         for first, last in _written_ranges(self.fd, self.num_bytes):
@@ -285,7 +287,7 @@ def _map_sealed(num_bytes: int, flags: int) -> tuple[int, mmap.mmap]:
 
 
 def _written_ranges(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where the file has pages: reading a hole through the mapping would take memory for it."""
+    """Yield the ranges where the file has pages: reading a hole through the mapping would populate it."""
     position = 0
     while position < num_bytes:
         try:
@@ -294,7 +296,7 @@ def _written_ranges(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno == errno.ENXIO:  # nothing more is written
                 return
-            first, position = position, num_bytes  # huge pages do not tell
+            first, position = position, num_bytes  # a file of huge pages has no holes to report
         yield first, min(position, num_bytes)
 
 
@@ -303,8 +305,8 @@ def _written_ranges(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class Extents:
-    """Which ranges of [0, num_total) are free. `take` gives the smallest range that is large enough, of equal
-    ones the one freed last, because its pages are the likeliest to be in the caches."""
+    """The free ranges of [0, num_total). `take` uses the smallest range that is large enough, of equal ones the
+    one freed last, because its pages are the likeliest to be in the caches."""
 
     def __init__(self, num_total: int) -> None:
         self.num_total = num_total
@@ -315,7 +317,7 @@ class Extents:
         self._counts: list[int] = []  # the keys of _count_to_starts, ascending
 
     def take(self, count: int) -> int | None:
-        """The start of `count` consecutive granules that are free no more; None when there are none."""
+        """Take `count` consecutive granules and return the first; None when there are none."""
         place = bisect_left(self._counts, count)
         if place == len(self._counts):
             return None
@@ -327,7 +329,7 @@ class Extents:
         return start
 
     def give(self, start: int, count: int) -> None:
-        """Granules [start, start + count), none of them free, are free."""
+        """Free the granules [start, start + count), none of which is free."""
         assert count > 0
         assert 0 <= start <= self.num_total - count
         before = self._end_to_start.get(start)
@@ -342,11 +344,11 @@ class Extents:
 
     @property
     def num_largest(self) -> int:
-        """Granules of the largest free range."""
+        """The granules of the largest free range."""
         return self._counts[-1] if self._counts else 0
 
     def ranges(self) -> list[tuple[int, int]]:
-        """All free ranges as (start, count), ascending."""
+        """Return all free ranges as (start, count), ascending."""
         return sorted(self._start_to_count.items())
 
     def _insert(self, start: int, count: int) -> None:
@@ -371,18 +373,18 @@ class Extents:
 
 
 # ----------------------------------------------------------------------------------------------
-# The arena's memory, taken before records need it: the first write to a page takes many times as long as its
-# bytes, and whoever waits for a record would wait for that.
+# The arena's memory is populated before records need it: the first write to a page takes many times as long
+# as later ones, and callers that wait for a record would wait for that.
 
-# So much is taken ahead of the last record, at most a quarter of the arena.
+# So much is populated beyond the last record, at most a quarter of the arena.
 PREFAULT_BYTES = 256 << 20
-# Less is not worth a process. A small arena is left to its first writes.
+# Less is not worth a process: the memory of a small arena is populated by its first writes.
 MIN_BYTES = 16 << 20
 _STEP_BYTES = 2 << 20
 
 
 class Prefault:
-    """Of one arena."""
+    """Populates the memory of one arena beyond its last record."""
 
     def __init__(self, arena: Arena, spawn: Spawn, clock: Clock) -> None:
         self._arena = arena
@@ -393,8 +395,8 @@ class Prefault:
         self._is_taking = False
 
     def top_up(self, *, at_once: bool = False) -> None:
-        """When records have used up some of it, begin to have that taken again: `at_once`, or when a core
-        idles. Where that cannot be, memory comes as it is written."""
+        """Begin to populate more memory if records have used up enough: `at_once`, or when a core idles. If that
+        fails, the first writes populate it."""
         start, end = self._num_taken_bytes, self._end
         if not self._is_taking and end - start >= MIN_BYTES:
             self._is_taking = True
@@ -405,7 +407,7 @@ class Prefault:
         if self._arena.fd < 0:  # closed since
             return
         if error := await _take_in_child(self._arena.fd, start, end, at_once):
-            _log.warning("the host tier's memory is taken as it is written, not ahead: %s", error)
+            _log.warning("the host tier's memory is not populated ahead of its first writes: %s", error)
         else:
             for offset in range(start, end, _STEP_BYTES):
                 self._arena.map_pages(offset, min(_STEP_BYTES, end - offset))
@@ -418,12 +420,12 @@ class Prefault:
 
 
 def _whole_pages(num_bytes: int) -> int:
-    """Down to where a huge page begins."""
+    """Round down to the start of a huge page."""
     return num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
 async def _take_in_child(fd: int, start: int, end: int, at_once: bool) -> str:
-    """Why it cannot be done, or "" when it is done."""
+    """Populate a range in a process of its own; return why that failed, or ""."""
     script = str(Path(__file__).with_name("prefault_process.py"))
     numbers = (str(number) for number in (fd, start, end, os.getpid(), int(at_once)))
     try:
@@ -438,11 +440,11 @@ async def _take_in_child(fd: int, start: int, end: int, at_once: bool) -> str:
     except OSError as error:
         return str(error)
     try:
-        _, said = await child.communicate()
+        _, errors = await child.communicate()
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
     if child.returncode == 0:
         return ""
-    return said.decode(errors="replace").strip() or f"status {child.returncode}"
+    return errors.decode(errors="replace").strip() or f"status {child.returncode}"

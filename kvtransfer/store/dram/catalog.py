@@ -1,7 +1,7 @@
-"""The catalog of one node: which record is in the host tier, on NVMe or in both; what may be done to it.
+"""The catalog of one node: which records are in the host tier, on NVMe or in both, and their life cycle.
 
-Sans-I/O: it decides, and writes header pages into the arena; payloads, files and sockets are others'. It
-alone divides the arena. One thread (the owner's event loop) calls it.
+Sans-I/O: the catalog decides, and writes header pages into the arena; payloads, files and sockets belong to
+others. It alone divides the arena. One thread (the owner's event loop) calls it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from kvtransfer.store.record import Writer, image_bytes
 
 
 class Catalog:
-    """See the module. A record is *findable* when it is in a tier; what is being filled, doomed or stray is
-    not. Eviction takes a block: all its records in the host tier, when no lease or pin holds any of them.
+    """The records of one node. A record is *findable* when it is in a tier, not while its slot is being filled,
+    doomed or in quarantine. Eviction drops all records of a block from the host tier, when no lease or pin
+    holds any of them.
 
-    `tenant_share` is the most of the arena that one tenant gets while others want it.
+    `tenant_share` is the largest part of the arena that one tenant gets while others need space.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Catalog:
         return self._allocator.arena
 
     def attach(self, arena: Arena) -> None:
-        """Use this arena (once; none before). Of an adopted one, what was committed is findable again, told
-        as `committed`, the last one used last; what was being written is stray until its writer is known to
-        be dead (`free_orphans`) or its session is back (`session_opened`, also before this)."""
+        """Use this arena (once; none before). In an adopted one, committed records are findable again and
+        reported as `committed`, the last one used last; slots that were being written stay in quarantine until
+        their writer is known to be dead (`free_orphans`) or its session is back (`session_opened`, also before
+        this)."""
         for slot in self._allocator.attach(arena):
             if self._is_kept(slot.info.id):
                 self._forget(self._table.enter(slot.info))  # an older one of the same name
@@ -68,26 +70,26 @@ class Catalog:
     # ---------------------------------------------------------------------------------------- sessions
 
     def session_opened(self, session: bytes) -> None:
-        """A brain said hello with this session; only now may it allocate. Its ranks write nothing (any more)
-        that the session was granted before, by this owner or the one before: that is free now."""
+        """Open a session at the hello of its engine core; only now may it allocate. Its ranks no longer write
+        earlier grants, of this or the previous owner: these are free now."""
         for slot in self._allocator.session_opened(session):
             self._end_put(slot)
 
     def session_lost(self, session: bytes) -> None:
-        """The brain's connection ended, and no other of the session has said hello since. Others may put what
-        it was granted; the slots stay taken until `writers_gone`: call that now, too, when no rank of the
+        """The engine core's connection has ended, without a new hello of the session. Others may put the records
+        it was granted; its slots stay in quarantine until `writers_gone`: call that too if no rank of the
         session is connected."""
         for slot in self._allocator.session_lost(session):
             self._end_put(slot)
 
     def writers_gone(self, session: bytes) -> int:
-        """The session's last rank connection has ended: frees what `session_lost` left, if it was called, and
-        returns the number of slots."""
+        """The session's last rank connection has ended: free what `session_lost` left, if it was called, and
+        return the number of slots."""
         return self._allocator.writers_gone(session)
 
     def free_orphans(self, is_running: Callable[[Writer], bool]) -> int:
-        """Free what adoption found half written by processes that do not run any more (`writers`). Returns
-        the number of slots. To be called now and then; costs nothing when nothing is stray."""
+        """Free the slots of an adopted arena that were being written by processes that have ended. Return the
+        number of slots. To be called periodically; costs nothing while the quarantine is empty."""
         return self._allocator.free_orphans(is_running)
 
     # --------------------------------------------------------------------------------------------- puts
@@ -102,7 +104,7 @@ class Catalog:
         record: NewRecord,
         writer: Writer,
     ) -> int:
-        """The offset to which `writer` (of this open session) may write the payload; or `HELD`, `REFUSED`."""
+        """Return the offset at which `writer` (of this open session) may write; or `HELD`, `REFUSED`."""
         record_id = RecordId(space, record.key, record.shard)
         info = RecordInfo(record_id, record.parent, chain, tenant, model, record.num_bytes, 0)
         if self._is_kept(record_id):
@@ -119,8 +121,8 @@ class Catalog:
         return slot.offset
 
     def commit(self, session: bytes, offset: int, checksum: int) -> RecordInfo | None:
-        """The payload is all there. None: it is not kept, because the session was not granted that offset (or
-        not any more), because of a purge, or because another copy is there by now."""
+        """Commit a record whose payload is written completely. None: it is not kept, because the session does not
+        hold that offset (any more), because of a purge, or because there is another copy by now."""
         slot = self._granted(session, offset)
         if slot is None:
             return None
@@ -133,7 +135,7 @@ class Catalog:
         return self._keep(slot, replace(slot.info, checksum=checksum)).info
 
     def abandon(self, session: bytes, offset: int) -> None:
-        """Nobody writes there (any more): if the session was granted that offset, it is free."""
+        """Free an offset that was granted to the session and is not written (any more)."""
         slot = self._granted(session, offset)
         if slot is not None:
             self._end_put(slot)
@@ -142,9 +144,9 @@ class Catalog:
     # -------------------------------------------------------------------------- reads from other tiers
 
     def begin_read(self, info: RecordInfo) -> int:
-        """Where the owner may read the record's image into, from NVMe or another node (the header page is
-        written anew at commit); or `HELD`: it is in the host tier or being read already; or `REFUSED`. A
-        session may be putting the same record: who is done first is kept."""
+        """Return the offset at which the owner may read the record's image, from NVMe or another node (commit
+        rewrites the header page); or `HELD`: it is in the host tier or being read already; or `REFUSED`. A
+        session may be putting the same record: the first one that completes is kept."""
         if info.id in self._reads or self._is_kept(info.id):
             return HELD
         slot = self._allocator.reserve(info, None)
@@ -155,9 +157,9 @@ class Catalog:
         return slot.offset
 
     def commit_read(self, offset: int, checksum: int, info: RecordInfo | None = None) -> RecordInfo | None:
-        """The image is all there; its payload's sum is `checksum`. `info`: what else it turned out to be, of
-        the id and size given to `begin_read`. Returns the record as it is in the host tier now, perhaps from
-        a put; None after a purge."""
+        """Commit an image that was read completely, with this checksum of its payload. `info` is its actual
+        header, of the id and size given to `begin_read`. Return the record as it is in the host tier now,
+        perhaps from a put; None after a purge."""
         slot = self._read(offset)
         held = self.find(slot.info.id)
         if held is not None and held.offset is not None:
@@ -169,22 +171,22 @@ class Catalog:
         return self._keep(slot, replace(info or slot.info, checksum=checksum)).info
 
     def abandon_read(self, offset: int) -> None:
-        """The image could not be had, and nobody writes there any more."""
+        """Free the slot of an image that could not be read, and that is not written any more."""
         self._allocator.free(self._read(offset))
 
     # ------------------------------------------------------------------------------------------ readers
 
     def lookup(self, space: bytes, key: bytes) -> Mapping[Shard, Held]:
-        """The findable records of a block. Live: not to be kept while anything else runs."""
+        """Return the findable records of a block: a live view, to be used at once."""
         return self._table.block(ChainKey(space, key))
 
     def find(self, record_id: RecordId) -> Held | None:
-        """The record, when it is in any tier of this node."""
+        """Return the record, if it is in any tier of this node."""
         return self.lookup(record_id.space, record_id.key).get(record_id.shard)
 
     def lease(self, record_id: RecordId, is_hit: bool = True) -> int | None:
-        """The offset of a record in the host tier, which stays there until `release`; None: it is not there.
-        Without `is_hit` no reader wants it: not counted, not told, no younger for it. Parents first."""
+        """Lease a record of the host tier until `release` and return its offset; None: it is not there. Without
+        `is_hit` no reader wants it: no hit is counted or reported, and its age remains. Parents first."""
         held = self.find(record_id)
         if held is None or held.offset is None:
             return None
@@ -199,28 +201,29 @@ class Catalog:
         return held.offset
 
     def release(self, offset: int) -> None:
-        """One lease of the record at `offset` ends."""
+        """End one lease of the record at `offset`."""
         self._allocator.release(self._allocator.slots[offset])
 
     def count_misses(self, num_records: int) -> None:
-        """So many records were asked for and were not in the host tier."""
+        """Count records that were requested and not in the host tier."""
         self._num_misses += num_records
 
     def pin(self, record_id: RecordId, until: float) -> bool:
-        """Keep it in the host tier until then (clock). False: it is not there, or pins hold all they may."""
+        """Keep a record in the host tier until then (clock). False: it is not there, or pins have reached their
+        limit."""
         held = self.find(record_id)
         if held is None or held.offset is None:
             return False
         return self._allocator.pin(self._allocator.slots[held.offset], until)
 
     def is_findable(self, offset: int) -> bool:
-        """Whether the leased record at `offset` was neither purged nor dropped: ask before `added_nvme`."""
+        """Whether the leased record at `offset` was neither purged nor dropped; a condition of `added_nvme`."""
         slot = self._allocator.slots.get(offset)
         return slot is not None and slot.state == "kept"
 
     def bad(self, offset: int) -> Dropped | None:
-        """A reader with a lease found another sum: the record leaves the books, the arena after its last
-        lease, NVMe by the caller's hand. None: it had left before."""
+        """Drop a leased record with a wrong checksum: from the catalog now, from the arena after its last lease;
+        the caller drops it from NVMe. None: it was dropped before."""
         if not self.is_findable(offset):
             return None
         self._num_bad += 1
@@ -234,14 +237,14 @@ class Catalog:
     # --------------------------------------------------------------------------------------------- NVMe
 
     def added_nvme(self, info: RecordInfo, nvme: NvmeRef) -> NvmeRef | None:
-        """The record lies on NVMe and is as in `info`. Returns where it lay before: the caller drops that."""
+        """Note that a record is on NVMe, with this `info`. Return its former place, which the caller drops."""
         held = self._table.enter(info)
         before = held.nvme
         self._table.put_on_nvme(held, info, nvme)
         return before
 
     def moved_nvme(self, record_id: RecordId, before: NvmeRef, after: NvmeRef) -> bool:
-        """Compaction moved it. False: it was not at `before` any more, and the caller drops `after`."""
+        """Note that compaction moved a record. False: it was not at `before`, and the caller drops `after`."""
         held = self.find(record_id)
         if held is None or held.nvme != before:
             return False
@@ -249,7 +252,7 @@ class Catalog:
         return True
 
     def removed_nvme(self, record_id: RecordId, nvme: NvmeRef) -> bool:
-        """The record is not at `nvme` any more. False: the books did not have it there."""
+        """Note that a record is not at `nvme` any more. False: the catalog did not have it there."""
         held = self.find(record_id)
         if held is None or held.nvme != nvme:
             return False
@@ -260,13 +263,14 @@ class Catalog:
 
     # ------------------------------------------------------------------------------------------- admin
 
-    def records(self) -> list[Held]:
-        """All findable records, the most recently used first."""
-        return sorted(self._table, key=lambda held: -held.used_at)
+    def records(self, tenant: str | None = None, model: str | None = None) -> list[Held]:
+        """Return the findable records of this tenant and model (`is_meant`), the most recently used first."""
+        matching = (held for held in self._table if is_meant(held.info, tenant, model))
+        return sorted(matching, key=lambda held: -held.used_at)
 
     def purge(self, tenant: str | None, model: str | None) -> Purged:
-        """Take these records (`is_meant`) out of the books; what has a reader or a writer is free after the
-        last one. A read of nobody knows whose record is not kept either."""
+        """Remove these records (`is_meant`) from the catalog; a slot with a reader or a writer is free after the
+        last one. Reads of records whose tenant is not known yet are not kept either."""
         self._faults.at("store.purge")
         num_records, num_bytes, erase = {"dram": 0, "nvme": 0}, {"dram": 0, "nvme": 0}, []
         for held in [held for held in self._table if is_meant(held.info, tenant, model)]:
@@ -292,7 +296,7 @@ class Catalog:
         return Purged(num_records, num_bytes, num_pending, tuple(erase))
 
     def stat(self) -> TierStat:
-        """The host tier, in whole granules."""
+        """Return the statistics of the host tier, in whole granules."""
         arena = self._allocator.arena
         capacity_bytes = 0 if arena is None else arena.capacity_bytes
         return TierStat(
@@ -313,7 +317,7 @@ class Catalog:
         )
 
     def bytes_by_tenant(self) -> dict[str, int]:
-        """What each tenant takes of the arena and of NVMe."""
+        """Return the bytes of each tenant in the arena and on NVMe."""
         return dict(Counter(self._allocator.shares.num_bytes) + Counter(self._table.nvme_bytes))
 
     def check(self) -> None:
@@ -360,7 +364,7 @@ class Catalog:
         return self._found(slot)
 
     def _found(self, slot: ArenaSlot) -> Held:
-        """The slot's record is in the host tier now."""
+        """Enter the slot's record, which is in the host tier now."""
         held = self._table.enter(slot.info)
         held.offset, held.info = slot.offset, slot.info
         self._num_kept += 1
@@ -375,7 +379,7 @@ class Catalog:
         self._allocator.touch(self._allocator.slots[held.offset])
 
     def _evict(self, key: ChainKey) -> None:
-        """The block leaves the host tier."""
+        """Drop the records of a block from the host tier."""
         self._faults.at("store.evict")
         for held in [held for held in self._table.block(key).values() if held.offset is not None]:
             self._num_evictions += 1
@@ -383,7 +387,7 @@ class Catalog:
             self._forget(held)
 
     def _forget(self, held: Held) -> None:
-        """The record leaves the host tier."""
+        """Drop a record from the host tier."""
         assert held.offset is not None
         slot = self._allocator.slots[held.offset]
         held.offset = None
@@ -395,52 +399,52 @@ class Catalog:
             held.info = held.nvme_info
 
     def _remove(self, held: Held) -> None:
-        """The record is in no tier any more."""
+        """Remove a record that is in no tier any more."""
         self._table.remove(held)
         self._listener.gone(held.info.id)
 
 
 # ----------------------------------------------------------------------------------------------
-# What a node holds, by name: which record is where, and what the catalog tells of it.
+# The records of a node by name: in which tiers each one is, and the events of the catalog.
 
 
 class Held:
-    """A record that this node holds, live: read it, never write it, ask again after anything else ran.
+    """A record that this node holds: a live entry, to be read at once and never written.
 
-    `info` is the record as it lies in the cheapest of its tiers: its checksum is that of the bytes at
-    `offset` when it has one, else of those at `nvme`. (Two writings of a block need not be equal to the bit.)
+    `info` describes the copy in the cheapest tier: its checksum is that of the bytes at `offset` if there are
+    any, otherwise of those at `nvme`. (Two copies of a block need not be equal to the bit.)
     """
 
     __slots__ = ("info", "num_hits", "nvme", "nvme_info", "offset", "used_at")
 
     def __init__(self, info: RecordInfo) -> None:
         self.info = info
-        # Where it lies in the arena; None: not in the host tier.
+        # Its offset in the arena; None: not in the host tier.
         self.offset: int | None = None
         self.nvme: NvmeRef | None = None
-        # As it lies on NVMe; given exactly when `nvme` is.
+        # The copy on NVMe; given exactly when `nvme` is.
         self.nvme_info: RecordInfo | None = None
         self.num_hits = 0
-        # Grows with every use of any record: who has more was used later.
+        # Grows with every use of any record: a larger number is a later use.
         self.used_at = 0
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Where it is, the cheapest first."""
+        """The tiers that hold the record, the cheapest first."""
         dram: tuple[Tier, ...] = ("dram",) if self.offset is not None else ()
         return (*dram, "nvme") if self.nvme is not None else dram
 
 
 class Dropped(NamedTuple):
-    """A record that left all tiers of the node; `nvme` is what the caller must drop there."""
+    """A record that was dropped from all tiers of the node, except its place on NVMe, which the caller drops."""
 
     info: RecordInfo
     nvme: NvmeRef | None
 
 
 class Purged(NamedTuple):
-    """What a purge took out of the books. `erase` is what the caller must erase from NVMe, durably. Counts
-    and bytes are by tier; `num_pending` slots of the arena still have a user and are free after the last."""
+    """What a purge removed from the catalog. The caller must erase `erase` from NVMe, durably. Counts and bytes
+    are by tier; `num_pending` slots of the arena still have a user, and are free after the last one."""
 
     num_records: dict[str, int]
     num_bytes: dict[str, int]
@@ -449,28 +453,28 @@ class Purged(NamedTuple):
 
 
 class CatalogEvents(Protocol):
-    """Who must know of changes: called at once, in the middle of the change; must not change the catalog."""
+    """Receives the changes of the catalog, in the middle of each change, and must not change the catalog."""
 
     def committed(self, info: RecordInfo) -> None:
-        """The record is in the host tier now: put by a session, read from another tier, or adopted."""
+        """A record was added to the host tier: put by a session, read from another tier, or adopted."""
 
     def touched(self, info: RecordInfo) -> None:
-        """A reader asked for it and it was in the host tier."""
+        """A reader hit a record in the host tier."""
 
     def evicted(self, info: RecordInfo) -> None:
-        """It leaves the host tier for want of room; if it is nowhere else, `gone` follows."""
+        """A record is evicted from the host tier; if it is in no other tier, `gone` follows."""
 
     def gone(self, record_id: RecordId) -> None:
-        """It is in no tier of this node any more."""
+        """A record is in no tier of this node any more."""
 
 
 def is_meant(info: RecordInfo, tenant: str | None, model: str | None) -> bool:
-    """Whether a record is of this tenant and of a model whose fingerprint in hex begins so; None: of any."""
+    """Whether a record is of this tenant and of a model whose fingerprint in hex has this prefix (None: any)."""
     return tenant in (None, info.tenant) and (model is None or info.model.hex().startswith(model))
 
 
 class RecordTable:
-    """The records of a node by block and shard. Who enters a record puts it in a tier at once."""
+    """The records of a node by block and shard. A record that is entered must be put in a tier at once."""
 
     def __init__(self) -> None:
         # Whole records on NVMe, by tenant.
@@ -485,7 +489,7 @@ class RecordTable:
         return self._blocks.get(key, self._nothing)
 
     def enter(self, info: RecordInfo) -> Held:
-        """The record of that name; a new one is in no tier yet."""
+        """Return the entry of a record; a new one is in no tier yet."""
         block = self._blocks.setdefault(ChainKey(info.id.space, info.id.key), {})
         held = block.get(info.id.shard)
         if held is None:
@@ -493,7 +497,7 @@ class RecordTable:
         return held
 
     def remove(self, held: Held) -> None:
-        """It is in no tier any more."""
+        """Remove a record that is in no tier any more."""
         key = ChainKey(held.info.id.space, held.info.id.key)
         del self._blocks[key][held.info.id.shard]
         if not self._blocks[key]:

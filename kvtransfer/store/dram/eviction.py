@@ -1,5 +1,5 @@
-"""In which order blocks leave the host tier: least recently used first, leaves of a chain before what they
-follow; and whose blocks, where tenants share the memory."""
+"""The order of eviction from the host tier: the least recently used block first, and a chain from its end; and
+the shares of tenants."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 
 class ChainKey(NamedTuple):
-    """A block's key in its space. It is one tenant's: keys are rooted in the tenant's name."""
+    """A block's key in its space. Each key belongs to one tenant, as keys are rooted in the tenant's name."""
 
     space: bytes
     key: bytes
 
 
 class ChainLru:
-    """Which resident block leaves next. A block is resident while it has records; it may leave when nobody
-    holds it and no resident block follows it.
+    """Selects the block to evict. A block is resident while it has records; it may leave when it is not held and
+    no resident block follows it.
 
     Of a chain that was touched parents first, the last block leaves first and the first one last, before
     anything of a chain that was touched later. Every operation is O(log n).
@@ -36,7 +36,7 @@ class ChainLru:
         return node is not None and node.num_records > 0
 
     def add(self, key: ChainKey, parent: bytes, tenant: str) -> None:
-        """One more record of the block, which follows `parent` (b"": none), used just now."""
+        """Add a record of the block, which follows `parent` (b"": none), and is used just now."""
         node = self._node(key)
         node.num_records += 1
         if node.num_records == 1:
@@ -50,7 +50,7 @@ class ChainLru:
         self._use(node)
 
     def remove(self, key: ChainKey) -> None:
-        """One record of the block less; nobody holds it if that was the last."""
+        """Remove a record of the block, which must not be held if it is the last."""
         node = self._nodes[key]
         node.num_records -= 1
         if node.num_records:
@@ -71,23 +71,23 @@ class ChainLru:
             self._offer(parent)
 
     def touch(self, key: ChainKey) -> None:
-        """The block was used just now. Touch all of a chain, parents first."""
+        """Note that the block is used just now. Touch all of a chain, parents first."""
         self._use(self._nodes[key])
 
     def hold(self, key: ChainKey) -> None:
-        """It stays until `let_go`; counted."""
+        """Hold the block until `release`; holds are counted."""
         node = self._nodes[key]
         assert node.num_records
         node.num_holds += 1
 
-    def let_go(self, key: ChainKey) -> None:
+    def release(self, key: ChainKey) -> None:
         node = self._nodes[key]
         assert node.num_holds, "more holds end than began"
         node.num_holds -= 1
         self._offer(node)
 
     def oldest(self, tenant: str | None = None) -> ChainKey | None:
-        """The block that leaves next (of this tenant); None when none may."""
+        """Return the block to evict next (of this tenant); None when none may leave."""
         queue = self._queue if tenant is None else self._tenant_to_queue.get(tenant)
         node = None if queue is None else queue.oldest()
         return None if node is None else node.key
@@ -129,7 +129,7 @@ class ChainLru:
 
 
 class _Node:
-    """A resident block, or one that is known only as the parent of such."""
+    """A resident block, or one that is known only as the parent of a resident block."""
 
     __slots__ = ("key", "num_children", "num_holds", "num_records", "parent", "tenant", "tick")
 
@@ -148,11 +148,11 @@ class _Node:
 
 
 class _Queue:
-    """Blocks that may leave, the least recently used first. An entry may come up too early, as its block was
-    used since or may not leave any more, never too late: it is then renewed or dropped."""
+    """Blocks that may leave, the least recently used first. An entry may come up too early, when its block was
+    used since or may not leave any more, and is then renewed or dropped; it never comes up too late."""
 
     def __init__(self) -> None:
-        # Of a tenant's queue: its resident blocks.
+        # In a tenant's queue: its resident blocks.
         self.num_blocks = 0
         self._heap: list[tuple[int, int, _Node]] = []
         self._queued: set[_Node] = set()
@@ -187,7 +187,7 @@ class _Queue:
 
 
 class TenantShares:
-    """How much of the memory each tenant has, and who has more than its share of it."""
+    """The memory of each tenant, and the tenants that exceed their share."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -196,11 +196,11 @@ class TenantShares:
         self.num_bytes: dict[str, int] = {}
 
     def limit(self, capacity_bytes: int) -> None:
-        """The memory has this size now."""
+        """Set the size of the memory."""
         self._limit_bytes = int(capacity_bytes * self._share)
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """The tenant has so many bytes more (fewer, when negative)."""
+        """Add to the bytes of a tenant (subtract, when negative)."""
         now = self.num_bytes.get(tenant, 0) + num_bytes
         assert now >= 0
         if now:
@@ -213,9 +213,9 @@ class TenantShares:
             self._over.discard(tenant)
 
     def would_exceed(self, tenant: str, num_bytes: int) -> bool:
-        """Whether so many bytes more are too many for the tenant while others want them."""
+        """Whether so many more bytes would exceed the tenant's share."""
         return self.num_bytes.get(tenant, 0) + num_bytes > self._limit_bytes
 
     def greediest(self) -> Iterator[str]:
-        """Tenants above their share, the furthest first."""
+        """Yield the tenants that exceed their share, the largest first."""
         yield from sorted(self._over, key=lambda tenant: (-self.num_bytes[tenant], tenant))

@@ -1,4 +1,4 @@
-"""The slots of the arena: who has each, who may still be writing into it, and what leaves for others.
+"""The slots of the arena: the state of each, the writers that may still use it, and eviction for new ones.
 
 A slot is in exactly one state:
 
@@ -21,16 +21,16 @@ from kvtransfer.store.dram.eviction import ChainKey, ChainLru, TenantShares
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import State, Writer
 
-# For one record, at most so many times its size is evicted: between slots that stay, more may not help.
+# For one record, at most so many times its size is evicted: more may not join a large enough range.
 MAX_EVICTED_RATIO = 8
-# Pins take at most this part of the arena: prefetches shall not shut out everything else.
+# Pins take at most this part of the arena, so that prefetches cannot exclude everything else.
 MAX_PINNED_RATIO = 0.5
 
 SlotState = Literal["written", "read", "kept", "doomed", "quarantined"]
 
 
 class ArenaSlot:
-    """The space of one record."""
+    """The space of one record in the arena."""
 
     __slots__ = (
         "info",
@@ -57,15 +57,15 @@ class ArenaSlot:
         self.writer: Writer | None = None
         # False: purged while it was being filled.
         self.is_wanted = True
-        # It was allocated by an owner before this one, which alone knew whose connections to watch.
+        # An earlier owner allocated it, and only that one knew which connections to watch.
         self.is_adopted = False
         self.num_leases = 0
         self.pinned_until: float | None = None
 
 
 class SlotAllocator:
-    """All slots of one arena (none at first). `evict(key)` is called to have every kept slot of that block
-    dropped: no lease or pin holds one of them."""
+    """All slots of one arena (none at first). `evict(key)` is called to drop every kept slot of that block, when
+    no lease or pin holds any of them."""
 
     def __init__(self, clock: Clock, tenant_share: float, evict: Callable[[ChainKey], None]) -> None:
         self.arena: Arena | None = None
@@ -83,8 +83,8 @@ class SlotAllocator:
         self._sequence = 0
 
     def attach(self, arena: Arena) -> list[ArenaSlot]:
-        """Use this arena. Returns what an owner before kept there, the oldest first; what it had not kept is
-        free when nobody can be writing it, else quarantined."""
+        """Use this arena. Return the slots that an earlier owner kept there, the oldest first; its other slots are
+        free if nothing can be writing them, otherwise in quarantine."""
         assert self.arena is None
         self.arena = arena
         self.shares.limit(arena.capacity_bytes)
@@ -108,8 +108,8 @@ class SlotAllocator:
     # ------------------------------------------------------------------------------------- being filled
 
     def reserve(self, info: RecordInfo, writer: Writer | None) -> ArenaSlot | None:
-        """A slot for the record, to be filled by `writer` for its session, which is open (None: by the
-        owner); evicts for it. None: no space, the tenant has its share, or the fields are too long."""
+        """Allocate a slot, to be filled by `writer` for its open session (None: by the owner), with eviction if
+        needed. None: there is no space, the tenant has its share, or the fields are too long."""
         if self.arena is None or info.num_bytes <= 0:
             return None
         offset = self._allocate(info)
@@ -128,7 +128,7 @@ class SlotAllocator:
         return slot
 
     def keep(self, slot: ArenaSlot, info: RecordInfo) -> None:
-        """The slot's bytes are all there and have the sum of `info`: from now on the record is kept."""
+        """Keep the slot, whose bytes are complete and have the checksum of `info`."""
         self._settle(slot)
         self.shares.take(slot.info.tenant, -slot.num_bytes)
         self.shares.take(info.tenant, slot.num_bytes)
@@ -138,7 +138,7 @@ class SlotAllocator:
         self._mark_kept(slot)
 
     def free(self, slot: ArenaSlot) -> None:
-        """Nobody writes or reads the slot any more (or never did)."""
+        """Free a slot that nothing writes or reads any more."""
         assert self.arena is not None
         if slot.state in ("written", "quarantined"):
             self._settle(slot)
@@ -154,24 +154,24 @@ class SlotAllocator:
         self._chain.touch(slot.key)
 
     def lease(self, slot: ArenaSlot) -> None:
-        """One more reader of a kept slot."""
+        """Add a reader of a kept slot."""
         assert slot.state == "kept"
         slot.num_leases += 1
         self.num_leases += 1
         self._chain.hold(slot.key)
 
     def release(self, slot: ArenaSlot) -> None:
-        """One reader less; a doomed slot is free after the last."""
+        """Remove a reader; a doomed slot is free after the last one."""
         assert slot.num_leases, "more leases end than began"
         slot.num_leases -= 1
         self.num_leases -= 1
         if slot.state == "kept":
-            self._chain.let_go(slot.key)
+            self._chain.release(slot.key)
         elif not slot.num_leases:
             self.free(slot)
 
     def pin(self, slot: ArenaSlot, until: float) -> bool:
-        """A kept slot stays until then at least (the clock's seconds). False: too much is pinned already."""
+        """Pin a kept slot until then (the clock's seconds). False: too much is pinned already."""
         assert self.arena is not None
         assert slot.state == "kept"
         self._end_pins()
@@ -187,14 +187,14 @@ class SlotAllocator:
         return True
 
     def drop(self, slot: ArenaSlot) -> bool:
-        """A kept slot is not wanted any more, whatever pins it. False: it is doomed, and free when the last
-        lease ends; no scan of the arena finds it any more."""
+        """Drop a kept slot, despite any pin. False: it is doomed, and free when the last lease ends; no scan of
+        the arena finds it any more."""
         assert self.arena is not None
         assert slot.state == "kept"
         if slot.pinned_until is not None:
             self._unpin(slot)
         for _ in range(slot.num_leases):
-            self._chain.let_go(slot.key)
+            self._chain.release(slot.key)
         self._chain.remove(slot.key)
         slot.state = "doomed"
         if slot.num_leases:
@@ -206,8 +206,8 @@ class SlotAllocator:
     # ---------------------------------------------------------------------------------- whose writers
 
     def session_opened(self, session: bytes) -> list[ArenaSlot]:
-        """The session's brain says hello, and with it that its ranks write nothing it was granted before:
-        that is free now. Returns those slots that were still being written."""
+        """Open a session: its engine core's hello assures that its ranks write none of its earlier grants, which
+        are free now. Return those slots that were still being written."""
         written = [self.slots[offset] for offset in self._sessions.get(session, ())]
         for slot in [*written, *(self.slots[offset] for offset in self._quarantined.get(session, ()))]:
             self.free(slot)
@@ -215,20 +215,20 @@ class SlotAllocator:
         return written
 
     def session_lost(self, session: bytes) -> list[ArenaSlot]:
-        """Its brain is gone, and its ranks may still write: returns the slots it was granted, now quarantined."""
+        """The session's engine core is gone, and its ranks may still write: quarantine its slots and return them."""
         slots = [self.slots[offset] for offset in self._sessions.pop(session, ())]
         for slot in slots:
             self._quarantine(slot)
         return slots
 
     def writers_gone(self, session: bytes) -> int:
-        """All ranks of the session that had the arena mapped from this owner have ended: its quarantined slots are free,
-        but for adopted ones. Returns their number."""
+        """All ranks of the session that had the arena mapped from this owner have ended: free its slots in
+        quarantine, except adopted ones. Return their number."""
         gone = [self.slots[offset] for offset in self._quarantined.get(session, ())]
         return self._free_all(slot for slot in gone if not slot.is_adopted)
 
     def free_orphans(self, is_running: Callable[[Writer], bool]) -> int:
-        """Adopted slots in quarantine whose writer does not run any more are free. Returns their number."""
+        """Free the adopted slots in quarantine whose writer does not run any more. Return their number."""
         quarantined = [self.slots[offset] for offsets in self._quarantined.values() for offset in offsets]
         return self._free_all(
             slot for slot in quarantined if slot.is_adopted and slot.writer and not is_running(slot.writer)
@@ -236,7 +236,7 @@ class SlotAllocator:
 
     @property
     def sessions(self) -> frozenset[bytes]:
-        """Those that are open."""
+        """The open sessions."""
         return frozenset(self._sessions)
 
     # -------------------------------------------------------------------------------------------- check
@@ -283,8 +283,8 @@ class SlotAllocator:
         return offset
 
     def _victim(self, tenant: str, num_bytes: int) -> ChainKey | None:
-        """The block that leaves for so many bytes of this tenant: its own when it has its share, else of
-        tenants that have more than theirs, else the least recently used of all."""
+        """Return the block to evict for so many bytes of this tenant: its own when it has its share, else one of
+        a tenant that exceeds its share, else the least recently used of all."""
         self._end_pins()
         if self.shares.would_exceed(tenant, num_bytes):
             return self._chain.oldest(tenant)
@@ -313,7 +313,7 @@ class SlotAllocator:
         self.num_quarantined += 1
 
     def _settle(self, slot: ArenaSlot) -> None:
-        """It is not the session's any more."""
+        """Take the slot from its session, or out of quarantine."""
         if slot.state == "written":
             self._sessions[slot.session].remove(slot.offset)
         elif slot.state == "quarantined":
@@ -332,10 +332,10 @@ class SlotAllocator:
     def _unpin(self, slot: ArenaSlot) -> None:
         slot.pinned_until = None
         self._num_pinned_bytes -= slot.num_bytes
-        self._chain.let_go(slot.key)
+        self._chain.release(slot.key)
 
     def _end_pins(self) -> None:
-        """Forget the pins that are over."""
+        """Remove the pins that have expired."""
         now = self._clock.now()
         while self._pins and self._pins[0][0] <= now:
             until, offset = heapq.heappop(self._pins)

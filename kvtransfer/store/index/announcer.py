@@ -14,6 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import wait_first
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, Script
@@ -169,13 +170,7 @@ class Announcer:
         """Whether everything must be told anew; returns as soon as it must."""
         if not delay_s:
             return self._rebuild_is_wanted.is_set()
-        wanted = asyncio.ensure_future(self._rebuild_is_wanted.wait())
-        pause = asyncio.ensure_future(self._clock.sleep(delay_s))
-        try:
-            await asyncio.wait((wanted, pause), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            wanted.cancel()
-            pause.cancel()
+        await wait_first(self._rebuild_is_wanted.wait(), self._clock.sleep(delay_s))
         return self._rebuild_is_wanted.is_set()
 
     async def _write(

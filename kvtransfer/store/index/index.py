@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.moving_average import moving_average
-from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.common.tasks import SupervisedTasks, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity, Shard
@@ -52,12 +52,12 @@ class Index:
         identity: ReplicaIdentity,
         address: str,
         clock: Clock,
+        held_records: Callable[[], Iterable[tuple[RecordInfo, Tier]]] = tuple,
         limits: AnnounceLimits | None = None,
     ) -> None:
-        """`identity`: this node's id and the owner's epoch; a later owner of the node has a greater one.
-        `address`: where other owners reach it, host:port."""
-        # All that this node holds now, each record in its cheapest tier: asked when it must be told anew.
-        self.on_rebuild: Callable[[], Iterable[tuple[RecordInfo, Tier]]] = tuple
+        """`identity` is the node's id and the owner's epoch, which grows with every owner of the node. Other owners
+        connect to `address` (host:port). `held_records` returns all records that this node holds, each in its
+        cheapest tier, whenever they must be announced again."""
         self._url = settings.redis_url
         self._budget_s = settings.lookup_budget_s
         self._identity = identity
@@ -74,7 +74,7 @@ class Index:
             identity,
             clock,
             limits or AnnounceLimits(),
-            lambda: self.on_rebuild(),
+            held_records,
             self._wrote,
         )
         self._breaker = Breaker()
@@ -252,13 +252,7 @@ class Index:
 
     async def _pause_until_contact(self, delay_s: float) -> None:
         """Return after the delay, or as soon as a probe went well."""
-        contact = asyncio.ensure_future(self._has_closed.wait())
-        pause = asyncio.ensure_future(self._clock.sleep(delay_s))
-        try:
-            await asyncio.wait((contact, pause), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            contact.cancel()
-            pause.cancel()
+        await wait_first(self._has_closed.wait(), self._clock.sleep(delay_s))
         self._has_closed.clear()
 
     def _renewed(self, renewal: Renewal) -> None:

@@ -1,13 +1,14 @@
-"""Records between the owners of two nodes: asked for over a framed connection, written by transfer agents.
+"""Exchanges records between the owners of two nodes: requested over a framed connection, written by transfer agents.
 
-    asking owner                                              holding owner
-    fetch: OpenLanding, SendRecords ----------------------->  lease_record (from NVMe first), ConnectPeer, PushOrder
-           the records' granules <====== prefetch class =====     of the records' granules
-           CloseLanding, their sums <--- RecordsSent --------  PushDone, give back
+    requesting owner                                       holding owner
+    fetch: OpenLanding, SendRecords -------------------->  lease (from NVMe first), ConnectPeer, PushOrder
+           the records' granules <===== prefetch class ==     of the records' granules
+           CloseLanding, checksums <---- RecordsSent -----  PushDone, release
 
 A fetch that ends otherwise (timeout, cancel, lost connection) leaves its slots in quarantine until the holder
-says that it has stopped (`RecordsSent`), or no connection is left over which it could write (`LandingClosed`,
-`WriterGone`); no timer ends that. All on the owner's event loop; the agent has threads of its own ("kv-...").
+confirms that it has stopped (`RecordsSent`), or no connection is left over which it could write
+(`LandingClosed`, `WriterGone`); no timer ends that. Everything runs on the owner's event loop; the agent has
+threads of its own ("kv-...").
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtransfer.agent.agent import TransferAgent
 from kvtransfer.agent.lanes import PathHealth, PathKey
@@ -24,9 +25,9 @@ from kvtransfer.blocks.pool import HostPool, KvMemory, map_shared, mapping_bytes
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.moving_average import RateMeter
-from kvtransfer.common.tasks import Spawn
+from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
-from kvtransfer.errors import IncompatibleError, PeerGoneError, StoreError, TransferError, WireError
+from kvtransfer.errors import IncompatibleError, PeerGoneError, TransferError, WireError
 from kvtransfer.messages import (
     CloseLanding,
     LandingClosed,
@@ -48,17 +49,16 @@ from kvtransfer.store.messages import (
     RecordsSent,
     SendRecords,
     StopSending,
-    StoreRefusal,
+    TierStat,
     ToOwner,
+    expect,
 )
 from kvtransfer.store.record import image_bytes
-from kvtransfer.store.remote.serve import LeasedRecord, Lender, RecordSender, granule_layout
-
-__all__ = ["Exchange", "ExchangeStat", "LeasedRecord", "LocalRecords", "Wanted", "arena_pool"]
+from kvtransfer.store.remote.serve import LocalRecords, RecordSender, granule_layout
 
 _PATIENCE_S = 3.0
-# A fetch is given up after so many seconds and what its bytes take at this rate: before the brains that
-# wait for it take their own owner, which is well, for hung.
+# A fetch is given up after so many seconds and what its bytes take at this rate: before the engine cores that
+# wait for it conclude that their own owner hangs.
 _SLOWEST_BYTES_S = 20e6
 _COOL_DOWN_S = 1.0
 _MAX_COOL_DOWN_S = 60.0
@@ -66,51 +66,30 @@ _MAX_COOL_DOWN_S = 60.0
 _log = logging.getLogger("tandem.store")
 
 
-class LocalRecords(Lender, Protocol):
-    """What the exchange needs of the owner."""
-
-    def slot_free(self, offset: int) -> None:
-        """The slot of a `Wanted` that was not fetched: no writer reaches it any more. Told once for each."""
-
-
-class ExchangeStat(NamedTuple):
-    """What other nodes gave, from the start. `num_quarantined` slots wait for the end of their writers."""
-
-    num_hits: int
-    num_misses: int
-    num_hit_bytes: int
-    num_sent_bytes: int
-    num_quarantined: int
-    num_failures: int
-    gb_s: float
-    latency_s: float
-    note: str
-
-
 def arena_pool(fd: int, num_bytes: int, granule_bytes: int) -> HostPool:
-    """The arena as a pool of granules, in a mapping of its own. The file must be as that of a rank's pool,
-    `kvtransfer.blocks.pool.mapping_bytes(num_bytes)` long: other owners measure their path in what lies behind."""
+    """Return the arena as a pool of granules, in a mapping of its own. As for a rank's pool, the file must be
+    `kvtransfer.blocks.pool.mapping_bytes(num_bytes)` long: other owners measure their path in the tail."""
     memory = KvMemory(map_shared(fd, mapping_bytes(num_bytes)), os.dup(fd), num_bytes)
     return HostPool(granule_layout(granule_bytes), memory)
 
 
 class Exchange:
-    """One owner's exchange with all others, over the pool of its arena (`arena_pool`), which it closes."""
+    """One owner's exchange with all others, over the pool of its arena (`arena_pool`), which `close` closes."""
 
     def __init__(
         self,
         settings: StoreSettings,
         pool: HostPool,
-        room: LocalRecords,
+        records: LocalRecords,
         spawn: Spawn,
         clock: Clock,
         faults: Faults,
     ) -> None:
-        """On the running event loop, on which `room` is called too."""
+        """Runs on the running event loop, on which `records` is called too."""
         self._identity = ReplicaIdentity(settings.node_id, settings.epoch)
         self._settings = settings
         self._pool = pool
-        self._room = room
+        self._records = records
         self._spawn = spawn
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -132,33 +111,39 @@ class Exchange:
                 settings.host, settings.transports, prefetch_gb_s=settings.prefetch_gb_s
             ),
         )
-        self._sender = RecordSender(settings, room, self._agent.handle, spawn)
+        self._sender = RecordSender(settings, records, self._agent.handle, spawn)
 
     @property
     def gb_s(self) -> float:
-        """How fast other nodes' records came, from the question to the last byte (1e9 bytes a second); 0.0:
-        not known yet."""
+        """The measured rate of fetches, from request to last byte (1e9 bytes a second); 0.0: not known yet."""
         return self._rate.gb_s
 
-    def stat(self) -> ExchangeStat:
-        return ExchangeStat(
+    def stat(self) -> TierStat:
+        """Return statistics of the records that other nodes sent; written bytes are those sent to them, and
+        quarantined slots wait for the end of their writers."""
+        return TierStat(
+            "remote",
+            num_bytes=0,
+            capacity_bytes=0,
+            num_records=0,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_hit_bytes=self._num_hit_bytes,
-            num_sent_bytes=self._sender.num_sent_bytes,
+            num_written_bytes=self._sender.num_sent_bytes,
+            num_io_errors=self._num_failures,
             num_quarantined=sum(len(each.slots) for each in self._landings.values() if each.has_ended),
-            num_failures=self._num_failures,
-            gb_s=self._rate.gb_s,
+            read_gb_s=self._rate.gb_s,
             latency_s=self._rate.latency_s,
             note=self._note,
         )
 
     def is_cooling(self, holder: ReplicaIdentity) -> bool:
-        """Whether `fetch` would not even ask that owner now: it failed a short while ago."""
+        """Whether `fetch` would not contact that owner now, because it failed a short while ago."""
         return self._health.cooling_s(_key(holder), self._clock.now()) > 0
 
     async def serve(self, stream: FrameStream, hello: OwnerHello) -> None:
-        """The connection of an owner that asks, until its end. `WireError` when it breaks the protocol."""
+        """Serve an owner that requests records until its connection ends. `WireError` when it breaks the
+        protocol."""
         await self._sender.serve(stream, hello)
 
     async def close(self) -> None:
@@ -166,14 +151,14 @@ class Exchange:
         await asyncio.to_thread(self._agent.close)
         self._pool.close()
 
-    # ----------------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------------------- fetch
 
     async def fetch(
         self, holder: ReplicaIdentity, address: str, wanted: Sequence[Wanted]
     ) -> dict[RecordId, int]:
-        """Bring these records from the owner at `address` into their slots. Returns those whose bytes are all
-        there, header page included, with the payload's checksum, which nobody has compared here. Every other
-        slot is told by `LocalRecords.slot_free` when it may be used again, also after a cancel."""
+        """Fetch these records from the owner at `address` into their slots. Return those that arrived whole,
+        header page included, with the payload's checksum, which is not yet verified. Every other slot is
+        reported by `LocalRecords.slot_free` when it may be used again, also after a cancel."""
         link: OwnerLink | None = None
         try:
             if not self.is_cooling(holder):
@@ -184,21 +169,21 @@ class Exchange:
             if link is None:
                 self._num_misses += len(wanted)
                 for each in wanted:
-                    self._room.slot_free(each.offset)
+                    self._records.slot_free(each.offset)
         return {} if link is None else await self._fetch(link, wanted)
 
     async def _fetch(self, link: OwnerLink, wanted: Sequence[Wanted]) -> dict[RecordId, int]:
-        landing = RecordLanding(link, wanted, self._settings.granule_bytes, self._room.slot_free)
+        landing = RecordLanding(link, wanted, self._settings.granule_bytes, self._records.slot_free)
         self._landings[landing.id] = landing
         self._agent.handle(landing.open())
-        landing.ask(self._agent.endpoints())
+        landing.request(self._agent.endpoints())
         started_at = self._clock.now()
         self._rate.begin(started_at)
         fetched: dict[RecordId, int] = {}
         try:
             await self._await_answer(landing)
         finally:
-            # When this returns nothing more of it is taken: what is whole stays as it is.
+            # When this returns, the agent accepts nothing more: records that are whole stay as they are.
             self._agent.handle(CloseLanding(landing.id))
             fetched = landing.end()
             num_bytes = sum(image_bytes(each.num_bytes) for each in wanted if each.record in fetched)
@@ -210,15 +195,9 @@ class Exchange:
         return fetched
 
     async def _await_answer(self, landing: RecordLanding) -> None:
-        """Return when it is answered, its link is lost, or it takes too long."""
+        """Return when the landing is answered, its link is lost, or it takes too long."""
         patience_s = _PATIENCE_S + landing.num_bytes / _SLOWEST_BYTES_S
-        waiting = asyncio.ensure_future(landing.answered.wait())
-        overdue = asyncio.ensure_future(self._clock.sleep(patience_s))
-        try:
-            await asyncio.wait({waiting, overdue}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-            overdue.cancel()
+        await wait_first(landing.answered.wait(), self._clock.sleep(patience_s))
 
     def _note_end(self, landing: RecordLanding, has_records: bool) -> None:
         if landing.sent is None:
@@ -238,7 +217,7 @@ class Exchange:
     # ------------------------------------------------------------------------------------------ links
 
     async def _link(self, holder: ReplicaIdentity, address: str) -> OwnerLink:
-        """The link to that owner, opened now if there is none. `TransferError` when it cannot be."""
+        """Return the link to that owner, opened now if there is none. `TransferError` when that fails."""
         known = self._links.get(holder)
         if known is None:
             known = self._links[holder] = self._loop.create_future()
@@ -248,7 +227,7 @@ class Exchange:
     async def _keep_link(
         self, holder: ReplicaIdentity, address: str, opened: asyncio.Future[OwnerLink]
     ) -> None:
-        """Open a link and read it to its end."""
+        """Open a link and handle its messages until it ends."""
         settings = self._settings
         link: OwnerLink | None = None
         reason = "this owner ends"
@@ -265,7 +244,7 @@ class Exchange:
             reason = str(error)
             if link is None:
                 opened.set_exception(error)
-                opened.exception()  # whoever asked may have gone
+                opened.exception()  # the caller may have been cancelled
         finally:
             del self._links[holder]
             if link is not None:
@@ -281,10 +260,10 @@ class Exchange:
     # ---------------------------------------------------------------------------------------- reports
 
     def _report(self, report: TransferReport) -> None:
-        """From any thread of the agent."""
-        self._loop.call_soon_threadsafe(self._hear, report)
+        """Take a report from any thread of the agent."""
+        self._loop.call_soon_threadsafe(self._handle_report, report)
 
-    def _hear(self, report: TransferReport) -> None:
+    def _handle_report(self, report: TransferReport) -> None:
         match report:
             case LandingClosed():
                 landing = self._landings[report.landing_id]
@@ -307,9 +286,9 @@ def _key(holder: ReplicaIdentity) -> PathKey:
 
 
 # ----------------------------------------------------------------------------------------------
-# The asking side of the exchange: a link to each holder, and what lands from it.
+# The requesting side: a link to each holder, and the landings of what it sends.
 #
-# asked --RecordsSent--> sent ones are the caller's, slots of the others free once LandingClosed
+# requested --RecordsSent--> records that were sent are the caller's, other slots are free once LandingClosed
 #   |
 #   timeout, cancel, link lost --> quarantined --RecordsSent, or all its connections gone--> slots free
 #                                                (either only after LandingClosed)
@@ -319,8 +298,7 @@ _OPEN_S = 3.0
 
 
 class Wanted(NamedTuple):
-    """A record that another node holds, whose payload has `num_bytes`, and the slot at `offset` that is
-    allocated for it here."""
+    """A record that another node holds, with a payload of `num_bytes`, and the offset of its slot here."""
 
     record: RecordId
     offset: int
@@ -328,43 +306,38 @@ class Wanted(NamedTuple):
 
 
 class OwnerLink:
-    """A proven connection to the owner `holder`, which works with the same granules."""
+    """A proven connection to the owner `holder`, whose arena has the same granules."""
 
     def __init__(self, holder: ReplicaIdentity, stream: FrameStream) -> None:
         self.holder = holder
-        # Why it has ended.
+        # Why the connection has ended.
         self.lost = ""
         self._stream = stream
 
     def send(self, message: ToOwner) -> None:
-        """Nothing, when it has ended."""
+        """Queue a message; does nothing once the connection has ended."""
         self._stream.send(TO_OWNER_CODEC.encode(message))
 
     async def receive(self) -> RecordsSent:
-        """The next answer. `TransferError` at the end."""
-        message = FROM_OWNER_CODEC.decode(await self._stream.next_frame())
-        if isinstance(message, StoreRefusal):
-            raise StoreError(f"refused by the owner: {message.reason}")
-        if not isinstance(message, RecordsSent):
-            raise WireError(f"expected RecordsSent, got {type(message).__name__}")
-        return message
+        """Return the next answer. `TransferError` at the end."""
+        return expect(FROM_OWNER_CODEC.decode(await self._stream.next_frame()), RecordsSent)
 
     def abort(self) -> None:
-        """End it at once."""
+        """End the connection at once."""
         self._stream.abort()
 
 
 async def open_link(
     holder: ReplicaIdentity, address: str, secret: bytes, requester: ReplicaIdentity, granule_bytes: int
 ) -> OwnerLink:
-    """Connect and introduce ourselves. `TransferError` says why it could not be: a wrong secret, another life
-    of the owner, other granules."""
+    """Connect and exchange hellos. `TransferError` says why that failed: a wrong secret, another epoch of the
+    owner, other granules."""
     try:
         async with asyncio.timeout(_OPEN_S):
             stream = await open_tcp(address, secret, requester.replica_id)
             try:
                 stream.send(TO_OWNER_CODEC.encode(OwnerHello(STORE_PROTOCOL, requester, granule_bytes)))
-                answer = FROM_OWNER_CODEC.decode(await stream.next_frame())
+                answer = expect(FROM_OWNER_CODEC.decode(await stream.next_frame()), OwnerHello)
                 _check_hello(answer, holder, granule_bytes)
             except (TransferError, asyncio.CancelledError):
                 stream.abort()
@@ -374,11 +347,7 @@ async def open_link(
     return OwnerLink(holder, stream)
 
 
-def _check_hello(answer: object, holder: ReplicaIdentity, granule_bytes: int) -> None:
-    if isinstance(answer, StoreRefusal):
-        raise StoreError(f"refused by the owner: {answer.reason}")
-    if not isinstance(answer, OwnerHello):
-        raise WireError(f"expected OwnerHello, got {type(answer).__name__}")
+def _check_hello(answer: OwnerHello, holder: ReplicaIdentity, granule_bytes: int) -> None:
     if answer.owner != holder:
         raise IncompatibleError(f"expected {holder}, found {answer.owner}")
     if answer.granule_bytes != granule_bytes:
@@ -386,20 +355,20 @@ def _check_hello(answer: object, holder: ReplicaIdentity, granule_bytes: int) ->
 
 
 class RecordLanding:
-    """One fetch: its slots stay its own until they are taken or unreachable."""
+    """One fetch, which holds its slots until they are taken or no writer can reach them."""
 
     def __init__(
         self, link: OwnerLink, wanted: Sequence[Wanted], granule_bytes: int, on_free: Callable[[int], None]
     ) -> None:
-        """`on_free(offset)` is told of each slot that was not taken, when nothing can write it any more."""
+        """`on_free(offset)` is called for each slot that was not taken, once nothing can write it any more."""
         self.id = draw_id()
         self.link = link
         self.wanted = tuple(wanted)
         self.num_bytes = sum(image_bytes(each.num_bytes) for each in wanted)
-        # `sent` is there, or the link is lost.
+        # Set when `sent` is there, or the link is lost.
         self.answered = asyncio.Event()
         self.sent: RecordsSent | None = None
-        # Nobody waits for it any more.
+        # The caller waits for it no more.
         self.has_ended = False
         self.slots = {each.offset for each in wanted}
         self._on_free = on_free
@@ -408,27 +377,28 @@ class RecordLanding:
         self._connections: set[bytes] = set()
 
     def open(self) -> OpenLanding:
-        """The order with which it starts."""
+        """Return the order that opens the landing at our agent."""
         granules = tuple(granule for granules in self._granules for granule in granules)
         return OpenLanding(self.id, self.link.holder, granules)
 
-    def ask(self, endpoints: RankEndpoints) -> None:
-        """Ask the holder."""
+    def request(self, endpoints: RankEndpoints) -> None:
+        """Request the records from the holder."""
         records = tuple(each.record for each in self.wanted)
         self.link.send(SendRecords(self.id, endpoints, records, self._granules))
 
     def answer(self, sent: RecordsSent) -> None:
-        """The holder writes nothing more of it. `WireError` when it names what was not asked for."""
+        """Take the holder's answer, after which it writes nothing more. `WireError` when the answer names records
+        that were not requested."""
         indices = [index for index, _ in sent.sent]
         if len(set(indices)) != len(indices) or not set(indices) <= set(range(len(self.wanted))):
-            raise WireError("the answer names records that were not asked for")
+            raise WireError("the answer names records that were not requested")
         self.sent = sent
         self.answered.set()
         self._settle()
 
     def end(self) -> dict[RecordId, int]:
-        """Nobody waits any more, and the agent takes nothing more for it: the records that are whole, with
-        their sums, if the holder has answered. Else it is told to stop, and all slots are in quarantine."""
+        """End the wait, after the agent has closed the landing. Return the records that are whole, with their
+        checksums, if the holder has answered; otherwise send it a stop, and keep all slots in quarantine."""
         fetched: dict[RecordId, int] = {}
         if self.sent is None:
             self.link.send(StopSending(self.id))
@@ -441,19 +411,19 @@ class RecordLanding:
         return fetched
 
     def closed(self, report: LandingClosed) -> None:
-        """Our agent takes nothing more; these connections could still write."""
+        """Our agent accepts nothing more; only connections that the report names could still write."""
         self._is_closed = True
         self._connections.update(report.connections)
         self._settle()
 
     def writer_gone(self, report: WriterGone) -> None:
-        """One of them has ended."""
+        """One of those connections has ended."""
         self._connections.discard(report.connection)
         self._settle()
 
     @property
     def is_over(self) -> bool:
-        """Nothing can write its slots, and nobody waits for it."""
+        """Whether nothing can write its slots any more, and the caller waits for it no more."""
         is_unreachable = self._is_closed and (self.sent is not None or not self._connections)
         return self.has_ended and is_unreachable
 

@@ -1,7 +1,7 @@
-"""The holding side of the exchange: lends records of the arena, and pushes their granules into the requester's.
+"""The holding side of the exchange: leases records of the arena and pushes their granules to the requester's.
 
-A record is leased until the push that reads it has ended. `RecordsSent` comes when every push of the landing
-has, so nothing of it is written after; also when it was stopped, by `StopSending` or by the link's end.
+A record is leased until the push that reads it has ended. `RecordsSent` follows when every push of the landing
+has ended, so nothing of it is written afterwards; also when `StopSending` or the end of the connection stops it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.common.tasks import Spawn
+from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.messages import (
@@ -51,45 +51,49 @@ from kvtransfer.store.messages import (
 )
 from kvtransfer.store.record import image_bytes
 
-# What a granule is in terms of a model: one layer, one head.
+# A granule in terms of a model: one layer, one head.
 GRANULE = Shard(0, 1, 0, 1)
 
-# About how much is lent and pushed at a time.
+# About how much is leased and pushed at a time.
 _CHUNK_BYTES = 8 << 20
-# Chunks that are lent at most: one moves while the next is read from NVMe.
+# Chunks that are leased at most: one is sent while the next is read from NVMe.
 _MAX_CHUNKS = 2
 
 _log = logging.getLogger("tandem.store")
 
 
 class LeasedRecord(NamedTuple):
-    """A record of this arena, leased: where its header page lies, its payload's size and checksum."""
+    """A leased record of this arena: the offset of its header page, and its payload's size and checksum."""
 
     offset: int
     num_bytes: int
     checksum: int
 
 
-class Lender(Protocol):
-    """Where records come from."""
+class LocalRecords(Protocol):
+    """The records and the arena of this node, as the exchange uses them."""
 
     async def lease_record(self, record: RecordId) -> LeasedRecord | None:
-        """Lease a record of this node until `release_record`; one that lies on NVMe only is brought into the arena
-        first. None: not held, or not to be had now."""
+        """Lease a record of this node until `release_record`; bring one that is on NVMe only into the arena
+        first. None: it is not held, or not available now."""
 
-    def release_record(self, lent: LeasedRecord) -> None:
-        """The lease of one `lease_record` ends. (By its place: the record may meanwhile have been dropped, and put
-        anew elsewhere.)"""
+    def release_record(self, leased: LeasedRecord) -> None:
+        """End the lease of one `lease_record`, by its offset: the record may have been dropped since, and put
+        again elsewhere."""
+
+    def slot_free(self, offset: int) -> None:
+        """Free the slot of a `Wanted` that was not fetched, which no writer can reach any more. Called once for
+        each."""
 
 
 def granule_layout(granule_bytes: int) -> BlockLayout:
-    """The arena's granules as blocks of a pool."""
+    """Return the layout of the arena's granules as blocks of a pool."""
     return BlockLayout(GRANULE, head_dim=granule_bytes // 2, block_tokens=1, item_bytes=1)
 
 
 @dataclass(eq=False)
 class _Connection:
-    """A connection of our agent to a requester's. `opened` is "" when it is open, else why it could not be."""
+    """A connection of our agent to a requester's. `opened` yields "", or why the connection failed."""
 
     target: RankEndpoints
     connection_id: bytes
@@ -98,7 +102,7 @@ class _Connection:
 
 @dataclass(eq=False)
 class _Transfer:
-    """What is sent into one landing."""
+    """The state of what is sent into one landing."""
 
     order: SendRecords
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -108,38 +112,38 @@ class _Transfer:
 
 @dataclass(eq=False)
 class _Requester:
-    """An owner that asks, in one connection."""
+    """An owner that requests records, over one connection."""
 
     identity: ReplicaIdentity
     stream: FrameStream
     connection: _Connection | None = None
     transfers: dict[bytes, _Transfer] = field(default_factory=dict)
 
-    def tell(self, message: FromOwner) -> None:
+    def send(self, message: FromOwner) -> None:
         self.stream.send(FROM_OWNER_CODEC.encode(message))
 
 
 class _Piece(NamedTuple):
-    """A lent record, its number in the request, and the requester's granules for it."""
+    """A leased record, its number in the request, and the requester's granules for it."""
 
     number: int
-    lent: LeasedRecord
+    leased: LeasedRecord
     granules: tuple[int, ...]
 
 
 class RecordSender:
-    """Serves all askers of one owner; `order` is the agent's `handle`."""
+    """Serves all requesters of one owner; `order` is the agent's `handle`."""
 
     def __init__(
         self,
         settings: StoreSettings,
-        lender: Lender,
+        records: LocalRecords,
         order: Callable[[TransferOrder], None],
         spawn: Spawn,
     ) -> None:
         self._identity = ReplicaIdentity(settings.node_id, settings.epoch)
         self._settings = settings
-        self._lender = lender
+        self._records = records
         self._order = order
         self._spawn = spawn
         self._connections: dict[bytes, tuple[_Requester, _Connection]] = {}
@@ -148,19 +152,19 @@ class RecordSender:
         self.num_sent_bytes = 0
 
     async def serve(self, stream: FrameStream, hello: OwnerHello) -> None:
-        """A requester's connection, until its end. `WireError` when it breaks the protocol."""
+        """Serve a requester until its connection ends. `WireError` when it breaks the protocol."""
         requester = _Requester(hello.owner, stream)
         reason = self._refusal(hello)
         if reason:
-            _log.warning("%s asks for records and is refused: %s", hello.owner.replica_id, reason)
-            requester.tell(StoreRefusal(reason))
+            _log.warning("%s requests records and is refused: %s", hello.owner.replica_id, reason)
+            requester.send(StoreRefusal(reason))
             stream.close()
             await stream.wait_closed()
             return
-        requester.tell(OwnerHello(STORE_PROTOCOL, self._identity, self._settings.granule_bytes))
+        requester.send(OwnerHello(STORE_PROTOCOL, self._identity, self._settings.granule_bytes))
         try:
             while True:
-                self._hear(requester, TO_OWNER_CODEC.decode(await stream.next_frame()))
+                self._handle(requester, TO_OWNER_CODEC.decode(await stream.next_frame()))
         except PeerGoneError:
             return
         finally:
@@ -171,11 +175,11 @@ class RecordSender:
                 self._close_connection(requester, requester.connection)
 
     def report(self, report: TransferReport) -> None:
-        """What our agent says of connections and pushes."""
+        """Take in a report of our agent on connections and pushes."""
         match report:
             case PushDone() | PushFailed():
                 future = self._pushes.pop(report.push_id)
-                if not future.done():  # its owner has stopped and waits no more
+                if not future.done():  # else its owner has stopped waiting
                     future.set_result(report)
             case PeerConnected():
                 self._connection_opened(report.connection_id, "")
@@ -190,22 +194,21 @@ class RecordSender:
             return f"granule_bytes: {ours} here, {hello.granule_bytes} there"
         return ""
 
-    def _hear(self, requester: _Requester, message: object) -> None:
+    def _handle(self, requester: _Requester, message: object) -> None:
         match message:
             case SendRecords():
                 self._check(requester, message)
                 transfer = requester.transfers[message.landing_id] = _Transfer(message)
                 self._spawn(self._run(requester, transfer), "store-send")
-            case StopSending():
-                transfer_or_none = requester.transfers.get(message.landing_id)
-                if transfer_or_none is not None:  # else it is answered already
-                    self._stop(transfer_or_none)
+            case StopSending(landing_id):
+                if landing_id in requester.transfers:  # else it is answered already
+                    self._stop(requester.transfers[landing_id])
             case _:
                 raise WireError(f"an owner does not send {type(message).__name__} here")
 
     def _check(self, requester: _Requester, order: SendRecords) -> None:
         if len(order.records) != len(order.granules) or order.landing_id in requester.transfers:
-            raise WireError("a request for records that does not fit itself")
+            raise WireError("the request for records is inconsistent")
         if order.target.shard != GRANULE:
             raise WireError(f"the requester's pool is of {order.target.shard}, not of granules")
 
@@ -237,7 +240,7 @@ class RecordSender:
                     min_gb_s=self._settings.remote_min_gb_s,
                 )
             )
-        await _first(connection.opened, stopped.wait())
+        await wait_first(connection.opened, stopped.wait())
         if stopped.is_set():
             return "stopped on request"
         return connection.opened.result() or connection
@@ -266,7 +269,7 @@ class RecordSender:
         else:
             await self._send(connection, transfer)
         del requester.transfers[order.landing_id]
-        requester.tell(RecordsSent(order.landing_id, tuple(transfer.sent), transfer.reason))
+        requester.send(RecordsSent(order.landing_id, tuple(transfer.sent), transfer.reason))
 
     async def _send(self, connection: _Connection, transfer: _Transfer) -> None:
         """Returns when nothing of it is read here or written there any more."""
@@ -275,7 +278,7 @@ class RecordSender:
             for indices in self._chunks(transfer.order):
                 if transfer.stopped.is_set() or transfer.reason:
                     break
-                pieces = await self._lend(transfer.order, indices)
+                pieces = await self._lease(transfer.order, indices)
                 pushes.append(asyncio.create_task(self._push(connection, transfer, pieces)))
                 if len(pushes) >= _MAX_CHUNKS:
                     await pushes.pop(0)
@@ -291,16 +294,18 @@ class RecordSender:
                 yield range(first, index + 1)
                 first, num_bytes = index + 1, 0
 
-    async def _lend(self, order: SendRecords, indices: Sequence[int]) -> list[_Piece]:
-        lent = await asyncio.gather(*(self._lender.lease_record(order.records[index]) for index in indices))
+    async def _lease(self, order: SendRecords, indices: Sequence[int]) -> list[_Piece]:
+        leased = await asyncio.gather(
+            *(self._records.lease_record(order.records[index]) for index in indices)
+        )
         pieces: list[_Piece] = []
-        for index, each in zip(indices, lent, strict=True):
+        for index, each in zip(indices, leased, strict=True):
             if each is None:
                 continue
             if len(order.granules[index]) == self._num_granules(each):
                 pieces.append(_Piece(index, each, order.granules[index]))
             else:  # the requester takes it for another size
-                self._lender.release_record(each)
+                self._records.release_record(each)
         return pieces
 
     async def _push(self, connection: _Connection, transfer: _Transfer, pieces: Sequence[_Piece]) -> None:
@@ -310,7 +315,7 @@ class RecordSender:
                 await self._push_moves(connection, transfer, pieces)
         finally:
             for piece in pieces:
-                self._lender.release_record(piece.lent)
+                self._records.release_record(piece.leased)
 
     async def _push_moves(
         self, connection: _Connection, transfer: _Transfer, pieces: Sequence[_Piece]
@@ -327,23 +332,12 @@ class RecordSender:
             transfer.reason = transfer.reason or result.reason
             return
         self.num_sent_bytes += result.num_bytes
-        transfer.sent += [(piece.number, piece.lent.checksum) for piece in pieces]
+        transfer.sent += [(piece.number, piece.leased.checksum) for piece in pieces]
 
     def _moves(self, piece: _Piece) -> Iterator[BlockMove]:
-        first = piece.lent.offset // self._settings.granule_bytes
+        first = piece.leased.offset // self._settings.granule_bytes
         for number, granule in enumerate(piece.granules):
             yield BlockMove(first + number, granule, granule)
 
-    def _num_granules(self, lent: LeasedRecord) -> int:
-        return -(-image_bytes(lent.num_bytes) // self._settings.granule_bytes)
-
-
-async def _first(*awaitables: Awaitable[object]) -> None:
-    """Return when one of them is done; those that were made for this wait are cancelled."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task, awaitable in zip(tasks, awaitables, strict=True):
-            if task is not awaitable:
-                task.cancel()
+    def _num_granules(self, leased: LeasedRecord) -> int:
+        return -(-image_bytes(leased.num_bytes) // self._settings.granule_bytes)

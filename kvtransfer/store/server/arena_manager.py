@@ -1,7 +1,7 @@
-"""Where ranks get the arena: adopted from a rank that has one since before the owner started, else made.
+"""The arena of a node: adopted from a rank that mapped it before the owner started, otherwise created.
 
-A rank's connection stays open as long as it has the arena mapped (as in `kvtransfer.transports.shm`, and for
-the same reasons its end proves that the rank writes no more).
+A rank's connection stays open as long as it has the arena mapped; as in `kvtransfer.transports.shm`, and for
+the same reasons, its end proves that the rank writes no more.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvtransfer.store.server.store_listener import (
     receive_descriptor,
     refuse,
     send_descriptor,
-    tell,
+    send_message,
 )
 
-# A rank without an arena waits for so long after the owner's start: another one may offer what it has.
+# A rank without an arena waits for so long after the owner's start: another rank may offer one.
 OFFER_WAIT_S = 1.0
-# An owner to whom no rank comes makes an arena then, so that the first request finds memory that is taken;
-# one that a rank offers later goes before it.
+# Without any rank, the owner creates a spare arena then, so that its memory is populated at the first request;
+# an arena that a rank offers later replaces the spare one.
 SPARE_WAIT_S = 1.0
-# And uses it then, to serve other nodes and administrators.
+# The spare arena is used from then on, to serve other nodes and administrators.
 UNUSED_WAIT_S = 10.0
 
 _CREDENTIALS = struct.Struct("3i")
@@ -53,8 +53,8 @@ class MappedRank:
 
 
 class ArenaManager:
-    """The arena's life. `on_arena(arena, ahead)` is called once, with what takes its memory; `on_left(rank)`
-    when a rank's connection ended."""
+    """Adopts or creates the arena, and serves the ranks that map it. `on_arena(arena, prefault)` is called once,
+    `on_left(rank)` when a rank's connection has ended."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ArenaManager:
         self.arena: Arena | None = None
 
     def writer_of(self, session: bytes, rank: int) -> int | None:
-        """The process of that rank, when it has the arena mapped."""
+        """Return the process of that rank, if it has the arena mapped."""
         return next(
             (each.process_id for each in self._ranks if (each.session, each.rank) == (session, rank)), None
         )
@@ -87,35 +87,35 @@ class ArenaManager:
         return any(each.session == session for each in self._ranks)
 
     async def make_without_ranks(self) -> None:
-        """Have an arena in the end, also when no rank comes."""
+        """Create an arena, and use it in the end, when no rank connects."""
         await self._clock.sleep(SPARE_WAIT_S)
         if self.arena is not None:
             return
         try:
-            arena, ahead = self._spare = self._make()
+            arena, prefault = self._spare = self._create()
         except StoreError as error:
             _log.error("the node has no host tier: %s", error)
             return
-        ahead.top_up(at_once=True)  # nobody computes here yet whom it would slow down
+        prefault.top_up(at_once=True)  # nothing computes here yet that it would slow down
         await self._clock.sleep(UNUSED_WAIT_S - SPARE_WAIT_S)
         if self.arena is None:
-            self._take(arena, ahead)
+            self._use(arena, prefault)
 
     def close(self) -> None:
-        """The arena belongs to whoever heard of it; one that nobody has heard of is let go."""
+        """Close a spare arena; the one in use belongs to the receiver of `on_arena`."""
         if self._spare is not None:
             self._spare[0].close()
             self._spare = None
 
     async def serve(self, peer: PeerConnection, hello: RankHello) -> None:
-        """A rank's connection, until its end. `StoreError` when the host refuses the memory."""
+        """Serve a rank until its connection ends. `StoreError` when the host refuses the memory."""
         if not peer.is_local or hello.protocol != STORE_PROTOCOL:
             await refuse(peer, f"expected a rank of this node with protocol {STORE_PROTOCOL}")
             return
         if hello.arena:
-            self._consider(hello, await receive_descriptor(peer.sock))
+            self._adopt(hello, await receive_descriptor(peer.sock))
         try:
-            arena = self.arena or await self._decided()
+            arena = self.arena or await self._arena_for_rank()
         except StoreError as error:
             await refuse(peer, str(error))
             raise
@@ -123,7 +123,7 @@ class ArenaManager:
         self._ranks.add(mapped)
         try:
             is_yours = hello.arena == arena.id
-            await tell(peer.sock, ArenaGrant(arena.id, arena.num_bytes, is_yours))
+            await send_message(peer.sock, ArenaGrant(arena.id, arena.num_bytes, is_yours))
             if not is_yours:
                 send_descriptor(peer.sock, arena.fd)
             await await_end(peer.sock)
@@ -131,34 +131,34 @@ class ArenaManager:
             self._ranks.discard(mapped)
             self._on_left(mapped)
 
-    def _consider(self, hello: RankHello, descriptor: int) -> None:
-        """Adopt what is offered if there is nothing yet; takes the descriptor over."""
+    def _adopt(self, hello: RankHello, descriptor: int) -> None:
+        """Adopt the offered arena if there is none yet; takes over the descriptor."""
         if self.arena is not None:
             os.close(descriptor)
             return
         try:
             arena = Arena.adopt(descriptor, self._settings.granule_bytes)
         except StoreError as error:
-            _log.warning("rank %d offers an arena that is not taken: %s", hello.rank, error)
+            _log.warning("the arena that rank %d offers is not adopted: %s", hello.rank, error)
             return
         if arena.id != hello.arena or arena.num_bytes != arena_bytes(self._settings.dram_bytes):
-            _log.warning("rank %d offers an arena that is not taken: of another size or id", hello.rank)
+            _log.warning("the arena that rank %d offers is not adopted: of another size or id", hello.rank)
             arena.close()
             return
-        _log.info("the arena of before is taken over from rank %d", hello.rank)
+        _log.info("the earlier arena is adopted from rank %d", hello.rank)
         self.close()
-        self._take(arena, Prefault(arena, self._spawn, self._clock))
+        self._use(arena, Prefault(arena, self._spawn, self._clock))
 
-    async def _decided(self) -> Arena:
+    async def _arena_for_rank(self) -> Arena:
         waiting_s = self._started_at + self._offer_wait_s - self._clock.now()
         if waiting_s > 0:
             await self._clock.sleep(waiting_s)
         if self.arena is None:
-            self._take(*(self._spare or self._make()))
+            self._use(*(self._spare or self._create()))
         assert self.arena is not None
         return self.arena
 
-    def _make(self) -> tuple[Arena, Prefault]:
+    def _create(self) -> tuple[Arena, Prefault]:
         settings = self._settings
         try:
             arena = Arena.create(settings.dram_bytes, settings.granule_bytes, settings.huge_pages)
@@ -166,10 +166,10 @@ class ArenaManager:
             raise StoreError(f"{settings.dram_bytes} bytes of shared memory are refused: {error}") from error
         return arena, Prefault(arena, self._spawn, self._clock)
 
-    def _take(self, arena: Arena, ahead: Prefault) -> None:
+    def _use(self, arena: Arena, prefault: Prefault) -> None:
         self._spare = None
         self.arena = arena
-        self._on_arena(arena, ahead)
+        self._on_arena(arena, prefault)
 
 
 def _process_of(sock: socket.socket) -> int:
@@ -179,7 +179,7 @@ def _process_of(sock: socket.socket) -> int:
 
 
 # ----------------------------------------------------------------------------------------------
-# Whether a process that was let into the arena still lives: by its id and its start time, from procfs.
+# Whether a process that mapped the arena still lives: by its id and its start time, from procfs.
 
 _STATE = 0
 # Fields of /proc/<pid>/stat after the name, which is the only one that may hold spaces.
@@ -188,7 +188,7 @@ _DEAD = "ZX"
 
 
 def writer_of(process_id: int, session: bytes = b"") -> Writer | None:
-    """The living process with this id as a `Writer` for `session`; None when there is none."""
+    """Return the living process with this id as a `Writer` for `session`; None when there is none."""
     fields = _fields(process_id)
     if fields is None or fields[_STATE] in _DEAD:
         return None

@@ -1,4 +1,4 @@
-"""What replicas of one shape see of the store: which blocks they could have, from where, assembled how."""
+"""The store as replicas of one shape see it: which blocks are available, from which tier, and assembled how."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import FromOwner, RecordId, Tier, TierEvents
 from kvtransfer.store.record import space_id
 
-# Blocks whose holders on other nodes are remembered from a look-up, for the fetch that follows.
+# Blocks whose holders on other nodes are kept from a look-up, for the fetch that follows.
 _MAX_LEARNED = 1 << 14
 _TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
 # Of what other nodes hold only the shape is known before it is here.
 
 
 class PlannedRead(NamedTuple):
-    """Rank `rank` needs `piece` of the record of `shard`."""
+    """Rank `rank` reads `piece` of the record of `shard`."""
 
     rank: int
     shard: Shard
@@ -29,14 +29,14 @@ class PlannedRead(NamedTuple):
 
 
 class FetchPlan(NamedTuple):
-    """How a block is assembled for all ranks, and the slowest of the tiers from which that is."""
+    """How a block is assembled for all ranks, and the slowest tier that takes part."""
 
     tier: Tier
-    takes: tuple[PlannedRead, ...]
+    reads: tuple[PlannedRead, ...]
 
 
 class CatalogView:
-    """One space as replicas with `shards` (in rank order) see it."""
+    """The view that replicas with `shards` (in rank order) have of one space."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CatalogView:
         index: Callable[[], Index | None],
         usable: Callable[[Sequence[Holder]], Sequence[Holder]],
     ) -> None:
-        """`usable` says which holders could be asked now."""
+        """`index` returns the index, once there is one; `usable` selects the holders that could be contacted now."""
         self.space = space_id(compatibility)
         self.shards = tuple(shards)
         self.model = compatibility.model_fingerprint
@@ -62,59 +62,50 @@ class CatalogView:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def watch(self, tell: Callable[[FromOwner], None]) -> None:
-        """Tell all there is, then what changes."""
+    def watch(self, send: Callable[[FromOwner], None]) -> None:
+        """Send all blocks, and their changes from now on."""
         for events in self._changes.snapshot():
-            tell(events)
-        self._watchers.append(tell)
+            send(events)
+        self._watchers.append(send)
 
-    def unwatch(self, tell: Callable[[FromOwner], None]) -> None:
-        """No more."""
-        self._watchers.remove(tell)
+    def unwatch(self, send: Callable[[FromOwner], None]) -> None:
+        """Send no more changes."""
+        self._watchers.remove(send)
 
     @property
     def is_watched(self) -> bool:
         return bool(self._watchers)
 
     def changed(self, record: RecordId) -> None:
-        """A record of this space came, went or moved."""
+        """Note that a record of this space was added, removed or moved."""
         self._changes.changed(record.key)
 
     def publish(self) -> None:
-        """Tell what changed since the last time."""
+        """Send what has changed since the last call."""
         for events in self._changes.take():
-            for tell in self._watchers:
-                tell(events)
+            for send in self._watchers:
+                send(events)
 
     # ------------------------------------------------------------------------------------------- blocks
 
-    def local_tiers(self, keys: Sequence[bytes]) -> tuple[Tier, ...]:
-        """The tier of each leading block that this node has."""
+    def tiers(self, keys: Sequence[bytes], *, local_only: bool = False) -> tuple[Tier, ...]:
+        """Return the tier of each leading block that this node holds, or (unless `local_only`) that `learn` has
+        found on other nodes."""
         tiers: list[Tier] = []
         for key in keys:
             held = self._held(key)
-            tier = tier_of(self._needed, held) if held else None
+            tier: Tier | None = tier_of(self._needed, held) if held else None
+            if tier is None and not local_only:
+                everywhere = {*held, *(holder.shard for holder in self.holders(key))}
+                if all(cover(shard, everywhere) is not None for shard in self._needed):
+                    tier = "remote"
             if tier is None:
                 break
             tiers.append(tier)
         return tuple(tiers)
 
-    def tiers(self, keys: Sequence[bytes]) -> tuple[Tier, ...]:
-        """The same, with what other nodes have as far as `learn` was sent."""
-        tiers: list[Tier] = []
-        for key in keys:
-            held = self._held(key)
-            tier: Tier | None = tier_of(self._needed, held) if held else None
-            if tier is None:
-                everywhere = {*held, *(holder.shard for holder in self.holders(key))}
-                if any(cover(shard, everywhere) is None for shard in self._needed):
-                    break
-                tier = "remote"
-            tiers.append(tier)
-        return tuple(tiers)
-
     async def learn(self, chain: bytes, keys: Sequence[bytes]) -> None:
-        """Ask the index who has these blocks; takes no longer than its budget."""
+        """Look up the holders of these blocks in the index, within its budget."""
         index = self._index()
         if index is None or self._compatibility.dtype not in ITEM_BYTES:
             return
@@ -126,22 +117,22 @@ class CatalogView:
             self._learned.popitem(last=False)
 
     def holders(self, key: bytes) -> tuple[Holder, ...]:
-        """The other nodes' records of the block that could be asked for, as learnt last."""
+        """Return the usable holders of the block on other nodes, as of the last look-up."""
         return tuple(self._usable(self._learned.get(key, ())))
 
     def forget(self, key: bytes) -> None:
-        """What was learnt of the block is wrong."""
+        """Discard the holders of the block, which proved wrong."""
         self._learned.pop(key, None)
 
     def plan(self, key: bytes) -> FetchPlan | None:
-        """From the cheapest tiers that suffice for each rank; None when the block cannot be had."""
+        """Plan the block from the cheapest tiers that suffice for each rank; None: it is not available."""
         held = self._held(key)
         choices = [
             {shard for shard, each in held.items() if each.offset is not None},
             set(held),
             {*held, *(holder.shard for holder in self.holders(key))},
         ]
-        takes: list[PlannedRead] = []
+        reads: list[PlannedRead] = []
         slowest = 0
         for rank, needed in enumerate(self.shards):
             covers = (cover(needed, shards) for shards in choices)
@@ -149,11 +140,11 @@ class CatalogView:
             if pieces is None:
                 return None
             slowest = max(slowest, tier)
-            takes += [PlannedRead(rank, shard, piece) for shard, piece in pieces]
-        return FetchPlan(_TIERS[slowest], tuple(takes))
+            reads += [PlannedRead(rank, shard, piece) for shard, piece in pieces]
+        return FetchPlan(_TIERS[slowest], tuple(reads))
 
     def payload_bytes(self, shard: Shard) -> int:
-        """What a block's record of that shard holds; 0 when it cannot be known."""
+        """Return the payload size of a block's record of that shard; 0 when it cannot be known."""
         fields = self._compatibility
         item_bytes = ITEM_BYTES.get(fields.dtype, 0)
         return BlockLayout(shard, fields.head_dim, fields.block_tokens, item_bytes).block_bytes
@@ -163,28 +154,28 @@ class CatalogView:
 
 
 # ----------------------------------------------------------------------------------------------
-# In which tier of the node a replica's blocks lie, as sent to its brain: by differences, sans-I/O.
+# In which tier of the node a replica's blocks lie, as sent to engine cores: by differences, sans-I/O.
 
 LocalTier = Literal["dram", "nvme"]
 _LOCAL_TIERS: tuple[LocalTier, ...] = ("dram", "nvme")
-# Blocks sent in one message.
+# Blocks in one message.
 _EVENTS_BLOCKS = 4096
 
 
 class BlockLocation(NamedTuple):
-    """What brains were sent of a block."""
+    """The tier and the parent of a block, as sent to engine cores."""
 
     tier: LocalTier
     parent: bytes
 
 
 class TierChanges:
-    """One space as seen by replicas of one shape: a block is in a tier when it covers all their shards."""
+    """Changes of one space for replicas of one shape: a tier holds a block when it covers all their shards."""
 
     def __init__(
         self, shards: Iterable[Shard], lookup: Callable[[bytes], Mapping[Shard, Held]], keys: Iterable[bytes]
     ) -> None:
-        """`lookup(key)` are the records of a block; `keys` those there are now."""
+        """`lookup(key)` returns the records of a block; `keys` are the blocks of now."""
         self._shards = frozenset(shards)
         self._lookup = lookup
         self._sent: dict[bytes, BlockLocation] = {}
@@ -192,11 +183,11 @@ class TierChanges:
         self.take()
 
     def changed(self, key: bytes) -> None:
-        """A record of this block came, went or moved."""
+        """Note that a record of this block was added, removed or moved."""
         self._changed.add(key)
 
     def take(self) -> list[TierEvents]:
-        """What changed since the last time; [] when nothing did."""
+        """Return the changes since the last call; [] when there are none."""
         stored: dict[bytes, BlockLocation] = {}
         removed: list[bytes] = []
         for key in self._changed:
@@ -212,7 +203,7 @@ class TierChanges:
         return _messages(stored, removed)
 
     def snapshot(self) -> list[TierEvents]:
-        """All there is, as sent so far; at least one message."""
+        """Return all blocks, as sent so far; at least one message."""
         return _messages(self._sent, []) or [TierEvents((), ())]
 
     def _find(self, key: bytes) -> BlockLocation | None:
@@ -224,7 +215,7 @@ class TierChanges:
 
 
 def tier_of(shards: Iterable[Shard], held: Mapping[Shard, Held]) -> LocalTier | None:
-    """The cheapest tier from which each of the shards can be had; None when one cannot."""
+    """Return the cheapest tier that holds each of the shards; None when one is not held."""
     in_dram = [shard for shard, each in held.items() if each.offset is not None]
     slowest = 0
     for shard in shards:
@@ -251,7 +242,7 @@ def _messages(stored: Mapping[bytes, BlockLocation], removed: list[bytes]) -> li
 
 
 def _chains(stored: Mapping[bytes, BlockLocation]) -> Iterable[BlocksStored]:
-    """As few chains as one pass finds: each block follows its parent where both are in the same tier."""
+    """Join blocks to chains: each block follows its parent where both are in the same tier."""
     children: dict[bytes, list[bytes]] = {}
     starts: list[bytes] = []
     for key, sent in stored.items():
@@ -270,19 +261,19 @@ def _chains(stored: Mapping[bytes, BlockLocation]) -> Iterable[BlocksStored]:
 
 
 # ----------------------------------------------------------------------------------------------
-# Which records of a block together hold a shard: for readers of another shape than the writers'.
+# Which records of a block together hold a shard, for readers of another shape than the writers'.
 
-# After so many attempts to do with fewer records, the best found is taken.
+# After so many attempts to find fewer records, the best cover so far is used.
 MAX_STEPS = 256
 
 
 def cover(needed: Shard, held: Iterable[Shard]) -> list[tuple[Shard, Shard]] | None:
-    """What to take from which record: (the record's shard, a piece of it and of `needed`); the pieces are
-    disjoint and make up `needed`. None when `held` leaves a gap.
+    """Return what to read from which record, as (the record's shard, a piece of it and of `needed`): the pieces
+    are disjoint and make up `needed`. None when `held` leaves a gap.
 
-    The exact record if there is one, else as few records as can be found in `MAX_STEPS` attempts; the smaller
-    ones among equals. A record is named once for each piece that is taken from it. The result depends on the
-    set of `held` alone.
+    Uses the exact record if there is one, otherwise as few records as are found in `MAX_STEPS` attempts, and
+    among equals the smaller ones. A record is named once for each piece that is read from it. The result
+    depends on the set of `held` alone.
     """
     if not isinstance(held, frozenset | set | dict):
         held = set(held)

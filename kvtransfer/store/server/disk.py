@@ -1,6 +1,6 @@
-"""The NVMe tier as the owner's loop sees it: blocking calls on threads, errors turned into misses.
+"""The NVMe tier on the owner's event loop: blocking calls run on threads, and errors become misses.
 
-The catalog is changed on the loop only, before and after each call.
+The catalog changes on the loop only, before and after each call. `WriteBehind` queues what is worth a write.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ R = TypeVar("R")
 
 
 class Disk:
-    """`on_changed(record)` is told of every record that came to or left NVMe. Without a folder in the
-    settings there is no such tier: nothing is there, nothing is written."""
+    """The NVMe tier of one node. `on_changed(record)` is called for every record that was added or removed.
+    Without a folder in the settings there is no such tier: it holds nothing, and nothing is written."""
 
     def __init__(
         self,
@@ -55,19 +55,19 @@ class Disk:
         self._threads = ThreadPoolExecutor(settings.io_threads + self.max_writes, "store-io")
         self._upkeep = ThreadPoolExecutor(1, "store-upkeep")
         self._nvme = NvmeTier(settings, clock, faults) if settings.nvme_path else None
-        # What it holds is known. Never, where there is no such tier.
+        # Whether its records are known; never without such a tier.
         self.is_open = False
         self._note = ""
         self._is_compacting = False
-        # It is known whether the folder can be used.
+        # Set when it is known whether the folder can be used.
         self.was_tried = asyncio.Event()
-        # Records on NVMe that were of use since they were written there.
+        # Records that were used since they were written to NVMe.
         self._hit: set[RecordId] = set()
 
     # -------------------------------------------------------------------------------------------- life
 
     async def open(self) -> None:
-        """Find what the folder holds; tries again for as long as it cannot be used."""
+        """Find the records of the folder; try again for as long as it cannot be used."""
         while self._nvme is not None and not self.is_open:
             try:
                 found = await self._call(self._upkeep, self._nvme.open)
@@ -84,7 +84,7 @@ class Disk:
         self.was_tried.set()
 
     async def close(self) -> None:
-        """Make everything durable. Nothing is read or written any more."""
+        """Make everything durable and close the tier. No read or write may be under way."""
         was_open, self.is_open = self.is_open, False
         await asyncio.to_thread(self._threads.shutdown)
         if self._nvme is not None and was_open:
@@ -95,11 +95,11 @@ class Disk:
 
     @property
     def may_write(self) -> bool:
-        """False while there is no such tier, and for a while after an error."""
+        """Whether writes are allowed: not without such a tier, and not for a while after an error."""
         return self._nvme is not None and self.is_open and self._nvme.can_write
 
     def is_worth(self, info: RecordInfo, *, is_put: bool) -> bool:
-        """Whether a record of the host tier shall be written: `is_put`: it was put there, else it was hit."""
+        """Whether a record of the host tier shall be written, because it was put there (`is_put`) or hit."""
         if self._nvme is None or not self.is_open:
             return False
         held = self._catalog.find(info.id)
@@ -118,8 +118,8 @@ class Disk:
     # -------------------------------------------------------------------------------------- read, write
 
     async def read(self, record: RecordId, offset: int) -> RecordInfo | None:
-        """Read the record's payload into the arena at `offset`, allocated for it; None when it cannot
-        be had: then it is not on NVMe any more."""
+        """Read the record's payload into its slot of the arena at `offset`; None when that failed, after which the
+        record is not on NVMe any more."""
         held, arena = self._catalog.find(record), self._catalog.arena
         if held is None or held.nvme is None or held.nvme_info is None or arena is None or self._nvme is None:
             return None
@@ -135,7 +135,7 @@ class Disk:
         return info
 
     async def write(self, records: Sequence[tuple[RecordId, int]]) -> None:
-        """Append these records of the arena, each at its offset, which the caller has leased."""
+        """Append these records of the arena, at offsets that the caller has leased."""
         arena = self._catalog.arena
         if self._nvme is None or not self.is_open or arena is None:
             return
@@ -164,7 +164,7 @@ class Disk:
 
     @property
     def needs_compaction(self) -> bool:
-        """Reservation is to be made for the next writes, and nobody does that yet."""
+        """Whether space must be freed for the next writes, and no compaction runs yet."""
         return (
             self._nvme is not None
             and self.is_open
@@ -173,7 +173,7 @@ class Disk:
         )
 
     async def compact(self) -> None:
-        """Make room for the next writes."""
+        """Free space for the next writes."""
         assert self._nvme is not None
         self._is_compacting = True
         hit = frozenset(self._hit)
@@ -187,17 +187,17 @@ class Disk:
             self._is_compacting = False
 
     def drop(self, record: RecordId, ref: NvmeRef) -> None:
-        """It has left the books; a restart may find it again."""
+        """Drop a record that has left the catalog; a restart may find it again."""
         if self._nvme is not None:
             self._nvme.drop(ref)
         self._forget(record)
 
     async def erase(self, refs: Iterable[NvmeRef]) -> str:
-        """Drop these, durably; why that failed, or "". They are not found again by this owner either way."""
+        """Drop these durably; return why that failed, or "". This owner does not find them again either way."""
         if self._nvme is None:
             return ""
         if not self.is_open:
-            return f"what NVMe holds is not known: {self._note or 'it is being read'}"
+            return f"the records on NVMe are not known: {self._note or 'they are being read'}"
         try:
             await self._call(self._upkeep, self._nvme.erase, list(refs))
         except StoreError as error:
@@ -208,7 +208,7 @@ class Disk:
     # --------------------------------------------------------------------------------------------- admin
 
     async def examine(self, record: RecordId) -> bool | None:
-        """Read the record and compare its sum; a bad one is dropped. None: it is not there (any more)."""
+        """Verify the record's checksum, and drop a bad one. None: it is not on NVMe (any more)."""
         held = self._catalog.find(record)
         if held is None or held.nvme is None or held.nvme_info is None or self._nvme is None:
             return None
@@ -226,11 +226,11 @@ class Disk:
 
     @property
     def gb_s(self) -> float:
-        """The measured rate of reads."""
+        """The measured rate of reads, in 1e9 bytes a second."""
         return 0.0 if self._nvme is None else self._nvme.stat().read_gb_s
 
     def stat(self) -> TierStat | None:
-        """None: there is no such tier."""
+        """Return the tier's statistics; None: there is no such tier."""
         if self._nvme is None:
             return None
         if not self.is_open:
@@ -261,7 +261,7 @@ class Disk:
                 self._on_changed(info)
 
     def _lost(self, record: RecordId, ref: NvmeRef) -> bool:
-        """The record cannot be read; False when it has moved or left meanwhile."""
+        """Drop a record that cannot be read; False when it was moved or dropped meanwhile."""
         held = self._catalog.find(record)
         if held is None or not self._catalog.removed_nvme(record, ref):
             return False
@@ -278,14 +278,14 @@ class Disk:
 
 
 # ----------------------------------------------------------------------------------------------
-# Writes to NVMe what deserves it, behind everything else, and holds nothing up.
+# Writes admitted records to NVMe in the background.
 #
-# offer -> late: what leaves the host tier is dropped -> queue: leased, so that it stays -> written
+# offer -> late: dropped if it leaves the host tier -> queue: leased, so that it stays -> written
 
 _BATCH_BYTES = 4 << 20
-# Records that wait for room in the queue.
+# Records that wait for a place in the queue.
 _MAX_LATE = 1 << 16
-# Of the arena, held for the queue at most.
+# At most this part of the arena is leased for the queue.
 _MAX_LEASED_SHARE = 0.25
 
 
@@ -296,7 +296,7 @@ class _Queued(NamedTuple):
 
 
 class WriteBehind:
-    """The queue of one node. `on_done` is called after every write: perhaps NVMe needs room made."""
+    """The write queue of one node. `on_done` is called after every write: a compaction may be due."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class WriteBehind:
         return len(self._pending) + len(self._late)
 
     def offer(self, info: RecordInfo) -> None:
-        """Write this record of the host tier when there is time, if it is still there then."""
+        """Write this record of the host tier when there is time, unless it has left by then."""
         if info.id in self._pending or info.id in self._late:
             return
         self._late[info.id] = info
@@ -335,25 +335,25 @@ class WriteBehind:
         self._fill()
 
     async def flush(self) -> None:
-        """Return when nothing waits any more, or nothing may be written."""
+        """Return when nothing waits any more, or writes are suspended."""
         self._fill()
         while self._pending:
             await self._became_idle.wait()
             self._fill()
 
     async def passed(self) -> None:
-        """Return when what is being written now has been, or was taken back."""
+        """Return when the writes that run now have ended."""
         if self._writing:
             await asyncio.wait(set(self._writing))
 
     def drop_all(self) -> None:
-        """Forget what is queued; what is being written goes on."""
+        """Drop what is queued; writes that run continue."""
         self._late.clear()
         while self._queue:
             self._done(self._queue.popleft())
 
     def _fill(self) -> None:
-        """Queue what there is room for, the oldest first."""
+        """Queue as many records as fit, the oldest first."""
         arena = self._catalog.arena
         while self._late and self._disk.may_write and arena is not None:
             record, info = next(iter(self._late.items()))
@@ -388,7 +388,7 @@ class WriteBehind:
             task.add_done_callback(self._written)
 
     def _batch(self) -> list[_Queued]:
-        """The next ones, as many as are written well together."""
+        """Take the next records, of about `_BATCH_BYTES`."""
         batch = [self._queue.popleft()]
         num_bytes = batch[0].num_bytes
         while self._queue and num_bytes + self._queue[0].num_bytes <= _BATCH_BYTES:

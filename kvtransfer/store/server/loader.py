@@ -1,8 +1,8 @@
-"""Brings records into the host tier, each once however many want it: from NVMe, and from other nodes.
+"""Loads records into the host tier from NVMe and from other nodes: each once, however many callers want it.
 
-    want -> queue -> room in the arena -> read (NVMe: a thread, remote: the exchange) -> commit -> leases
+    want -> queue -> space in the arena -> read (NVMe: a thread, remote: the exchange) -> commit -> leases
 
-Whoever wants a record gets a future of where it is, leased for it, or of why it cannot be had.
+Each caller gets a future of the record's leased offset in the arena, or of the reason why it is not available.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from kvtransfer.store.record import HEADER_BYTES, decode_header
 from kvtransfer.store.remote.exchange import Exchange, Wanted
 from kvtransfer.store.server.disk import Disk
 
-# The record is not where it was thought to be, or could not be read.
+# The record is no longer where it was known to be, or could not be read.
 GONE = -1
-# There is no room for it in the host tier.
+# The host tier has no space for the record.
 NO_SPACE = -2
 
 _REMOTE_BATCH = 16
-# Batches under way from one node: the second one's question travels while the first one's bytes do.
+# Batches under way from one node: the request of the second travels while the first is received.
 _REMOTE_PARALLEL = 2
 
 
 class LoadedRecord(NamedTuple):
-    """A record in the host tier, leased for who wanted it; or `offset` is `GONE` or `NO_SPACE`."""
+    """A record in the host tier, leased for the caller; or `offset` is `GONE` or `NO_SPACE`."""
 
     offset: int
     info: RecordInfo
 
 
 class RemoteHolder(NamedTuple):
-    """A node that is thought to hold a record."""
+    """A node that holds a record, according to the index."""
 
     holder: ReplicaIdentity
     address: str
@@ -48,7 +48,7 @@ class RemoteHolder(NamedTuple):
 
 @dataclass(eq=False)
 class _Load:
-    """One record on its way. `remote` None: from NVMe."""
+    """A record that is being loaded. `remote` None: from NVMe."""
 
     info: RecordInfo
     remote: RemoteHolder | None
@@ -61,12 +61,18 @@ class _Load:
 
 
 class RecordLoader:
-    """All loads of one node. `others` is given as soon as there is an exchange."""
+    """All loads of one node. `on_missed(record)` is called when another node did not send the record."""
 
-    def __init__(self, catalog: Catalog, disk: Disk, max_reads: int, spawn: Spawn) -> None:
-        self.others: Exchange | None = None
-        # Another node did not give this record.
-        self.on_missed: Callable[[RecordId], None] = lambda record: None
+    def __init__(
+        self,
+        catalog: Catalog,
+        disk: Disk,
+        max_reads: int,
+        spawn: Spawn,
+        on_missed: Callable[[RecordId], None],
+    ) -> None:
+        self._exchange: Exchange | None = None
+        self._on_missed = on_missed
         self._catalog = catalog
         self._disk = disk
         self._max_reads = max_reads
@@ -80,14 +86,18 @@ class RecordLoader:
 
     @property
     def num_waiting(self) -> int:
-        """Records that are wanted and not here yet."""
+        """Records that are wanted and not yet loaded."""
         return len(self._loads)
+
+    def attach(self, exchange: Exchange) -> None:
+        """Load records of other nodes with this exchange; there was none before."""
+        self._exchange = exchange
 
     def want(
         self, info: RecordInfo, remote: RemoteHolder | None, *, is_urgent: bool
     ) -> asyncio.Future[LoadedRecord]:
-        """`info` is that of the record on NVMe, or as much as is known of it (`remote`): its id and size. A
-        future that is cancelled leases nothing. `forget` one that is not awaited to its end."""
+        """Load a record. `info` is that of the record on NVMe, or its known id and size (`remote`). A cancelled
+        future leases nothing. Pass a future that is not awaited to its end to `forget`."""
         waiter: asyncio.Future[LoadedRecord] = asyncio.get_running_loop().create_future()
         load = self._loads.get(info.id)
         if load is None:
@@ -98,12 +108,12 @@ class RecordLoader:
                 self._lazy.append(load)
         load.waiters.append(waiter)
         if is_urgent and load.remote is None and not load.is_running:
-            self._urgent.append(load)  # perhaps once more: it is taken once
+            self._urgent.append(load)  # it may be queued twice, and is begun once
         self._pump()
         return waiter
 
     def forget(self, waiter: asyncio.Future[LoadedRecord]) -> None:
-        """Whoever waited does not want it any more."""
+        """Cancel a wait, or end its lease."""
         if not waiter.done():
             waiter.cancel()
         elif not waiter.cancelled() and waiter.result().offset >= 0:
@@ -112,7 +122,7 @@ class RecordLoader:
     # -------------------------------------------------------------------------------------------- inside
 
     def _pump(self) -> None:
-        """Begin what may begin."""
+        """Begin the loads that may begin."""
         while self._num_reading < self._max_reads and (self._urgent or self._lazy):
             load = (self._urgent or self._lazy).popleft()
             offset = self._begin(load)
@@ -121,10 +131,10 @@ class RecordLoader:
                 self._spawn(self._read(load, offset), "store-read")
         for remote, waiting in list(self._remote.items()):
             if self._num_fetching.get(remote, 0) < _REMOTE_PARALLEL:
-                self._ask(remote, waiting)
+                self._fetch_batch(remote, waiting)
 
     def _begin(self, load: _Load) -> int | None:
-        """Reservation for it; None when it is done with, or was begun before."""
+        """Allocate the record's slot and return its offset; None when the load has ended, or began before."""
         if load.is_running or self._loads.get(load.info.id) is not load:
             return None
         if not load.is_wanted:
@@ -149,7 +159,7 @@ class RecordLoader:
         self._finish(load, GONE)
         self._pump()
 
-    def _ask(self, remote: RemoteHolder, waiting: deque[_Load]) -> None:
+    def _fetch_batch(self, remote: RemoteHolder, waiting: deque[_Load]) -> None:
         batch: dict[int, _Load] = {}
         while waiting and len(batch) < _REMOTE_BATCH:
             load = waiting.popleft()
@@ -163,11 +173,11 @@ class RecordLoader:
             self._spawn(self._fetch(remote, batch), "store-fetch-remote")
 
     async def _fetch(self, remote: RemoteHolder, batch: dict[int, _Load]) -> None:
-        """The exchange frees the slots of what did not come (`StoreNode.slot_free`)."""
-        assert self.others is not None
+        """Fetch a batch. The exchange frees the slots of records that did not arrive (`StoreNode.slot_free`)."""
+        assert self._exchange is not None
         wanted = [Wanted(load.info.id, offset, load.info.num_bytes) for offset, load in batch.items()]
         try:
-            sums = await self.others.fetch(remote.holder, remote.address, wanted)
+            sums = await self._exchange.fetch(remote.holder, remote.address, wanted)
         finally:
             self._num_fetching[remote] -= 1
             if not self._num_fetching[remote]:
@@ -175,14 +185,14 @@ class RecordLoader:
         for offset, load in batch.items():
             checksum = sums.get(load.info.id)
             if checksum is None:
-                self.on_missed(load.info.id)
+                self._on_missed(load.info.id)
             else:
                 self._land(offset, load, checksum)
             self._finish(load, GONE)
         self._pump()
 
     def _land(self, offset: int, load: _Load, checksum: int) -> None:
-        """Take in what another node wrote here, header page included, if it is what was asked for."""
+        """Commit what another node wrote here, header page included, if it is the requested record."""
         arena = self._catalog.arena
         assert arena is not None
         try:
@@ -194,10 +204,10 @@ class RecordLoader:
             self._catalog.commit_read(offset, checksum, info)
         else:
             self._catalog.abandon_read(offset)
-            self.on_missed(load.info.id)
+            self._on_missed(load.info.id)
 
     def _finish(self, load: _Load, failure: int) -> None:
-        """A lease for each who still waits, if the record is in the host tier now."""
+        """Give each caller that still waits a lease, if the record is in the host tier now."""
         del self._loads[load.info.id]
         for waiter in load.waiters:
             if waiter.done():

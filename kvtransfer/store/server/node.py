@@ -1,4 +1,4 @@
-"""What one node holds in all tiers, and what follows from each change: events, writes to NVMe, the index."""
+"""Joins the tiers of one node: every change of the catalog becomes events, writes to NVMe, and announcements."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
-from kvtransfer.store.remote.exchange import Exchange, LeasedRecord, arena_pool
+from kvtransfer.store.remote.exchange import Exchange, arena_pool
+from kvtransfer.store.remote.serve import LeasedRecord
 from kvtransfer.store.server.catalog_view import CatalogView
 from kvtransfer.store.server.disk import Disk, WriteBehind
 from kvtransfer.store.server.loader import GONE, LoadedRecord, RecordLoader, RemoteHolder
 
 _log = logging.getLogger("tandem.store")
 
-# When other nodes' records come too slowly, they are asked for in the first second of each period only, to
+# When other nodes' records arrive too slowly, they are fetched in the first second of each period only, to
 # notice when that changes.
 _SLOW_PERIOD_S, _SLOW_TRIAL_S = 30.0, 1.0
 
 
 class StoreNode:
-    """See the module. Hears the catalog (`CatalogEvents`), lends records to other nodes (`LocalRecords`).
+    """All tiers of one node. Implements `CatalogEvents` for the catalog and `LocalRecords` for the exchange.
 
-    Changes are taken in all at once at the end of the loop's turn, by `run`.
+    `run` processes changes together, at the end of the event loop's turn.
     """
 
     def __init__(self, settings: StoreSettings, clock: Clock, faults: Faults, spawn: Spawn) -> None:
@@ -41,8 +42,7 @@ class StoreNode:
         self._spawn = spawn
         self.catalog = Catalog(None, clock, faults, self, settings.tenant_share)
         self.disk = Disk(settings, self.catalog, clock, faults, self._moved)
-        self.loads = RecordLoader(self.catalog, self.disk, settings.io_threads, spawn)
-        self.loads.on_missed = self._missed
+        self.loader = RecordLoader(self.catalog, self.disk, settings.io_threads, spawn, self._missed)
         self.writes = WriteBehind(
             self.catalog, self.disk, settings.write_queue, spawn, lambda: self._has_news.set()
         )
@@ -58,51 +58,50 @@ class StoreNode:
     # -------------------------------------------------------------------------------------------- life
 
     async def open(self, address: str) -> None:
-        """Begin to use the index and NVMe; returns when what NVMe holds is known. `address`: this owner's."""
+        """Open the index, under this owner's `address`, and NVMe; return when the records on NVMe are known."""
         if self.settings.redis_url:
             identity = ReplicaIdentity(self.settings.node_id, self.settings.epoch)
-            self.index = Index(self.settings, identity, address, self._clock)
-            self.index.on_rebuild = self._everything
+            self.index = Index(self.settings, identity, address, self._clock, self._everything)
             await self.index.start()
         await self.disk.open()
         kept = [held.info for held in self.catalog.records() if held.offset is not None]
         self._judged = [(info, True) for info in reversed(kept)]
         self._has_news.set()
 
-    def attach(self, arena: Arena, ahead: Prefault) -> None:
-        """The host tier is this from now on; other nodes' records can come into it."""
+    def attach(self, arena: Arena, prefault: Prefault) -> None:
+        """Use this arena as the host tier, and begin to exchange records with other nodes."""
         self.catalog.attach(arena)
-        self._prefault = ahead
+        self._prefault = prefault
         pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
         self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
-        self.loads.others = self.exchange
+        self.loader.attach(self.exchange)
         self._has_news.set()
 
     async def run(self) -> None:
-        """Take in what changes, for as long as the node lives."""
+        """Process changes until cancelled."""
         while True:
             await self._has_news.wait()
             self._has_news.clear()
             self._settle()
-            self.make_room()
+            self.compact_if_needed()
             if self._prefault is not None:
                 self._prefault.top_up()
 
-    def make_room(self) -> None:
-        """Compact NVMe, if it is time."""
+    def compact_if_needed(self) -> None:
+        """Begin to compact NVMe when space is short."""
         if self.disk.needs_compaction:
             self._spawn(self.disk.compact(), "store-compact")
 
     def gb_s(self) -> dict[str, float]:
-        """The measured rates at which records come into the host tier, by tier."""
+        """Return the measured rates at which records are read into the host tier, by tier."""
         return {"nvme": self.disk.gb_s, "remote": 0.0 if self.exchange is None else self.exchange.gb_s}
 
     async def close(self, flush_s: float) -> None:
-        """Write what is admitted for at most so long, leave the index, and let everything go."""
+        """Write admitted records to NVMe for at most `flush_s`, and leave the index."""
         self._settle()
         try:
             async with asyncio.timeout(flush_s):
-                await self.disk.was_tried.wait()  # what came before it was open is judged only then
+                await self.disk.was_tried.wait()  # records from before are judged only then
                 self._settle()
                 await self.writes.flush()
         except TimeoutError:
@@ -113,17 +112,17 @@ class StoreNode:
             await self.index.close()
 
     async def release(self) -> None:
-        """The last act, when no task of the node runs any more."""
+        """Close the tiers, when no task of the node runs any more."""
         await self.disk.close()
         if self.exchange is not None:
             await self.exchange.close()
         if self.catalog.arena is not None:
             self.catalog.arena.close()
 
-    # ------------------------------------------------------------------------------------------- sights
+    # -------------------------------------------------------------------------------------------- views
 
     def view(self, compatibility: CompatibilityRecord, shards: Sequence[Shard]) -> CatalogView:
-        """The view of replicas of this shape, shared by all of them."""
+        """Return the view of replicas of this shape, which they share."""
         key = space_id(compatibility), tuple(shards)
         view = self._views.get(key)
         if view is None:
@@ -133,29 +132,29 @@ class StoreNode:
         return view
 
     def forget(self, view: CatalogView) -> None:
-        """Nobody watches any more."""
+        """Drop a view that no session watches any more."""
         if not view.is_watched:
             del self._views[view.space, view.shards]
 
     # -------------------------------------------------------------------------------------------- blocks
 
-    def bring(
+    def load(
         self, record: RecordInfo, holders: Sequence[Holder], *, is_urgent: bool
     ) -> asyncio.Future[LoadedRecord]:
-        """Have a record brought into the host tier: from NVMe, else from one of these nodes; `record` says
-        which, and its size. The future is `RecordLoader.want`'s."""
+        """Load a record into the host tier: from NVMe, or else from one of these nodes, for which `record` gives
+        its id and size. The future is that of `RecordLoader.want`."""
         held = self.catalog.find(record.id)
         if held is not None and held.nvme_info is not None:
-            return self.loads.want(held.nvme_info, None, is_urgent=is_urgent)
+            return self.loader.want(held.nvme_info, None, is_urgent=is_urgent)
         remote = self._choose(holders)
         if remote is not None:
-            return self.loads.want(record, remote, is_urgent=is_urgent)
+            return self.loader.want(record, remote, is_urgent=is_urgent)
         gone: asyncio.Future[LoadedRecord] = asyncio.get_running_loop().create_future()
         gone.set_result(LoadedRecord(GONE, record))
         return gone
 
     def usable(self, holders: Sequence[Holder]) -> tuple[Holder, ...]:
-        """Those that could be asked now."""
+        """Return the holders that could be contacted now."""
         return tuple(each for each in holders if self._choose((each,)) is not None)
 
     def pin(self, record: RecordId) -> None:
@@ -163,15 +162,15 @@ class StoreNode:
         self.catalog.pin(record, self._clock.now() + self.settings.prefetch_pin_s)
 
     def bad(self, offset: int) -> None:
-        """A reader found another sum in the record that it has leased there: it leaves all tiers."""
+        """Drop the record that a reader has leased at `offset` from all tiers: its checksum is wrong."""
         dropped = self.catalog.bad(offset)
         if dropped is not None:
-            _log.warning("a record of tenant %r had another sum: dropped", dropped.info.tenant)
+            _log.warning("dropped a record of tenant %r with a wrong checksum", dropped.info.tenant)
             if dropped.nvme is not None:
                 self.disk.drop(dropped.info.id, dropped.nvme)
 
     async def purge(self, tenant: str | None, model: str | None) -> tuple[str, Purged]:
-        """Delete these records from all tiers; also why a restart may bring some back from NVMe, or ""."""
+        """Delete these records from all tiers. Also return why a restart may bring some back from NVMe, or ""."""
         purged = self.catalog.purge(tenant, model)
         failure = await self.disk.erase(purged.erase)
         await self.writes.passed()
@@ -195,7 +194,7 @@ class StoreNode:
             if view.space == record.space:
                 view.forget(record.key)
 
-    # ------------------------------------------------------------- what the catalog tells (CatalogEvents)
+    # --------------------------------------------------------------- events of the catalog (CatalogEvents)
 
     def committed(self, info: RecordInfo) -> None:
         self._judge(info, is_put=True)
@@ -221,7 +220,7 @@ class StoreNode:
         self._has_news.set()
 
     def _settle(self) -> None:
-        """Take in all changes since the last time."""
+        """Process all changes since the last call."""
         changed, self._changed = self._changed, set()
         for view in self._views.values():
             for record in changed:
@@ -255,18 +254,18 @@ class StoreNode:
             return None
         offset, info = self.catalog.lease(record), held.info
         if offset is None:
-            load = self.loads.want(info, None, is_urgent=False)
+            load = self.loader.want(info, None, is_urgent=False)
             try:
                 offset, info = await load
             except asyncio.CancelledError:
-                self.loads.forget(load)
+                self.loader.forget(load)
                 raise
             if offset < 0:
                 return None
         return LeasedRecord(offset, info.num_bytes, info.checksum)
 
-    def release_record(self, lent: LeasedRecord) -> None:
-        self.catalog.release(lent.offset)
+    def release_record(self, leased: LeasedRecord) -> None:
+        self.catalog.release(leased.offset)
 
     def slot_free(self, offset: int) -> None:
         self.catalog.abandon_read(offset)

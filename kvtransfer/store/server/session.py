@@ -1,4 +1,4 @@
-"""A brain's connection to the owner: what it asks for, answered from what the node holds."""
+"""An engine core's session with the owner: its puts, look-ups and fetches, served from the tiers of the node."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from kvtransfer.store.server.node import StoreNode
 
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_FETCHES = 4096
-# With so many fetches under way nothing more is brought near for later.
+# With so many fetches under way, prefetches are ignored.
 _MAX_PREFETCHES = 1024
 
 _log = logging.getLogger("tandem.store")
 
 
 class EngineSession:
-    """One proven brain, from its hello to the end of its connection."""
+    """The session of one engine core, from its hello to the end of its connection."""
 
     def __init__(
         self,
@@ -67,20 +67,22 @@ class EngineSession:
         self._is_closed = False
 
     def send(self, message: FromOwner) -> None:
-        """Queue it; a brain that does not read loses its connection."""
+        """Queue a message; an engine core that does not read loses its connection."""
         self._stream.send(FROM_OWNER_CODEC.encode(message))
         if self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
-            _log.error("brain %s does not read: its connection is closed", self._hello.replica.replica_id)
+            _log.error(
+                "engine core %s does not read: its connection is closed", self._hello.replica.replica_id
+            )
             self.close()
 
     def close(self) -> None:
-        """End its connection; `serve` returns. What it has said and nobody heard yet is void: the brain may
-        be back already, and what it is granted then must not be committed by words of before."""
+        """End the connection; `serve` returns. Messages that were received and not yet handled are void: the
+        engine core may have connected again, and an old commit must not apply to its new grants."""
         self._is_closed = True
         self._stream.abort()
 
     async def serve(self) -> None:
-        """Answer until the connection ends (`PeerGoneError`), or it says what it must not (`WireError`)."""
+        """Answer until the connection ends (`PeerGoneError`) or breaks the protocol (`WireError`)."""
         self._view.watch(self.send)
         try:
             while True:
@@ -111,7 +113,7 @@ class EngineSession:
             case FetchRelease():
                 self._release(message)
             case _:
-                raise WireError(f"a brain sent {type(message).__name__}")
+                raise WireError(f"an engine core sent {type(message).__name__}")
 
     # -------------------------------------------------------------------------------------------- puts
 
@@ -123,7 +125,7 @@ class EngineSession:
         return PutGrant(request.number, arena.id, offsets)
 
     def _allocate(self, request: PutRequest, new: NewRecord) -> int:
-        """Only for a shard of its own, and only while a rank that holds it has the arena mapped."""
+        """Allocate a record of one of the session's shards, while a rank that holds the shard has the arena mapped."""
         if new.shard not in self._hello.shards:
             return REFUSED
         process_id = self._arena_manager.writer_of(self.id, self._hello.shards.index(new.shard))
@@ -150,7 +152,7 @@ class EngineSession:
     # ------------------------------------------------------------------------------------------- gets
 
     def _find(self, request: FindRequest) -> None:
-        tiers = self._view.local_tiers(request.keys)
+        tiers = self._view.tiers(request.keys, local_only=True)
         if len(tiers) == len(request.keys) or self._node.index is None:
             self.send(FindAnswer(request.number, tiers))
             return
@@ -172,7 +174,7 @@ class EngineSession:
         fetch.start(self._spawn, lambda: self._fetched(request))
 
     def _fetched(self, request: FetchRequest) -> None:
-        """Nobody releases what is only kept in the host tier."""
+        """Forget a prefetch, which has no release."""
         if not request.to_device:
             self._fetches.pop(request.number, None)
 
@@ -183,21 +185,21 @@ class EngineSession:
 
 
 # ----------------------------------------------------------------------------------------------
-# One fetch of a brain: walks a chain, has its blocks brought in ahead of need, and tells them in order.
+# One fetch of an engine core: its blocks are loaded ahead of need and sent in the order of the chain.
 
 # RecordLoader that one fetch keeps waiting, for each that can run at once.
 _LOADS_PER_THREAD = 2
-# Told in one message.
+# Blocks in one message.
 _MAX_BLOCKS = 512
-# So often a block whose record vanished is looked for again.
+# How often a block whose record vanished is planned again.
 _MAX_PLANS = 3
 _MISSING = "not in any tier"
-_NO_SPACE = "no room in the host tier"
+_NO_SPACE = "no space in the host tier"
 
 
 @dataclass(eq=False)
 class _Block:
-    """A block on its way: those of its records that are here, leased, and the `loads` of the others."""
+    """A block of a fetch: its records that are in the host tier, leased, and the `loads` of the others."""
 
     index: int
     plan: FetchPlan
@@ -211,7 +213,7 @@ class _Block:
 
 
 class Fetch:
-    """One `FetchRequest`. Runs from `start` until its last block is told, or `end`."""
+    """One `FetchRequest`. Runs from `start` until its last block is sent, or `end`."""
 
     def __init__(
         self,
@@ -232,20 +234,20 @@ class Fetch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, spawn: Spawn, on_done: Callable[[], None]) -> None:
-        """Begin; `on_done` is called when nothing more of it will be told."""
+        """Begin; `on_done` is called when nothing more will be sent."""
         self._task = spawn(self._run(), "store-fetch")
         self._task.add_done_callback(lambda task: on_done())
 
     def end(self, bad: Iterable[int] = ()) -> None:
-        """Stop, drop what is `bad`, and end all leases."""
+        """Stop, drop the records at the `bad` offsets, and end all leases."""
         if self._task is not None:
             self._task.cancel()
         for block in self._window:
-            self._let_go(block)
+            self._drop(block)
         self._window.clear()
         leased = set(self._leases)
         for offset in bad:
-            if offset in leased:  # a brain judges only what it has read
+            if offset in leased:  # an engine core can only judge records it has read
                 self._node.bad(offset)
         for offset in self._leases:
             self._node.catalog.release(offset)
@@ -263,7 +265,7 @@ class Fetch:
             if failed:
                 reason = failed
                 for block in self._window:
-                    self._let_go(block)
+                    self._drop(block)
                 self._window.clear()
             is_last = not self._window and (bool(reason) or self._position == len(self._request.keys))
             if self._request.to_device:
@@ -273,7 +275,7 @@ class Fetch:
             first += len(blocks)
 
     async def _fill_window(self) -> str:
-        """Have the next blocks brought, as far ahead as is good; why it stopped for good, or ""."""
+        """Begin to load the next blocks, up to the limits of the window. Return why the fetch ends here, or ""."""
         keys = self._request.keys
         while self._position < len(keys) and len(self._window) < _MAX_BLOCKS:
             if sum(len(block.loads) for block in self._window) >= self._max_loads:
@@ -286,38 +288,38 @@ class Fetch:
         return ""
 
     async def _open(self, index: int) -> _Block | None:
-        """Lease and order what the block needs."""
+        """Plan the block, and lease or load its records. None: the block is not available."""
         key = self._request.keys[index]
         plan = self._view.plan(key)
         if plan is None and not self._has_learned:
             self._has_learned = True
             await self._view.learn(self._request.chain, self._request.keys[index:])
             plan = self._view.plan(key)
-        return None if plan is None else self._order(index, plan)
+        return None if plan is None else self._begin(index, plan)
 
-    def _order(self, index: int, plan: FetchPlan) -> _Block:
+    def _begin(self, index: int, plan: FetchPlan) -> _Block:
         block = _Block(index, plan, {}, {})
         parent = self._request.keys[index - 1] if index else b""
-        for shard in dict.fromkeys(take.shard for take in plan.takes):
+        for shard in dict.fromkeys(read.shard for read in plan.reads):
             record = RecordId(self._view.space, self._request.keys[index], shard)
             held, offset = self._node.catalog.find(record), self._node.catalog.lease(record)
             if held is not None and offset is not None:
                 block.here[shard] = LoadedRecord(offset, held.info)
             else:
-                block.loads[shard] = self._bring(record, parent)
+                block.loads[shard] = self._load(record, parent)
         self._node.catalog.count_misses(len(block.loads))
         return block
 
-    def _bring(self, record: RecordId, parent: bytes) -> asyncio.Future[LoadedRecord]:
+    def _load(self, record: RecordId, parent: bytes) -> asyncio.Future[LoadedRecord]:
         view = self._view
         info = RecordInfo(
             record, parent, self._request.chain, "", view.model, view.payload_bytes(record.shard), 0
         )
         holders = [each for each in view.holders(record.key) if each.shard == record.shard]
-        return self._node.bring(info, holders, is_urgent=self._request.to_device)
+        return self._node.load(info, holders, is_urgent=self._request.to_device)
 
     async def _arrival(self, block: _Block) -> None:
-        """Wait until the block is here, or cannot be had; look for it again when a record of it vanished."""
+        """Wait until the block is loaded or unavailable; plan it again when a record of it vanished."""
         while block.loads:
             await asyncio.wait(block.loads.values())
             offsets = [load.result().offset for load in block.loads.values()]
@@ -326,20 +328,20 @@ class Fetch:
             plan = self._view.plan(self._request.keys[block.index])
             if plan is None:
                 return
-            self._let_go(block)
-            again = self._order(block.index, plan)
+            self._drop(block)
+            again = self._begin(block.index, plan)
             block.plan, block.here, block.loads = again.plan, again.here, again.loads
             block.num_plans += 1
 
     def _take(self) -> tuple[list[_Block], str]:
-        """The leading blocks that are here, and why the one behind them cannot be had ("": it may still)."""
+        """Take the leading blocks that are loaded; also return why the next one is unavailable, or ""."""
         taken: list[_Block] = []
         while self._window and self._window[0].is_here:
             block = self._window[0]
             offsets = [load.result().offset for load in block.loads.values()]
             if any(offset < 0 for offset in offsets):
                 if taken:
-                    return taken, ""  # looked for again when it is its turn
+                    return taken, ""  # planned again when it is its turn
                 return taken, _NO_SPACE if NO_SPACE in offsets else _MISSING
             block.here |= {shard: load.result() for shard, load in block.loads.items()}
             block.loads = {}
@@ -349,7 +351,7 @@ class Fetch:
 
     def _send_blocks(self, first: int, blocks: list[_Block], is_last: bool, reason: str) -> None:
         arena = self._node.catalog.arena
-        told = FetchedBlocks(
+        fetched = FetchedBlocks(
             self._request.number,
             b"" if arena is None else arena.id,
             first,
@@ -358,17 +360,17 @@ class Fetch:
             is_last,
             reason if is_last else "",
         )
-        self._send(told)
+        self._send(fetched)
 
     def _sources(self, block: _Block) -> tuple[Source, ...]:
         sources: list[Source] = []
-        for rank, shard, piece in block.plan.takes:
+        for rank, shard, piece in block.plan.reads:
             offset, info = block.here[shard]
             sources.append(Source(rank, offset, shard, piece, info.num_bytes, info.checksum))
         return tuple(sources)
 
     def _keep(self, blocks: list[_Block]) -> None:
-        """A prefetch: they stay in the host tier for a while."""
+        """Pin the blocks of a prefetch in the host tier for a while."""
         for block in blocks:
             for arrived in block.here.values():
                 self._node.pin(arrived.info.id)
@@ -376,8 +378,8 @@ class Fetch:
             self._node.catalog.release(offset)
         self._leases.clear()
 
-    def _let_go(self, block: _Block) -> None:
+    def _drop(self, block: _Block) -> None:
         for load in block.loads.values():
-            self._node.loads.forget(load)
+            self._node.loader.forget(load)
         for arrived in block.here.values():
             self._node.catalog.release(arrived.offset)

@@ -1,7 +1,7 @@
-"""The owner's listeners: every connection proves the secret and says who it is before anybody serves it.
+"""The owner's listeners: every connection proves the secret and sends a hello before it is served.
 
-Nothing is read beyond the first message, so that the descriptor which may follow it is not lost. Whatever is
-not of the protocol closes that connection only.
+Nothing is read beyond the first message, so that a descriptor which may follow it is not lost. A violation of
+the protocol closes only its own connection.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ class StoreListener:
     ) -> None:
         self._serve = serve
         self._is_local = sock.family == socket.AF_UNIX
-        self._listener = ProvenListener(sock, secret, self._greet, spawn, clock, "store")
+        self._listener = ProvenListener(sock, secret, self._receive_hello, spawn, clock, "store")
 
     def close(self) -> None:
-        """Take nobody more."""
+        """Accept no more connections."""
         self._listener.close()
 
-    async def _greet(self, sock: socket.socket, name: str) -> None:
+    async def _receive_hello(self, sock: socket.socket, name: str) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
         await self._serve(PeerConnection(sock, name, hello, self._is_local))
 
 
 async def refuse(peer: PeerConnection, reason: str) -> None:
-    """Tell why, once."""
-    await tell(peer.sock, StoreRefusal(reason))
+    """Send the reason why the connection is refused."""
+    await send_message(peer.sock, StoreRefusal(reason))
 
 
-async def tell(sock: socket.socket, message: FromOwner) -> None:
-    """One message on a connection that is not a stream."""
+async def send_message(sock: socket.socket, message: FromOwner) -> None:
+    """Send one message on a connection that is not a stream."""
     await send_to(sock, FROM_OWNER_CODEC.encode(message))
 
 
 def send_descriptor(sock: socket.socket, descriptor: int) -> None:
-    """`descriptor` with the next byte; `PeerGoneError` when the connection has ended, or is full."""
+    """Send `descriptor` with the next byte; `PeerGoneError` when the connection has ended, or is full."""
     try:
         socket.send_fds(sock, [_FD_MARK], [descriptor])
     except OSError as error:
@@ -75,7 +75,7 @@ def send_descriptor(sock: socket.socket, descriptor: int) -> None:
 
 
 async def receive_descriptor(sock: socket.socket) -> int:
-    """The descriptor that comes with the next byte; it is the caller's to close."""
+    """Return the descriptor that arrives with the next byte, which the caller must close."""
     while True:
         try:
             mark, descriptors, _, _ = socket.recv_fds(sock, len(_FD_MARK), 1, socket.MSG_CMSG_CLOEXEC)
@@ -92,13 +92,13 @@ async def receive_descriptor(sock: socket.socket) -> int:
 
 
 async def await_end(sock: socket.socket) -> None:
-    """Return when the connection has ended; `WireError` when the other side says something instead."""
+    """Return when the connection has ended; `WireError` when the other side sends anything instead."""
     try:
-        said = await asyncio.get_running_loop().sock_recv(sock, 1)
+        data = await asyncio.get_running_loop().sock_recv(sock, 1)
     except OSError:  # reset: ended
         return
-    if said:
-        raise WireError("nothing more may be said on this connection")
+    if data:
+        raise WireError("nothing more may be sent on this connection")
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -1,9 +1,10 @@
-"""The store process of a node: decides what lies where in DRAM and on NVMe; ranks copy.
+"""The store server of a node, its *owner*: it alone decides what is kept where in DRAM and on NVMe; ranks copy.
 
-    brains, ranks, admins of the node --unix--> StoreListener --> EngineSession | ArenaManager | AdminService --+
-    other owners, remote admins --------TCP---> StoreListener --> Exchange | AdminService -------------+--> StoreNode: catalog,
-                                                                                           disk, index
-`python -m kvtransfer.store.server.store_server` reads an `StoreServerSpec` frame from standard input.
+    engine cores, ranks, admins of the node --unix--> StoreListener -> EngineSession | ArenaManager | AdminService
+    other owners, remote admins --------------TCP---> StoreListener -> Exchange | AdminService
+                                                          all of them -> StoreNode: catalog, disk, index
+
+`python -m kvtransfer.store.server.store_server` reads a `StoreServerSpec` frame from standard input.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
@@ -29,7 +30,6 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, frame_stream
-from kvtransfer.store.dram.catalog import is_meant
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -61,7 +61,7 @@ from kvtransfer.store.server.session import EngineSession
 from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse
 
 _TICK_S = 0.25
-# Brains are told a rate again when it changed by more than this part.
+# Engine cores are sent the rates again when one has changed by more than this part.
 _RATE_CHANGE = 0.1
 _BACKLOG = 128
 _LENGTH = struct.Struct("<I")
@@ -70,10 +70,10 @@ _log = logging.getLogger("tandem.store")
 
 
 class StoreServer:
-    """One node's store. Built plain, run by `start` and `stop` on one event loop.
+    """One node's store. `start` and `stop` run it on one event loop.
 
-    `address` (host:port, after `start`) is where other owners and remote admins connect. An error of ours
-    ends it: `check_health` and `wait_ended` raise it, and the process must end, to be started anew.
+    Other owners and remote admins connect to `address` (host:port, set by `start`). An internal error ends the
+    store: `check_health` and `wait_ended` raise it, and the process must end, to be restarted.
     """
 
     def __init__(
@@ -83,11 +83,14 @@ class StoreServer:
         self.address = ""
         self._settings = settings
         self._clock = clock
-        self._faults = faults
-        self._offer_wait_s = offer_wait_s
         self._tasks = SupervisedTasks(self._broke)
+        self._node = StoreNode(settings, clock, faults, self._tasks.spawn)
+        self._arena_manager = ArenaManager(
+            settings, clock, offer_wait_s, self._node.attach, self._rank_left, self._tasks.spawn
+        )
         self._listeners: list[StoreListener] = []
         self._sessions: dict[bytes, EngineSession] = {}
+        self._admin = AdminService(self.identity, self._node, clock, self._sessions)
         self._sent_gb_s: dict[str, float] = {}
         self._error: BaseException | None = None
         self._is_stopping = False
@@ -96,18 +99,8 @@ class StoreServer:
     # -------------------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Listen at the node's socket and over TCP; `OSError` when one of them is taken. What NVMe holds is
-        found meanwhile."""
-        self._node = StoreNode(self._settings, self._clock, self._faults, self._tasks.spawn)
-        self._arena_manager = ArenaManager(
-            self._settings,
-            self._clock,
-            self._offer_wait_s,
-            self._node.attach,
-            self._rank_left,
-            self._tasks.spawn,
-        )
-        self._admin = AdminService(self.identity, self._node, self._clock, lambda: len(self._sessions))
+        """Listen at the node's socket and over TCP; `OSError` when one of them is taken. The NVMe tier is read in
+        the background."""
         remote = socket.create_server((self._settings.host, 0), backlog=_BACKLOG)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.bind(f"\0{self._settings.name}")
@@ -115,7 +108,7 @@ class StoreServer:
         self.address = f"{self._settings.host}:{remote.getsockname()[1]}"
         self._tasks.spawn(self._node.run(), "store-node")
         self._tasks.spawn(self._node.open(self.address), "store-open")
-        self._tasks.spawn(self._arena_manager.make_without_ranks(), "store-lonely")
+        self._tasks.spawn(self._arena_manager.make_without_ranks(), "store-spare-arena")
         self._tasks.spawn(self._tick_forever(), "store-tick")
         for sock in (local, remote):
             sock.setblocking(False)
@@ -126,8 +119,8 @@ class StoreServer:
     async def stop(self) -> None:
         """Write admitted records to NVMe for at most `flush_s`, then end every connection and close."""
         self._is_stopping = True
-        for door in self._listeners:
-            door.close()
+        for listener in self._listeners:
+            listener.close()
         for session in self._sessions.values():
             session.close()
         if self._error is None:
@@ -139,17 +132,17 @@ class StoreServer:
         self._has_ended.set()
 
     def check_health(self) -> None:
-        """Raise what broke the store."""
+        """Raise the error that ended the store."""
         if self._error is not None:
             raise self._error
 
     async def wait_ended(self) -> None:
-        """Return when the store has stopped; raise what broke it."""
+        """Return when the store has stopped; raise the error that ended it."""
         await self._has_ended.wait()
         self.check_health()
 
     def stat(self) -> StoreStat:
-        """All tiers of the node, as they are now."""
+        """Return the statistics of all tiers of the node."""
         return self._admin.stat()
 
     # --------------------------------------------------------------------------------------- connections
@@ -173,7 +166,7 @@ class StoreServer:
 
     async def _serve_engine_core(self, peer: PeerConnection, hello: EngineHello) -> None:
         if not peer.is_local or hello.protocol != STORE_PROTOCOL:
-            await refuse(peer, f"expected a brain of this node with protocol {STORE_PROTOCOL}")
+            await refuse(peer, f"expected an engine core of this node with protocol {STORE_PROTOCOL}")
             return
         earlier = self._sessions.get(hello.session)
         if earlier is not None:
@@ -207,7 +200,7 @@ class StoreServer:
         while True:
             await self._clock.sleep(_TICK_S)
             self._node.catalog.free_orphans(is_running)
-            self._node.make_room()
+            self._node.compact_if_needed()
             self._send_rates()
 
     def _send_rates(self) -> None:
@@ -228,32 +221,32 @@ class StoreServer:
 
 
 # ----------------------------------------------------------------------------------------------
-# What administrators ask of a node's store: figures, records, a check of every byte, and deletion.
+# The requests of administrators: statistics, records, verification of every byte, and deletion.
 
 _MAX_LISTED = 10_000
-# While records are awaited by readers, a check of all of them pauses before each, so often for so long.
+# While readers wait for records, a verification pauses before each record: so long, at most so often.
 _YIELD_S, _MAX_YIELDS = 0.005, 200
 
 
 class AdminService:
-    """Answers administrators; any number of connections, one check of all records at a time."""
+    """Answers administrators: on any number of connections, with one verification at a time."""
 
     def __init__(
-        self, identity: ReplicaIdentity, node: StoreNode, clock: Clock, num_sessions: Callable[[], int]
+        self, identity: ReplicaIdentity, node: StoreNode, clock: Clock, sessions: Collection[bytes]
     ) -> None:
         self._identity = identity
         self._node = node
         self._clock = clock
-        self._num_sessions = num_sessions
+        self._sessions = sessions
         self._thread = ThreadPoolExecutor(1, "store-verify")
         self._verifying = asyncio.Lock()
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """End the thread. No request may be under way."""
         self._thread.shutdown()
 
     async def serve(self, stream: FrameStream) -> None:
-        """Answer one administrator until the connection ends."""
+        """Answer an administrator until the connection ends."""
         try:
             while True:
                 answer = await self._answer(TO_OWNER_CODEC.decode(await stream.next_frame()))
@@ -275,10 +268,10 @@ class AdminService:
             case _:
                 raise WireError(f"an administrator sent {type(request).__name__}")
 
-    # -------------------------------------------------------------------------------------------- asking
+    # ---------------------------------------------------------------------------------------- statistics
 
     def stat(self) -> StoreStat:
-        """All tiers of the node."""
+        """Return the statistics of all tiers of the node."""
         node = self._node
         nvme = node.disk.stat()
         tiers = [node.catalog.stat()]
@@ -286,42 +279,18 @@ class AdminService:
             waiting = node.writes.num_waiting, nvme.num_refused + node.writes.num_dropped
             tiers.append(replace(nvme, num_queued=waiting[0], num_refused=waiting[1]))
         if node.index is not None:
-            tiers.append(self._remote())
+            exchange = node.exchange
+            tiers.append(TierStat("remote", 0, 0, 0) if exchange is None else exchange.stat())
         return StoreStat(
             self._identity,
             tuple(tiers),
             IndexStat("off") if node.index is None else node.index.stat(),
             node.catalog.bytes_by_tenant(),
-            self._num_sessions(),
-        )
-
-    def _remote(self) -> TierStat:
-        exchange = self._node.exchange
-        if exchange is None:
-            return TierStat("remote", 0, 0, 0)
-        seen = exchange.stat()
-        return TierStat(
-            "remote",
-            0,
-            0,
-            0,
-            num_hits=seen.num_hits,
-            num_misses=seen.num_misses,
-            num_hit_bytes=seen.num_hit_bytes,
-            num_written_bytes=seen.num_sent_bytes,
-            num_io_errors=seen.num_failures,
-            num_quarantined=seen.num_quarantined,
-            read_gb_s=seen.gb_s,
-            latency_s=seen.latency_s,
-            note=seen.note,
+            len(self._sessions),
         )
 
     def _list(self, request: ListRequest) -> StoreListing:
-        matching = [
-            held
-            for held in self._node.catalog.records()
-            if is_meant(held.info, request.tenant, request.model)
-        ]
+        matching = self._node.catalog.records(request.tenant, request.model)
         limit = min(max(request.limit, 0), _MAX_LISTED)
         listed = (ListedRecord(held.info, held.tiers, held.num_hits) for held in matching[:limit])
         return StoreListing(tuple(listed), len(matching))
@@ -335,8 +304,7 @@ class AdminService:
         num_bytes = 0
         meant = [
             (held.info.id, held.info.num_bytes)
-            for held in self._node.catalog.records()
-            if is_meant(held.info, request.tenant, request.model)
+            for held in self._node.catalog.records(request.tenant, request.model)
         ]
         for record, size in meant:
             await self._give_way()
@@ -350,12 +318,12 @@ class AdminService:
 
     async def _give_way(self) -> None:
         for _ in range(_MAX_YIELDS):
-            if not self._node.loads.num_waiting:
+            if not self._node.loader.num_waiting:
                 return
             await self._clock.sleep(_YIELD_S)
 
     async def _check_dram(self, record: RecordId) -> bool | None:
-        """None: it is not there."""
+        """Whether the record is good; None: it is not in this tier."""
         catalog = self._node.catalog
         offset, arena = catalog.lease(record, is_hit=False), catalog.arena
         if offset is None or arena is None:
@@ -375,7 +343,7 @@ class AdminService:
             catalog.release(offset)
 
     async def _check_nvme(self, record: RecordId) -> bool | None:
-        """None: it is not there."""
+        """Whether the record is good; None: it is not in this tier."""
         held = self._node.catalog.find(record)
         if held is None or held.nvme_info is None:
             return None
@@ -384,7 +352,8 @@ class AdminService:
     # --------------------------------------------------------------------------------------------- purge
 
     async def _purge(self, request: PurgeRequest) -> PurgeResult | AdminFailed:
-        """Not found from here on; deleted when this answers, but for what is being read or written."""
+        """Delete matching records. They cannot be found from here on; those being read or written are deleted
+        when their last user is done."""
         failure, purged = await self._node.purge(request.tenant, request.model)
         if failure:
             return AdminFailed(failure)
@@ -396,7 +365,7 @@ class AdminService:
 
 
 class StoreServerSpec(Message, frozen=True):
-    """What an owner process is started with, on its standard input."""
+    """The arguments of an owner process, read from its standard input."""
 
     settings: StoreSettings
     faults: tuple[FaultRule, ...] = ()
@@ -414,7 +383,7 @@ async def run_store_server(spec: StoreServerSpec, stdin: BinaryIO) -> None:
     loop = asyncio.get_running_loop()
     stop_requested = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop_requested.set)
-    loop.add_reader(stdin, stop_requested.set)  # nothing is said on it but its end
+    loop.add_reader(stdin, stop_requested.set)  # nothing is sent on it but its end
     ends = [asyncio.create_task(stop_requested.wait()), asyncio.create_task(owner.wait_ended())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     loop.remove_reader(stdin)
@@ -425,6 +394,7 @@ async def run_store_server(spec: StoreServerSpec, stdin: BinaryIO) -> None:
 
 
 def main() -> None:
+    """Run the owner process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     stdin = sys.stdin.buffer
     (length,) = _LENGTH.unpack(stdin.read(_LENGTH.size))

@@ -1,4 +1,4 @@
-"""What brains are told of the tiers, against a plain recomputation after every change."""
+"""What engine cores are told of the tiers, against a plain recomputation after every change."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _changes = st.lists(
 
 
 @given(changes=_changes, shards=st.sampled_from([(WHOLE,), (LEFT, RIGHT), (LEFT,)]), pace=st.integers(1, 5))
-def test_brains_know_what_there_is(
+def test_engine_cores_know_what_there_is(
     changes: list[tuple[bytes, Shard, str]], shards: tuple[Shard, ...], pace: int
 ) -> None:
     books: dict[bytes, dict[Shard, Held]] = {}
