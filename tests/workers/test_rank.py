@@ -114,7 +114,7 @@ class EngineCore:
         return message
 
     def form(self) -> None:
-        """The rank joins, and is told to load both layers of the model."""
+        """Wait for the rank to join, and order it to load both layers of the model."""
         assert self.process is not None
         assert self.receive() == RankJoined(0, self.process.pid, "", StageCost(), 0.0)
         self.send(FormGroup("", ((0, 2),)))
