@@ -16,8 +16,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.eviction import ChainKey
-from kvtransfer.store.dram.slot_allocator import ArenaSlot, SlotAllocator
+from kvtransfer.store.dram.slot_allocator import ArenaSlot, ChainKey, SlotAllocator
 from kvtransfer.store.messages import HELD, REFUSED, NewRecord, RecordId, RecordInfo, Tier, TierStat
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes

@@ -55,10 +55,17 @@ from kvtransfer.store.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank, is_running
+from kvtransfer.store.server.arena_manager import (
+    OFFER_WAIT_S,
+    ArenaManager,
+    MappedRank,
+    PeerConnection,
+    StoreListener,
+    is_running,
+    refuse,
+)
 from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
-from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse
 
 _TICK_S = 0.25
 # Engine cores are sent the rates again when one has changed by more than this part.
