@@ -18,8 +18,8 @@ NVME = {"nvme_bytes": 64 << 20, "segment_bytes": 1 << 20}
 
 
 async def test_one_record_enters_the_documented_files(tmp_path: Path) -> None:
-    """The store server, the client of the engine core and the worker of the rank are in this process. The record
-    goes to DRAM and from there to NVMe, is found, and is read back."""
+    """The store server, the client of the engine core and the worker of the rank are in this process. The
+    record goes to DRAM and from there to NVMe, is found, and is read back."""
     entered = EnteredFiles()
     with entered.watching():
         harness = StoreHarness(tmp_path, nvme_path=str(tmp_path / "nvme"), **NVME)

@@ -64,8 +64,8 @@ class ArenaSlot:
 
 
 class SlotAllocator:
-    """All slots of one arena (none at first). `evict(key)` is called to drop every kept slot of that block, when
-    no lease or pin holds any of them."""
+    """All slots of one arena (none at first). `evict(key)` is called to drop every kept slot of that block,
+    when no lease or pin holds any of them."""
 
     def __init__(self, clock: Clock, tenant_share: float, evict: Callable[[ChainKey], None]) -> None:
         self.arena: Arena | None = None
@@ -83,8 +83,8 @@ class SlotAllocator:
         self._sequence = 0
 
     def attach(self, arena: Arena) -> list[ArenaSlot]:
-        """Use this arena. Return the slots that an earlier owner kept there, the oldest first; its other slots are
-        free if nothing can be writing them, otherwise in quarantine."""
+        """Use this arena. Return the slots that an earlier owner kept there, the oldest first; its other
+        slots are free if nothing can be writing them, otherwise in quarantine."""
         assert self.arena is None
         self.arena = arena
         self.shares.limit(arena.capacity_bytes)
@@ -108,8 +108,8 @@ class SlotAllocator:
     # ------------------------------------------------------------------------------------- being filled
 
     def reserve(self, info: RecordInfo, writer: Writer | None) -> ArenaSlot | None:
-        """Allocate a slot, to be filled by `writer` for its open session (None: by the owner), with eviction if
-        needed. None: there is no space, the tenant has its share, or the fields are too long."""
+        """Allocate a slot, to be filled by `writer` for its open session (None: by the owner), with eviction
+        if needed. None: there is no space, the tenant has its share, or the fields are too long."""
         if self.arena is None or info.num_bytes <= 0:
             return None
         offset = self._allocate(info)
@@ -187,8 +187,8 @@ class SlotAllocator:
         return True
 
     def drop(self, slot: ArenaSlot) -> bool:
-        """Drop a kept slot, despite any pin. False: it is doomed, and free when the last lease ends; no scan of
-        the arena finds it any more."""
+        """Drop a kept slot, despite any pin. False: it is doomed, and free when the last lease ends; no scan
+        of the arena finds it any more."""
         assert self.arena is not None
         assert slot.state == "kept"
         if slot.pinned_until is not None:
@@ -206,8 +206,8 @@ class SlotAllocator:
     # ---------------------------------------------------------------------------------- whose writers
 
     def session_opened(self, session: bytes) -> list[ArenaSlot]:
-        """Open a session: its engine core's hello assures that its ranks write none of its earlier grants, which
-        are free now. Return those slots that were still being written."""
+        """Open a session: its engine core's hello assures that its ranks write none of its earlier grants,
+        which are free now. Return those slots that were still being written."""
         written = [self.slots[offset] for offset in self._sessions.get(session, ())]
         for slot in [*written, *(self.slots[offset] for offset in self._quarantined.get(session, ()))]:
             self.free(slot)
@@ -215,7 +215,8 @@ class SlotAllocator:
         return written
 
     def session_lost(self, session: bytes) -> list[ArenaSlot]:
-        """The session's engine core is gone, and its ranks may still write: quarantine its slots and return them."""
+        """The session's engine core is gone, and its ranks may still write: quarantine its slots and return
+        them."""
         slots = [self.slots[offset] for offset in self._sessions.pop(session, ())]
         for slot in slots:
             self._quarantine(slot)
@@ -283,8 +284,8 @@ class SlotAllocator:
         return offset
 
     def _victim(self, tenant: str, num_bytes: int) -> ChainKey | None:
-        """Return the block to evict for so many bytes of this tenant: its own when it has its share, else one of
-        a tenant that exceeds its share, else the least recently used of all."""
+        """Return the block to evict for so many bytes of this tenant: its own when it has its share, else one
+        of a tenant that exceeds its share, else the least recently used of all."""
         self._end_pins()
         if self.shares.would_exceed(tenant, num_bytes):
             return self._chain.oldest(tenant)
@@ -357,8 +358,8 @@ class ChainKey(NamedTuple):
 
 
 class ChainLru:
-    """Selects the block to evict. A block is resident while it has records; it may leave when it is not held and
-    no resident block follows it.
+    """Selects the block to evict. A block is resident while it has records; it may leave when it is not held
+    and no resident block follows it.
 
     Of a chain that was touched parents first, the last block leaves first and the first one last, before
     anything of a chain that was touched later. Every operation is O(log n).
@@ -488,8 +489,8 @@ class _Node:
 
 
 class _Queue:
-    """Blocks that may leave, the least recently used first. An entry may come up too early, when its block was
-    used since or may not leave any more, and is then renewed or dropped; it never comes up too late."""
+    """Blocks that may leave, the least recently used first. An entry may come up too early, when its block
+    was used since or may not leave any more, and is then renewed or dropped; it never comes up too late."""
 
     def __init__(self) -> None:
         # In a tenant's queue: its resident blocks.

@@ -223,8 +223,8 @@ class NvmeTier:
 
     def compact(self, is_wanted: Callable[[RecordInfo], bool]) -> Compacted:
         """Free space, if it is needed, by giving up the oldest segment. Those of its records that `is_wanted`
-        are written again, the newest first, up to half a segment. Reads and writes continue meanwhile; the old
-        places remain valid until the next call, by which the caller must have taken over the new ones.
+        are written again, the newest first, up to half a segment. Reads and writes continue meanwhile; the
+        old places remain valid until the next call, by which the caller must have taken over the new ones.
         `StoreIoError` when the disk fails: then nothing has changed."""
         with self._maintenance:
             victim = self._table.choose_victim() if self.can_write else None
@@ -274,8 +274,8 @@ class NvmeTier:
                 raise errors[0]
 
     def stat(self) -> TierStat:
-        """Return statistics: hits are reads, `num_written_bytes` is all that went to the disk, and refused are
-        writes that could not be accepted."""
+        """Return statistics: hits are reads, `num_written_bytes` is all that went to the disk, and refused
+        are writes that could not be accepted."""
         return self._counters.stat(self._table.num_bytes, self._capacity_bytes, self._table.num_records)
 
     def _copy(self, victim: Segment, is_wanted: Callable[[RecordInfo], bool]) -> list[Moved]:
@@ -406,7 +406,8 @@ class SegmentWriter:
             self._table.sealed(segment)
 
     def seal(self, segment: Segment) -> None:
-        """Write its directory. Without it, the next start reads the whole segment, so failures are only counted."""
+        """Write its directory. Without it, the next start reads the whole segment, so failures are only
+        counted."""
         if not segment.takes_directory:
             return
         try:

@@ -39,8 +39,8 @@ from kvtransfer.store.record import Writer
 
 # A rank without an arena waits for so long after the owner's start: another rank may offer one.
 OFFER_WAIT_S = 1.0
-# Without any rank, the owner creates a spare arena then, so that its memory is populated at the first request;
-# an arena that a rank offers later replaces the spare one.
+# Without any rank, the owner creates a spare arena then, so that its memory is populated at the first
+# request; an arena that a rank offers later replaces the spare one.
 SPARE_WAIT_S = 1.0
 # The spare arena is used from then on, to serve other nodes and administrators.
 UNUSED_WAIT_S = 10.0
@@ -60,8 +60,8 @@ class MappedRank:
 
 
 class ArenaManager:
-    """Adopts or creates the arena, and serves the ranks that map it. `on_arena(arena, prefault)` is called once,
-    `on_left(rank)` when a rank's connection has ended."""
+    """Adopts or creates the arena, and serves the ranks that map it. `on_arena(arena, prefault)` is called
+    once, `on_left(rank)` when a rank's connection has ended."""
 
     def __init__(
         self,
@@ -219,8 +219,8 @@ def _fields(process_id: int) -> list[str] | None:
 # ----------------------------------------------------------------------------------------------
 # The owner's listeners: every connection proves the secret and sends a hello before it is served.
 #
-# Nothing is read beyond the first message, so that a descriptor which may follow it is not lost. A violation of
-# the protocol closes only its own connection.
+# Nothing is read beyond the first message, so that a descriptor which may follow it is not lost. A violation
+# of the protocol closes only its own connection.
 
 _HELLO_BYTES = 64 << 10
 _FD_MARK = b"F"
