@@ -54,8 +54,8 @@ REQUEST_TIMES = {
 BATCH_SIZE = tuple(float(bound) for bound in BATCH_BOUNDS)
 
 
-# Labels: of what gateways export, of what they measured of a replica's work, of what replicas export, of their
-# paths to other replicas, and of the stores of their nodes.
+# Labels: of what gateways export, of what they measured of a replica's work, of what replicas export, of
+# their paths to other replicas, and of the stores of their nodes.
 _GATEWAY = ("app", "gateway", "model")
 _SERVED = ("app", "gateway", "model", "pool", "replica")
 _REPLICA = ("app", "pool", "replica", "model")

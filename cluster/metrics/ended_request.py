@@ -13,7 +13,7 @@ from workers.messages import HandOverReport, PrefillReport
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, as the connection and its metadata tell it; "": they do not."""
+    """Identifies the caller from the connection and its metadata; "": unknown."""
 
     # As gRPC writes it, such as `ipv4:127.0.0.1:40112`.
     peer: str = ""
@@ -143,7 +143,7 @@ class RelayedRequest(NamedTuple):
     e2e_ms: float
 
 
-# Is told every ended request, on the gateway's event loop: it must not wait.
+# Receives every ended request on the gateway's event loop: it must not block.
 Observer = Callable[[EndedRequest], None]
 
 

@@ -1,4 +1,4 @@
-"""What a gateway measures of its requests: told by the desk, read by metrics, console and scaler."""
+"""Counts what a gateway measures of its requests, for metrics, console and scaler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.messages import PrefillReport, TokenDelta
 RING_S = 330
 # How far back `curves` goes.
 CURVE_S = 300
-_NO_ROOM = "resource_exhausted"
+_NO_CAPACITY = "resource_exhausted"
 # A replica that is gone keeps its histograms for so long after its last request.
 _FORGET_S = 600.0
 
@@ -54,7 +54,7 @@ class Window(Part, frozen=True):
     num_output_tokens: int = 0
     num_finished: int = 0
     num_failed: int = 0
-    # Requests that ended for want of room, among `num_failed`.
+    # Requests that ended for want of capacity, among `num_failed`.
     num_refused: int = 0
     ttft_p50_s: float = 0.0
     ttft_p90_s: float = 0.0
@@ -104,8 +104,8 @@ class ReplicaCounters:
 class GatewayCounters:
     """Totals since the gateway's start, and the last minutes second by second.
 
-    Every `now` is the gateway's monotonic clock in seconds. `pool_of` tells the pool of a replica id ("": it
-    is not known any more), `token_bytes` the bytes of KV of one token (0: not known yet).
+    Every `now` is the gateway's monotonic clock in seconds. `pool_of` returns the pool of a replica id ("":
+    no longer known), `token_bytes` the bytes of KV of one token (0: not known yet).
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class GatewayCounters:
         self.tenants = TenantUsageTable()
         self.demand = Demand()
 
-    # ------------------------------------------------------------------------------ from the desk
+    # ------------------------------------------------------------------------- from the request manager
 
     def arrived(self, plan: PreparedRequest, now: float) -> None:
         """A request was accepted."""
@@ -213,7 +213,7 @@ class GatewayCounters:
             counters.num_attempt_failures[code] += 1
 
     def ended(self, request: EndedRequest) -> None:
-        """A request is over, or was not accepted: an `Observer` of the desk."""
+        """Count a request that ended or was not accepted; an `Observer` of the request manager."""
         now = request.ended_at
         self._count_end(request.state, request.code.lower(), now)
         open_ = self._open.pop(request.wire_id, None)
@@ -290,7 +290,7 @@ class GatewayCounters:
             counts["num_finished"] += 1
         elif state != "cancelled":
             counts["num_failed"] += 1
-        if code == _NO_ROOM:
+        if code == _NO_CAPACITY:
             counts["num_refused"] += 1
 
     def _observe_stages(self, summary: Summary, open_: _Open, now: float) -> None:
@@ -364,7 +364,7 @@ _MARGIN = 2.0
 
 @dataclass(slots=True)
 class TenantUse:
-    """Of one tenant since it has a series; all only grow."""
+    """The use of one tenant since it has a series; all fields only grow."""
 
     num_requests: int = 0
     # Prompt tokens that were computed.
@@ -383,12 +383,12 @@ class TenantUse:
 class TenantUsageTable:
     """The use of each tenant, for at most `limit` of them at once by name; the others together.
 
-        unknown --first use, room--> named <------- twice the least named one's tokens, room for its name
-           |                           |                                                    |
-           +----no room----> candidate-+---(another takes its place)--> forgotten       candidate
+        unknown --first use, below the limit--> named <-- twice the least named one's tokens, name allowed
+           |                                      |                                            |
+           +---at the limit---> candidate         +--(another takes its place)--> forgotten    candidate
 
     Every series only grows: what a tenant used while it had none stays with the others, and one that gets
-    its series back goes on where it was.
+    its series back continues from its old total.
     """
 
     def __init__(self, limit: int = 20) -> None:
@@ -402,7 +402,7 @@ class TenantUsageTable:
         self._ever: dict[str, TenantUse] = {}
 
     def use(self, tenant: str) -> TenantUse:
-        """Where to add what the tenant uses; ask again for each use."""
+        """Return where to add what the tenant uses; call it again for each use."""
         name = tenant or "default"
         if name == OTHERS:
             return self._others
@@ -412,7 +412,7 @@ class TenantUsageTable:
         return self._others if found is None else found
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Tell what a request of it came to: one of the others may have earned a series."""
+        """Add what one of its requests used: a tenant among the others may now earn a series."""
         name = tenant or "default"
         if name in self._named or name == OTHERS:
             return
@@ -422,8 +422,8 @@ class TenantUsageTable:
             so_far += self._candidates.pop(least)  # it may have been the one that was dropped before
         self._candidates[name] = so_far
         smallest = min(self._named, key=lambda each: self._named[each].num_tokens)
-        has_room = name in self._ever or len(self._ever) < _MOST_NAMES * self._limit
-        if has_room and so_far > _MARGIN * self._named[smallest].num_tokens:
+        is_allowed = name in self._ever or len(self._ever) < _MOST_NAMES * self._limit
+        if is_allowed and so_far > _MARGIN * self._named[smallest].num_tokens:
             del self._named[smallest], self._candidates[name]
             self._name(name)
 

@@ -48,8 +48,8 @@ def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
 
 
 class Spread:
-    """Values in buckets of 2 % width: quantiles of any number of them in little room. Values of a microsecond
-    and less are one."""
+    """Values in buckets of 2 % width: quantiles of any number of them in little memory. Values of at most a
+    microsecond are one."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()

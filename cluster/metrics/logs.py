@@ -1,4 +1,4 @@
-"""The log of a process of the service: what our packages tell goes to standard error, which Ray keeps.
+"""Logs of the service's processes: the packages log to standard error, which Ray keeps.
 
 Text for people, or one JSON object a line. A line about a request carries its id in a field of its own: the
 call says `extra={"request_id": ...}`, because one task of a process carries many requests at once.
@@ -35,14 +35,14 @@ def log_to_stderr(config: LogConfig, who: str, pool: str = "") -> None:
 
 
 def about(request_id: str, more: Mapping[str, object]) -> dict[str, object]:
-    """For the argument `extra` of a logging call: the request that the line is about, and more fields, which
-    only JSON lines tell; the message says what people need."""
+    """Return the argument `extra` of a logging call: the request that the line is about, and more fields,
+    which only JSON lines contain; the message says what people need."""
     return {"request_id": request_id, _MORE: more}
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00,123 INFO cluster.gateway.request_manager: message`; an id that the message does not name
-    follows it."""
+    """`2026-01-31 12:00:00,123 INFO cluster.gateway.request_manager: message`; an id that the message does not
+    name follows it."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -125,8 +125,8 @@ def log_relayed(relayed: RelayedRequest) -> None:
 
 
 def access_fields(ended: EndedRequest) -> dict[str, object]:
-    """What is told of a request, by the names that JSON lines use. Counts are 0 and replicas "" where it did
-    not come so far; `ttft_ms` is None without a token."""
+    """The fields of a request's line, by the names that JSON lines use. Counts are 0 and replicas "" where
+    the request ended before; `ttft_ms` is None without a token."""
     summary = ended.summary
     prefill = summary.prefill if summary else None
     moved = summary.hand_over if summary else None

@@ -128,7 +128,7 @@ class RequestTracer:
 
 
 def _parent(ended: EndedRequest) -> Context | None:
-    """The caller's span, where it told one that can be read."""
+    """The caller's span, where it sent one that can be parsed."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     if not ended.caller.traceparent:

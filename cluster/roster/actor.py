@@ -152,7 +152,7 @@ class RemoteRoster:
             view = _as_view(await self._call("view", after_version, timeout_s))
             is_new_life = view.version > self._last.version > 0 and view.incarnation != self._last.incarnation
             if is_new_life and self._restores:
-                # The roster's new life has forgotten what it was told; nobody shall act on that.
+                # The restarted roster has lost its orders; nobody shall act on that.
                 view = _as_view(await self._call("restore", VIEW_CODEC.encode(self._last)))
         except RosterAwayError:
             await self._clock.sleep(min(timeout_s, RENEW_S))
@@ -227,7 +227,7 @@ def read_roster(app: str) -> RosterView:
 def await_roster(app: str, wait_s: float) -> RosterView | None:
     """The roster's view; None where the application has no roster.
 
-    A restarted roster is waited for until its watchers have given back what it was told, and a new one until
+    A restarted roster is waited for until its watchers have given its orders back, and a new one until
     the scaler has looked once. After `wait_s` the view is taken as it is (`deploy_mark` is then "");
     `RosterAwayError` where there is none.
     """

@@ -1,4 +1,4 @@
-"""What replicas and gateways tell the roster, and what the roster tells everyone."""
+"""Messages of the roster: records of its members, orders, and the view that it shows to everyone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ReplicaRecord(Part, frozen=True):
     pool: str
     # "prefill", "decode" or "both": the one that is in effect (see `RoleLease`).
     role: str
-    # host:port of the brain's gRPC server (Links and Peer links).
+    # host:port of the engine core's gRPC server (Links and Peer links).
     address: str
     model: str
     compatibility: CompatibilityRecord
@@ -24,7 +24,7 @@ class ReplicaRecord(Part, frozen=True):
     tp: int = 1
     # The layers [start, end) of each stage.
     stages: tuple[tuple[int, int], ...] = ()
-    # Its pool's role; differs from `role` while it is lent.
+    # Its pool's role; differs from `role` while the replica plays another one.
     home_role: str = ""
     # Of the lease that `role` follows; 0: none yet.
     role_epoch: int = 0
@@ -102,5 +102,5 @@ class RosterView(Part, frozen=True):
     declared: dict[str, int] = {}
     # Of the deploy whose targets those are; "": the scaler has not looked yet.
     deploy_mark: str = ""
-    # Another one is another life of the roster, which knows only what was told since.
+    # Another one is another life of the roster, which knows only later orders.
     incarnation: int = 0

@@ -1,8 +1,8 @@
 """Who serves: replicas, gateways and stores register here and everyone watches by long poll.
 
-`Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `roster_wire` has the
-plain class that becomes a named Ray actor, and what calls it. A member renews its registration periodically,
-which is also how a restarted actor is filled again; meanwhile the members' last view stays in force.
+`Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `cluster.roster.actor`
+has the class that becomes a named Ray actor, and what calls it. A member renews its registration
+periodically, which also fills a restarted actor again; meanwhile the members' last view stays in force.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ScalingRoster(RosterClient, Protocol):
 
 
 class Roster:
-    """The state: members with epochs, the wishes, a version that grows with every visible change.
+    """The state: members with epochs, the desired state, a version that grows with every visible change.
 
     Times are passed in (seconds of one monotonic clock). `first_version` must grow from one incarnation of
     the roster to the next, so that watchers see the versions of all incarnations in order.
@@ -164,7 +164,7 @@ class Roster:
             self._forget(member_id)
         return gone
 
-    def tell(self, change: Callable[[DesiredState], bool]) -> None:
+    def change(self, change: Callable[[DesiredState], bool]) -> None:
         """Change what is remembered."""
         if change(self._desired):
             self._version += 1
@@ -203,32 +203,32 @@ class LocalRoster:
         await self._apply(lambda: self._roster.remove(member_id, epoch))
 
     async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
-        await self._tell(lambda state: state.set_desired(pool, num_replicas, pinned=pinned))
+        await self._change(lambda state: state.set_desired(pool, num_replicas, pinned=pinned))
 
     async def release(self, pool: str) -> None:
-        await self._tell(lambda state: state.release(pool))
+        await self._change(lambda state: state.release(pool))
 
     async def forget(self, pool: str) -> None:
-        await self._tell(lambda state: state.forget(pool))
+        await self._change(lambda state: state.forget(pool))
 
     async def set_lease(self, lease: RoleLease) -> None:
-        await self._tell(lambda state: state.set_lease(lease))
+        await self._change(lambda state: state.set_lease(lease))
 
     async def drop_lease(self, replica: ReplicaIdentity) -> None:
-        await self._tell(lambda state: state.drop_lease(replica))
+        await self._change(lambda state: state.drop_lease(replica))
 
     async def add_move(self, move: ScalingMove) -> None:
-        await self._tell(lambda state: state.add_move(move))
+        await self._change(lambda state: state.add_move(move))
 
     async def set_traffic(self, shares: dict[str, float]) -> None:
-        await self._tell(lambda state: state.set_traffic(shares))
+        await self._change(lambda state: state.set_traffic(shares))
 
     async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
-        await self._tell(lambda state: state.set_observed(deploy_mark, targets, declared))
+        await self._change(lambda state: state.set_observed(deploy_mark, targets, declared))
 
     async def restore(self, memory: RosterView) -> RosterView:
-        """Give this life of the roster what an earlier one was told; the view with it."""
-        await self._tell(lambda state: state.restore(memory))
+        """Restore the orders that an earlier life of the roster had; returns the view with them."""
+        await self._change(lambda state: state.restore(memory))
         return self._roster.view()
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
@@ -241,8 +241,8 @@ class LocalRoster:
                 self._expire()
             return self._roster.view()
 
-    async def _tell(self, change: Callable[[DesiredState], bool]) -> None:
-        await self._apply(lambda: self._roster.tell(change))
+    async def _change(self, change: Callable[[DesiredState], bool]) -> None:
+        await self._apply(lambda: self._roster.change(change))
 
     async def _apply(self, change: Callable[[], T]) -> T:
         async with self._changed:
@@ -267,7 +267,7 @@ async def keep_registered(
 
 
 # ----------------------------------------------------------------------------------------------
-# What the roster was told to remember: counts, pins, role leases, moves, traffic. Outlives the roster.
+# The orders that the roster remembers: counts, pins, role leases, moves, traffic. Outlives the roster.
 #
 # A new life of the roster begins without any of it; watchers then give it what they saw last (`restore`).
 
@@ -285,7 +285,7 @@ class DesiredPool(NamedTuple):
 class DesiredState:
     """The state. Every method that changes something says whether it did.
 
-    `first_version` is that of this life of the roster. What was told to this life is never overridden by a
+    `first_version` is that of this life of the roster. What was ordered in this life is never overridden by a
     memory, and of several memories the latest counts.
     """
 
@@ -299,11 +299,11 @@ class DesiredState:
         self._targets: dict[str, int] = {}
         self._declared: dict[str, int] = {}
         self._deploy_mark = ""
-        # Kind and key of what this life was told.
+        # Kind and key of what was ordered in this life.
         self._own: set[tuple[str, str]] = set()
 
     def fill(self, view: RosterView) -> RosterView:
-        """The view of the members, with the wishes added."""
+        """The view of the members, with the desired state added."""
         return RosterView(
             version=view.version,
             replicas=view.replicas,
@@ -381,7 +381,7 @@ class DesiredState:
         return before != (deploy_mark, self._targets, self._declared)
 
     def restore(self, memory: RosterView) -> bool:
-        """Take what this life was not told from what a watcher saw of an earlier one."""
+        """Take what was not ordered in this life from what a watcher saw of an earlier one."""
         if not self._restored_version < memory.version <= self._first_version:
             return False
         if memory.incarnation == self._first_version:

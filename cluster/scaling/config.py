@@ -39,15 +39,15 @@ class ScalingConfig(BaseModel):
     itl_slo_s: float = Field(default=0.1, gt=0)
     # Between two looks of the fast loop.
     interval_s: float = Field(default=2.0, gt=0)
-    # How much history the demand forecast of the slow floor uses.
+    # How much history the demand forecast uses.
     forecast_s: float = Field(default=300.0, gt=0)
-    # Share of the measured capacity that the floor plans with.
+    # Share of the measured capacity that the forecast plans with.
     target_load: float = Field(default=0.75, gt=0, le=1)
     # After a pool grew, until it may grow again.
     up_cool_down_s: float = Field(default=15.0, ge=0)
     # After a pool changed in either direction, until it may shrink.
     down_cool_down_s: float = Field(default=120.0, ge=0)
-    # How long a replica must have been idle, and the other role short, before it is lent.
+    # How long a replica must have been idle, and the other role short, before its role changes.
     lend_after_s: float = Field(default=20.0, ge=0)
 
     @property

@@ -50,9 +50,9 @@ class Forecast(NamedTuple):
     """An expected rate and where it comes from."""
 
     per_s: float
-    # Of the whole history, the recent counting more.
+    # Of the whole history, recent samples counting more.
     mean_per_s: float
-    # 0 where the change of the rate cannot be told from noise.
+    # 0 where the change of the rate cannot be distinguished from noise.
     trend_per_s2: float
     # Variance of the counts over their mean: 1 for independent arrivals, more for bursts.
     dispersion: float
@@ -74,14 +74,14 @@ def moments(count: float, total: float, squares: float) -> Moments | None:
 
 
 def forecast(
-    spells: Sequence[CountedSpan], now: float, horizon_s: float, fade_s: float, block_s: float
+    spans: Sequence[CountedSpan], now: float, horizon_s: float, fade_s: float, block_s: float
 ) -> Forecast:
     """The rate to expect `horizon_s` after `now`: a line through the rates of blocks of `block_s`, weighted
     by length and by exp(-age / `fade_s`), where it rises or falls beyond doubt; else their weighted mean.
 
     One block of ten that stands out, however far, is no trend: bursts are for the fast loop.
     """
-    kept = [spell for spell in spells if spell.length_s > 0]
+    kept = [span for span in spans if span.length_s > 0]
     if not kept:
         return Forecast(0.0, 0.0, 0.0, 1.0)
     ages, lengths, counts = _blocks(kept, now, block_s)
@@ -98,23 +98,23 @@ def forecast(
     return Forecast(max(0.0, level + slope * horizon_s), mean, slope, dispersion)
 
 
-def _blocks(spells: Sequence[CountedSpan], now: float, block_s: float) -> tuple[_Floats, _Floats, _Floats]:
+def _blocks(spans: Sequence[CountedSpan], now: float, block_s: float) -> tuple[_Floats, _Floats, _Floats]:
     """Mean age, length and count of each block that has anything, the latest first."""
     sums: dict[int, list[float]] = {}
-    for spell in spells:
-        age_s = now - spell.at + spell.length_s / 2
+    for span in spans:
+        age_s = now - span.at + span.length_s / 2
         block = sums.setdefault(int(age_s // block_s), [0.0, 0.0, 0.0])
-        block[0] += age_s * spell.length_s
-        block[1] += spell.length_s
-        block[2] += spell.num
+        block[0] += age_s * span.length_s
+        block[1] += span.length_s
+        block[2] += span.num
     ages, lengths, counts = np.array([sums[number] for number in sorted(sums)]).T
     return ages / lengths, lengths, counts
 
 
-def mean_rate(spells: Sequence[CountedSpan]) -> float:
+def mean_rate(spans: Sequence[CountedSpan]) -> float:
     """Per second, all of them counting alike."""
-    total_s = sum(spell.length_s for spell in spells)
-    return sum(spell.num for spell in spells) / total_s if total_s > 0 else 0.0
+    total_s = sum(span.length_s for span in spans)
+    return sum(span.num for span in spans) / total_s if total_s > 0 else 0.0
 
 
 def _slope(times: _Floats, rates: _Floats, weights: _Floats, least_variance: float) -> tuple[float, float]:
@@ -131,10 +131,10 @@ def _slope(times: _Floats, rates: _Floats, weights: _Floats, least_variance: flo
     return slope, error
 
 
-def _dispersion(spells: Sequence[CountedSpan]) -> float:
+def _dispersion(spans: Sequence[CountedSpan]) -> float:
     """From differences of neighbours, so that a trend does not count as spread; at least 1."""
-    counts = np.array([spell.num for spell in spells], dtype=np.float64)
-    lengths = np.array([spell.length_s for spell in spells])
+    counts = np.array([span.num for span in spans], dtype=np.float64)
+    lengths = np.array([span.length_s for span in spans])
     if len(counts) < _MIN_POINTS or counts.sum() <= 0:
         return 1.0
     variance = float(np.mean(np.diff(counts / lengths) ** 2)) / 2 * float(lengths.mean())
@@ -307,7 +307,7 @@ def step_cost(points: Iterable[tuple[float, int, float]]) -> StepCost | None:
 
 
 def measured_sizes(history: History, now: float, fade_s: float) -> RequestSizes:
-    """Over the whole history, the recent counting more."""
+    """Over the whole history, recent samples counting more."""
     totals = np.zeros(8)
     for sample in history:
         asked = sample.demand.values()[:8]
@@ -330,10 +330,10 @@ def arrivals(samples: Sequence[ScalingSample]) -> list[CountedSpan]:
 
 def measured_arrivals(history: History, config: ScalingConfig, horizon_s: float, now: float) -> ArrivalRates:
     """`horizon_s`: how far ahead to look, as replicas take that long to start."""
-    spells = arrivals(list(history))
-    expected = forecast(spells, now, horizon_s, config.forecast_s / 2, config.forecast_s / 10)
-    lately = [spell for spell in spells if spell.at > now - config.down_cool_down_s]
-    return ArrivalRates(expected, max(expected.per_s, mean_rate(lately)))
+    spans = arrivals(list(history))
+    expected = forecast(spans, now, horizon_s, config.forecast_s / 2, config.forecast_s / 10)
+    latest = [span for span in spans if span.at > now - config.down_cool_down_s]
+    return ArrivalRates(expected, max(expected.per_s, mean_rate(latest)))
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:

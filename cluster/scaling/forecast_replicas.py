@@ -1,4 +1,4 @@
-"""The slow floor: how many replicas the expected demand needs at the measured speed, tails counted."""
+"""Forecasts how many replicas the expected demand needs at the measured speed, tails included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import TAIL, MeasuredRates, Moments, RequestSizes, tail_crowd, tail_wait_s
 from cluster.scaling.samples import BOTH, DECODE, PREFILL
 
-# Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for room.
+# Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for blocks.
 _KV_SHARE = 0.9
 
 

@@ -1,7 +1,7 @@
 """How many prefill and decode replicas there should be, and which play the other role: a pure function.
 
 `decide` looks at the history, the configuration and the pools, and at nothing else; the scaler actor calls it
-live, `replay` over a trace. docs/scaling.md tells the reasoning.
+live, `replay` over a trace. docs/scaling.md explains the reasoning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cluster.scaling.policy_input import (
 )
 from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView
 
-__all__ = ["RoleAssignment", "ScalingPlan", "PoolMove", "RoleReturn", "decide", "history_span_s"]
+__all__ = ["PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
 
 _MIN_STALE_S = 10.0
 
@@ -36,15 +36,15 @@ def history_span_s(config: ScalingConfig) -> float:
 def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> ScalingPlan:
     """What to change at Unix time `now`. Nothing while the samples are missing or old.
 
-    Moves concern pools with limits that are not pinned, and only with `config.autoscale`; role_changes only with
-    `config.lend_roles`. The caller carries them out, or not: the next call starts from what is.
+    Moves concern pools with limits that are not pinned, and only with `config.autoscale`; role changes only
+    with `config.lend_roles`. The caller carries them out, or not: the next call starts from what is.
     """
     latest = history.latest
     if latest is None:
         return ScalingPlan(notes=("nothing was seen yet",))
     age_s = now - latest.at
     if age_s > max(5 * config.interval_s, _MIN_STALE_S):
-        return ScalingPlan(notes=(f"nothing is decided: the latest figures are {age_s:.0f} s old",))
+        return ScalingPlan(notes=(f"nothing is decided: the latest samples are {age_s:.0f} s old",))
     view = PolicyView(history, config, pools, latest, now)
     needs, lasting = view.needs(), view.lasting_needs()
     changes = role_changes(view, needs, lasting)
@@ -73,7 +73,7 @@ class _Target(NamedTuple):
 
 
 def _targets(view: PolicyView, needs: Mapping[str, ReplicaNeed], notes: list[str]) -> dict[str, _Target]:
-    """The larger of the floor and of what the fast loop asks for; all kinds together."""
+    """The larger of the forecast and of what the shortages ask for; all kinds together."""
     targets = {}
     for name, kind in view.kinds.items():
         need, shortage = needs[name], view.shortages.get(name)
@@ -169,7 +169,7 @@ def _shrinking(view: PolicyView, kind: ReplicaKind, lasting: ReplicaNeed) -> lis
 
 
 def _may_kind_shrink(view: PolicyView, kind: ReplicaKind) -> bool:
-    """Everything that was ordered is there and tells its load, nothing is short or borrowed, and it was
+    """Everything that was ordered is there and reports its load, nothing is short or borrowed, and it was
     watched for long enough."""
     is_settled = all(view.latest.num_ready(pool.name) == pool.desired for pool in kind.pools)
     is_known = all(replica.is_known for replica in view.latest.replicas)
@@ -208,42 +208,42 @@ _OTHER = {PREFILL: DECODE, DECODE: PREFILL}
 def role_changes(
     view: PolicyView, needs: Mapping[str, ReplicaNeed], lasting: Mapping[str, ReplicaNeed]
 ) -> tuple[RoleAssignment | RoleReturn, ...]:
-    """Recalls first. At most one replica is lent at a time in each direction, and seen at work for
+    """Returns first. At most one replica at a time is assigned in each direction, and is seen at work for
     `lend_after_s` before the next."""
     changes: list[RoleAssignment | RoleReturn] = []
     for home, other in _OTHER.items():
         if home in view.kinds and other in view.kinds:
-            changes += _recalls(view, view.kinds[home], view.kinds[other], needs, lasting)
+            changes += _returns(view, view.kinds[home], view.kinds[other], needs, lasting)
     if not view.config.lend_roles:
         return tuple(changes)
-    recalled = {change.pool for change in changes}
+    returned = {change.pool for change in changes}
     for home, other in _OTHER.items():
         if home in view.kinds and other in view.kinds:
-            lender = view.kinds[home]
-            if not recalled & {pool.name for kind in (lender, view.kinds[other]) for pool in kind.pools}:
-                changes += _lends(view, lender, view.kinds[other], lasting)
+            source = view.kinds[home]
+            if not returned & {pool.name for kind in (source, view.kinds[other]) for pool in kind.pools}:
+                changes += _assignments(view, source, view.kinds[other], lasting)
     return tuple(changes)
 
 
-# ------------------------------------------------------------------------------------------------ recall
+# ----------------------------------------------------------------------------------------------- returns
 
 
-def _recalls(
+def _returns(
     view: PolicyView,
     home: ReplicaKind,
     other: ReplicaKind,
     needs: Mapping[str, ReplicaNeed],
     lasting: Mapping[str, ReplicaNeed],
 ) -> Iterator[RoleReturn]:
-    """Those whom home needs now, the latest lent first; else one that the other role can do without."""
+    """Those whom home needs now, the latest assigned first; else one that the other role can do without."""
     num_missing = _num_missing(view, home, needs)
     why_home = _why_home(view, home, needs)
-    lent = sorted(
+    assigned = sorted(
         ((since, replica_id, pool) for pool in home.pools for replica_id, since in pool.assigned),
         reverse=True,
     )
     has_returned = False
-    for since, replica_id, pool in lent:
+    for since, replica_id, pool in assigned:
         reason = ""
         if not view.config.lend_roles:
             reason = "role changes are switched off"
@@ -272,7 +272,7 @@ def _why_home(view: PolicyView, home: ReplicaKind, needs: Mapping[str, ReplicaNe
 def _why_spare(
     view: PolicyView, other: ReplicaKind, lasting: Mapping[str, ReplicaNeed], replica_id: str, since: float
 ) -> str:
-    """Why the other role can do without it; "": it cannot, or has had it for too short to tell."""
+    """Why the other role can do without it; "": it cannot, or has had it for too short to know."""
     for_s = view.config.lend_after_s
     if since > view.now - for_s or other.name in view.shortages:
         return ""
@@ -284,10 +284,10 @@ def _why_spare(
     return ""
 
 
-# -------------------------------------------------------------------------------------------------- lend
+# ------------------------------------------------------------------------------------------ assignments
 
 
-def _lends(
+def _assignments(
     view: PolicyView, home: ReplicaKind, other: ReplicaKind, lasting: Mapping[str, ReplicaNeed]
 ) -> Iterator[RoleAssignment]:
     shortage = view.shortages.get(other.name)
@@ -309,11 +309,11 @@ def _lends(
 
 def _idle_at_home(view: PolicyView, pool: PoolView) -> list[str]:
     """In the order of their ids."""
-    lent = {replica_id for replica_id, _ in pool.assigned}
+    assigned = {replica_id for replica_id, _ in pool.assigned}
     if pool.is_pinned:
         return []
     own = [each.replica_id for each in view.latest.replicas if each.pool == pool.name]
-    return [each for each in sorted(own) if each not in lent and _is_idle(view, each, pool.role)]
+    return [each for each in sorted(own) if each not in assigned and _is_idle(view, each, pool.role)]
 
 
 def _is_idle(view: PolicyView, replica_id: str, role: str) -> bool:

@@ -47,7 +47,7 @@ class ReplicaKind(NamedTuple):
 
     name: str
     pools: tuple[PoolView, ...]
-    # At home, those that are lent included.
+    # At home, those that play the other role included.
     num_desired: int
     num_assigned: int
     num_borrowed: int
@@ -102,9 +102,9 @@ class PolicyView:
 
     def _signals(self, num_ago: int = 0) -> ReactiveSignals:
         """Over the half minute before the latest `num_ago` samples."""
-        recent = self.history.since(self.latest.at - WINDOW_S - num_ago * self.config.interval_s)
+        samples = self.history.since(self.latest.at - WINDOW_S - num_ago * self.config.interval_s)
         return ReactiveSignals(
-            recent[: len(recent) - num_ago],
+            samples[: len(samples) - num_ago],
             self.config,
             self.rates,
             self.sizes,
@@ -127,7 +127,7 @@ class PolicyView:
         return forecast_replicas(self._load(self.work.expected.per_s), self.config, self._reach)
 
     def lasting_needs(self) -> dict[str, ReplicaNeed]:
-        """The same with what was asked lately, and room above it: no pool shrinks below that."""
+        """The same with the latest demand and a margin above it: no pool shrinks below that."""
         return forecast_replicas(self._load(HYSTERESIS * self.work.lasting_per_s), self.config, self._reach)
 
     def _load(self, per_s: float) -> ExpectedLoad:
@@ -172,8 +172,8 @@ class PolicyView:
             return False
         if kind == PREFILL:
             return True
-        # Streams that go on for long get slower with fewer replicas, but stay: what counts is whether batches
-        # and blocks have room for them. What arrives anew is the floor's part.
+        # Streams that last long get slower with fewer replicas, but stay: what counts is whether batches
+        # and blocks have space for them. New arrivals are the forecast's part.
         load = self.config.target_load
         sequences = max(1.0, load * num_left * self.rates.batch)
         has_batch = side.num_running + side.num_waiting <= sequences
@@ -199,7 +199,7 @@ def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Replica
 
 
 def _borrower(role: str) -> str:
-    """Whom replicas of this home role are lent to; "": nobody."""
+    """The other role that replicas of this home role may play; "": none."""
     return {PREFILL: DECODE, DECODE: PREFILL}.get(role, "")
 
 
@@ -240,7 +240,7 @@ class RoleReturn(NamedTuple):
 
 
 class ScalingPlan(NamedTuple):
-    """What to do now: recalls and role_changes first, then the moves. `notes` tell what stands in the way."""
+    """What to do now: role changes first, then the moves. `notes` say what prevents more."""
 
     moves: tuple[PoolMove, ...] = ()
     role_changes: tuple[RoleAssignment | RoleReturn, ...] = ()

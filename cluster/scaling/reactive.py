@@ -1,6 +1,6 @@
-"""The fast loop: what queues, KV room and step times of the last few samples ask for, without any forecast.
+"""The reactive part: what queues, free KV blocks and step times of the last few samples ask for.
 
-A signal counts when it stands in each of the last `NUM_SAMPLES` samples. Prompts that wait for room at the
+A signal counts when it stands in each of the last `NUM_SAMPLES` samples. Prompts that wait for blocks at the
 decode side are decode's shortage, however long the prefill queue is: more prefill replicas would wait too.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import TAIL, MeasuredRates, RequestSizes
-from cluster.scaling.samples import BOTH, DECODE, PREFILL, ReplicaSample, ScalingSample, kind_of
+from cluster.scaling.samples import BOTH, DECODE, PREFILL, ScalingSample, kind_of
 
 NUM_SAMPLES = 3
 # How far back late first tokens and late gaps count, and prompts that had to wait for decode.
@@ -60,6 +60,10 @@ class Side(NamedTuple):
         return self.num_total_blocks - self.num_free_blocks
 
 
+# The statistics of which a side has the sum over its replicas.
+_SUMMED = tuple(name for name in Side._fields if name.startswith("num_") and name != "num_replicas")
+
+
 def side_of(sample: ScalingSample, kind: str, *, has_prefill: bool) -> Side:
     """The replicas whose effective role makes them of this kind."""
     replicas = [
@@ -68,22 +72,11 @@ def side_of(sample: ScalingSample, kind: str, *, has_prefill: bool) -> Side:
         if each.is_known and kind_of(each.role, has_prefill=has_prefill) == kind
     ]
 
-    def total(field: Callable[[ReplicaSample], int]) -> int:
-        return sum(map(field, replicas))
-
     steps = [each.decode_step_s for each in replicas if each.num_running and each.decode_step_s > 0]
     speeds = [each.prefill_tok_s for each in replicas if each.prefill_tok_s > 0]
     return Side(
         num_replicas=len(replicas),
-        num_running=total(lambda each: each.num_running),
-        num_waiting=total(lambda each: each.num_waiting),
-        num_landings=total(lambda each: each.num_landings),
-        num_waiting_landings=total(lambda each: each.num_waiting_landings),
-        num_backlog_tokens=total(lambda each: each.num_backlog_tokens),
-        num_free_blocks=total(lambda each: each.num_free_blocks),
-        num_total_blocks=total(lambda each: each.num_total_blocks),
-        num_offloaded_blocks=total(lambda each: each.num_offloaded_blocks),
-        num_preemptions=total(lambda each: each.num_preemptions),
+        **{name: sum(getattr(each, name) for each in replicas) for name in _SUMMED},
         prefill_tok_s=len(replicas) * sum(speeds) / len(speeds) if speeds else 0.0,
         mean_step_s=sum(steps) / len(steps) if steps else 0.0,
     )
@@ -94,7 +87,7 @@ class ReactiveSignals:
 
     def __init__(
         self,
-        recent: Sequence[ScalingSample],
+        samples: Sequence[ScalingSample],
         config: ScalingConfig,
         rates: MeasuredRates,
         sizes: RequestSizes,
@@ -103,9 +96,9 @@ class ReactiveSignals:
         *,
         has_prefill: bool,
     ) -> None:
-        """`recent` are the samples of the last half minute or so, oldest first; `start_s` is how long a new
+        """`samples` are the samples of the last half minute or so, oldest first; `start_s` is how long a new
         replica takes."""
-        self._recent = recent
+        self._samples = samples
         self._config = config
         self._rates = rates
         self._sizes = sizes
@@ -116,8 +109,8 @@ class ReactiveSignals:
     def sides(self, kind: str) -> list[Side]:
         """One for each of the last `NUM_SAMPLES`; none while there are fewer, or while replicas come or go:
         what they change must be seen first."""
-        lately = self._recent[-NUM_SAMPLES:]
-        found = [side_of(sample, kind, has_prefill=self._has_prefill) for sample in lately]
+        latest = self._samples[-NUM_SAMPLES:]
+        found = [side_of(sample, kind, has_prefill=self._has_prefill) for sample in latest]
         is_settled = len(found) == NUM_SAMPLES and len({side.num_replicas for side in found}) == 1
         return found if is_settled and found[-1].num_replicas else []
 
@@ -149,7 +142,7 @@ class ReactiveSignals:
         if any(side.num_running + side.num_waiting <= side.num_replicas for side in sides):
             return None
         slo_s, own_s = self._config.ttft_slo_s, self._prompt_s
-        late = late_share(self._recent, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
+        late = late_share(self._samples, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
         allowed_s = slo_s - own_s if own_s < slo_s else slo_s
         queue_s = min(self.queue_s(side) for side in sides)
         if queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
@@ -168,9 +161,9 @@ class ReactiveSignals:
     def _to_clear(self, side: Side) -> int:
         """Replicas that keep up with what arrives, and clear what will wait when they are ready in as long as
         they take to start. No more than there are requests, at least one more than there are."""
-        lately = self._recent[-NUM_SAMPLES - 1 :]
-        span_s = lately[-1].at - lately[0].at
-        arrived = sum(sample.demand.num_arrived for sample in lately[1:])
+        window = self._samples[-NUM_SAMPLES - 1 :]
+        span_s = window[-1].at - window[0].at
+        arrived = sum(sample.demand.num_arrived for sample in window[1:])
         prompt = self._sizes.prompt
         each_s = prompt.mean / span_s if prompt and span_s > 0 else 0.0
         arriving_tok_s = arrived * each_s
@@ -182,7 +175,7 @@ class ReactiveSignals:
         needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
         return max(side.num_replicas + 1, min(needed, side.num_running + side.num_waiting))
 
-    # ----------------------------------------------------------------------------------- room for decoding
+    # ----------------------------------------------------------------------------------- space for decoding
 
     def _kv_space(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
@@ -194,7 +187,7 @@ class ReactiveSignals:
         preempted = latest.num_preemptions - sides[0].num_preemptions
         offloaded = min(side.num_offloaded_blocks for side in sides)
         if waiting:
-            why = f"{waiting} prompts wait for KV room at the decode side"
+            why = f"{waiting} prompts wait for free KV blocks at the decode side"
         elif all(map(self._is_slotless, sides)):
             sequences = latest.num_running + latest.num_waiting
             why = f"{sequences} sequences share {self._num_slots(latest)} slots"
@@ -217,12 +210,12 @@ class ReactiveSignals:
         sequences = side.num_sequences + self._num_coming()
         blocks = float(side.num_used_blocks)
         blocks += (sequences - side.num_running) * self._rates.blocks_per_sequence
-        room = side.num_total_blocks / side.num_replicas * (1 - KV_NEAR_FULL)
-        return math.ceil(max(blocks / room, sequences / self._rates.batch))
+        capacity = side.num_total_blocks / side.num_replicas * (1 - KV_NEAR_FULL)
+        return math.ceil(max(blocks / capacity, sequences / self._rates.batch))
 
     def _num_coming(self) -> float:
         """Sequences that the prefill side hands over before those that decode now have ended."""
-        side = side_of(self._recent[-1], PREFILL, has_prefill=self._has_prefill)
+        side = side_of(self._samples[-1], PREFILL, has_prefill=self._has_prefill)
         num_prompts = side.num_running + side.num_waiting
         prompt, output, step = self._sizes.prompt, self._sizes.output, self._rates.step
         if not (prompt and output and step and prompt.mean > 0 and side.prefill_tok_s > 0):
@@ -235,7 +228,7 @@ class ReactiveSignals:
         if not sides:
             return None
         latest, slo_s = sides[-1], self._config.itl_slo_s
-        late = late_share(self._recent, lambda each: (each.num_gaps, each.num_late_gaps))
+        late = late_share(self._samples, lambda each: (each.num_gaps, each.num_late_gaps))
         step_s = min(side.mean_step_s for side in sides)
         is_slow = step_s > (slo_s / 2 if late > TAIL else slo_s)
         # With one sequence a replica, another replica makes no step shorter.
@@ -253,12 +246,12 @@ class ReactiveSignals:
     def is_blocked(self) -> bool:
         """Whether prompts had to wait for decode in a good part of the recent samples: between them a place
         gets free now and then, and is taken at once."""
-        sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._recent]
+        sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._samples]
         count = sides[-1].num_replicas if sides else 0
         # Since replicas came or went: what was before says nothing of now.
-        lately = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
-        is_often = sum(map(self._is_full, lately)) > _BLOCKED_SHARE * len(lately)
-        return self._kv_space(DECODE) is not None or (len(lately) >= NUM_SAMPLES and is_often)
+        stable = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
+        is_often = sum(map(self._is_full, stable)) > _BLOCKED_SHARE * len(stable)
+        return self._kv_space(DECODE) is not None or (len(stable) >= NUM_SAMPLES and is_often)
 
     def _is_full(self, side: Side) -> bool:
         has_blocks = side.num_free_blocks >= KV_NEAR_FULL * side.num_total_blocks

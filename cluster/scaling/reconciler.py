@@ -1,6 +1,6 @@
 """Whose count is right when Serve's target differs from the desired one: sans-I/O, one look at a time.
 
-Serve says only what its targets are, not who set them. What the roster remembers tells the rest:
+Serve says only what its targets are, not who set them. The rest follows from what the roster remembers:
 
     target == desired                         nothing to do
     target as at the last look                our own order has not arrived: pull the client (again)
@@ -12,9 +12,9 @@ stands beside them (`PoolTarget.declared`). Where that changes, pools that nobod
 autoscaled follow it.
 
 So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
-be told apart: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the reset
-by the deploy itself; the count is restored then. An order of the count that the pool has already cannot be
-seen at all: `tandem scale` and the console tell the roster of it themselves.
+be distinguished: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the
+reset by the deploy itself; the count is restored then. An order of the count that the pool has already
+cannot be seen at all: `tandem scale` and the console report it to the roster themselves.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RecordMove(NamedTuple):
 
 
 class RestoreRoles(NamedTuple):
-    """Every lent replica goes home."""
+    """Return every replica to its pool's role."""
 
     reason: str
 
@@ -165,7 +165,7 @@ class Reconciler:
 
 
 class _Comparison:
-    """One look: collects what to tell the roster, and which levers to pull after that."""
+    """One look: collects the changes for the roster, and the targets to set in Serve after that."""
 
     def __init__(self, roster: RosterView, autoscaled: set[str], is_settled: bool, wall: float) -> None:
         self._roster = roster

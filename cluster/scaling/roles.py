@@ -2,11 +2,11 @@
 
 A lease says which role a replica shall play; of several the one with the highest epoch holds, and a replica
 without one keeps its role. Epochs are Unix milliseconds, moved up where needed: they grow over all lives of
-whoever grants, and tell since when a lease holds.
+whoever grants, and say since when a lease holds.
 
-    home --lend--> lent --recall--> home          each step is a lease with a higher epoch
-      ^             |
-      +-- replaced -+                             the next life of the replica begins at home
+    home --assign--> assigned --restore--> home   each step is a lease with a higher epoch
+      ^                |
+      +--- replaced ---+                          the next life of the replica begins at home
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RoleTable:
         return self._grant(record, home_role(record), reason)
 
     def restore_all(self, reason: str) -> list[RoleLease]:
-        """Let every lent replica play its pool's role again."""
+        """Let every replica play its pool's role again."""
         leases = (self.restore(replica_id, reason) for replica_id in sorted(self._replicas))
         return [lease for lease in leases if lease is not None]
 
@@ -91,8 +91,8 @@ def home_role(record: ReplicaRecord) -> str:
 
 
 def role_of(replica: ReplicaIdentity, view: RosterView, epoch: int) -> tuple[str, int] | None:
-    """What this replica shall do about its lease: play (role, epoch), or go on as it does (None). `epoch` is
-    that of the lease it follows."""
+    """What this replica shall do about its lease: play (role, epoch), or continue as before (None). `epoch`
+    is that of the lease it follows."""
     for lease in view.leases:
         if lease.replica == replica and lease.epoch > epoch:
             return lease.role, lease.epoch

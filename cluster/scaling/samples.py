@@ -22,7 +22,7 @@ from workers.stats_record import ReplicaStats
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 # How long a replica takes to be ready, until one was seen to start.
 _DEFAULT_START_S = 30.0
-# Figures of a replica that are older tell nothing.
+# Older statistics of a replica say nothing.
 _MAX_AGE_S = 10.0
 
 
@@ -38,7 +38,7 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether it has told its load, and lately."""
+        """Whether its load was reported not long ago."""
         return self.num_total_blocks > 0 and self.age_s <= _MAX_AGE_S
 
     @property
@@ -86,7 +86,7 @@ class ScalingSample(NamedTuple):
     demand: Demand
 
     def num_ready(self, pool: str) -> int:
-        """Of its own, lent ones included."""
+        """Of its own, those in another role included."""
         return sum(replica.pool == pool for replica in self.replicas)
 
 
@@ -169,12 +169,12 @@ class History:
 
     def since(self, at: float) -> list[ScalingSample]:
         """The samples from this time on, oldest first."""
-        recent = []
+        found = []
         for sample in reversed(self._samples):
             if sample.at < at:
                 break
-            recent.append(sample)
-        return recent[::-1]
+            found.append(sample)
+        return found[::-1]
 
     def __iter__(self) -> Iterator[ScalingSample]:
         return iter(self._samples)
@@ -232,10 +232,10 @@ class GatewayReports:
 
 
 def pool_views(
-    config: ClusterConfig, view: RosterView, desired: Mapping[str, int], book: RoleTable
+    config: ClusterConfig, view: RosterView, desired: Mapping[str, int], roles: RoleTable
 ) -> tuple[PoolView, ...]:
     """The pools of the configuration that run: those with a desired count."""
-    lent = book.assigned()
+    assigned = roles.assigned()
     pool_of = {record.identity.replica_id: record.pool for record in view.replicas}
     views = []
     for pool in config.pools:
@@ -253,7 +253,7 @@ def pool_views(
                 is_pinned=pool.name in view.pinned,
                 grew_at=grew_at,
                 changed_at=changed_at,
-                assigned=tuple((key, since) for key, since in lent.items() if pool_of[key] == pool.name),
+                assigned=tuple((key, since) for key, since in assigned.items() if pool_of[key] == pool.name),
             )
         )
     return tuple(views)

@@ -31,7 +31,7 @@ from kvtransfer.common.clock import Clock
 
 # A gateway that missed so many is not looked at.
 _MISSED_REPORTS = 4
-_FIGURE = re.compile(r"[\d.]+")
+_NUMBER = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
 Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], ScalingPlan]
 
@@ -79,7 +79,7 @@ class Scaler:
                 problem = str(error)
             if problem != self._problem:
                 self._problem = problem
-                _log.warning("scaling waits: %s", problem) if problem else _log.warning("scaling goes on")
+                _log.warning("scaling waits: %s", problem) if problem else _log.warning("scaling continues")
             await self._clock.sleep(self._config.scaling.interval_s)
 
     async def tick(self) -> None:
@@ -102,7 +102,7 @@ class Scaler:
             await self._counts.keep(await self._roster.view(0, 0.0))
 
     async def _take_over(self, kept: KeptCounts, seen: AppTargets, view: RosterView) -> RosterView:
-        """What an earlier Ray cluster was told goes on in this one, whose roster is new."""
+        """Take over what was ordered in an earlier Ray cluster: the roster of this one is new."""
         left = await kept.left(self._config, seen, view)
         for pool, num_replicas in left.desired.items():
             await self._roster.set_desired(pool, num_replicas, pool in left.pinned)
@@ -112,16 +112,16 @@ class Scaler:
         return self._config.scaling.autoscaled
 
     async def _end_leases(self, view: RosterView) -> None:
-        book = RoleTable(view, self._clock.wall())
-        for replica in book.expired():
+        roles = RoleTable(view, self._clock.wall())
+        for replica in roles.expired():
             await self._roster.drop_lease(replica)
-        await self._set_leases(book.strays(), view)
+        await self._set_leases(roles.strays(), view)
 
     async def _follow_policy(self, view: RosterView, seen: AppTargets, client: ServeClient) -> None:
         scaling = self._config.scaling
         if not (scaling.autoscale or scaling.lend_roles):
-            book = RoleTable(view, self._clock.wall())
-            await self._set_leases(book.restore_all("role changes are switched off"), view)
+            roles = RoleTable(view, self._clock.wall())
+            await self._set_leases(roles.restore_all("role changes are switched off"), view)
             return
         desired = {pool: view.desired.get(pool, target.target) for pool, target in seen.pools.items()}
         wall = self._clock.wall()
@@ -131,21 +131,21 @@ class Scaler:
         )
         pools = pool_views(self._config, view, desired, RoleTable(view, wall))
         plan = self._policy(self._history, scaling, pools, wall)
-        notes = tuple(_FIGURE.sub("", note) for note in plan.notes)
-        if notes != self._notes:  # with other figures it is still the same
+        notes = tuple(_NUMBER.sub("", note) for note in plan.notes)
+        if notes != self._notes:  # with other numbers it is still the same
             self._notes = notes
             _log.info("the policy: %s", "; ".join(plan.notes) or "nothing stands in its way any more")
         await self._change_roles(plan, view)
         for move in plan.moves:
-            told = ScalingMove(wall, move.pool, move.before, move.after, "autoscaler", move.reason)
-            await self._carry_out(self._reconciler.order(told), client)
+            record = ScalingMove(wall, move.pool, move.before, move.after, "autoscaler", move.reason)
+            await self._carry_out(self._reconciler.order(record), client)
 
     async def _change_roles(self, plan: ScalingPlan, view: RosterView) -> None:
-        book = RoleTable(view, self._clock.wall())
+        roles = RoleTable(view, self._clock.wall())
         leases = [
-            book.assign(item.replica_id, item.role, item.reason)
+            roles.assign(item.replica_id, item.role, item.reason)
             if isinstance(item, RoleAssignment)
-            else book.restore(item.replica_id, item.reason)
+            else roles.restore(item.replica_id, item.reason)
             for item in plan.role_changes
         ]
         await self._set_leases([lease for lease in leases if lease is not None], view)

@@ -132,11 +132,11 @@ class ServeClient:
             )
             raise DashboardAwayError(f"Ray's dashboard at {self._url} {problem}") from error
 
-    def _no_dashboard(self, told: str) -> DashboardError:
-        return DashboardError(f"what answers at {self._url} is no dashboard of Ray 2.60 or later: {told}")
+    def _no_dashboard(self, answer: str) -> DashboardError:
+        return DashboardError(f"what answers at {self._url} is no dashboard of Ray 2.60 or later: {answer}")
 
     def _refusal(self, status: int, text: str, pool: str) -> DashboardError:
-        told, dashboard = _told(text), f"Ray's dashboard at {self._url}"
+        answer, dashboard = _answer_of(text), f"Ray's dashboard at {self._url}"
         if status == 401:
             remedy = "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             return TokenRefusedError(f"{dashboard} wants the Ray token: {remedy}")
@@ -144,7 +144,7 @@ class ServeClient:
             remedy = "take that of this Ray cluster"
             return TokenRefusedError(f"{dashboard} does not accept this Ray token: {remedy}")
         if status == 404 and not pool:
-            return self._no_dashboard(told)
+            return self._no_dashboard(answer)
         if status == 404:
             return UnknownPoolError(
                 f"Ray Serve runs no deployment {deployment_name(pool)} of the application {self._app!r}; "
@@ -152,13 +152,13 @@ class ServeClient:
             )
         if status == 412:
             return ScalerDisabledError(
-                f"Ray Serve does not let the application {self._app!r} be scaled: {told}; deploy it with "
+                f"Ray Serve does not let the application {self._app!r} be scaled: {answer}; deploy it with "
                 "external_scaler_enabled: true"
             )
         if status in (500, 502, 503, 504):
             problem = f"has no answer of Ray Serve now (status {status})"
-            return DashboardAwayError(f"{dashboard} {problem}: {told}")
-        return DashboardError(f"{dashboard} answered with status {status}: {told}")
+            return DashboardAwayError(f"{dashboard} {problem}: {answer}")
+        return DashboardError(f"{dashboard} answered with status {status}: {answer}")
 
 
 class _Config(msgspec.Struct):
@@ -236,7 +236,7 @@ def _pool(deployment: _Deployment, declared: int | None) -> PoolTarget:
     )
 
 
-def _told(text: str) -> str:
+def _answer_of(text: str) -> str:
     """The dashboard's own words: the `error` of its JSON, or the beginning of its text."""
     try:
         fields = msgspec.json.decode(text)

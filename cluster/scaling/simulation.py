@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol
 
 from cluster.metrics.demand import Demand
@@ -67,7 +67,7 @@ class SimulatedRequest:
     remaining_output: int
     first_at: float | None = None
     end_at: float | None = None
-    # Where its KV has room.
+    # Where its KV has space.
     target: SimulatedReplica | None = None
 
     @property
@@ -90,7 +90,7 @@ class SimulatedReplica:
     # Their sum.
     queued_tokens: float = 0.0
     computing: SimulatedRequest | None = None
-    # The next to be computed: it has its room.
+    # The next to be computed: it has its space.
     granted: SimulatedRequest | None = None
     # With their KV here, for a slot of the batch.
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
@@ -102,7 +102,7 @@ class SimulatedReplica:
     # The sum over the batch.
     joined_progress: float = 0.0
     num_landings: int = 0
-    # Prompts that found no room here in this time step.
+    # Prompts that found no space here in this time step.
     num_refused: int = 0
     num_preemptions: int = 0
     step_s: float = 0.0
@@ -194,7 +194,7 @@ class SimulatedCluster:
             self._reroute(replica)
 
     def set_role(self, replica_id: str, role: str) -> None:
-        """What it runs it finishes; prompts that have not begun go elsewhere."""
+        """What it runs it finishes; prompts that have not begun go to other replicas."""
         for replica in self.replicas:
             if replica.replica_id == replica_id:
                 replica.role = role
@@ -262,7 +262,7 @@ class SimulatedCluster:
                 self._begin_prompt(replica)
 
     def _begin_prompt(self, replica: SimulatedReplica) -> None:
-        """The next one that has room is computed; the one after it asks for room meanwhile."""
+        """The next one that has space is computed; the one after it asks for space meanwhile."""
         if replica.granted is None:
             self._ask_for_room(replica)
         if replica.computing is None and replica.granted is not None:
@@ -379,7 +379,7 @@ class SimulatedCluster:
 # ----------------------------------------------------------------------------------------------
 # The replay: what the scaler and the roster do, around a simulated cluster.
 
-# After the last arrival the replay goes on for at most so long.
+# After the last arrival the replay continues for at most so long.
 _TAIL_S = 3600.0
 
 
@@ -401,22 +401,17 @@ class CountChange(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+@dataclass(slots=True, kw_only=True)
+class Replayed(Outcomes):
     """How a trace went."""
 
-    jobs: list[SimulatedRequest]
-    # Moves of counts; `role_changes` are the role_changes and recalls.
+    # Moves of counts.
     changes: list[CountChange]
     role_changes: list[tuple[float, str]]
     # Desired, at every look.
     counts: list[tuple[float, dict[str, int]]]
     # Each once, when it first stood.
     notes: list[tuple[float, str]]
-    replica_s: dict[str, float]
-    num_preemptions: int
-    num_gaps: float
-    num_late_gaps: float
     config: ScalingConfig = field(repr=False)
 
     @property
@@ -475,7 +470,7 @@ class _Replay:
         self._cluster = SimulatedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
         self._history = History(history_span_s(config))
         self._moves: list[ScalingMove] = []
-        self._lent: dict[str, tuple[str, float]] = {}
+        self._assigned: dict[str, tuple[str, float]] = {}
         self._changes: list[CountChange] = []
         self._role_changes: list[tuple[float, str]] = []
         self._counts: list[tuple[float, dict[str, int]]] = []
@@ -494,15 +489,11 @@ class _Replay:
             cluster.advance()
         outcomes = cluster.outcomes
         return Replayed(
-            jobs=outcomes.jobs,
             changes=self._changes,
             role_changes=self._role_changes,
             counts=self._counts,
             notes=[(at, note) for note, at in self._notes.items()],
-            replica_s=outcomes.replica_s,
-            num_preemptions=outcomes.num_preemptions,
-            num_gaps=outcomes.num_gaps,
-            num_late_gaps=outcomes.num_late_gaps,
+            **{item.name: getattr(outcomes, item.name) for item in fields(outcomes)},
             config=self._config,
         )
 
@@ -525,7 +516,7 @@ class _Replay:
         self._counts.append((sample.at, dict(self._cluster.desired)))
 
     def _carry_out(self, move: PoolMove, at: float) -> None:
-        for replica_id, (home, _) in list(self._lent.items()):  # a scale order calls all of them back
+        for replica_id, (home, _) in list(self._assigned.items()):  # a scale order calls all of them back
             self._switch(replica_id, home, "")
             self._role_changes.append((at, f"RoleReturn {replica_id}: pool {move.pool} goes to {move.after}"))
         self._cluster.scale(move.pool, move.after)
@@ -535,19 +526,21 @@ class _Replay:
     def _switch(self, replica_id: str, pool: str, role: str) -> None:
         """`role` "": back to its pool's."""
         if role:
-            self._lent[replica_id] = pool, self._cluster.now
+            self._assigned[replica_id] = pool, self._cluster.now
         else:
-            self._lent.pop(replica_id, None)
+            self._assigned.pop(replica_id, None)
         self._cluster.set_role(replica_id, role or self._cluster.home_role(pool))
 
     def _views(self) -> list[PoolView]:
         views = []
         for pool in self._pools:
             grew_at, changed_at = last_changes(pool.name, self._moves)
-            lent = tuple((key, since) for key, (home, since) in self._lent.items() if home == pool.name)
+            assigned = tuple(
+                (key, since) for key, (home, since) in self._assigned.items() if home == pool.name
+            )
             desired = self._cluster.desired[pool.name]
             views.append(
-                pool._replace(desired=desired, grew_at=grew_at, changed_at=changed_at, assigned=lent)
+                pool._replace(desired=desired, grew_at=grew_at, changed_at=changed_at, assigned=assigned)
             )
         return views
 

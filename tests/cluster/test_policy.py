@@ -210,7 +210,10 @@ def test_replicas_that_start_already_are_waited_for() -> None:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        ({"num_running": 30, "num_landings": 5, "num_waiting_landings": 3}, "3 prompts wait for KV room"),
+        (
+            {"num_running": 30, "num_landings": 5, "num_waiting_landings": 3},
+            "3 prompts wait for free KV blocks",
+        ),
         ({"num_running": 30, "num_free_blocks": 60}, "6% of the KV blocks are free"),
         (
             {"num_running": 64, "num_waiting": 4, "num_free_blocks": 600},

@@ -119,7 +119,7 @@ def test_longer_outputs_grow_decode_and_leave_prefill_alone() -> None:
 
 
 def test_prefill_stays_while_its_prompts_wait_for_decode() -> None:
-    """Decode has no KV room and may not grow: the prefill queue is long, and more prefill would not help."""
+    """Decode has no free KV blocks and may not grow: the queue is long, more prefill would not help."""
     model = MODEL._replace(kv_tokens=40_000)
     arrivals = evenly(3.0, 300.0, 2000, 600)
     short = (pool("prefill"), pool("decode", limits=PoolLimits(min=1, max=1)))
@@ -130,7 +130,7 @@ def test_prefill_stays_while_its_prompts_wait_for_decode() -> None:
     # With leave to grow, decode does, and the same demand is served.
     free = replay(arrivals, PAIR, model, config(forecast_s=600.0))
     assert {change.pool for change in free.changes[:2]} == {"decode"}
-    assert "wait for KV room" in free.changes[1].reason
+    assert "wait for free KV blocks" in free.changes[1].reason
     assert free.ttft_share > run.ttft_share + 0.3
     # A target for each queue by itself grows prefill, to no end.
     plain = replay(arrivals, short, model, config(forecast_s=600.0), TargetQueue(2.0, 48.0))

@@ -35,7 +35,7 @@ def test_an_idle_prefill_replica_decodes_where_decode_is_short() -> None:
     (lend,) = plan.role_changes
     assert isinstance(lend, RoleAssignment)
     assert (lend.replica_id, lend.pool, lend.role) == ("prefill-0", "prefill", "decode")
-    assert "idle for 20 s, while decode is short: 4 prompts wait for KV room" in lend.reason
+    assert "idle for 20 s, while decode is short: 4 prompts wait for free KV blocks" in lend.reason
     assert plan.moves == ()
 
 

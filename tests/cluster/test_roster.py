@@ -96,8 +96,8 @@ def test_the_version_grows_with_changes_and_only_with_them() -> None:
     assert roster.version == 101
     roster.register_replica(replica(leaving=True), 2.0)
     assert roster.version == 102
-    roster.tell(lambda wishes: wishes.set_desired("decode", 2, pinned=False))
-    roster.tell(lambda wishes: wishes.set_desired("decode", 2, pinned=False))
+    roster.change(lambda state: state.set_desired("decode", 2, pinned=False))
+    roster.change(lambda state: state.set_desired("decode", 2, pinned=False))
     assert roster.version == 103
     assert roster.view().desired == {"decode": 2}
 

@@ -1,4 +1,4 @@
-"""What the reconciler makes of the counts in the configuration: deploys bind others where those were ordered."""
+"""What the reconciler makes of the configured counts: deploys bind others where those were ordered."""
 
 from __future__ import annotations
 

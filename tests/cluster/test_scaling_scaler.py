@@ -296,6 +296,6 @@ async def test_the_loop_outlives_failures_and_tells_each_once(caplog: pytest.Log
         told = [record.getMessage() for record in caplog.records if record.name.endswith("scaler")]
         assert [line.partition(":")[0] for line in told] == [
             "scaling waits",
-            "scaling goes on",
+            "scaling continues",
             "pool decode",
         ]
