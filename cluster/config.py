@@ -1,4 +1,5 @@
-"""The cluster's one file: YAML, read once, checked whole; an error names the field by its path.
+"""The cluster's configuration file: YAML, read once and checked as a whole; an error names the field by its
+path.
 
 model: models/tiny
 pools:
@@ -43,12 +44,12 @@ def _only_custom(resources: dict[str, float]) -> dict[str, float]:
     return resources
 
 
-# By name, what is asked of Ray beside CPUs and GPUs; Ray counts in units of 1/10000.
+# By name, what is asked of Ray beside CPUs and GPUs, in units of at least 1/10000.
 CustomResources = Annotated[dict[str, Annotated[float, Field(ge=1e-4)]], AfterValidator(_only_custom)]
 
 
 class PoolConfig(_Settings):
-    """The replicas of one phase, all alike; one Ray Serve deployment named `Pool-<name>`."""
+    """Configures the equal replicas of one phase: one Ray Serve deployment named `Pool-<name>`."""
 
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
     role: Role
@@ -66,22 +67,22 @@ class PoolConfig(_Settings):
     # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 only where every node
     # has native products of it, else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    # The form in which weights take part in products, part of what KV is told apart by. `auto`: that of
-    # `dtype`, and no other is supported yet.
+    # The dtype of weights in products, which is part of the KV's identity. `auto`: `dtype`; no other is
+    # supported yet.
     weight_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.serve.capacity`).
     cpus_per_rank: float | None = Field(default=None, gt=0)
     # GPUs that each rank asks of Ray; None: 1 with device cuda, else 0.
     gpus_per_rank: float | None = Field(default=None, ge=0)
-    # Custom Ray resources that a replica asks once for its brain and once for each stage: ties the pool to
-    # the nodes that have them.
+    # Custom Ray resources that a replica asks once for its engine core and once for each stage: ties the pool
+    # to the nodes that have them.
     resources: CustomResources = {}
     health_check_period_s: float = Field(default=2.0, gt=0)
     health_check_timeout_s: float = Field(default=5.0, gt=0)
     # How long a leaving replica lets its streams finish.
     drain_s: float = Field(default=10.0, ge=0)
-    # A rolling update starts each new replica before the one it replaces leaves, which takes room for one
-    # more; false: the old one leaves first.
+    # A rolling update starts each new replica before the one it replaces leaves, which takes resources for
+    # one more; false: the old one leaves first.
     surge: bool = True
     engine: EngineConfig = EngineConfig()
 
@@ -125,7 +126,7 @@ class PoolConfig(_Settings):
         return self
 
     def check_model(self, model: ModelConfig) -> None:
-        """`ConfigError` where the model cannot be split like this."""
+        """Raise `ConfigError` where the model cannot be split as configured."""
         shape = f"pool {self.name}: tp {self.tp}, pp {self.pp}"
         if self.tp > model.num_heads:
             raise ConfigError(f"{shape}: tp is more than the model's {model.num_heads} attention heads")
@@ -138,8 +139,8 @@ class PoolConfig(_Settings):
 
 
 class GatewayConfig(_Settings):
-    """The gRPC front. Sizes that clients may not exceed are answered with RESOURCE_EXHAUSTED or
-    INVALID_ARGUMENT, never cut."""
+    """Configures the gateways. What exceeds a size limit is refused with RESOURCE_EXHAUSTED or
+    INVALID_ARGUMENT, never truncated."""
 
     # The address to listen on, and the one announced to clients; `auto`: all of the node's, announced by
     # the node's own.
@@ -158,7 +159,7 @@ class GatewayConfig(_Settings):
     # that compute them.
     drain_s: float = Field(default=120.0, ge=0)
     # A rolling update starts each new gateway before the one it replaces leaves: where `port` is fixed, at
-    # the same port of the same host. It takes room for one more; false: the old one leaves first.
+    # the same port of the same host. It takes resources for one more; false: the old one leaves first.
     surge: bool = True
     # Custom Ray resources that each gateway asks: ties gateways to the nodes that have them.
     resources: CustomResources = {}
@@ -168,8 +169,8 @@ class GatewayConfig(_Settings):
     tls_key_file: Path | None = None
     # A second port with nothing but gRPC health, without TLS, for probes that cannot speak it.
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    # Clients are asked to connect again after so long, which moves them from a leaving gateway to the next
-    # without a failed call; streams that run stay where they are. None: never.
+    # Connections are closed at this age, which moves clients from a leaving gateway to the next without a
+    # failed call; running streams stay where they are. None: never.
     max_connection_age_s: float | None = Field(default=60.0, gt=0)
     # The name that clients use; "": the model folder's name.
     model_name: str = ""
@@ -193,7 +194,7 @@ class GatewayConfig(_Settings):
     @model_validator(mode="before")
     @classmethod
     def _console_beside_the_port(cls, fields: Any) -> Any:
-        """Whoever moves the gateway to run another one would have the consoles collide."""
+        """Default to a free console port where `port` is set: the consoles of two gateways would collide."""
         default = cls.model_fields["port"].default
         if isinstance(fields, dict) and fields.get("port", default) != default:
             return {"console_port": 0, **fields}
@@ -201,18 +202,18 @@ class GatewayConfig(_Settings):
 
     @property
     def takes_over(self) -> bool:
-        """Whether a new gateway shares its port with the one that it replaces, for a while."""
+        """Whether a new gateway shares its port with the one that it replaces for a while."""
         return self.surge and self.port != 0
 
     def at(self, host: str | None, port: int | None) -> Self:
-        """The same at another host and port; None: as it is."""
+        """Return a copy at another host and port; None: unchanged."""
         changes = {"host": host, "port": port}
         changed = {name: value for name, value in changes.items() if value is not None}
         return self.model_validate({**self.model_dump(exclude_unset=True), **changed})
 
 
 class FaultConfig(_Settings):
-    """One fault to inject, for tests: see `kvtransfer.common.faults.FaultRule`."""
+    """Configures one fault to inject, for tests: see `kvtransfer.common.faults.FaultRule`."""
 
     point: str
     action: Literal["kill", "stop", "corrupt"]
@@ -221,9 +222,9 @@ class FaultConfig(_Settings):
 
 
 class DebugConfig(_Settings):
-    """Off in production."""
+    """Configures debugging aids, which are off in production."""
 
-    # Requests may name the replicas that shall serve them.
+    # Requests may name the replicas that serve them.
     allow_pins: bool = False
     faults: tuple[FaultConfig, ...] = ()
 
@@ -233,7 +234,7 @@ class DebugConfig(_Settings):
 
 
 class ClusterConfig(_Settings):
-    """Everything `tandem serve` needs."""
+    """Represents the whole configuration of `tandem serve`."""
 
     # The Ray Serve application's name; two applications can share a Ray cluster.
     app: str = Field(default="tandem", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
@@ -279,7 +280,8 @@ class ClusterConfig(_Settings):
 
     @model_validator(mode="after")
     def _pools_share_a_transport(self) -> Self:
-        """Of those that the configuration allows, by the memory that each end's KV lies in."""
+        """Check that one of the allowed transports suits the memory of each pair of pools that exchange
+        KV."""
         for writer, target in itertools.permutations(self.pools, 2):
             if writer.role == "decode" or target.role == "prefill":
                 continue
@@ -342,7 +344,8 @@ def default_config(
     context_tokens: int = 0,
     nvme: tuple[Path, float] | None = None,
 ) -> ClusterConfig:
-    """What the command line serves without a file. `prefill` 0 makes one pool of the role `both`.
+    """Return the configuration that the command line serves without a file. `prefill` 0 makes one pool of the
+    role `both`.
 
     `context_tokens` is the model's context length (0: unknown): small models get small blocks. `nvme` is a
     folder and how many 1e9 bytes of its disk the store may use.
@@ -364,7 +367,7 @@ def default_config(
 
 
 def _common_transports(transfer: TransferConfig, devices: tuple[Device, ...]) -> list[str]:
-    """Those that suit memory on each of the devices, on one host at least."""
+    """Return the transports that suit memory on each of the devices, at least on one host."""
     return [
         name
         for name in transfer.transports
@@ -381,7 +384,8 @@ def _value(pool: PoolConfig, field: str) -> str | int:
 
 
 def _field_path(location: tuple[int | str, ...]) -> str:
-    """`("pools", 0, "tp")` as `pools[0].tp: `; empty at the root, where the message names the field."""
+    """Return `("pools", 0, "tp")` as `pools[0].tp: `; empty at the root, where the message names the
+    field."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -389,14 +393,14 @@ def _field_path(location: tuple[int | str, ...]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# Files with what must not stand in a configuration: mounted from a vault, or from a Kubernetes Secret.
+# Secrets, which are read from files of their own: mounted from a vault, or from a Kubernetes Secret.
 
 MIN_SECRET_BYTES = 16
 
 
 def read_cluster_secret(path: Path) -> bytes:
-    """What connections prove to each other, without the white space around it; `ConfigError` when the file
-    cannot be read or holds too little."""
+    """Read the secret by which connections authenticate, without surrounding white space; `ConfigError` when
+    the file cannot be read or is too short."""
     secret = _read(path, "secret_file")
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(f"secret_file: needs at least {MIN_SECRET_BYTES} bytes, has {len(secret)}")
@@ -404,7 +408,8 @@ def read_cluster_secret(path: Path) -> bytes:
 
 
 def read_redis_url(path: Path) -> str:
-    """The URL with user and password; `ConfigError` when the file cannot be read, or is empty or binary."""
+    """Read the URL with user and password; `ConfigError` when the file cannot be read, or is empty or
+    binary."""
     try:
         url = _read(path, "redis_url_file").decode()
     except UnicodeDecodeError as error:

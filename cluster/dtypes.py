@@ -1,7 +1,7 @@
-"""What `dtype: auto` stands for: settled once for all pools, because KV moves between all of them.
+"""The meaning of `dtype: auto`, decided once for all pools, because they exchange KV.
 
-bf16 products are native on processors with AVX512-BF16, AMX or Arm's BF16; elsewhere they are emulated, three
-to six times as slow as fp32 where it was measured (AVX2). So the weakest node decides. No Ray, no torch.
+bf16 products are native on processors with AVX512-BF16, AMX or Arm's BF16; others emulate them, which takes
+three to six times as long as fp32 (measured with AVX2). So the weakest node decides. No Ray, no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VECTOR_UNITS = (*_NATIVE_BF16, "avx512f", "avx2", "asimd")
 
 
 class Settled(NamedTuple):
-    """A configuration whose pools all name their dtype, and one line that says why this one."""
+    """Represents a configuration whose pools all name their dtype, and one line with the reason."""
 
     config: ClusterConfig
     reason: str
@@ -28,7 +28,7 @@ class Settled(NamedTuple):
 
 def settle_dtype(config: ClusterConfig, node_to_flags: Mapping[str, frozenset[str]]) -> Settled:
     """Replace `auto` in all pools. `node_to_flags` are the CPU flags of the nodes where CPU ranks may run, by
-    a name for people; they are looked at only where `needs_flags` says so."""
+    display name; they matter only where `needs_flags` is true."""
     if config.pools[0].dtype != "auto":
         return Settled(config, f"{config.pools[0].dtype}, as configured")
     dtype = resolve_dtype(config.pools, config.model, node_to_flags.values())
@@ -70,10 +70,10 @@ def needs_flags(config: ClusterConfig) -> bool:
 def resolve_dtype(
     pools: Sequence[PoolConfig], model_dir: Path, cpus: Iterable[frozenset[str]] | None = None
 ) -> DtypeName:
-    """The dtype of all pools, where `cpus` are the flags of each node (None: of this machine).
+    """Return the dtype of all pools; `cpus` are the flags of each node (None: of this machine).
 
     On GPUs `auto` is what the checkpoint was saved in. On CPUs, 16 bits become bf16 where every node has
-    native products of it, and fp32 elsewhere.
+    native products of it, and fp32 otherwise.
     """
     named = pools[0].dtype
     if named != "auto":
@@ -85,7 +85,7 @@ def resolve_dtype(
 
 
 def with_dtype(config: ClusterConfig, dtype: DtypeName) -> ClusterConfig:
-    """The same with this dtype in all pools."""
+    """Return the configuration with this dtype in all pools."""
     pools = tuple(pool.model_copy(update={"dtype": dtype}) for pool in config.pools)
     return config.model_copy(update={"pools": pools})
 
@@ -96,7 +96,7 @@ def has_native_bf16(flags: frozenset[str]) -> bool:
 
 
 def vector_unit(flags: frozenset[str]) -> str:
-    """The best that the kernels use; "" where none is known."""
+    """Return the best vector unit that the kernels use; "" where none is known."""
     return next((name for name in _VECTOR_UNITS if name in flags), "")
 
 

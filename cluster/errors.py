@@ -1,4 +1,4 @@
-"""What can go wrong in the service, and the one table from an exception to a gRPC status.
+"""The exceptions of the service, and the one table from exceptions to gRPC statuses.
 
 ClusterError
 ├── RequestError              a client's request ends with this; every class has a row in `STATUS_TABLE`
@@ -7,7 +7,7 @@ ClusterError
 │   ├── UnknownModelError         ask for a model that `ListModels` names
 │   ├── UnknownRequestError       the request is not among the running and recent ones
 │   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
-│   ├── OverloadedError           no room now: try again after `retry_after_s`
+│   ├── OverloadedError           no capacity now: try again after `retry_after_s`
 │   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
 │   ├── DeadlineError             the deadline passed: allow more time
 │   ├── UnavailableError          nothing can serve the request now: try again after `retry_after_s`
@@ -23,9 +23,9 @@ ClusterError
 │   ├── UnknownPoolError          the application, or its deployment of this pool, does not run
 │   └── ScalerDisabledError       the application was deployed without `external_scaler_enabled`
 ├── PinError                  a pool could not be pinned or released: the text says why
-├── ScaleTimeoutError         a pool has not reached its count yet, and goes on
+├── ScaleTimeoutError         a pool has not reached its count yet; Serve continues
 ├── StartError                the cluster cannot be brought up: the text names what is missing
-└── RosterAwayError           the roster's actor cannot be reached now: go on with the last view
+└── RosterAwayError           the roster's actor cannot be reached now: continue with the last view
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RetryableError(RequestError):
 
 
 class OverloadedError(RetryableError):
-    """All replicas refused the request for want of room."""
+    """All replicas refused the request for lack of capacity."""
 
 
 class SlowClientError(RetryableError):
@@ -107,7 +107,7 @@ class PoisonRequestError(RequestError):
 
 
 class AbandonedError(RequestError):
-    """Nobody waits for this call any more."""
+    """The caller no longer waits for this call."""
 
 
 class CallError(ClusterError):
@@ -174,7 +174,7 @@ class StartError(ClusterError):
 
 
 class RayEndedError(ClusterError):
-    """The Ray cluster that this process had started was ended by somebody else."""
+    """The Ray cluster that this process had started was ended from outside."""
 
 
 class RosterAwayError(ClusterError):
@@ -214,7 +214,7 @@ class GrpcStatus(NamedTuple):
 
 
 def to_grpc_status(error: RequestError) -> GrpcStatus:
-    """The status of `error`, with BadRequest or RetryInfo packed into its details."""
+    """Return the status of `error`, with BadRequest or RetryInfo packed into its details."""
     code = STATUS_TABLE[type(error)]
     details: list[any_pb2.Any] = []
     if isinstance(error, InvalidRequestError):
@@ -231,7 +231,7 @@ def to_grpc_status(error: RequestError) -> GrpcStatus:
 
 
 def retry_after_s(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> float | None:
-    """The delay of a RetryInfo in the trailing metadata of a failed call; None when it has none."""
+    """Return the delay of a RetryInfo in the trailing metadata of a failed call; None when it has none."""
     for info in _unpacked(trailing_metadata, error_details_pb2.RetryInfo):
         seconds: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
         return seconds
@@ -239,7 +239,7 @@ def retry_after_s(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> flo
 
 
 def bad_fields(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> tuple[FieldViolation, ...]:
-    """The fields that a failed call's BadRequest names."""
+    """Return the fields that a failed call's BadRequest names."""
     return tuple(
         FieldViolation(item.field, item.description)
         for request in _unpacked(trailing_metadata, error_details_pb2.BadRequest)

@@ -46,27 +46,28 @@ _WATCH_S = 0.5
 _log = logging.getLogger("tandem.store")
 
 
-class Node(NamedTuple):
-    """The node that a store is for: its id in the cluster, and the address that others reach it at."""
+class NodeAddress(NamedTuple):
+    """Represents the node of a store: its id in the cluster, and the address at which others reach it."""
 
     node_id: str
     host: str
 
 
 def draw_life() -> str:
-    """Names one life of an application, so that no process of an earlier one is taken for one of this."""
+    """Draw the name of one life of an application, so that processes of an earlier one are not mistaken for
+    its own."""
     return draw_id().hex()[:NODE_ID_CHARS]
 
 
 def store_name(app: str, life: str, node_id: str) -> str:
-    """The abstract unix socket on which brains and ranks of the node find their store."""
+    """Return the abstract unix socket on which engine cores and ranks of the node find their store."""
     return f"tandem-store-{app}-{life}-{node_id[:NODE_ID_CHARS]}"
 
 
 def store_settings(
-    config: ClusterConfig, node: Node, life: str, secret: bytes, epoch: int, nvme_path: Path | None
+    config: ClusterConfig, node: NodeAddress, life: str, secret: bytes, epoch: int, nvme_path: Path | None
 ) -> StoreSettings:
-    """What the node's store process is started with; `nvme_path`: its own folder (None: no such tier)."""
+    """Return the settings of the node's store process; `nvme_path` is its own folder (None: no such tier)."""
     store = config.store
     transports = [
         name
@@ -102,20 +103,22 @@ def store_settings(
 
 
 def granule_bytes(record_bytes: int) -> int:
-    """The unit of arena space for records of this size: a power of two that wastes little and keeps few."""
+    """Return the unit of arena space for records of this size: a power of two that wastes little and keeps
+    few."""
     wanted = max(record_bytes // _GRANULES_A_RECORD, 1)
     return min(max(1 << (wanted.bit_length() - 1), MIN_GRANULE_BYTES), MAX_GRANULE_BYTES)
 
 
 def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path) -> int:
-    """Header, and KV that the smallest rank of any pool holds of a block."""
+    """Return the size of the header and of the KV that the smallest rank of any pool holds of a block."""
     model = read_model_config(model_dir)
     item_bytes = ITEM_BYTES[resolve_dtype(pools, model_dir)]
     return HEADER_BYTES + min(_rank_block_bytes(pool, model, item_bytes) for pool in pools)
 
 
 def check_redis_url(store: StoreConfig) -> None:
-    """`ConfigError` where no client could use it. Its text never shows the URL, which may hold a password."""
+    """Raise `ConfigError` where no client could use the URL. The text never shows it: it may hold a
+    password."""
     if store.redis_url and urlsplit(store.redis_url).scheme not in _REDIS_SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in _REDIS_SCHEMES)
         raise ConfigError(
@@ -124,7 +127,7 @@ def check_redis_url(store: StoreConfig) -> None:
 
 
 def check_store(store: StoreConfig, *, memory_bytes: int) -> None:
-    """`ConfigError` where a host with that much memory cannot do as configured. Makes the NVMe folder."""
+    """Raise `ConfigError` where a host with that much memory cannot run the store. Makes the NVMe folder."""
     if store.dram_gb * _GB > memory_bytes:
         raise ConfigError(
             f"store.dram_gb: {store.dram_gb:g} is more than the memory of this host, "
@@ -141,12 +144,13 @@ def check_store(store: StoreConfig, *, memory_bytes: int) -> None:
 
 
 class NvmeFolder:
-    """A store's own folder below the configured one: the first free of `<host>-<app>-0`, `-1`, ..., so that a
-    restarted cluster, whose nodes have other ids, finds the records of the one before. It is held against
-    other stores of the host by a lock beside it, which ends with the process."""
+    """Represents a store's own folder below the configured one: the first free of `<host>-<app>-0`, `-1`,
+    ..., so that a restarted cluster, whose nodes have other ids, finds the earlier records. A lock beside the
+    folder, which ends with the process, keeps other stores of the host out."""
 
     def __init__(self, parent: Path, host: str, app: str) -> None:
-        """Where no lock can be had (the disk is gone, or read-only before the first use), it is the first."""
+        """Take the first folder where none can be locked (the disk is gone, or read-only before the first
+        use)."""
         self.path = parent / f"{host}-{app}-0"
         self._lock: int | None = None
         try:
@@ -160,14 +164,14 @@ class NvmeFolder:
             _log.error("no folder can be locked below store.nvme_path %s: %s", parent, error)
 
     def close(self) -> None:
-        """Let another store have it."""
+        """Release the folder for another store."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def _try_lock(path: Path) -> int | None:
-    """The descriptor that holds the lock; None when another process does."""
+    """Return the descriptor that holds the lock; None when another process does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -191,13 +195,13 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> 
 
 
 # ----------------------------------------------------------------------------------------------
-# The index server of an application that names none, kept running by the process that serves.
+# The index server of an application that configures none, run by `tandem serve`.
 
 
 class IndexServer:
-    """A Redis server from construction to `close`; one that dies is started again at the same address.
+    """Runs a Redis server from construction to `close`; one that dies is restarted at the same address.
 
-    The stores notice its loss themselves, and tell the new one all they hold.
+    The stores notice its loss themselves, and announce all they hold to the new one.
     """
 
     def __init__(self, host: str, secret: bytes, clock: Clock) -> None:

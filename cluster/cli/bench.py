@@ -1,7 +1,7 @@
-"""The serving benchmark: a load that is drawn from a seed, what came back, and the figures made of it.
+"""`tandem bench serve` and `tandem bench engine`. The serving load is drawn from a seed.
 
-Refused, timed-out and failed requests count as sent and never as good. Called by `tandem bench serve`; how
-a request is sent is an argument, so the figures are tested without a cluster.
+Refused, timed-out and failed requests count as sent and never as good. How a request is sent is an argument,
+so that the statistics are tested without a cluster.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NUM_BINS = 30
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is sent. Lengths are tokens; one of `concurrency` and `rate_per_s` (Poisson) is set."""
+    """Describes what is sent. Lengths are tokens; one of `concurrency` and `rate_per_s` (Poisson) is set."""
 
     num_requests: int
     concurrency: int
@@ -61,7 +61,7 @@ class Workload:
     vocab_size: int
 
     def prompts(self) -> list[list[int]]:
-        """Prompt i begins with the shared prefix of group i modulo `num_groups`; the rest is its own."""
+        """Draw the prompts: prompt i begins with the shared prefix of group i modulo `num_groups`."""
         generator = np.random.default_rng(self.seed)
         shared = min(self.shared_prefix_tokens, self.input_tokens)
         prefixes = generator.integers(0, self.vocab_size, (max(self.num_groups, 1), shared))
@@ -69,7 +69,8 @@ class Workload:
         return [[*prefixes[index % len(prefixes)].tolist(), *row] for index, row in enumerate(rest.tolist())]
 
     def arrivals_s(self) -> list[float]:
-        """When each request is sent, from the start; all at 0 without a rate (concurrency holds them)."""
+        """Draw when each request is sent, in seconds from the start; 0 for all without a rate (concurrency
+        limits them)."""
         if self.rate_per_s <= 0:
             return [0.0] * self.num_requests
         generator = np.random.default_rng((self.seed, 1))
@@ -87,7 +88,7 @@ _OUTCOMES = {
 
 
 class BenchRequest(NamedTuple):
-    """One request as its client saw it. `token_times` has one entry per output token (seconds)."""
+    """Represents one request as its client saw it. `token_times` has one entry per output token (seconds)."""
 
     sent_at: float
     finished_at: float
@@ -169,7 +170,7 @@ async def _record(
 
 
 def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, Any]:
-    """The figures of one run as JSON values: milliseconds, tokens and requests a second.
+    """Return the statistics of one run as JSON values: milliseconds, tokens and requests a second.
 
     Latencies are of the requests that finished; `itl_ms` is over all gaps between consecutive tokens (tokens
     of one delta arrive together: their gaps are 0). Rates are over the time from the first sending to the
@@ -207,7 +208,7 @@ def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[s
 
 
 def knee(points: Sequence[tuple[float, float]]) -> float | None:
-    """Of (offered requests/s, good share) points, the highest rate up to which all were good enough."""
+    """Return the highest offered rate up to which all (rate, good share) points were good enough."""
     best = None
     for rate, share in sorted(points):
         if share < KNEE_SHARE:
@@ -217,7 +218,7 @@ def knee(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Milliseconds at each percentile and the mean; None without samples."""
+    """Return the milliseconds at each percentile and the mean; None without samples."""
     if not seconds:
         return None
     values = np.percentile(np.asarray(seconds), PERCENTILES) * 1e3
@@ -239,7 +240,8 @@ async def run_serving_bench(
     *,
     as_json: bool,
 ) -> None:
-    """Run the workloads one after the other; a table, a plot and with several rates the knee, or JSON lines.
+    """Run the workloads one after the other; print a table and a plot (with several rates also the knee), or
+    JSON lines.
 
     A workload's `vocab_size` 0 becomes the served model's.
     """
@@ -303,13 +305,13 @@ async def _run_one(
 
 
 def engine_line(stats: dict[str, Any]) -> str:
-    """A line of the engine's benchmark: `prefill  tokens 512  batch 1  ...`."""
+    """Return a line of the engine's benchmark: `prefill  tokens 512  batch 1  ...`."""
     rest = "  ".join(f"{name} {value}" for name, value in stats.items() if name != "what")
     return f"{stats['what']:<8} {rest}"
 
 
 def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """One column a run of `cluster.cli.bench.summarize`, headed by its load."""
+    """Return one column for each run of `summarize`, headed by its load."""
     table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
     stats = [figure for _, figure in runs]
     table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in stats))
@@ -332,14 +334,14 @@ def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
 
 
 def histogram(name: str, values_ms: Sequence[float], width: int) -> Text:
-    """The distribution of a latency, in text."""
+    """Plot the distribution of a latency as text."""
     figure = _empty_figure(f"{name}, ms", width, 12)
     figure.draw(figure.hist(list(values_ms), bins=_NUM_BINS))
     return Text(plotext.uncolorize(str(figure.build())))
 
 
 def sweep_plot(points: Sequence[tuple[float, float]], width: int) -> Text:
-    """Goodput against offered load, both in requests a second, beside the line where they are equal."""
+    """Plot goodput against offered load, both in requests a second, beside the line where they are equal."""
     rates = [rate for rate, _ in points]
     figure = _empty_figure("goodput against offered load, requests/s", width, 16)
     for label, values, marker in (("offered", rates, "."), ("good", [good for _, good in points], "o")):

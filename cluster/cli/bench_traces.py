@@ -37,7 +37,7 @@ from kvtransfer.store.policy.trace_simulation import (
     simulate,
 )
 
-# Requests a prefill replica that the plain scheme aims at: Ray Serve's own default.
+# Requests a prefill replica that the queue target aims at: Ray Serve's default.
 _PREFILL_TARGET = 2.0
 
 
@@ -89,7 +89,8 @@ def bench_scaling(
 def compare(
     arrivals: Sequence[Arrival], model: ServiceModel, config: ScalingConfig, limits: PoolLimits
 ) -> list[tuple[str, Replayed]]:
-    """The policy; the counts fixed at its mean and at its peak; each pool with a target for its queue."""
+    """Replay with the policy, with counts fixed at its mean and at its peak, and with a queue target for each
+    pool."""
 
     def pools(prefill: int, decode: int) -> list[PoolView]:
         counts = ((PREFILL, prefill), (DECODE, decode))
@@ -113,7 +114,7 @@ def compare(
 
 
 def scaling_json(name: str, run: Replayed) -> dict[str, Any]:
-    """One run as JSON values."""
+    """Return one run as JSON values."""
     counts = [count for _, count in run.counts]
     return {
         "what": "scaling",
@@ -131,7 +132,8 @@ def scaling_json(name: str, run: Replayed) -> dict[str, Any]:
 
 
 def scaling_table(runs: Sequence[tuple[str, Replayed]], arrivals: Sequence[Arrival]) -> Table:
-    """Shares are of requests (TTFT, good) and of gaps between tokens (ITL) that met the objective."""
+    """Compare the runs. Shares are of requests (TTFT, good) and of gaps between tokens (ITL) that met the
+    objective."""
     title = f"{len(arrivals)} requests in {arrivals[-1].at:.0f} s; good: first token and mean gap in time"
     table = made_table(
         title, "scheme", numbers=("replica-s", "ratio", "peak", "moves", "TTFT ok", "ITL ok", "good")
@@ -194,8 +196,8 @@ def replay_store(
     *,
     as_json: bool,
 ) -> None:
-    """Replay the trace with every size of DRAM and NVMe and every policy; a table, or JSON lines one by one.
-    `BenchError` when it cannot be read or has nothing in it."""
+    """Replay the trace with every size of DRAM and NVMe and every policy; print a table, or JSON lines one by
+    one. `BenchError` when the trace cannot be read or is empty."""
     try:
         requests = read_trace(trace)
     except StoreError as error:
@@ -217,7 +219,7 @@ def replay_store(
 
 
 def store_json(outcome: Outcome) -> dict[str, Any]:
-    """One run as JSON values; rates are shares of all blocks of the trace."""
+    """Return one run as JSON values; rates are shares of all blocks of the trace."""
     return {
         "what": "store",
         "policy": outcome.policy if outcome.sizes.nvme else None,
@@ -238,7 +240,7 @@ def store_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def store_table(outcomes: Sequence[Outcome]) -> Table:
-    """Runs of one trace, those of the same sizes together."""
+    """Return a table of one trace's runs, grouped by size."""
     first = outcomes[0]
     title = (
         f"{first.num_blocks} blocks of {TRACE_BLOCK_TOKENS} tokens; the device holds {first.sizes.device}; "

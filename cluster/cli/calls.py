@@ -1,4 +1,4 @@
-"""The commands on a running cluster, behind `cluster.cli.main`; they reach a gateway through the client."""
+"""`tandem generate`, `status` and `explain`: calls to a running gateway, and what they show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ async def generate(
 ) -> None:
     """Stream the text to standard output as it comes, or print one JSON object at the end.
 
-    Several samples do not stream: their texts would mix. They follow one another at the end.
+    Several samples do not stream, because their texts would mix: they are printed one after the other at the
+    end.
     """
     check_values(generate_request(prompt, options))
     collector = Collector()
@@ -48,8 +49,8 @@ async def generate(
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
-    """One object: text, token_ids, finish_reason, usage, timing, and logprobs where they were asked for;
-    with more samples, `samples` holds each."""
+    """Return one object: text, token_ids, finish_reason, usage, timing, and logprobs where requested; with
+    more samples, `samples` holds each."""
     finished = completion.finished
     samples = [
         {
@@ -79,6 +80,7 @@ def completion_json(completion: Completion) -> dict[str, Any]:
 
 
 async def status(address: str, console: Console, *, as_json: bool) -> None:
+    """Print the gateway's view of the cluster."""
     async with Client(address) as client:
         reply = await client.status()
         stores = (await client.store_stat()).nodes if reply.stores else []
@@ -90,6 +92,7 @@ async def status(address: str, console: Console, *, as_json: bool) -> None:
 
 
 async def explain(address: str, request_id: str, console: Console, *, as_json: bool) -> None:
+    """Print where a request went, and why."""
     async with Client(address) as client:
         reply = await client.explain(request_id)
     if as_json:
@@ -101,7 +104,7 @@ async def explain(address: str, request_id: str, console: Console, *, as_json: b
 # ----------------------------------------------------------------------------------------------
 # What the commands show: tables, the matrix of paths. Messages of the API in, rich objects out.
 
-# Columns of a table's own at its sides.
+# Columns that a table takes at its sides.
 _EDGES = 2
 # Replicas report several times a second; an older report is worth a note.
 _LATE_S = 3.0
@@ -112,7 +115,7 @@ def status_view(
     stores: Sequence[pb.StoreNodeStat] = (),
     paths: Sequence[pb.ReplicaPaths] = (),
 ) -> Group:
-    """The pools, the replicas, the matrix of measured paths between them, the stores and their tiers, the
+    """Show the pools, the replicas, the matrix of measured paths, the stores with their tiers, and the
     gateways."""
     model = status.model
     head = Text(
@@ -144,7 +147,7 @@ def status_view(
 
 
 def explain_view(explained: pb.ExplainResponse) -> Group:
-    """Every decision with all its candidates, the chosen ones marked, and what happened when."""
+    """Show every decision with its candidates, the chosen ones marked, and the timeline."""
     end = f"{explained.state}: {explained.reason}" if explained.reason else explained.state
     parts: list[RenderableType] = [Text(f"{explained.request_id}: {end}\n")]
     for decision in explained.decisions:
@@ -180,13 +183,13 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
 
 
 def _roles(replica: pb.Replica) -> str:
-    """`decode`, or `decode (of prefill)` while it is lent."""
+    """Return `decode`, or `decode (of prefill)` while the replica plays another pool's role."""
     is_lent = replica.home_role not in ("", replica.role)
     return f"{replica.role} (of {replica.home_role})" if is_lent else replica.role
 
 
 def _shape(replica: pb.Replica) -> str:
-    """`2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
+    """Return `2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
     layers = replica.stage_layers
     if replica.tp * len(layers) <= 1:
         return ""
@@ -195,7 +198,7 @@ def _shape(replica: pb.Replica) -> str:
 
 
 def _replica_notes(replica: pb.Replica, paths: Iterable[pb.Path]) -> list[str]:
-    """What should not be: each a line, and none for a healthy replica."""
+    """Return a line for each problem, and none for a healthy replica."""
     load = replica.load
     counts = (
         (load.num_checksum_failures, "pieces failed their checksum and were computed again"),
@@ -241,8 +244,8 @@ def _candidate_table(decision: pb.Decision) -> Table:
 
 
 class _PathMatrix:
-    """Rows write, columns receive; each cell sums up the paths between the ranks of the two. As many columns
-    a table as the width allows."""
+    """Renders the paths: rows write, columns receive, each cell sums up the paths between the ranks of the
+    two. A table has as many columns as the width allows."""
 
     def __init__(self, replicas: Sequence[pb.ReplicaPaths]) -> None:
         cells: dict[tuple[str, str], list[pb.Path]] = {}
@@ -263,7 +266,7 @@ class _PathMatrix:
             yield table
 
     def _split(self, targets: list[str], width: int) -> tuple[list[str], list[str]]:
-        """Those that fit beside the sources (at least one), and the others."""
+        """Return the targets that fit beside the sources (at least one), and the others."""
         left = width - _EDGES - max(len(source) for source in self._sources)
         for index, target in enumerate(targets):
             cells = (self._cells.get((source, target), "") for source in self._sources)
@@ -275,7 +278,7 @@ class _PathMatrix:
 
 
 def _path_cell(paths: Sequence[pb.Path]) -> str:
-    """A line `shm memory x3` for each transport, then `5.80 GB/s 3 us`; warnings are yellow."""
+    """Return a line `shm memory x3` for each transport, then `5.80 GB/s 3 us`; warnings are yellow."""
     if not all(path.transport for path in paths):
         return "[red]none[/]"
     kinds = Counter(f"{path.transport} {path.device}" for path in paths)
@@ -290,13 +293,13 @@ def _rate(value: float, num_digits: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# The pools as `tandem status` shows them: what is wanted, what there is, and what changed lately.
+# The pools: their counts, and the latest changes.
 
 _NUM_MOVES = 5
 
 
 def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
-    """A table of the pools, then the latest changes, oldest first."""
+    """Return a table of the pools, then the latest changes, oldest first."""
     if not status.pools:
         return []
     parts: list[RenderableType] = [_table(status.pools)]
@@ -305,7 +308,7 @@ def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
 
 
 def move_line(move: pb.ScalingMove) -> str:
-    """`2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
+    """Return `2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
     at = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     counts = f" {move.before} -> {move.after}" if move.before != move.after else ""
     return f"{at} {move.pool}{counts} by {move.by}: {move.reason}"

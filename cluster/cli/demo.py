@@ -97,7 +97,8 @@ _ENDINGS = (
 
 
 def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: Console) -> None:
-    """Start, send the requests one after the other, show the table, stop. `StartError` when interrupted."""
+    """Start a cluster, send the requests one after the other, show the table, and stop. `StartError` when
+    interrupted."""
     context_tokens = read_model_config(model).max_context_tokens
     config = default_config(model, prefill=1, decode=1, port=0, context_tokens=context_tokens)
     service = Service(config, clock, ray_address="local")
@@ -130,7 +131,7 @@ async def _send_all(address: str, console: Console, interrupted: threading.Event
 
 
 async def _send(client: Client, prompt: str, console: Console) -> DemoRow:
-    """Stream one request's text; the row is what the gateway's last message says of it."""
+    """Stream one request's text, and return the row of what the gateway's last message reports."""
     collector = Collector()
     async for event in client.generate(prompt, _OPTIONS, timeout_s=_TIMEOUT_S):
         collector.add(event)
@@ -154,7 +155,7 @@ async def _send(client: Client, prompt: str, console: Console) -> DemoRow:
 
 
 class DemoRow(NamedTuple):
-    """One request of the demonstration. Times are milliseconds, rates 1e9 bytes a second."""
+    """Represents one request of the demonstration. Times are milliseconds, rates 1e9 bytes a second."""
 
     prefill: str
     decode: str
@@ -164,12 +165,12 @@ class DemoRow(NamedTuple):
     itl_ms: float
     transfer_gb_s: float
     transport: str
-    # Of the cached tokens: those that a tier of the store had.
+    # By tier: the cached tokens that the store had.
     loaded: dict[str, int] = {}
 
 
 def demo_table(rows: Sequence[DemoRow]) -> Table:
-    """What the requests of the demonstration met, one row each."""
+    """Show where the requests of the demonstration ran and what they reused, one row each."""
     numbers = "cached\ntokens", "TTFT\nms", "ITL\nms", "transfer\nGB/s"
     table = made_table(
         "requests that share a prefix", "", "prefill replica", "decode replica", numbers=numbers

@@ -1,4 +1,4 @@
-"""`tandem doctor`: what is wrong with this machine before anything starts, and with a running cluster."""
+"""`tandem doctor`: preflight checks of this machine, and checks of a running cluster."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def doctor(
 
 
 def findings_view(findings: Sequence[Finding]) -> Group:
-    """By group, the group with the worst finding first; each that is not well with its remedy."""
+    """Show the findings by group, the group with the worst one first; problems come with their remedy."""
     groups = [
         worst_first(members)
         for _, members in groupby(sorted(findings, key=lambda item: item.group), key=lambda item: item.group)
@@ -94,7 +94,7 @@ def findings_view(findings: Sequence[Finding]) -> Group:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """`1 error, 2 warnings, 20 ok`."""
+    """Return `1 error, 2 warnings, 20 ok`."""
     counts = {severity: sum(item.severity is severity for item in findings) for severity in _PLURALS}
     parts = [f"{count} {_PLURALS[severity][count != 1]}" for severity, count in counts.items() if count]
     return ", ".join(parts) or "nothing was looked at"
@@ -111,7 +111,8 @@ def _add(table: Table, finding: Finding) -> None:
 
 
 def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfig | None, list[Finding]]:
-    """The configuration with the index server of the environment; findings when it cannot be read."""
+    """Return the configuration with the index server of the environment, or findings when it cannot be
+    read."""
     from cluster.doctor.run_checks import config_findings  # here: only this command needs the checks
 
     try:
@@ -140,7 +141,7 @@ def _machine(
     try:
         needs = needs_of(config)
     except CheckpointError:
-        needs = None  # the checks of the model say so
+        needs = None  # the checks of the model report it
     context = CheckContext(
         machine=Machine(),
         config=config,
@@ -156,7 +157,7 @@ def _machine(
 async def _cluster(
     address: str, seconds: float, config: ClusterConfig | None, findings: list[Finding]
 ) -> None:
-    """Adds to `findings`."""
+    """Add the findings of the running cluster to `findings`."""
     from cluster.doctor.checks import Expected, look
     from cluster.doctor.run_checks import run_cluster_checks, unreachable
 

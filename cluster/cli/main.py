@@ -40,14 +40,14 @@ from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 
 _HELP = "Serve a large language model on Ray, with prefill and decode in separate pools."
-# For Ray and for every process below this one, where the environment does not say otherwise.
+# Defaults of the environment for Ray and for every process started below.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
-    # Ray prints the first for every process that ends early, over our own one line that says why, and the
-    # second where a replica has many ranks.
+    # Ray prints the first for every process that ends early, beside our line with the reason, and the second
+    # where a replica has many ranks.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|worker processes have been started",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -77,14 +77,14 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="Say which this is.")
     ] = False,
 ) -> None:
-    """What stands before a command; its text is that of `cli`."""
+    """Take the options before a command; the help text is that of `cli`."""
 
 
 RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
 
 
 def main() -> None:
-    """The command line, for `cluster.__main__`."""
+    """Run the command line, and end with one line for each expected error."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -94,7 +94,7 @@ def main() -> None:
         hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
         die(f"{error}{hint}")
     except RayEndedError as error:
-        # Whoever waits for Ray when Python ends would wait for a minute.
+        # A regular exit would wait a minute for Ray.
         die_at_once(str(error))
     except (ClusterError, WorkerError) as error:
         die(str(error))
@@ -227,7 +227,7 @@ def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson
 
 
 def _with_redis(config: ClusterConfig) -> ClusterConfig:
-    """The index server of the environment, where the file names none."""
+    """Take the index server from the environment where the file names none."""
     return config.with_redis_url(config.store.redis_url or os.environ.get("REDIS_URL", ""))
 
 

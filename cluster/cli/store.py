@@ -40,7 +40,7 @@ def list_records(
 
 @cli.command()
 def stat(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
-    """Every tier of every node: room, hits, writes, failures; the index; what each tenant holds."""
+    """Every tier of every node: space, hits, writes, failures; the index; what each tenant holds."""
     run(show_stat(address, out, as_json=as_json))
 
 
@@ -84,7 +84,7 @@ def purge(
 
 
 class Selection(NamedTuple):
-    """Which records; None: of all."""
+    """Selects records by tenant and model; None: of all."""
 
     tenant: str | None
     model: str | None
@@ -94,7 +94,7 @@ class Selection(NamedTuple):
         return self.tenant is None and self.model is None
 
     def text(self) -> str:
-        """`all records of tenant 'a' and model m`."""
+        """Return `all records of tenant 'a' and model m`."""
         named = [f"tenant {self.tenant!r}"] if self.tenant is not None else []
         named += [f"model {self.model}"] if self.model is not None else []
         return f"all records of {' and '.join(named)}" if named else "all records of all tenants and models"
@@ -150,7 +150,7 @@ async def purge_records(
 
 
 async def _filter(client: Client, selection: Selection) -> pb.StoreFilter:
-    """A served model's name becomes its fingerprint."""
+    """Return the filter, in which a served model's name becomes its fingerprint."""
     chosen = pb.StoreFilter()
     if selection.tenant is not None:
         chosen.tenant = selection.tenant
@@ -168,7 +168,7 @@ def _show(reply: Any, as_json: bool, console: Console, view: Any) -> None:
 
 
 def _check(nodes: Sequence[Any], what: str) -> None:
-    """`StoreAwayError` names every node whose store did not do what was asked."""
+    """Raise `StoreAwayError` with every node whose store did not do what was asked."""
     if lines := _failures(nodes, what):
         raise StoreAwayError("\n".join(lines))
 
@@ -193,7 +193,7 @@ _MAX_TENANTS = 20
 
 
 def members_table(members: Sequence[pb.StoreMember]) -> Table:
-    """The store processes, as registered."""
+    """Show the store processes, as registered."""
     table = made_table("stores", "node", "host", "address", numbers=("process",))
     for member in members:
         table.add_row(member.node_id, member.host or NONE, member.address, str(member.process_id))
@@ -201,7 +201,7 @@ def members_table(members: Sequence[pb.StoreMember]) -> Table:
 
 
 def tiers_table(nodes: Sequence[pb.StoreNodeStat]) -> Group:
-    """One row a tier, for `tandem status`; below it what should not be."""
+    """Show one row for each tier, and below the problems, for `tandem status`."""
     table = made_table("store", "node", "tier", numbers=("used", "of", "records", "hits", "index"))
     for node in nodes:
         for tier in node.tiers:
@@ -218,7 +218,7 @@ def tiers_table(nodes: Sequence[pb.StoreNodeStat]) -> Group:
 
 
 def stat_view(reply: pb.StoreStatResponse) -> Group:
-    """All figures of every tier, of the index, and of the tenants."""
+    """Show all statistics of every tier, of the index, and of the tenants."""
     tiers = made_table(
         "tiers", "node", "tier", numbers=("used", "of", "records", "hits", "evicted", "refused", "queue")
     )
@@ -267,7 +267,7 @@ def stat_view(reply: pb.StoreStatResponse) -> Group:
 
 
 def listing_view(reply: pb.StoreListResponse) -> Group:
-    """The records of every node, and how many more there are."""
+    """Show the records of every node, and how many more there are."""
     parts = []
     for node in reply.nodes:
         if node.error:
@@ -298,7 +298,7 @@ def listing_view(reply: pb.StoreListResponse) -> Group:
 
 
 def verified_view(reply: pb.StoreVerifyResponse) -> Group:
-    """What was read, and what of it was bad."""
+    """Show what was read, and how much of it was bad."""
     table = made_table("verified", "node", "tier", numbers=("records", "bad"))
     texts = []
     for node in reply.nodes:
@@ -312,7 +312,7 @@ def verified_view(reply: pb.StoreVerifyResponse) -> Group:
 
 
 def purged_view(reply: pb.StorePurgeResponse) -> Group:
-    """What was deleted, and what goes when its last user is done."""
+    """Show what was deleted, and what is deleted when its last user is done."""
     table = made_table("purged", "node or replica", "tier", numbers=("records", "size"))
     texts = []
     for replica in reply.replicas:
@@ -339,7 +339,7 @@ def purged_view(reply: pb.StorePurgeResponse) -> Group:
 
 
 def notes(nodes: Iterable[pb.StoreNodeStat]) -> list[str]:
-    """What should not be: each a line, and none for healthy stores."""
+    """Return a line for each problem, and none for healthy stores."""
     lines = []
     for node in nodes:
         if node.error:
@@ -350,7 +350,7 @@ def notes(nodes: Iterable[pb.StoreNodeStat]) -> list[str]:
             counts = (
                 (tier.num_checksum_failures, "records had a wrong checksum and were dropped"),
                 (tier.num_io_errors, "reads or writes failed"),
-                (tier.num_quarantined, "places in quarantine: somebody could still write there"),
+                (tier.num_quarantined, "slots in quarantine: a process could still write there"),
             )
             found = [f"{count} {meaning}" for count, meaning in counts if count]
             where = f"{tier.tier} of node {node.member.node_id}: "
@@ -359,7 +359,7 @@ def notes(nodes: Iterable[pb.StoreNodeStat]) -> list[str]:
 
 
 def size(num_bytes: float) -> str:
-    """`1.5 GB`, in units of 1000."""
+    """Return `1.5 GB`, in units of 1000."""
     unit = 0
     while num_bytes >= 1000 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1000, unit + 1
@@ -367,23 +367,24 @@ def size(num_bytes: float) -> str:
 
 
 def hit_rate(tier: pb.StoreTier) -> str:
-    """Of the blocks that were asked for there."""
+    """Return the share of the requested blocks that the tier had."""
     asked = tier.num_hits + tier.num_misses
     return f"{tier.num_hits / asked:.0%}" if asked else NONE
 
 
 def loaded_text(loaded: Mapping[str, int]) -> str:
-    """`1024 dram, 64 nvme`; empty when nothing came from the store."""
+    """Return `1024 dram, 64 nvme`; empty when nothing came from the store."""
     return ", ".join(f"{num} {tier}" for tier, num in loaded.items() if num)
 
 
 def _group(tables: Iterable[Table], texts: Iterable[str]) -> Group:
-    """Tables that have a row, then the texts."""
+    """Join the tables that have a row, then the texts."""
     return Group(*(table for table in tables if table.row_count), *(Text(text) for text in texts))
 
 
 def _amplification(tier: pb.StoreTier) -> str:
-    """Of NVMe only: the host tier is also written when blocks are read from elsewhere."""
+    """Return the bytes written per byte put, for NVMe only: the host tier is also written when blocks are
+    read."""
     if tier.tier != "nvme" or not tier.num_put_bytes:
         return NONE
     return f"{tier.num_written_bytes / tier.num_put_bytes:.2f}"
@@ -403,7 +404,7 @@ def _each_tier(nodes: Iterable[pb.StoreNodeStat]) -> Iterable[tuple[pb.StoreNode
 
 
 def _by_tenant(nodes: Iterable[pb.StoreNodeStat]) -> list[tuple[str, int]]:
-    """All nodes together, the largest first."""
+    """Return the bytes of each tenant on all nodes, the largest first."""
     total: dict[str, int] = {}
     for node in nodes:
         for tenant, num_bytes in node.bytes_by_tenant.items():

@@ -1,4 +1,4 @@
-"""What all commands of the command line share: where they print, some options, how they end."""
+"""What all commands share: consoles, common options, tables, progress, interruption and exit."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
 
 def show_version(wanted: bool) -> None:
-    """The command's version, and its end."""
+    """Print the version and exit."""
     if wanted:
         print(f"tandem {importlib.metadata.version('tandem-serve')}")
         raise typer.Exit
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """To its end, or until Ctrl-C."""
+    """Run `work` to its end, or until Ctrl-C."""
     try:
         asyncio.run(work)
     except KeyboardInterrupt:
@@ -51,19 +51,20 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Interruption(threading.Event):
-    """Set by Ctrl-C and SIGTERM."""
+    """Represents an interruption of the command: set by Ctrl-C and SIGTERM."""
 
-    # The exit status of a command that was interrupted before its work began, as a shell would tell it.
+    # The exit status of a command that was interrupted before its work began, as a shell reports it.
     status = 128 + signal.SIGINT
 
     def catch(self, number: int, frame: FrameType | None) -> None:
-        """The handler of signals."""
+        """Record the signal; this is the handler of both."""
         self.status = 128 + number
         self.set()
 
 
 def catch_signals() -> Interruption:
-    """From now on Ctrl-C and SIGTERM set the event, and nothing else: the command ends in its own order."""
+    """Have Ctrl-C and SIGTERM set the returned event and do nothing else: the command ends in its own
+    order."""
     interrupted = Interruption()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupted.catch)
@@ -71,13 +72,13 @@ def catch_signals() -> Interruption:
 
 
 def die(message: str, code: int = 1) -> NoReturn:
-    """One line on standard error, and the exit status."""
+    """Print one line on standard error, and exit with `code`."""
     err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(code)
 
 
 def die_at_once(message: str, code: int = 1) -> NoReturn:
-    """As `die`, without a wait for threads and for what libraries do at the end."""
+    """Exit as `die` does, without waiting for threads and for exit handlers of libraries."""
     err.print(f"[red]tandem:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.stdout.flush()
     os._exit(code)
@@ -86,13 +87,13 @@ def die_at_once(message: str, code: int = 1) -> NoReturn:
 # ----------------------------------------------------------------------------------------------
 # The one kind of table that the command line shows.
 
-# A cell without a figure.
+# A cell without a value.
 NONE = "-"
 
 
 def made_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
-    """A table that is narrow enough for 80 columns; the `numbers` stand to the right. Where it still is too
-    wide, texts fold: nothing is cut off."""
+    """Return a table that is narrow enough for 80 columns, with the `numbers` aligned to the right. Texts
+    fold where it is still too wide: nothing is cut off."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
 
     for name in texts:
@@ -107,14 +108,14 @@ def made_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:
-    """`loading: prefill 1 of 1, decode 0 of 1`; `ready` is pool name to (replicas ready, wanted)."""
+    """Return `loading: prefill 1 of 1, decode 0 of 1`; `ready` is pool name to (replicas ready, wanted)."""
     pools = ", ".join(f"{name} {num} of {wanted}" for name, (num, wanted) in ready.items())
     return f"{stage}: {pools}" if pools else stage
 
 
 @contextlib.contextmanager
 def stages(console: Console, first: str) -> Iterator[Callable[[str], None]]:
-    """Tell what is going on: by a spinner on a terminal, elsewhere by a line whenever it changes."""
+    """Show the stage: by a spinner on a terminal, otherwise by a line whenever the stage changes."""
     if console.is_terminal:
         with console.status(first) as status:
             yield status.update
@@ -131,11 +132,13 @@ def stages(console: Console, first: str) -> Iterator[Callable[[str], None]]:
 
 
 def traffic_line(shares: Mapping[str, float]) -> str:
-    """`tandem 90 %, tandem-v2 10 %`"""
+    """Return `tandem 90 %, tandem-v2 10 %`."""
     return ", ".join(f"{name} {100 * share:g} %" for name, share in sorted(shares.items()))
 
 
 def bundled_model() -> Path:
+    """Return the folder of the bundled model; a usage error where there is none."""
+
     if not BUNDLED_MODEL.is_dir():
         raise typer.BadParameter("no model is bundled with this installation; name one", param_hint="--model")
     return BUNDLED_MODEL

@@ -1,4 +1,5 @@
-"""`tandem update`: another configuration for the application that runs, replica by replica."""
+"""`tandem update` and `tandem traffic`: change a running application; and the configuration of `tandem
+serve`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _GATEWAYS = "gateways"
 
 def update(
     file: Annotated[Path, typer.Option("-f", "--file", help="The cluster's changed YAML file.")],
-    model: Annotated[Path | None, typer.Option(help="As `tandem serve` was told it.")] = None,
+    model: Annotated[Path | None, typer.Option(help="As given to `tandem serve`.")] = None,
     host: Annotated[str | None, typer.Option(help="As above: of the gateway.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")] = False,
@@ -38,10 +39,7 @@ def update(
     """Give a running application the settings of FILE; replicas that they concern are replaced one by one."""
     from cluster.serve.update import Update, connect  # here: it needs Ray
 
-    config = load_config(file)
-    if model is not None:
-        config = config.model_copy(update={"model": model.resolve()})
-    config = listening_at(config, host, port)
+    config = overridden(load_config(file), model, host, port)
     with stages(err, "connecting to Ray"):
         connect(ray_address)
     interrupted = catch_signals()  # after Ray, which sets handlers of its own
@@ -55,7 +53,7 @@ def update(
     if as_json:
         print(json.dumps(plan_json(change.plan, applied=not dry_run)))
     elif interrupted.is_set():
-        out.print("interrupted: Ray Serve goes on with it; `tandem status` shows the replicas")
+        out.print("interrupted: Ray Serve continues the update; `tandem status` shows the replicas")
     elif change.plan.does_nothing:
         out.print("nothing differs")
     else:
@@ -63,7 +61,7 @@ def update(
 
 
 def plan_view(plan: UpdatePlan) -> Group:
-    """What changes, and what becomes of each deployment."""
+    """Show what changes, and what happens to each deployment."""
     parts: list[Table] = []
     if plan.changes:
         changes = made_table("changes", "setting", "now", "then")
@@ -78,7 +76,7 @@ def plan_view(plan: UpdatePlan) -> Group:
 
 
 def plan_json(plan: UpdatePlan, *, applied: bool) -> dict[str, Any]:
-    """The same as one object."""
+    """Return the plan as one JSON object."""
     return {
         "applied": applied and not plan.does_nothing,
         "changes": [change._asdict() for change in plan.changes],
@@ -88,7 +86,7 @@ def plan_json(plan: UpdatePlan, *, applied: bool) -> dict[str, Any]:
 
 def _happens(roll: Roll) -> str:
     if roll.action != "roll":
-        return {"stay": "go on", "start": "start", "stop": "drain and end"}[roll.action]
+        return {"stay": "continue", "start": "start", "stop": "drain and end"}[roll.action]
     return f"one by one, the {'new' if roll.surges else 'old'} one first"
 
 
@@ -111,8 +109,8 @@ def serve_config(
     port: int | None,
     nvme: tuple[Path | None, float | None],
 ) -> ClusterConfig:
-    """The file with what the options change, or without a file what they say. `ConfigError` or a usage error
-    where they contradict each other. `model` must be given without a file."""
+    """Return the file's configuration as the options change it, or without a file that of the options.
+    `ConfigError` or a usage error where they contradict each other. `model` must be given without a file."""
     folder, num_gb = nvme
     if (folder is None) != (num_gb is None):
         raise typer.BadParameter("go together", param_hint="--nvme, --nvme-gb")
@@ -123,10 +121,7 @@ def serve_config(
             raise typer.BadParameter(
                 "the file says how many replicas there are", param_hint="--prefill, --decode"
             )
-        config = load_config(file)
-        if model is not None:
-            config = config.model_copy(update={"model": model.resolve()})
-        return listening_at(config, host, port)
+        return overridden(load_config(file), model, host, port)
     assert model is not None
     return default_config(
         model,
@@ -139,11 +134,13 @@ def serve_config(
     )
 
 
-def listening_at(config: ClusterConfig, host: str | None, port: int | None) -> ClusterConfig:
-    """The same, with the gateway at this host and port; None: as it is."""
-    if host is None and port is None:
-        return config
-    return config.model_copy(update={"gateway": config.gateway.at(host, port)})
+def overridden(
+    config: ClusterConfig, model: Path | None, host: str | None, port: int | None
+) -> ClusterConfig:
+    """Return the configuration with this model folder, and the gateway at this host and port; None:
+    unchanged."""
+    changes: dict[str, Any] = {} if model is None else {"model": model.resolve()}
+    return config.model_copy(update=changes | {"gateway": config.gateway.at(host, port)})
 
 
 # ----------------------------------------------------------------------------------------------

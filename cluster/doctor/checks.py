@@ -1,4 +1,4 @@
-"""What a check has to say: what was seen, why it matters, what to do."""
+"""Checks and their results: what was seen, why it matters, what to do; and what a check is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Figures = dict[str, Figure]
 
 
 class Severity(StrEnum):
-    """`NOTE`: to know of; `WARNING`: works, but slower or less safely; `ERROR`: does not work."""
+    """Rates a result. `NOTE`: good to know; `WARNING`: works, but slower or less safely; `ERROR`: does not
+    work."""
 
     OK = "ok"
     NOTE = "note"
@@ -38,7 +39,8 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """`seen` has the figures in words, `figures` for programs, with the unit in each name."""
+    """Represents one result: `seen` has the numbers in words, `figures` for programs, with units in the
+    names."""
 
     severity: Severity
     seen: str
@@ -49,7 +51,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result with the name and the group of the check that gave it."""
+    """Represents a result with the name and the group of its check."""
 
     check: str
     group: str
@@ -61,34 +63,38 @@ class Finding:
 
 
 def ok(seen: str, /, **figures: Figure) -> CheckResult:
+    """Return the result of something that works."""
     return CheckResult(Severity.OK, seen, figures=figures)
 
 
 def note(seen: str, why: str = "", remedy: str = "", /, **figures: Figure) -> CheckResult:
+    """Return a result that is good to know."""
     return CheckResult(Severity.NOTE, seen, why, remedy, figures)
 
 
 def warning(seen: str, why: str, remedy: str, /, **figures: Figure) -> CheckResult:
+    """Return the result of something that works, but slower or less safely."""
     return CheckResult(Severity.WARNING, seen, why, remedy, figures)
 
 
 def error(seen: str, why: str, remedy: str, /, **figures: Figure) -> CheckResult:
+    """Return the result of something that does not work."""
     return CheckResult(Severity.ERROR, seen, why, remedy, figures)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Worst first; equal ones stay in their order."""
+    """Sort the findings, the worst first; equal ones keep their order."""
     return sorted(findings, key=lambda finding: -finding.severity.rank)
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """1 when something does not work, else 0."""
+    """Return 1 when something does not work, else 0."""
     return int(any(finding.severity is Severity.ERROR for finding in findings))
 
 
 def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
-    """Stable keys: `ok`, `counts` by severity, and `findings`, worst first, each with `check`, `group`,
-    `severity`, `seen`, `why`, `remedy` and `figures`."""
+    """Return a JSON object with stable keys: `ok`, `counts` by severity, and `findings`, worst first, each
+    with `check`, `group`, `severity`, `seen`, `why`, `remedy` and `figures`."""
     ordered = worst_first(findings)
     counts = {str(severity): 0 for severity in Severity}
     for finding in ordered:
@@ -103,14 +109,14 @@ def _fields(result: CheckResult) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------
-# What a check before start is given, and what makes a function a check.
+# What a check of this machine is given, and what makes a function a check.
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """This machine, and what is to run on it."""
+    """Represents this machine, and what is to run on it."""
 
     machine: Machine
     config: ClusterConfig
@@ -119,12 +125,12 @@ class CheckContext:
     environment: Mapping[str, str]
     clock: Clock
     ray_address: str = "auto"
-    # The cluster of this configuration runs already: its ports and its memory are taken by itself.
+    # The cluster of this configuration runs already, and takes its ports and its memory.
     is_running: bool = False
 
 
 class Check(NamedTuple, Generic[C]):
-    """`look` says nothing where the question does not arise."""
+    """Represents one check; `look` yields nothing where the question does not arise."""
 
     name: str
     group: str
@@ -137,15 +143,15 @@ class Check(NamedTuple, Generic[C]):
 
 
 # ----------------------------------------------------------------------------------------------
-# A running cluster as its gateways tell of it: twice, some seconds apart, so that what grows now is seen.
+# A running cluster as its gateways report it: twice, some seconds apart, to see which counters grow.
 
 _ANSWER_S = 5.0
 _TLS = "tls://"
 
 
 class GatewayReply(NamedTuple):
-    """What one gateway said; `status` None: nothing, see `error`. `skew_s` is its clock's lead over ours,
-    give or take half of `round_trip_s`."""
+    """Represents the answer of one gateway; `status` None: none, see `error`. `skew_s` is its clock's lead
+    over ours, give or take half of `round_trip_s`."""
 
     address: str
     status: pb.StatusResponse | None
@@ -155,7 +161,7 @@ class GatewayReply(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What the configuration asks for, or its defaults where no file is given."""
+    """Represents the targets of the configuration, or its defaults where no file is given."""
 
     ttft_slo_s: float
     itl_slo_s: float
@@ -171,7 +177,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Live:
-    """`before` is the same as `status`, earlier; `stores` and `stores_before` likewise."""
+    """Represents a running cluster: `before` is an earlier `status`, as `stores_before` are of `stores`."""
 
     status: pb.StatusResponse
     before: pb.StatusResponse
@@ -184,7 +190,7 @@ class Live:
     paths: Sequence[pb.ReplicaPaths] = ()
 
     def growth(self, count: Callable[[pb.Load], int]) -> dict[str, int]:
-        """By replica: how much a counter grew between the two looks; a replica that is new has none."""
+        """Return by replica how much a counter grew between the two looks; new replicas are left out."""
         earlier = {(item.replica_id, item.epoch): count(item.load) for item in self.before.replicas}
         return {
             item.replica_id: count(item.load) - earlier[item.replica_id, item.epoch]
@@ -193,7 +199,7 @@ class Live:
         }
 
     def tiers(self) -> Iterator[tuple[str, pb.StoreTier, pb.StoreTier]]:
-        """Host, each tier of its store, and the same tier before."""
+        """Yield host, each tier of its store, and the same tier before."""
         earlier = {
             (node.member.node_id, node.member.epoch, tier.tier): tier
             for node in self.stores_before
@@ -215,8 +221,8 @@ async def look(
     version: str,
     clock: Clock,
 ) -> Live:
-    """Ask the gateway at `address`, wait, ask it again, and once the others it names. `CallError` when it
-    does not answer."""
+    """Query the gateway at `address` twice, `interval_s` apart, and once the others that it names.
+    `CallError` when it does not answer."""
     async with Client(address, clock) as client:
         before, stores_before = await _ask(client)
         await clock.sleep(interval_s)

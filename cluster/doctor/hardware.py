@@ -22,7 +22,8 @@ _VECTOR_FLAGS = ("avx2", "asimd")
 
 
 def cores(context: CheckContext) -> Iterator[CheckResult]:
-    """All ranks compute at once; what brains, gateways and Ray need beside them is little."""
+    """Compare processors with threads of ranks, which all compute at once; engine cores, gateways and Ray
+    need little."""
     num_cpus = context.machine.cpus()
     if context.needs is None or num_cpus <= 0:
         return
@@ -40,13 +41,15 @@ def cores(context: CheckContext) -> Iterator[CheckResult]:
             **figures,
         )
     elif num_threads + others > num_cpus:
-        yield note(f"{seen}, {num_engine_cores} brains and {context.needs.num_gateways} gateways", **figures)
+        yield note(
+            f"{seen}, {num_engine_cores} engine cores and {context.needs.num_gateways} gateways", **figures
+        )
     else:
         yield ok(seen, **figures)
 
 
 def features(context: CheckContext) -> Iterator[CheckResult]:
-    """What the kernels of CPU pools use, by their dtype."""
+    """Check what the kernels of CPU pools use, by their dtype."""
     flags = context.machine.cpu_flags()
     names = [pool.name for pool in context.config.pools if "cpu" in pool.stage_devices]
     if not names or not flags or context.needs is None:
@@ -68,7 +71,8 @@ def features(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _slow_dtype(machine: Machine, dtype: DtypeName, better: DtypeName, seen: str) -> CheckResult:
-    """How much slower this machine multiplies in `dtype` than in the one that it is made for."""
+    """Return by how much this machine multiplies slower in `dtype` than in the one that it has instructions
+    for."""
     rates = machine.product_rates((dtype, better))
     factor = rates[better] / rates[dtype]
     why = (
@@ -113,7 +117,8 @@ def governor(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _is_hardware_managed(machine: Machine) -> bool:
-    """With intel_pstate or amd_pstate in active mode `powersave` leaves the clock to the processor."""
+    """Whether the processor sets its clock itself: in active mode of intel_pstate or amd_pstate `powersave`
+    does that."""
     return any(
         read(machine.sys / "devices/system/cpu" / name / "status").strip() == "active"
         for name in ("intel_pstate", "amd_pstate")
@@ -121,7 +126,8 @@ def _is_hardware_managed(machine: Machine) -> bool:
 
 
 def numa(context: CheckContext) -> Iterator[CheckResult]:
-    """Ranks are not pinned: where there are several nodes, a rank may compute far from its memory."""
+    """Report NUMA nodes: ranks are not pinned, so with several nodes a rank may compute far from its
+    memory."""
     nodes = sorted((context.machine.sys / "devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:
         if nodes:
@@ -144,15 +150,16 @@ def numa(context: CheckContext) -> Iterator[CheckResult]:
 
 _GPU_CLASSES = ("0x0300", "0x0302")
 _NETWORK_CLASSES = ("0x0200", "0x0207")
-# NVIDIA, AMD: other display devices are none that compute.
+# NVIDIA, AMD: other display devices do not compute.
 _GPU_VENDORS = ("0x10de", "0x1002")
-# A network device below this is no fast one: its link is of no interest.
+# Network devices below this are slow: their link is of no interest.
 _SLOW_LINK_GT_S = 8.0
 _THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "sw_power_cap")
 
 
 class PciDevice(NamedTuple):
-    """Width in lanes, speed in GT/s a lane; `numa_node` -1: unknown, or there is one only."""
+    """Represents a GPU or network device. Width in lanes, speed in GT/s a lane; `numa_node` -1: unknown, or
+    there is one only."""
 
     address: str
     is_gpu: bool
@@ -168,7 +175,7 @@ class PciDevice(NamedTuple):
 
 
 def pci_devices(machine: Machine) -> list[PciDevice]:
-    """The GPUs and network devices on the PCI bus."""
+    """Return the GPUs and network devices on the PCI bus."""
     found = []
     for folder in sorted((machine.sys / "bus/pci/devices").glob("*")):
         kind, vendor = read(folder / "class").strip()[:6], read(folder / "vendor").strip()
@@ -190,7 +197,8 @@ def pci_devices(machine: Machine) -> list[PciDevice]:
 
 
 def links(context: CheckContext) -> Iterator[CheckResult]:
-    """A GPU lowers its link's speed while it idles, so that only the width tells; network devices do not."""
+    """Check the PCI-E links. An idle GPU lowers its link's speed, so only its width counts; network devices
+    do not."""
     for device in pci_devices(context.machine):
         if not device.width or not device.max_width:
             continue
@@ -216,7 +224,7 @@ def links(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def gpus_present(context: CheckContext) -> Iterator[CheckResult]:
-    """For the pools that ask for them; a cluster of several nodes may have them elsewhere."""
+    """Compare the GPUs with those configured; in a cluster of several nodes others may have them."""
     wanted = sum(
         pool.replicas * pool.tp * pool.num_gpus_per_rank * pool.stage_devices.count("cuda")
         for pool in context.config.pools
@@ -250,7 +258,7 @@ def gpu_persistence(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def gpu_clocks(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether something holds a clock down now; an idle GPU clocks low by itself, which is no reason."""
+    """Check whether something limits the clock now; that an idle GPU clocks low is no reason."""
     rows = gpu_rows(context.machine, "index", *(f"clocks_event_reasons.{name}" for name in _THROTTLES))
     if rows is None:  # drivers before 535
         rows = gpu_rows(context.machine, "index", *(f"clocks_throttle_reasons.{name}" for name in _THROTTLES))
@@ -267,7 +275,7 @@ def gpu_clocks(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def gpu_capability(context: CheckContext) -> Iterator[CheckResult]:
-    """bf16 needs compute capability 8.0."""
+    """Check for compute capability 8.0, which bf16 needs."""
     uses_bf16 = any(
         "cuda" in pool.stage_devices and pool.dtype in ("auto", "bf16") for pool in context.config.pools
     )
@@ -284,7 +292,7 @@ def gpu_capability(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def locality(context: CheckContext) -> Iterator[CheckResult]:
-    """GPUs whose NUMA node has no fast network device of its own."""
+    """Find GPUs whose NUMA node has no fast network device."""
     found = [device for device in pci_devices(context.machine) if device.numa_node >= 0]
     networks = [item for item in found if not item.is_gpu and item.max_speed >= _SLOW_LINK_GT_S]
     near = {device.numa_node for device in networks}
@@ -301,7 +309,7 @@ def locality(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def infiniband(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether `rdma` can be offered, and whether the devices that the configuration names are there."""
+    """Check whether `rdma` can be offered, and whether the configured devices exist."""
     transfer, folder = context.config.transfer, context.machine.sys / "class/infiniband"
     if "rdma" not in transfer.transports:
         return
@@ -336,7 +344,7 @@ def infiniband(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def gpu_rows(machine: Machine, *fields: str) -> list[list[str]] | None:
-    """A row a GPU; None without nvidia-smi, or when it does not know a field."""
+    """Return a row for each GPU; None without nvidia-smi, or when it does not know a field."""
     shown = machine.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
     if shown is None:
         return None
@@ -349,7 +357,7 @@ def _models(rows: list[list[str]]) -> str:
 
 
 def _speed(path: Path) -> float:
-    """`16.0 GT/s PCIe` as 16.0; 0: unknown."""
+    """Parse `16.0 GT/s PCIe` as 16.0; 0: unknown."""
     found = re.match(r"([\d.]+) GT/s", read(path))
     return float(found[1]) if found else 0.0
 

@@ -1,4 +1,5 @@
-"""The model's folder: whole, readable, computable by this decoder, and splittable as the pools want."""
+"""The model's folder: complete, readable, supported by the decoder, and divisible as configured for the
+pools."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def config_json(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def weights(context: CheckContext) -> Iterator[CheckResult]:
-    """Every file that the index names is there, and as long as its header says."""
+    """Check that every file that the index names exists, and is as long as its header says."""
     try:
         files = weight_files(context.config.model)
         problems = [problem for file in files if (problem := file_problem(file))]
@@ -82,11 +83,11 @@ def tokenizer(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def split(context: CheckContext) -> Iterator[CheckResult]:
-    """What `tandem serve` would refuse, and what it would serve less well than asked."""
+    """Report what `tandem serve` would refuse, and what it would serve less well than configured."""
     try:
         model = read_model_config(context.config.model)
     except CheckpointError:
-        return  # told already
+        return  # reported by `config_json`
     problems = 0
     for pool in context.config.pools:
         for result in _pool_results(pool, model):

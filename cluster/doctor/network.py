@@ -22,7 +22,7 @@ MIN_TOKEN_CHARS = 16
 
 
 def ports(context: CheckContext) -> Iterator[CheckResult]:
-    """The gateway's and the console's, and the addresses to listen on."""
+    """Check the ports of gateway and console, and the addresses to listen on."""
     gateway = context.config.gateway
     for name in ("port", "console_port", "health_port"):
         if port := getattr(gateway, name):
@@ -65,7 +65,8 @@ def _port(context: CheckContext, field: str, host: str, port: int) -> Iterator[C
 
 
 def clock(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether something keeps this machine's clock right. Live, the clocks of the hosts are compared."""
+    """Check whether this machine's clock is synchronized. In a running cluster the hosts' clocks are
+    compared."""
     kernel = context.machine.kernel_clock()
     if kernel is None:
         return
@@ -80,7 +81,7 @@ def clock(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def ray_token(context: CheckContext) -> Iterator[CheckResult]:
-    """Ray's token authentication: whoever has the token runs code on every node."""
+    """Check Ray's token authentication: whoever has the token runs code on every node."""
     mode = context.environment.get("RAY_AUTH_MODE", "token").lower()
     if mode != "token":
         yield warning(
@@ -143,7 +144,7 @@ def _token_text(text: str, place: str, where: str) -> Iterator[CheckResult]:
 
 
 def ray_cluster(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether something answers at the address to join; nothing is joined."""
+    """Check whether something answers at the address to join; nothing is joined."""
     address = context.ray_address
     if address in ("auto", "local"):
         return
@@ -196,7 +197,8 @@ def secret(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _bind(host: str, port: int) -> int:
-    """0, or the number of the error; a port that is only closing counts as free, as for the gateway."""
+    """Return 0, or the number of the error; a port that is only closing counts as free, as for the
+    gateway."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""The index of the store: a Redis server that is given, or one that we would have to start."""
+"""The server of the store's index: a configured Redis, or one that `tandem serve` starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _OWN_SERVER = (
 
 
 class IndexReply(NamedTuple):
-    """What a server said of itself. `lookups_ms` are sorted; `skew_s` is its clock's lead over ours."""
+    """Represents what a server reports of itself. `lookups_ms` are sorted; `skew_s` is its clock's lead over
+    ours."""
 
     info: Mapping[str, Any]
     lookups_ms: tuple[float, ...]
@@ -42,7 +43,8 @@ class IndexReply(NamedTuple):
 
 
 async def ask_index(url: str, clock: Clock) -> IndexReply:
-    """Look up blocks that are not there, as a store does; nothing is written. `IndexAwayError`."""
+    """Look up missing blocks, as a store does, and read the server's state; nothing is written.
+    `IndexAwayError`."""
     link = RedisLink(url, _TIMEOUT_S)
     await link.connect()
     try:
@@ -62,7 +64,7 @@ async def ask_index(url: str, clock: Clock) -> IndexReply:
 
 
 def server(context: CheckContext) -> Iterator[CheckResult]:
-    """Reached, new enough, quick enough, with room for the index."""
+    """Check that the server is reached, new enough, fast enough, and has space for the index."""
     store = context.config.store
     if not store.index or not store.dram_gb:
         return
@@ -92,7 +94,7 @@ def version(place: str, info: Mapping[str, Any]) -> Iterator[CheckResult]:
     compatible = str(info.get("redis_version") or text)
     found = tuple(int(part) for part in re.findall(r"\d+", compatible)[:2])
     if not found:
-        yield note(f"{place} does not tell its version", "it must know the commands of Redis 6.2")
+        yield note(f"{place} does not report its version", "it must know the commands of Redis 6.2")
     elif found < _MIN_VERSION:
         yield error(
             f"{place} is {name} {text}",
@@ -119,7 +121,7 @@ def speed(place: str, lookups_ms: tuple[float, ...], budget_ms: float) -> Iterat
 
 
 def index_bytes(context: CheckContext) -> int:
-    """What the index takes when one node's tiers are full; 0 where the model cannot be read."""
+    """Return the bytes of the index when one node's tiers are full; 0 where the model cannot be read."""
     if context.needs is None:
         return 0
     store = context.config.store
@@ -130,8 +132,8 @@ def index_bytes(context: CheckContext) -> int:
 
 
 def headroom(place: str, info: Mapping[str, Any], bytes_a_node: int) -> Iterator[CheckResult]:
-    """What happens when the index grows. An eviction policy is never the remedy for a given server: it may
-    drop Ray's control state with the index."""
+    """Check what happens when the index grows. An eviction policy is never the remedy for a configured
+    server: it may drop Ray's control state with the index."""
     policy, limit = str(info.get("maxmemory_policy") or ""), int(info.get("maxmemory") or 0)
     used = int(info.get("used_memory") or 0)
     grows = f"the index takes up to {gb(bytes_a_node)} for each node, about {_BYTES_A_BLOCK} bytes a block"
@@ -168,7 +170,7 @@ def lead(place: str, skew_s: float) -> Iterator[CheckResult]:
     if abs(skew_s) > _MAX_SKEW_S:
         yield warning(
             f"the clock of {place} is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} ours",
-            "nodes drop what others told the index two hours ago or more, by their own clocks",
+            "nodes drop what others announced two hours ago or more, by their own clocks",
             "synchronize both clocks (chrony, systemd-timesyncd)",
             skew_s=round(skew_s, 3),
         )

@@ -1,4 +1,4 @@
-"""All checks there are, and running them: those of a machine before start, and those of a running cluster."""
+"""The list of all checks, of a machine before start and of a running cluster, and running them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ REACH_CHECK = "gateway"
 
 
 def run_machine_checks(context: CheckContext) -> list[Finding]:
+    """Run the checks of this machine."""
+
     return _run(MACHINE_CHECKS, context)
 
 
 def run_cluster_checks(live: Live) -> list[Finding]:
+    """Run the checks of a running cluster."""
+
     return _run(LIVE_CHECKS, live)
 
 
 def config_findings(problem: str) -> list[Finding]:
-    """What `load_config` refused, line by line."""
+    """Return what `load_config` refused, line by line."""
     why = "`tandem serve` refuses the file; nothing that depends on it was looked at"
     return [
         Finding(
@@ -47,6 +51,8 @@ def config_findings(problem: str) -> list[Finding]:
 
 
 def unreachable(address: str, problem: str) -> Finding:
+    """Return the finding for a gateway that does not answer."""
+
     why = "nothing can be said of the cluster behind it"
     remedy = "does `tandem serve` run there? Is its port open from here? tls:// where it has a certificate"
     return Finding(REACH_CHECK, "members", error(f"no gateway answers at {address}: {problem}", why, remedy))

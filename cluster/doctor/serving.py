@@ -18,7 +18,7 @@ _NEAR_RESERVE = 0.05
 
 
 class Cause(NamedTuple):
-    """Why the slow requests were slow, in words, and what helps."""
+    """Represents why requests are slow, and what helps."""
 
     name: str
     why: str
@@ -40,7 +40,7 @@ def route(live: Live) -> Iterator[CheckResult]:
 
 
 def ttft(live: Live) -> Iterator[CheckResult]:
-    """Where the time to first token goes: the parts are measured for each request."""
+    """Check the time to first token, whose parts are measured for each request."""
     for gateway, recent in _recents(live):
         slo_ms = 1e3 * live.expected.ttft_slo_s
         seen = (
@@ -64,7 +64,8 @@ def ttft(live: Live) -> Iterator[CheckResult]:
 
 
 def ttft_cause(live: Live, recent: pb.RecentRequests) -> Cause:
-    """By the largest part of what the slow ones took; a wait for a landing counts as queueing there."""
+    """Return the cause by the largest part of the slow requests' time; waiting for a landing counts as
+    queueing."""
     whole = max(recent.slow_ttft_ms, 1e-9)
     queue, prefill = recent.slow_queue_ms / whole, recent.slow_prefill_ms / whole
     parts = f"of the slowest {recent.slow_ttft_ms:.0f} ms, {recent.slow_queue_ms:.0f} ms were queueing and "
@@ -79,8 +80,8 @@ def ttft_cause(live: Live, recent: pb.RecentRequests) -> Cause:
             )
         if full:
             return Cause(
-                "prompts wait for room at the decode replicas",
-                f"{parts}; {', '.join(full)}: a prompt is computed once its landing is granted",
+                "prompts wait for free blocks at the decode replicas",
+                f"{parts}; {', '.join(full)}: a prompt is computed after its landing is granted",
                 "`tandem scale decode=N` with more replicas, more engine.kv_tokens, or engine.offload_tokens",
             )
         waiting = sum(item.load.num_waiting for item in live.of_role("prefill", "both"))
@@ -112,7 +113,7 @@ def ttft_cause(live: Live, recent: pb.RecentRequests) -> Cause:
 
 
 def decode_pace(live: Live) -> Iterator[CheckResult]:
-    """Time per token after the first, and why it is long: offloading is the first suspect."""
+    """Check the time per token after the first, and find the cause: offloading is the first suspect."""
     for gateway, recent in _recents(live):
         slo_ms = 1e3 * live.expected.itl_slo_s
         if recent.num_requests < _MIN_REQUESTS:
@@ -150,7 +151,7 @@ def decode_cause(live: Live) -> Cause:
         listed = ", ".join(f"{name} {count} times" for name, count in preempted.items())
         return Cause(
             "sequences are preempted",
-            f"just now {listed}: each is computed again before it goes on",
+            f"just now {listed}: each is computed again before it continues",
             "more engine.kv_tokens, more decode replicas, or engine.offload_tokens",
         )
     mixed = [item.replica_id for item in decoders if item.load.num_backlog_tokens]
@@ -190,14 +191,14 @@ def preemptions(live: Live) -> Iterator[CheckResult]:
         if count:
             yield warning(
                 f"{name}: {count} sequences were preempted while we looked",
-                "there is no room for their growth: what they had is loaded or computed again",
+                "no blocks are free for their growth: what they had is loaded or computed again",
                 "more engine.kv_tokens or replicas, engine.offload_tokens, a larger transfer.growth_reserve",
                 num_preemptions=count,
             )
 
 
 def failures(live: Live) -> Iterator[CheckResult]:
-    """Of the gateway that was asked."""
+    """Check the counters of failed requests of the gateway at the given address."""
     num_failed = live.status.num_failed_requests - live.before.num_failed_requests
     total = live.status.num_failed_requests
     if num_failed > 0:
@@ -217,7 +218,7 @@ def failures(live: Live) -> Iterator[CheckResult]:
 
 
 def _recents(live: Live) -> Iterator[tuple[str, pb.RecentRequests]]:
-    """Of every gateway that answers, with its address where there are several."""
+    """Yield the recent requests of every gateway that answers, with its address where there are several."""
     replies = [reply for reply in live.gateways if reply.status is not None]
     for reply in replies:
         assert reply.status is not None
@@ -225,7 +226,7 @@ def _recents(live: Live) -> Iterator[tuple[str, pb.RecentRequests]]:
 
 
 def _full_decoders(live: Live) -> list[str]:
-    """Those that let landings wait, or soon will."""
+    """Return the decode replicas at which landings wait, or soon will."""
     full = []
     for replica in live.of_role("decode", "both"):
         load = replica.load
@@ -243,14 +244,14 @@ def _full_decoders(live: Live) -> list[str]:
 _MIN_PROMPTS = 10
 # A hit rate above this is nothing to look into.
 _GOOD_RATE = 0.5
-# Of the prompts' tokens: known, but computed all the same.
+# Share of the prompts' tokens that were known and computed again.
 _LOST_SHARE = 0.2
-# Of the prompts' tokens: behind one place where they diverge, although they repeat.
+# Share of the prompts' tokens that repeat, behind the place where prompts diverge.
 _BEHIND_SHARE = 0.2
 
 
 def hit_rate(live: Live) -> Iterator[CheckResult]:
-    """By tenant and gateway, from the prompts themselves."""
+    """Check the hit rate of each tenant at each gateway."""
     for reply in live.gateways:
         for reuse in reply.status.prefixes if reply.status is not None else ():
             if reuse.num_prompts >= _MIN_PROMPTS and reuse.num_finished_tokens:
@@ -293,7 +294,7 @@ def _reuse_result(reuse: pb.PrefixReuse) -> CheckResult:
 
 
 def _diverging(reuse: pb.PrefixReuse, tenant: str, rate: float, figures: Figures) -> CheckResult:
-    """The block that begins at `diverge_at` is the first that is new."""
+    """Return the result for prompts whose block at `diverge_at` is the first new one."""
     behind = reuse.num_tokens_behind / max(reuse.num_diverging, 1)
     repeated = reuse.num_repeated_behind / max(reuse.num_tokens_behind, 1)
     return warning(

@@ -1,4 +1,4 @@
-"""The folder of the NVMe tier: room, whether direct I/O works there, and what kind of disk it is."""
+"""The folder of the NVMe tier: free space, direct I/O, and the kind of disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOCAL = "name a folder on a local NVMe disk in store.nvme_path"
 
 
 def free_space(context: CheckContext) -> Iterator[CheckResult]:
-    """For what the store may still take, or has taken already."""
+    """Compare the free space with what the store may still take."""
     folder = context.config.store.nvme_path
     if folder is None:
         return
@@ -42,7 +42,7 @@ def free_space(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def direct_io(context: CheckContext) -> Iterator[CheckResult]:
-    """One page is written and read with O_DIRECT, as the store does; the file is removed."""
+    """Write and read one page with O_DIRECT, as the store does, and remove the file."""
     folder = context.config.store.nvme_path
     if folder is None:
         return
@@ -115,7 +115,7 @@ CHECKS = (
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it: it is made at the start."""
+    """Return the folder, or the nearest one above it that exists: it is made at the start."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -135,7 +135,7 @@ def _round_trip(path: Path) -> bool:
 
 
 def _taken_bytes(folder: Path) -> int:
-    """By the segments of earlier runs, which count as the store's own."""
+    """Return the size of the segments of earlier runs, which count as the store's own."""
     taken = 0
     for file in folder.glob("*/*"):
         try:

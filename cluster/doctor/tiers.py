@@ -1,4 +1,4 @@
-"""Symptoms of the tiered store: its processes, its index, its disks, what it refuses."""
+"""Symptoms of the tiered store: its processes, its index, its tiers, and what was not stored."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ GROUP = "store"
 
 
 def stores(live: Live) -> Iterator[CheckResult]:
-    """Each node's store process answers."""
+    """Check that each node's store process answers."""
     for node in live.stores:
         if node.error:
             yield error(
                 f"the store of {node.member.host} (process {node.member.process_id}): {node.error}",
-                "serving goes on without what it holds",
+                "serving continues without what it holds",
                 "see its worker-*.err log; Ray starts an ended one again, a stopped one must be ended",
                 node=node.member.host,
             )
@@ -71,8 +71,8 @@ def tiers(live: Live) -> Iterator[CheckResult]:
         if tier.num_io_errors > before.num_io_errors:
             yield error(
                 f"{name}: {tier.num_io_errors - before.num_io_errors} reads or writes failed while we looked",
-                "the disk is full, read-only or fails: writing rests, reading goes on",
-                "`dmesg` and `df` on that node; replace the disk, or free room",
+                "the disk is full, read-only or fails: writes are suspended, reads continue",
+                "`dmesg` and `df` on that node; replace the disk, or free space",
                 total=tier.num_io_errors,
             )
         elif tier.num_io_errors:
@@ -81,7 +81,7 @@ def tiers(live: Live) -> Iterator[CheckResult]:
             )
         if tier.num_refused > before.num_refused:
             yield warning(
-                f"{name}: {tier.num_refused - before.num_refused} records found no room while we looked",
+                f"{name}: {tier.num_refused - before.num_refused} records found no space while we looked",
                 "all it holds is in use, or a tenant has its share: those blocks are not kept",
                 "a larger store.dram_gb or store.tenant_share",
                 total=tier.num_refused,
@@ -96,11 +96,11 @@ def tiers(live: Live) -> Iterator[CheckResult]:
 
 
 def unstored(live: Live) -> Iterator[CheckResult]:
-    """Finished blocks that could not be written through, by cause."""
+    """Report finished blocks that could not be written through, by cause."""
     for cause, why in (
         ("failed", "the store did not take them: see the findings on stores"),
         ("queue", "they came faster than they could be copied: engine.write_queue was full"),
-        ("refused", "the host tier had no room for them"),
+        ("refused", "the host tier had no space for them"),
     ):
         grown = live.growth(lambda load, name=cause: load.num_unstored_blocks.get(name, 0))  # type: ignore[misc]
         for replica, count in grown.items():

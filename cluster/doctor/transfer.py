@@ -1,4 +1,4 @@
-"""Symptoms of moving KV: paths, checksums, blocks in quarantine, landings that wait."""
+"""Symptoms of KV transfer: paths, checksums, blocks in quarantine, landings that wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GROUP = "transfer"
 
 
 def paths(live: Live) -> Iterator[CheckResult]:
-    """Each measured path: there at all, not below the floor, over the transport that is preferred."""
+    """Check that each path exists, is not below the floor, and uses the preferred transport."""
     num_good = 0
     for replica in live.paths:
         for path in replica.paths:
@@ -65,7 +65,7 @@ def checksums(live: Live) -> Iterator[CheckResult]:
 
 
 def blocks(live: Live) -> Iterator[CheckResult]:
-    """Only what lasts from one look to the next."""
+    """Report blocks that stay in quarantine, or leak, from one look to the next."""
     earlier = {(item.replica_id, item.epoch): item.load for item in live.before.replicas}
     for replica in live.status.replicas:
         load, before = replica.load, earlier.get((replica.replica_id, replica.epoch))
@@ -81,7 +81,7 @@ def blocks(live: Live) -> Iterator[CheckResult]:
         if load.num_leaked_blocks and before.num_leaked_blocks:
             yield warning(
                 f"{replica.replica_id}: {load.num_leaked_blocks} blocks are referenced although nothing runs",
-                "that room is lost until the replica ends; it is a defect of ours",
+                "those blocks are lost until the replica ends; it is a defect of ours",
                 "restart that replica, and report it with its worker-*.err log",
                 num_blocks=load.num_leaked_blocks,
             )
@@ -93,9 +93,9 @@ def landings(live: Live) -> Iterator[CheckResult]:
         if load.num_waiting_landings:
             free = load.num_free_blocks / max(load.num_total_blocks, 1)
             yield note(
-                f"{replica.replica_id}: {load.num_waiting_landings} landings wait for room, {free:.0%} of "
+                f"{replica.replica_id}: {load.num_waiting_landings} landings wait for blocks, {free:.0%} of "
                 "its blocks are free",
-                "their prompts are not computed until there is room; past their deadline, or "
+                "their prompts are not computed until blocks are free; past their deadline, or "
                 "transfer.landing_queue, they are refused",
                 "more decode replicas or engine.kv_tokens, if this lasts",
                 num_landings=load.num_waiting_landings,

@@ -129,7 +129,7 @@ def _done(summary: Summary, ended_at: float) -> _Done:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the least of sorted values that at least this share of them does not exceed; 0 without values."""
+    """Return the least of sorted values that this share of them does not exceed; 0 without values."""
     if not ordered:
         return 0.0
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
@@ -162,7 +162,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Prompt:
-    """Tokens of one prompt: all, those in the known prefix, and an estimate of known ones behind the prefix."""
+    """Tokens of one prompt: all, those in the known prefix, and an estimate of known ones behind that."""
 
     num_tokens: int
     num_known: int
@@ -170,7 +170,7 @@ class _Prompt:
 
 
 class Reuse(NamedTuple):
-    """The prefix reuse of one tenant's latest prompts. Sizes are tokens; the last four fields describe the prompts
+    """The prefix reuse of one tenant's latest prompts. Sizes are tokens; the last four fields describe those
     that diverge at `diverge_at`, the place that costs most."""
 
     tenant: str
@@ -206,8 +206,8 @@ class PrefixTracker:
     def saw(
         self, tenant: str, block_keys: Sequence[bytes], prompt: bytes, began_at: float, ended_at: float
     ) -> tuple[int, int]:
-        """Record the prompt of an ended request, token ids as uint32. Returns how many of them were examined, and
-        how many of those are in a known prefix."""
+        """Record the prompt of an ended request, token ids as uint32. Returns how many of them were examined,
+        and how many of those are in a known prefix."""
         keys = block_keys[: MAX_TOKENS // self._block_tokens]
         num_known = 0
         for key in keys:
@@ -242,7 +242,7 @@ class PrefixTracker:
 
 
 def find_anchors(tokens: NDArray[np.uint32], salt: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return starts and hashes of the chosen windows. A hash depends on the window's tokens and the salt alone.
+    """Return starts and hashes of the chosen windows. A hash depends on the window's tokens and salt alone.
 
     The sum of t[j] * B^j over a window, less its first power, by one running sum over all tokens; B is odd,
     so that it has an inverse modulo 2^64.

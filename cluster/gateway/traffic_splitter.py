@@ -49,8 +49,8 @@ Context = Any
 
 
 def application_of(shares: Mapping[str, float], own: str, tenant: str, request_id: str) -> str:
-    """Return which application answers the request. A change of the shares moves no more requests than it must:
-    those of `own` are what the others, in the order of their names, leave."""
+    """Return which application answers the request. A change of the shares moves no more requests than it
+    must: those of `own` are what the others, in the order of their names, leave."""
     digest = hashlib.sha256(f"{tenant}\0{request_id}".encode()).digest()
     place = int.from_bytes(digest[:_HASH_BYTES], "big") / 256**_HASH_BYTES
     total = sum(shares.values())
@@ -147,7 +147,7 @@ class TrafficSplitter:
         self._others: dict[str, RemoteApp] = {}
         self._channels: dict[str, Any] = {}
         self._calls: set[Any] = set()
-        # Of passed-on requests, by id.
+        # Of forwarded requests, by id.
         self._addresses: OrderedDict[str, str] = OrderedDict()
         self._is_leaving = self._is_closed = False
 
@@ -157,8 +157,11 @@ class TrafficSplitter:
         return len(self._calls)
 
     async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
-        """Return True when another application answered the call to its end; False: answer it here. The request gets an
-        id if it has none. Ends by `context.abort` where the other application's answer is an error."""
+        """Return True when another application answered the call to its end; False: answer it here.
+
+        The request gets an id if it has none. Ends by `context.abort` where the other application answers with
+        an error.
+        """
         shares = self._connections.roster_view.traffic
         if not shares or self._open_roster is None or self._is_leaving:
             return False
@@ -169,7 +172,7 @@ class TrafficSplitter:
         began_at = metadata.get(APPLICATION_KEY, "") if request.resume else ""
         must = began_at in shares
         app = began_at if must else application_of(shares, self._app, request.tenant, request.request_id)
-        if app != self._app and await self._pass_on(app, request, context, must=must):
+        if app != self._app and await self._forward(app, request, context, must=must):
             return True
         await context.send_initial_metadata(((APPLICATION_KEY, self._app),))
         return False
@@ -202,7 +205,7 @@ class TrafficSplitter:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _pass_on(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
+    async def _forward(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
         began_at = self._clock.now()
         other = self._remote_app(app)
         await other.wait_seen()

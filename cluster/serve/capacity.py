@@ -17,7 +17,7 @@ from cluster.config import GatewayConfig, PoolConfig
 from cluster.errors import DashboardError
 from cluster.scaling.serve_client import ServeClient, deployment_name
 
-# CPUs that a brain asks: it waits for its ranks and for the network most of the time.
+# CPUs that an engine core asks: it waits for its ranks and for the network most of the time.
 ENGINE_CORE_CPUS = 0.05
 GATEWAY_CPUS = 0.05
 # Ray counts resources in units of 1/10000.
@@ -25,7 +25,8 @@ _QUANTUM = 1e-4
 
 
 class ReplicaDemand(NamedTuple):
-    """One replica of a pool: what its brain and its stages ask, all on one node unless `may_spread`."""
+    """Represents one replica of a pool: what its engine core and its stages ask, on one node unless
+    `may_spread`."""
 
     pool: str
     bundles: tuple[dict[str, float], ...]
@@ -36,14 +37,15 @@ class ReplicaDemand(NamedTuple):
         return add_up(self.bundles)
 
     def parts(self) -> list[dict[str, float]]:
-        """What must each be on one node."""
+        """Return the parts that must each be on one node."""
         return [dict(bundle) for bundle in self.bundles] if self.may_spread else [self.total()]
 
 
 def plan_cpus(
     pools: Sequence[PoolConfig], num_gateways: int, nodes: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """CPUs per rank for each pool. A pool that names its own keeps it; the others share what is left.
+    """Return the CPUs per rank for each pool. A pool that configures its own keeps it; the others share what
+    is left.
 
     A share is at most the rank's threads, and small enough that everything fits and that the pools which
     share can be doubled while they run. `nodes` are what each node has left.
@@ -68,7 +70,7 @@ def plan_cpus(
 
 
 def rank_resources(pool: PoolConfig, cpus_per_rank: float, stage: int) -> dict[str, float]:
-    """What one rank of the stage asks."""
+    """Return what one rank of the stage asks."""
     resources = {"CPU": cpus_per_rank}
     if pool.stage_devices[stage] == "cuda":
         resources["GPU"] = pool.num_gpus_per_rank
@@ -76,25 +78,26 @@ def rank_resources(pool: PoolConfig, cpus_per_rank: float, stage: int) -> dict[s
 
 
 def bundles(pool: PoolConfig, cpus_per_rank: float) -> list[dict[str, float]]:
-    """The placement group of one replica: the brain's bundle first, then one for each stage, whose ranks
-    share a node because they share the bundle."""
+    """Return the placement group of one replica: the engine core's bundle first, then one for each stage,
+    whose ranks share a node because they share the bundle."""
     stages = (rank_resources(pool, cpus_per_rank, stage) for stage in range(pool.pp))
     whole = ({name: pool.tp * amount for name, amount in rank.items()} for rank in stages)
     return [bundle | pool.resources for bundle in ({"CPU": ENGINE_CORE_CPUS}, *whole)]
 
 
 def gateway_bundle(gateway: GatewayConfig) -> dict[str, float]:
-    """What one gateway asks."""
+    """Return what one gateway asks."""
     return {"CPU": GATEWAY_CPUS} | gateway.resources
 
 
 def placement_strategy(pool: PoolConfig) -> str:
-    """A replica of one stage stays on one node; stages are packed, and spread only where they must."""
+    """Return Ray's strategy: a replica of one stage stays on one node; stages are packed, and spread only
+    where needed."""
     return "STRICT_PACK" if pool.pp == 1 else "PACK"
 
 
 def demands(pools: Sequence[PoolConfig], cpus: Mapping[str, float]) -> list[ReplicaDemand]:
-    """Every replica of every pool."""
+    """Return the demand of every replica of every pool."""
     return [
         ReplicaDemand(pool.name, tuple(bundles(pool, cpus[pool.name])), may_spread=pool.pp > 1)
         for pool in pools
@@ -121,10 +124,10 @@ def shortages(
     free: Sequence[Mapping[str, float]],
     total: Sequence[Mapping[str, float]],
 ) -> list[str]:
-    """Why `wanted` cannot be placed on nodes with `free` of `total` resources; empty when it can.
+    """Return why `wanted` cannot be placed on nodes with `free` of `total` resources; empty when it can.
 
     Each replica, or each stage of one that may spread, must fit on one node; the largest are placed first,
-    each on the first node with room.
+    each on the first node where it fits.
     """
     lines = [
         f"{name}: {amount_text(amount)} wanted, {amount_text(add_up(free).get(name, 0.0))} free of "
@@ -166,21 +169,23 @@ def _floor(cpus: float) -> float:
 # difference is free. A pool that has no replica now has no known size.
 
 _LIMIT = 10_000
-# Bundles of a replica of one stage: the brain's and the stage's, which share a node.
+# Bundles of a replica of one stage: the engine core's and the stage's, which share a node.
 _ONE_STAGE = 2
-# Resources that no replica of ours asks, or that Ray makes of others.
+# Resources that no replica asks, or that Ray derives from others.
 _HIDDEN = ("node:", "memory", "object_store_memory", "bundle")
 
 
 class Headroom(NamedTuple):
-    """Resources by node, and what one replica of each pool takes, a mapping for each bundle."""
+    """Represents the resources by node, and what one replica of each pool takes, a mapping for each
+    bundle."""
 
     free: tuple[dict[str, float], ...]
     total: tuple[dict[str, float], ...]
     bundles: dict[str, tuple[dict[str, float], ...]]
 
     def shortages(self, added: Mapping[str, int]) -> list[str]:
-        """Why so many more replicas of each pool cannot be placed; empty when they can, or none knows."""
+        """Return why so many more replicas of each pool cannot be placed; empty when they can, or it is
+        unknown."""
         wanted = [
             ReplicaDemand(pool, self.bundles[pool], may_spread=len(self.bundles[pool]) > _ONE_STAGE)
             for pool, num in added.items()
@@ -190,15 +195,16 @@ class Headroom(NamedTuple):
         return shortages(wanted, self.free, self.total)
 
     def needed(self, pool: str, num: int) -> dict[str, float]:
-        """What `num` replicas of the pool take; empty when that is not known."""
+        """Return what `num` replicas of the pool take; empty when that is not known."""
         return {name: num * amount for name, amount in add_up(self.bundles.get(pool, ())).items()}
 
     def total_free(self, name: str) -> float:
+        """Return what all nodes have free of one resource."""
         return sum(node.get(name, 0.0) for node in self.free)
 
 
 async def read_headroom(client: ServeClient, app: str) -> Headroom | None:
-    """Asked of the dashboard; None when it cannot tell."""
+    """Read the headroom from the dashboard; None when it does not answer."""
     try:
         nodes = await _list(client, "nodes")
         groups = await _list(client, "placement_groups")
@@ -211,7 +217,7 @@ async def read_headroom(client: ServeClient, app: str) -> Headroom | None:
 def make_headroom(
     app: str, nodes: list[dict[str, Any]], groups: list[dict[str, Any]], actors: list[dict[str, Any]]
 ) -> Headroom:
-    """From the rows of Ray's state API."""
+    """Compute the headroom from the rows of Ray's state API."""
     total = {node["node_id"]: _shown(node["resources_total"]) for node in nodes if node["state"] == "ALIVE"}
     free = {node_id: dict(resources) for node_id, resources in total.items()}
     bundles: dict[str, tuple[dict[str, float], ...]] = {}

@@ -1,7 +1,7 @@
-"""The application as a Ray Serve configuration declares it: `import_path: cluster.serve.entrypoint:build`.
+"""The application of a Ray Serve configuration: `import_path: cluster.serve.entrypoint:build`.
 
-What `tandem serve` does beyond that (start Ray, plan CPUs, keep an index server) has no place there: such a
-configuration is built by Serve wherever it likes, more than once, and nobody stays to look after anything.
+Serve builds such an application on any node and more than once, and no process stays to look after it. So
+what `tandem serve` does beyond that (start Ray, plan CPUs, run an index server) is left to the configuration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("tandem.declared")
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Serve calls this with the `args` of the application in its configuration.
+    """Return the application; Serve calls this with the `args` in its configuration.
 
     `config` is the cluster's file as a mapping, with absolute paths and `cpus_per_rank` in each pool;
     `secret_file` holds the cluster secret, the same in each node; `redis_url_file`, optional, the URL of the
@@ -54,7 +54,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def with_declared_counts(config: ClusterConfig, deployed: Mapping[str, Any] | None) -> ClusterConfig:
-    """The configuration with the counts that its entry among Serve's applications has for the gateways
+    """Return the configuration with the counts that its entry among Serve's applications has for the gateways
     (`user_config`), where it has any: unlike `args`, they may change without a restart of replicas."""
     deployments = {entry["name"]: entry for entry in (deployed or {}).get("deployments", [])}
     for pool in config.pools:
@@ -69,8 +69,8 @@ def with_declared_counts(config: ClusterConfig, deployed: Mapping[str, Any] | No
 
 
 def known_counts(config: ClusterConfig, key: str) -> KnownCounts:
-    """What was ordered of the pools: by the roster of this Ray cluster or, where that has nothing to say yet,
-    as an earlier Ray cluster left it in Redis under `key` ("": nowhere)."""
+    """Return the counts that were ordered: from the roster of this Ray cluster or, where it has none yet,
+    those that an earlier Ray cluster left in Redis under `key` ("": nowhere)."""
     if not ray.is_initialized():
         return KnownCounts()
     problem = ""
@@ -92,7 +92,7 @@ def known_counts(config: ClusterConfig, key: str) -> KnownCounts:
 
 
 def declared_config(args: dict[str, Any]) -> ClusterConfig:
-    """The whole configuration of `args`, checked; `ConfigError` names each bad field."""
+    """Parse and check the configuration of `args`; `ConfigError` names each bad field."""
     if unknown := sorted(set(args) - set(_KEYS)):
         raise ConfigError(f"args.{unknown[0]}: unknown; the keys are {', '.join(_KEYS)}")
     raw = args.get("config")
@@ -110,13 +110,13 @@ def declared_config(args: dict[str, Any]) -> ClusterConfig:
 
 
 def declared_life(app: str, secret: bytes) -> str:
-    """Equal each time that the application is built, so that replicas of a changed configuration find the
-    stores that their nodes have; it tells nobody anything about the secret."""
+    """Return the name of the application's life. It is equal for each build, so that replicas of a changed
+    configuration find the stores of their nodes, and reveals nothing of the secret."""
     return hmac.digest(secret, f"life of {app}".encode(), "sha256").hex()[:NODE_ID_CHARS]
 
 
 def _undeclared(config: ClusterConfig) -> list[str]:
-    """What is left open that `tandem serve` would settle."""
+    """Return what is missing that `tandem serve` would decide."""
     problems = []
     paths = {
         "model": config.model,
@@ -152,7 +152,7 @@ def _undeclared(config: ClusterConfig) -> list[str]:
 
 
 def _secret_file(config: ClusterConfig) -> Path:
-    assert config.secret_file is not None, "declared_config has seen to it"
+    assert config.secret_file is not None, "declared_config checks it"
     return config.secret_file
 
 

@@ -1,9 +1,9 @@
-"""A running application, from the process that owns it: bring it up, watch it, take it down.
+"""The process that owns an application: starts it, watches it, and stops it.
 
     starting Ray -> checking resources -> deploying -> loading replicas -> serving -> stopped
 
-Called by the command line. Nothing waits without a limit: what cannot be placed is a `StartError` that names
-the resource, and so is a replica that cannot load its model.
+Called by the command line. No wait is unbounded: what cannot be placed is a `StartError` that names the
+resource, and so is a replica that cannot load its model.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ SCHEDULE_S = 20.0
 _POLL_S = 0.25
 _LOOK_S = 0.2
 _REACH_S = 5.0
-# How long a node may take to start a process and say what its processors can do.
+# How long a node may take to start a process and report its CPU flags.
 _ANSWER_S = 60.0
 _INTERRUPTED = "interrupted while starting"
 _log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Progress(NamedTuple):
-    """What there is to see while the application starts."""
+class StartProgress(NamedTuple):
+    """Represents how far the start, or an update, of the application is."""
 
     stage: str
     # Pool name to (replicas ready, replicas wanted).
@@ -64,7 +64,7 @@ class Progress(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where a started application is reached."""
+    """Represents where a started application is reached."""
 
     gateways: tuple[str, ...]
     # URLs.
@@ -78,7 +78,7 @@ class Addresses(NamedTuple):
 
 
 class Service:
-    """One application and, where none ran, the Ray cluster below it. `stop` may be called at any time.
+    """Owns one application and, where none ran, the Ray cluster below it. `stop` may be called at any time.
 
     `ray_address`: "auto" joins the Ray cluster of this host or starts one, "local" always starts one,
     anything else is the address of a cluster to join.
@@ -95,7 +95,7 @@ class Service:
         # After `start`: the dtype of all pools, and why it is this one.
         self.dtype_reason = ""
 
-    def start(self, report: Callable[[Progress], None], interrupted: threading.Event) -> Addresses:
+    def start(self, report: Callable[[StartProgress], None], interrupted: threading.Event) -> Addresses:
         """Return when every replica serves; `StartError` or `ConfigError` when that cannot be.
 
         `interrupted` may be set from a signal handler: start then ends with `StartError`.
@@ -105,26 +105,27 @@ class Service:
         check_tracing(self._config.tracing)
         secret = self._secret()
         _check_interrupted(interrupted)
-        report(Progress("starting Ray", {}))
+        report(StartProgress("starting Ray", {}))
         self._connect()
         _check_interrupted(interrupted)
-        report(Progress("checking resources", {}))
+        report(StartProgress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
         self._settle_dtype()
         _check_interrupted(interrupted)
-        report(Progress("deploying", {}))
+        report(StartProgress("deploying", {}))
         self._deploy(cpus, secret)
         return self._wait_until_serving(report, interrupted)
 
     def wait(self, interrupted: threading.Event) -> None:
-        """Return when interrupted; `RayEndedError` when a Ray cluster of ours ends before."""
+        """Return when interrupted; `RayEndedError` when the Ray cluster that was started here ends before."""
         while not interrupted.wait(_LOOK_S):
             self._check_ray()
 
     def stop(self) -> None:
-        """Let streams drain and stores flush; end all processes of the application, and of Ray if ours.
+        """Let streams drain and stores flush; end all processes of the application, and of Ray if it was
+        started here.
 
-        `RayEndedError` when that Ray has ended before: everything of it is killed then.
+        `RayEndedError` when that Ray has ended before; its remaining processes are killed.
         """
         try:
             if ray.is_initialized():
@@ -139,7 +140,8 @@ class Service:
             self._deployed = False
 
     def _take_down(self) -> None:
-        """In a thread: while Ray's processes are gone its calls return after a minute, if at all."""
+        """Delete the application in a thread: without Ray's processes, its calls return after a minute or
+        never."""
         if not self._deployed:
             return
         executor = ThreadPoolExecutor(1, "taking down")
@@ -160,7 +162,7 @@ class Service:
         if self._ray is not None and self._ray.has_ended:
             self._ray.kill()
             raise RayEndedError(
-                "Ray's processes were ended by somebody else, and the streams with them; "
+                "Ray's processes were ended from outside, and the streams with them;  "
                 "send signals to `tandem serve` alone (systemd: KillMode=mixed)"
             )
 
@@ -194,7 +196,8 @@ class Service:
         self._dashboard = f"http://{dashboard}" if dashboard else ""
 
     def _wait_for_resources(self, interrupted: threading.Event) -> dict[str, float]:
-        """CPUs per rank for each pool, once everything fits. A cluster of ours cannot grow: no wait."""
+        """Return the CPUs per rank for each pool, once everything fits. A cluster started here cannot grow:
+        no wait."""
         deadline = self._clock.now() + (0.0 if self._ray is not None else SCHEDULE_S)
         while True:
             total = node_resources()
@@ -213,7 +216,7 @@ class Service:
                 raise StartError("the Ray cluster lacks resources: " + "; ".join(missing))
 
     def _settle_dtype(self) -> None:
-        """Once for all pools and nodes: a replica that starts later takes the same."""
+        """Choose the dtype once for all pools and nodes: a replica that starts later takes the same."""
         node_to_flags = node_cpu_flags(self._config.pools) if needs_flags(self._config) else {}
         self._config, self.dtype_reason = settle_dtype(self._config, node_to_flags)
         _log.info("dtype %s", self.dtype_reason)
@@ -228,7 +231,8 @@ class Service:
         deploy(config, Deployed(config.model_dump_json(), cpus, secret, life))
 
     def _with_index(self, secret: bytes) -> ClusterConfig:
-        """The configuration, in which a store with an index knows a server: ours where it names none."""
+        """Return the configuration with a server for the store's index, which is started here where none is
+        named."""
         store = self._config.store
         if not (store.index and store.dram_gb) or store.redis_url:
             return self._config
@@ -245,14 +249,14 @@ class Service:
             server.close()
 
     def _wait_until_serving(
-        self, report: Callable[[Progress], None], interrupted: threading.Event
+        self, report: Callable[[StartProgress], None], interrupted: threading.Event
     ) -> Addresses:
         unplaced_since: float | None = None
         while not interrupted.wait(_POLL_S):
             self._check_ray()
             status = serve.status().applications.get(self._config.app)
             ready = self._ready(status)
-            report(Progress("loading", ready))
+            report(StartProgress("loading", ready))
             if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartError(failure(status))
             waiting = unplaced()
@@ -285,7 +289,7 @@ class Service:
 
 
 def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
-    """By address, the CPU flags of every node on which a CPU rank of these pools may be placed.
+    """Return, by address, the CPU flags of every node on which a CPU rank of these pools may be placed.
 
     Raises `StartError` for a node that does not answer.
     """
@@ -312,7 +316,7 @@ def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
 
 
 def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
-    """`ConfigError` where an address or a port cannot do on that many hosts."""
+    """Raise `ConfigError` where an address or a port does not work on that many hosts."""
     gateway, data_host = config.gateway, config.transfer.data_host
     if num_nodes > 1 and data_host in _LOOPBACK:
         raise ConfigError(
@@ -329,7 +333,7 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
 
 
 def check_reachable(ray_address: str) -> None:
-    """`StartError` when nothing listens at host:port: Ray itself would try for minutes."""
+    """Raise `StartError` when nothing listens at host:port: Ray itself would try for minutes."""
     host, _, port = ray_address.rpartition(":")
     if not host or not port.isdecimal():
         raise StartError(f"the Ray address must be auto, local or host:port, not {ray_address!r}")
@@ -340,7 +344,7 @@ def check_reachable(ray_address: str) -> None:
 
 
 def unplaced() -> list[str]:
-    """Why placement groups of the cluster wait: their resources against what is free."""
+    """Return why placement groups of the cluster wait: their resources against what is free."""
     wanted = [
         ReplicaDemand(
             group["name"] or "?", tuple(group["bundles"].values()), may_spread=group["strategy"] == "PACK"
@@ -359,7 +363,7 @@ def node_resources() -> list[dict[str, float]]:
 
 
 def failure(status: ApplicationStatusOverview) -> str:
-    """One line a failed deployment, with the innermost exception of its traceback."""
+    """Return one line for each failed deployment, with the innermost exception of its traceback."""
     lines = [
         f"{name}: {_innermost(deployment.message)}"
         for name, deployment in status.deployments.items()

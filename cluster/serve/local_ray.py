@@ -25,7 +25,7 @@ _END_S = 5.0
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Keep the handlers of SIGINT and SIGTERM over what sets others; outside the main thread, do nothing."""
+    """Restore the handlers of SIGINT and SIGTERM afterwards; outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -38,10 +38,11 @@ def own_signals() -> Iterator[None]:
 
 
 class LocalRay:
-    """Starts Ray's processes and connects to them. They are in sessions of their own, so that a signal to our
-    process group (Ctrl-C, `timeout`, a shell's `kill %1`) leaves it to us to end them, after the streams.
+    """Starts Ray's processes and connects to them. They run in sessions of their own, so that a signal to
+    this process group (Ctrl-C, `timeout`, a shell's `kill %1`) does not reach them: they are ended here,
+    after the streams.
 
-    They do not outlive this process, however it ends: `ray_watchdog` sees to that.
+    They do not outlive this process, however it ends: `ray_watchdog` kills them.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -68,7 +69,7 @@ class LocalRay:
 
     @property
     def has_ended(self) -> bool:
-        """Whether somebody else has ended it: the GCS or the raylet is gone."""
+        """Whether it was ended from outside: the GCS or the raylet is gone."""
         return any(process.poll() is not None for process in self._vital)
 
     def shut_down(self) -> None:
@@ -80,7 +81,7 @@ class LocalRay:
         self._end_watchdog()
 
     def kill(self) -> None:
-        """End all its processes at once, without a word to any."""
+        """Kill all its processes at once."""
         _kill(self._family())
         self._end_watchdog()
 
@@ -90,7 +91,7 @@ class LocalRay:
 
     def _send_to_watchdog(self, line: str) -> None:
         assert self._watchdog.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):  # somebody has killed it, or it has ended
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it was killed, or has ended
             self._watchdog.stdin.write(f"{line}\n".encode())
             self._watchdog.stdin.flush()
 
@@ -102,7 +103,7 @@ class LocalRay:
         self._watchdog.wait()
 
     def _family(self) -> list[psutil.Process]:
-        """What is in the sessions that were opened for it, also what has lost its parent."""
+        """Return the processes in its sessions, also those that have lost their parent."""
         found, sessions = [], {process.pid for process in self._started}
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,6 +1,6 @@
-"""The machine as the checks see it: files below a root, commands, file systems, listening sockets.
+"""The machine that checks look at: files below a root, commands, file systems, listening sockets.
 
-Tests give a prepared root and commands of their own.
+Tests pass a prepared root and scripted commands.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvtransfer.common.host import cpu_flags
 _COMMAND_S = 10.0
 # Of `struct timex`, rounded up; of its `maxerror`, on 64 bits; what an unsynchronized clock returns.
 _TIMEX_BYTES, _MAX_ERROR_OFFSET, _TIME_ERROR = 256, 24, 5
-# What cgroups of version 1 say when there is none is near 2^63.
+# Without a limit, cgroups of version 1 report about 2^63.
 _NO_LIMIT_BYTES = 1 << 60
 _NETWORK_TYPES = ("nfs", "nfs4", "cifs", "smb3", "ceph", "glusterfs", "9p", "virtiofs", "lustre", "fuse.s3fs")
 _MEMORY_TYPES = ("tmpfs", "ramfs")
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """What it prints; None where it is not installed, fails or hangs."""
+    """Return what the command prints; None where it is not installed, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -41,7 +41,7 @@ def run_command(command: Sequence[str]) -> str | None:
 
 
 def measure_product_rates(dtypes: Sequence[str]) -> dict[str, float]:
-    """Operations a second of a linear layer on this machine, by dtype."""
+    """Measure the operations a second of a linear layer on this machine, by dtype."""
     import torch  # here: no other check needs it
 
     from workers.rank.model_runner import read_dtype
@@ -51,14 +51,14 @@ def measure_product_rates(dtypes: Sequence[str]) -> dict[str, float]:
 
 
 class Space(NamedTuple):
-    """Of a file system."""
+    """Represents the size of a file system."""
 
     total_bytes: int
     free_bytes: int
 
 
 class Mount(NamedTuple):
-    """The file system that a path is on. `device` is its number in sysfs ("8:1")."""
+    """Represents the file system that a path is on. `device` is its number in sysfs ("8:1")."""
 
     point: str
     kind: str
@@ -73,8 +73,8 @@ class Mount(NamedTuple):
         return self.kind in _MEMORY_TYPES
 
 
-class Listener(NamedTuple):
-    """Who listens at a TCP port; `process` "" where this user may not know."""
+class ListeningSocket(NamedTuple):
+    """Represents a listening TCP socket; `process` is "" where this user may not know it."""
 
     host: str
     port: int
@@ -83,14 +83,14 @@ class Listener(NamedTuple):
 
 
 class KernelClock(NamedTuple):
-    """What whoever keeps the clock told the kernel."""
+    """Represents the kernel's view of the clock's synchronization."""
 
     is_synchronized: bool
     max_error_s: float
 
 
 def read_kernel_clock() -> KernelClock | None:
-    """By adjtimex, which changes nothing here; None where there is no such call."""
+    """Read the clock's state by adjtimex, which changes nothing here; None where there is no such call."""
     timex = ctypes.create_string_buffer(_TIMEX_BYTES)
     call = getattr(ctypes.CDLL(None), "adjtimex", None)
     state = -1 if call is None else int(call(timex))
@@ -102,7 +102,7 @@ def read_kernel_clock() -> KernelClock | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """`root` stands for `/`: below it lie `proc`, `sys` and `dev`."""
+    """Represents the machine. `root` stands for `/`: below it lie `proc`, `sys` and `dev`."""
 
     root: Path = Path("/")
     run: Callable[[Sequence[str]], str | None] = run_command
@@ -122,20 +122,21 @@ class Machine:
     # ------------------------------------------------------------------------------------- limits
 
     def limit(self, name: str) -> tuple[float, float] | None:
-        """Soft and hard limit of this process, such as "Max open files"; infinity where there is none."""
+        """Return the soft and hard limit of this process, such as "Max open files"; infinity where there is
+        none."""
         found = re.search(rf"^{re.escape(name)}\s+(\S+)\s+(\S+)", read(self.proc / "self/limits"), re.M)
         return (_limit(found[1]), _limit(found[2])) if found else None
 
     # ------------------------------------------------------------------------------------- memory
 
     def memory(self, name: str) -> int | None:
-        """Bytes, by its name in /proc/meminfo (pages, for the counts of huge pages)."""
+        """Return an entry of /proc/meminfo in bytes (counts of huge pages in pages)."""
         found = re.search(rf"^{re.escape(name)}:\s+(\d+)( kB)?", read(self.proc / "meminfo"), re.M)
         return None if found is None else int(found[1]) * (1024 if found[2] else 1)
 
     def memory_limit(self) -> tuple[int, int] | None:
-        """Limit and use in bytes of the control groups around this process, of the one that leaves least;
-        None: no limit."""
+        """Return limit and use, in bytes, of the control group around this process that leaves least; None:
+        no limit."""
         found = []
         for folder, limit_name, used_name in self._memory_groups():
             limit = whole_number(folder / limit_name)
@@ -145,7 +146,7 @@ class Machine:
         return min(found, key=lambda group: group[0] - group[1], default=None)
 
     def group_limit(self, controller: str, name: str) -> float:
-        """The least of this setting over the control groups around this process; infinity: none."""
+        """Return the least of this setting over the control groups around this process; infinity: none."""
         groups = self.sys / "fs/cgroup"
         files = [groups / path / name for path in self._group_paths("")]
         files += [groups / controller / path / name for path in self._group_paths(controller)]
@@ -163,7 +164,7 @@ class Machine:
         return found
 
     def _group_paths(self, controller: str) -> list[str]:
-        """Of this process, innermost first, up to the root of what it sees."""
+        """Return the groups of this process, innermost first, up to the root that it sees."""
         for line in read(self.proc / "self/cgroup").splitlines():
             _, controllers, path = [*line.split(":", 2), "", ""][:3]
             if controller in controllers.split(","):
@@ -174,7 +175,8 @@ class Machine:
     # ----------------------------------------------------------------------------------- processors
 
     def cpus(self) -> float:
-        """Those that this process may use, less what its control group takes away; 0: unknown."""
+        """Return the number of CPUs that this process may use, within its control group's quota; 0:
+        unknown."""
         allowed = re.search(r"^Cpus_allowed_list:\s+(\S+)", read(self.proc / "self/status"), re.M)
         num = float(len(numbers(allowed[1]))) if allowed else 0.0
         for path in self._group_paths(""):
@@ -184,13 +186,13 @@ class Machine:
         return num
 
     def cpu_flags(self) -> frozenset[str]:
-        """As `kvtransfer.common.host.cpu_flags` reads them."""
+        """Return the flags as `kvtransfer.common.host.cpu_flags` reads them."""
         return cpu_flags(self.proc / "cpuinfo")
 
     # ---------------------------------------------------------------------------------- file systems
 
     def space(self, path: Path) -> Space | None:
-        """Of the file system that holds the path, or the nearest folder above that exists."""
+        """Return the size of the file system that holds the path, or the nearest folder above that exists."""
         while not path.exists() and path != path.parent:
             path = path.parent
         try:
@@ -200,7 +202,7 @@ class Machine:
         return Space(usage.total, usage.free)
 
     def mount(self, path: Path) -> Mount | None:
-        """Where the (absolute) path is mounted; None when the kernel does not tell."""
+        """Return where the (absolute) path is mounted; None when the kernel does not report it."""
         best: Mount | None = None
         for line in read(self.proc / "self/mountinfo").splitlines():
             before, _, after = line.partition(" - ")
@@ -213,7 +215,7 @@ class Machine:
         return best
 
     def is_rotational(self, mount: Mount) -> bool | None:
-        """Whether its disk turns; None when sysfs does not say."""
+        """Return whether its disk rotates; None when sysfs does not report it."""
         device = self.sys / "dev/block" / mount.device
         for folder in (device, device.resolve().parent):  # a partition's disk is the folder above it
             found = whole_number(folder / "queue/rotational")
@@ -223,21 +225,21 @@ class Machine:
 
     # --------------------------------------------------------------------------------------- sockets
 
-    def listeners(self) -> list[Listener]:
-        """Of TCP; those of other users have no name."""
+    def listeners(self) -> list[ListeningSocket]:
+        """Return the listening TCP sockets; those of other users have no process name."""
         try:
             connections = psutil.net_connections(kind="tcp")
         except psutil.Error:
             return []
         return [
-            Listener(item.laddr.ip, item.laddr.port, _process_name(item.pid), item.pid or 0)
+            ListeningSocket(item.laddr.ip, item.laddr.port, _process_name(item.pid), item.pid or 0)
             for item in connections
             if item.status == psutil.CONN_LISTEN and item.laddr
         ]
 
 
 def read(path: Path) -> str:
-    """The file's text; "" where there is none to read."""
+    """Return the file's text; "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -245,13 +247,13 @@ def read(path: Path) -> str:
 
 
 def whole_number(path: Path) -> int | None:
-    """None where the file is missing or says something else, such as "max"."""
+    """Return the file's number; None where the file is missing or holds something else, such as "max"."""
     text = read(path).strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
 def numbers(ranges: str) -> list[int]:
-    """`0-2,5` as [0, 1, 2, 5]."""
+    """Parse `0-2,5` as [0, 1, 2, 5]."""
     found: list[int] = []
     for part in ranges.strip().split(","):
         first, _, last = part.partition("-")
@@ -265,7 +267,7 @@ def _limit(text: str) -> float:
 
 
 def _reclaimable(stat: Path) -> int:
-    """File pages that the kernel takes back first; they count as used."""
+    """Return the bytes of file pages that the kernel reclaims first, although they count as used."""
     found = re.search(r"^(?:total_)?inactive_file (\d+)$", read(stat), re.M)
     return int(found[1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""A replica's ranks as Ray actors: each in the bundle of its stage, ended on whichever node it runs.
+"""A replica's ranks as Ray actors, each in the bundle of its stage, and ending them on any node.
 
 Used by `cluster.serve.app`, inside a replica's placement group.
 """
@@ -29,8 +29,9 @@ _THERE_S = 5.0
 _SAME_S = 0.1
 
 
-class Place(NamedTuple):
-    """Where a rank runs. After its end the number may be another process's, but not with this start."""
+class RankLocation(NamedTuple):
+    """Represents where a rank runs. After its end the process id may be reused, but not with this start
+    time."""
 
     process_id: int
     started_at: float
@@ -38,12 +39,16 @@ class Place(NamedTuple):
 
 
 class RankActor:
-    """One rank in a process of its own; `run` returns when the brain has told it to leave, or is gone."""
+    """Runs one rank in a process of its own; `run` returns when the engine core ends it, or is gone."""
 
-    def place(self) -> Place:
-        return Place(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
+    def place(self) -> RankLocation:
+        """Return where this actor runs."""
+        return RankLocation(
+            os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id()
+        )
 
     def run(self, spec_frame: bytes, logs_json: str, pool: str) -> None:
+        """Serve as the rank of the encoded `RankSpec`."""
         from workers.rank.process import run_rank  # here: it imports torch, which no other actor needs
 
         spec = RANK_SPEC_CODEC.decode(spec_frame)
@@ -55,13 +60,14 @@ class RankActor:
 
 
 class RayRankLauncher:
-    """A `RankLauncher` that starts each rank in the bundle of its stage, with a share of it."""
+    """Implements `RankLauncher`: starts each rank in the bundle of its stage, with a share of it."""
 
     def __init__(self, tp: int, logs: LogConfig, pool: str) -> None:
         self._tp = tp
         self._log_arguments = logs.model_dump_json(), pool
 
     async def launch(self, spec: RankSpec) -> RayRankHandle:
+        """Start the rank; return when its process runs."""
         group = get_current_placement_group()
         assert group is not None, "a replica runs in a placement group"
         index = 1 + spec.stage
@@ -71,14 +77,18 @@ class RayRankLauncher:
             .options(**only(share), max_restarts=0, scheduling_strategy=_in_bundle(group, index))
             .remote()
         )
-        return RayRankHandle(actor, Place(*await actor.place.remote()), spec, self._log_arguments)
+        return RayRankHandle(actor, RankLocation(*await actor.place.remote()), spec, self._log_arguments)
 
 
 class RayRankHandle:
-    """A `RankHandle`: the rank runs while its one call does."""
+    """Implements `RankHandle`: the rank runs as long as its one call."""
 
     def __init__(
-        self, actor: ActorHandle[RankActor], place: Place, spec: RankSpec, log_arguments: tuple[str, str]
+        self,
+        actor: ActorHandle[RankActor],
+        place: RankLocation,
+        spec: RankSpec,
+        log_arguments: tuple[str, str],
     ) -> None:
         self._actor = actor
         self._place = place
@@ -87,14 +97,15 @@ class RayRankHandle:
         self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec), *log_arguments)
 
     async def wait(self) -> str:
+        """Return why the rank ended."""
         reason = await self._call_ended()
-        if self._killing is not None:  # Ray counts a stopped process as dead as soon as it shall be
+        if self._killing is not None:  # Ray reports a stopped process as dead before it is
             await self._killing
         return reason
 
     def kill(self) -> None:
-        """Ray ends the actor, which it then does not report as a crash; SIGKILL follows, for a process that
-        is stopped, from the node that it runs on."""
+        """Have Ray end the actor, which it then does not report as a crash. SIGKILL follows, for a process
+        that is stopped, from the node that it runs on."""
         ray.kill(self._actor, no_restart=True)
         if self._killing is None:
             self._killing = asyncio.create_task(self._kill_process())
@@ -122,7 +133,7 @@ class RayRankHandle:
 
 
 def end_process(process_id: int, started_at: float) -> None:
-    """SIGKILL, if that process still is the one that started then."""
+    """Send SIGKILL, if that process still is the one that started then."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(process_id)
         if abs(process.create_time() - started_at) < _SAME_S:
@@ -130,12 +141,12 @@ def end_process(process_id: int, started_at: float) -> None:
 
 
 def node_host(configured: str) -> str:
-    """The address others reach this process at: `auto` and wildcards become this node's."""
+    """Return the address at which others reach this process: `auto` and wildcards become this node's."""
     return ray.util.get_node_ip_address() if configured in ("auto", "0.0.0.0", "::") else configured
 
 
 def only(bundle: dict[str, float]) -> dict[str, float]:
-    """Actor options that ask for exactly what the bundle holds."""
+    """Return actor options that ask for exactly what the bundle holds."""
     return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0.0)}
 
 

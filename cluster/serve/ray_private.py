@@ -1,4 +1,4 @@
-"""Every use of Ray beyond its public API, each behind a function of ours.
+"""Every use of Ray beyond its public API, each behind one function.
 
 Such symbols may change with any minor version of Ray, which is why `pyproject.toml` pins one. To move the
 pin, run `tests/cluster/test_ray_private.py` against the new version: it has a test for each symbol.
@@ -23,7 +23,7 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ServeApplicationSchema
 
 _CONTROLLER_S = 30.0
-# How long processes of a Ray cluster of ours live without its GCS, which nobody would start again.
+# How long processes of a local Ray cluster live without its GCS, which is not restarted.
 _GIVE_UP_S = 5
 _BEARER = "Bearer "
 
@@ -112,10 +112,10 @@ def deployed_config(app: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def out_of_reach(on_start: Callable[[subprocess.Popen[bytes]], None]) -> Iterator[None]:
-    """Start what `ray.init` starts in sessions of their own, and leave our handlers of signals alone.
+    """Start what `ray.init` starts in sessions of their own, and keep this process's signal handlers.
 
-    A signal to our process group then reaches us alone. Ray's processes still die with us, by
-    PR_SET_PDEATHSIG; not all that those have started does. `on_start` is called with each process.
+    A signal to this process group then does not reach them. Ray's processes still end with this one, by
+    PR_SET_PDEATHSIG, but not all that they have started. `on_start` is called with each process.
     """
     popen, set_handler = services.ConsolePopen, ray._private.utils.set_sigterm_handler
 
@@ -126,7 +126,7 @@ def out_of_reach(on_start: Callable[[subprocess.Popen[bytes]], None]) -> Iterato
         return process
 
     def set_no_handler(handler: Callable[..., object]) -> None:
-        """Instead of Ray's, which ends the process in the midst of what it does."""
+        """Take the place of Ray's handler, which would end the process at any point."""
 
     services.ConsolePopen, ray._private.utils.set_sigterm_handler = start, set_no_handler
     try:

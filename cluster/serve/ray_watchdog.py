@@ -1,7 +1,7 @@
-"""Kills what is left of a local Ray cluster when the process that owns it is gone, however it went.
+"""Kills what is left of a local Ray cluster when the process that owns it is gone, however it ended.
 
-Run as a script beside that process, without any package. Standard input tells the sessions, a line each; it
-ends when the owner does. The line `ended` says that nothing is left to kill.
+Run as a script beside that process, without any package. Standard input holds the sessions, a line each, and
+ends when the owner does. The line `ended` means that nothing is left to kill.
 """
 
 import os
@@ -13,7 +13,7 @@ ENDED = "ended"
 
 
 def members(sessions: set[int]) -> Iterator[int]:
-    """The processes of these sessions."""
+    """Yield the processes of these sessions."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -24,6 +24,7 @@ def members(sessions: set[int]) -> Iterator[int]:
 
 
 def main() -> None:
+    """Wait for the end of standard input, then kill the sessions."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     lines = sys.stdin.read().split()

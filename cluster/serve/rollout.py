@@ -1,4 +1,4 @@
-"""What each deployment takes from the configuration: an update rolls those whose part has changed, no others.
+"""What each deployment uses of the configuration: an update replaces only those whose part has changed.
 
 Pure functions over configurations; `cluster.serve.update` carries them out in Ray Serve.
 """
@@ -22,7 +22,7 @@ _BESIDE = "deploy the other one beside this application and move the traffic (do
 _ANEW = "stop the application and start it anew"
 
 
-# What a replica does not use itself: it changes without a restart, or Serve restarts it by its own rules.
+# What a replica does not use itself: Serve applies it, with or without a restart.
 _SERVE_SETTINGS = {
     "replicas",
     "surge",
@@ -33,8 +33,8 @@ _SERVE_SETTINGS = {
 }
 
 
-class Change(NamedTuple):
-    """One setting that differs, by its path in the file; None: absent on that side."""
+class SettingChange(NamedTuple):
+    """Represents one setting that differs, by its path in the file; None: absent on that side."""
 
     path: str
     before: Any
@@ -42,7 +42,7 @@ class Change(NamedTuple):
 
 
 class Roll(NamedTuple):
-    """What an update does to one pool, or to the gateways (`pool` "")."""
+    """Represents what an update does to one pool, or to the gateways (`pool` "")."""
 
     pool: str
     # "stay", "roll", "start" (it is new) or "stop" (it is no longer named).
@@ -55,8 +55,8 @@ class Roll(NamedTuple):
 
 
 def pool_version(config: ClusterConfig, name: str) -> str:
-    """Of the replicas of one pool: Ray Serve restarts them when it changes. Whatever they use of the
-    configuration must be in it, because they go on when the rest changes."""
+    """Return the version of one pool's replicas: Ray Serve restarts them when it changes. Whatever they use
+    of the configuration must be in it, because they keep running when the rest changes."""
     pool = next(pool for pool in config.pools if pool.name == name)
     return _digest(
         app=config.app,
@@ -71,8 +71,8 @@ def pool_version(config: ClusterConfig, name: str) -> str:
 
 
 def gateway_version(config: ClusterConfig) -> str:
-    """Of the gateways, as `pool_version`. Of the pools they use what is named here, and their counts, which
-    they are told without a restart (`with_replicas`)."""
+    """Return the version of the gateways, as `pool_version`. Of the pools they use what is named here, and
+    the counts, which they receive without a restart (`with_replicas`)."""
     pools = [(pool.name, pool.role, pool.engine.block_tokens) for pool in config.pools]
     return _digest(
         app=config.app,
@@ -88,7 +88,7 @@ def gateway_version(config: ClusterConfig) -> str:
 
 
 def with_replicas(config: ClusterConfig, replicas: Mapping[str, int]) -> ClusterConfig:
-    """The same with these counts, by pool."""
+    """Return the configuration with these counts, by pool."""
     pools = [
         pool.model_copy(update={"replicas": replicas.get(pool.name, pool.replicas)}) for pool in config.pools
     ]
@@ -96,7 +96,8 @@ def with_replicas(config: ClusterConfig, replicas: Mapping[str, int]) -> Cluster
 
 
 def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
-    """`ConfigError` with each field that cannot change while the application runs, and what to do instead."""
+    """Raise `ConfigError` with each field that cannot change while the application runs, and what to do
+    instead."""
     problems = []
     if old.model != new.model:
         problems.append(f"model: {old.model} serves now, the file says {new.model}; {_BESIDE}")
@@ -117,8 +118,9 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
 
 
 def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
-    """`new` with what `tandem serve` settled at its start: the server of the store's index, and the dtype
-    for which `auto` stands: replicas that exchange KV must not change it, whatever nodes have come since."""
+    """Return `new` with what `tandem serve` decided at its start: the server of the store's index, and the
+    dtype for which `auto` stands, which replicas that exchange KV must not change, whatever nodes have joined
+    since."""
     if new.store.redis_url not in ("", old.store.redis_url):
         raise ConfigError(f"store.redis_url: another server cannot be taken while stores run; {_ANEW}")
     new = new.with_redis_url(old.store.redis_url)
@@ -126,11 +128,11 @@ def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
     return with_dtype(new, running) if new.pools[0].dtype == "auto" and running != "auto" else new
 
 
-def changes(old: ClusterConfig, new: ClusterConfig) -> list[Change]:
-    """Every setting that differs, sorted by path; pools are told apart by name."""
+def changes(old: ClusterConfig, new: ClusterConfig) -> list[SettingChange]:
+    """Return every setting that differs, sorted by path; pools are matched by name."""
     before, after = dict(_flat("", _by_name(old))), dict(_flat("", _by_name(new)))
     return [
-        Change(path, before.get(path), after.get(path))
+        SettingChange(path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())
         if before.get(path) != after.get(path)
     ]
@@ -143,8 +145,8 @@ def plan_rolls(
     desired: Mapping[str, int],
     pinned: frozenset[str] = frozenset(),
 ) -> list[Roll]:
-    """What becomes of each pool and of the gateways. `cpus` are the shares per rank, by pool, before and
-    after; `desired` the counts that somebody asked for since, which outlive the update (`rollout.counts`)."""
+    """Plan what happens to each pool and to the gateways. `cpus` are the shares per rank, by pool, before and
+    after; `desired` are the counts ordered since, which outlive the update (`cluster.scaling.counts`)."""
     rolls = []
     before = {pool.name: pool for pool in old.pools}
     declared = {pool.name: pool.replicas for pool in old.pools}
@@ -176,12 +178,12 @@ def _digest(**parts: object) -> str:
 
 
 def _placement(pool: PoolConfig, cpus: float) -> tuple[object, ...]:
-    """Where Ray puts a replica: Serve restarts it when that changes."""
+    """Return where Ray places a replica: Serve restarts it when that changes."""
     return bundles(pool, cpus), placement_strategy(pool)
 
 
 def _kv_form(config: ClusterConfig, field: str) -> int | str:
-    """Equal in all pools."""
+    """Return a setting that is equal in all pools."""
     if field == "block_tokens":
         return config.pools[0].engine.block_tokens
     return resolve_dtype(config.pools, config.model)
@@ -202,7 +204,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------
-# What an application was deployed with, kept in Ray's GCS as long as it runs, for whoever updates it.
+# What an application was deployed with, kept in Ray's GCS as long as it runs, for later updates.
 #
 # Ray Serve keeps the same in the same place for restarting replicas; it has no way to ask for it.
 
@@ -210,7 +212,7 @@ _NAMESPACE = b"tandem"
 
 
 class Deployed(Part, frozen=True):
-    """The configuration that an application follows, and what must stay the same when that changes."""
+    """Represents the configuration of an application, and what must stay the same when it changes."""
 
     # With all that was settled at its start, such as the address of the store's index.
     config_json: str
@@ -228,18 +230,19 @@ _CODEC: Codec[Deployed] = Codec(Deployed)
 
 
 def remember(app: str, deployed: Deployed) -> None:
-    """Replaces what was there."""
+    """Record what the application was deployed with, in place of an earlier record."""
     write_value(_key(app), _CODEC.encode(deployed), _NAMESPACE)
 
 
 def recall(app: str) -> Deployed | None:
-    """None where no `tandem serve` has deployed such an application to this Ray cluster."""
+    """Return the record; None where no `tandem serve` has deployed such an application to this Ray
+    cluster."""
     frame = read_value(_key(app), _NAMESPACE)
     return None if frame is None else _CODEC.decode(frame)
 
 
 def forget(app: str) -> None:
-    """The application is gone."""
+    """Remove the record of an application that was stopped."""
     delete_value(_key(app), _NAMESPACE)
 
 

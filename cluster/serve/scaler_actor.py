@@ -1,6 +1,6 @@
 """The scaler as a Ray actor: named, detached, restarted by Ray, made by the gateways, which report to it.
 
-Also where in the Ray cluster the dashboard is, and with which token it is asked.
+Also the address of Ray's dashboard, and the token for it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 async def dashboard_url() -> str:
-    """Of the Ray cluster that this process belongs to, such as `http://127.0.0.1:8265`; "" when it has no
-    dashboard."""
+    """Return the URL of the Ray cluster's dashboard, such as `http://127.0.0.1:8265`; "" when there is
+    none."""
     address = await asyncio.to_thread(_dashboard_address)
     return f"http://{address}" if address else ""
 
@@ -43,11 +43,12 @@ def _dashboard_address() -> str:
     try:
         return dashboard_address()
     except (RayError, RuntimeError) as error:
-        raise DashboardAwayError(f"Ray's GCS does not tell where the dashboard is: {error}") from error
+        raise DashboardAwayError(f"Ray's GCS does not report where the dashboard is: {error}") from error
 
 
 class RayScaler:
-    """`Scaler` in an actor. `mark` is that of the deploy whose configuration it follows: the latest one."""
+    """Runs a `Scaler` as an actor. `mark` is that of the deploy whose configuration it follows: the latest
+    one."""
 
     def __init__(self, config_json: str, mark: str, counts_key: str) -> None:
         config = ClusterConfig.model_validate_json(config_json)
@@ -64,7 +65,8 @@ class RayScaler:
         self._running: asyncio.Task[None] | None = None
 
     async def report(self, gateway: str, frame: bytes) -> str:
-        """A gateway's status; returns the mark of the configuration in use. The first one starts the loop."""
+        """Take a gateway's status, and return the mark of the configuration in use. The first call starts the
+        loop."""
         if self._running is not None and self._running.done():
             _log.error("the scaler's loop broke and starts again", exc_info=self._running.exception())
             self._running = None
@@ -90,10 +92,10 @@ class RayScaler:
 
 
 class ScalerReports:
-    """A gateway's way to the scaler, which is made when it is missing."""
+    """Sends a gateway's reports to the scaler, which is started when it is missing."""
 
     def __init__(self, config: ClusterConfig, mark: str, gateway: str, counts_key: str = "") -> None:
-        """`counts_key`: where orders are kept for the next Ray cluster (`rollout.remembered`); "": not."""
+        """`counts_key`: where orders are kept for the next Ray cluster (`RememberedCounts`); "": nowhere."""
         self._counts_key = counts_key
         self._config_json = config.model_dump_json()
         self._app = config.app
@@ -102,7 +104,7 @@ class ScalerReports:
         self._actor: ActorHandle[RayScaler] | None = None
 
     async def send(self, status: pb.StatusResponse) -> None:
-        """Never raises for a scaler that is away: the next report may reach it, or another."""
+        """Send a report. A scaler that is away is no error: the next report may reach it, or another."""
         try:
             async with asyncio.timeout(_CALL_S):
                 actor: ActorHandle[RayScaler] = self._actor or await asyncio.to_thread(self._find)
@@ -134,12 +136,12 @@ class ScalerReports:
 
 
 def _slim(status: pb.StatusResponse) -> pb.StatusResponse:
-    """What the scaler looks at: small enough to travel inside of Ray's call."""
+    """Return the part that the scaler uses: small enough to be passed inside Ray's call."""
     return pb.StatusResponse(replicas=status.replicas, demand=status.demand)
 
 
 def _began_at_ms(app: str) -> int:
-    """When the first scaler of the application began in this Ray cluster, as Unix time."""
+    """Return when the first scaler of the application started in this Ray cluster, as Unix time."""
     key = f"began/{app}".encode()
     if (known := read_value(key, _KV_NAMESPACE)) is not None:
         return int(known)

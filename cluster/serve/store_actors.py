@@ -23,7 +23,7 @@ from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered
 from cluster.serve.rank_actors import node_host
-from cluster.stores import NODE_ID_CHARS, Node, NvmeFolder, store_name, store_settings
+from cluster.stores import NODE_ID_CHARS, NodeAddress, NvmeFolder, store_name, store_settings
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import TransferError
@@ -40,10 +40,10 @@ _log = logging.getLogger("tandem.store")
 
 
 class StoreActor:
-    """One node's store process: the owner on the actor's own event loop, its registration and its figures.
+    """Runs one node's store process: the owner on the actor's event loop, its registration and its metrics.
 
-    Every life has an epoch of its own. What breaks the owner ends the process, and Ray starts it again: then
-    it adopts the arena that the ranks still have mapped.
+    Every start has a new epoch. An error that breaks the owner ends the process, and Ray restarts it: then it
+    adopts the arena that the ranks still have mapped.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -56,7 +56,7 @@ class StoreActor:
         self._is_stopping = False
         self._roster = open_roster(config.app)
         self._folder = _nvme_folder(config)
-        node = Node(context.get_node_id(), node_host(config.transfer.data_host))
+        node = NodeAddress(context.get_node_id(), node_host(config.transfer.data_host))
         path = self._folder.path if self._folder else None
         settings = store_settings(
             config, node, life, secret, epoch=int(self._clock.wall() * 1000), nvme_path=path
@@ -70,7 +70,7 @@ class StoreActor:
                 raise
             _log.exception("the store does not start again yet")
             await self._clock.sleep(_RETRY_S)
-            os._exit(1)  # an exception would be its end: Ray tries again only what died
+            os._exit(1)  # Ray would not restart the actor after an exception
         _log.info(
             "the store of node %s listens at %s, epoch %d", self._node_id, self._owner.address, self._epoch
         )
@@ -122,15 +122,15 @@ class StoreActor:
 
 
 def own_store_name(config: ClusterConfig, life: str) -> str | None:
-    """Where the store of this process's node is, or will be; None when there shall be none."""
+    """Return the name of the node's store, which may not run yet; None where none is configured."""
     if not config.store.dram_gb:
         return None
     return store_name(config.app, life, ray.get_runtime_context().get_node_id())
 
 
 async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clock) -> None:
-    """See to it that this node has its store, until cancelled. Ray restarts one that dies; one that could not
-    start is made again. Serving does not depend on it. Returns at once when there shall be none."""
+    """Keep this node's store running until cancelled. Ray restarts one that dies; one that could not start is
+    made again. Serving does not depend on it. Returns at once where no store is configured."""
     if not config.store.dram_gb:
         return
     node_id = ray.get_runtime_context().get_node_id()
@@ -138,7 +138,7 @@ async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clo
     while True:
         problem = await _ensure_store(config, life, secret, node_id)
         if problem and problem != reported:
-            _log.error("serving goes on without the store of node %s: %s", node_id, problem)
+            _log.error("serving continues without the store of node %s: %s", node_id, problem)
         elif reported and not problem:
             _log.info("the store of node %s is up", node_id)
         reported = problem
@@ -146,7 +146,7 @@ async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clo
 
 
 async def _ensure_store(config: ClusterConfig, life: str, secret: bytes, node_id: str) -> str:
-    """Why the store is not up; "" when it is."""
+    """Return why the store is not up; "" when it is."""
     try:
         async with asyncio.timeout(_START_S):
             actor = await asyncio.to_thread(_store_actor, config, life, secret, node_id)

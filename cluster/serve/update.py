@@ -1,9 +1,9 @@
-"""A changed configuration for an application that runs: Ray Serve replaces the replicas that it concerns, one
-after the other, while the others go on.
+"""A changed configuration, or other shares of requests, for an application that runs. Ray Serve replaces the
+affected replicas one after the other, while the others continue.
 
     connecting -> planning -> rolling -> done
 
-What `tandem serve` drew and settled (secret, life, CPU shares, index server) stays as it is.
+What `tandem serve` drew and decided (secret, life, CPU shares, index server) stays as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cluster.serve.app import check_model, deploy
 from cluster.serve.capacity import ReplicaDemand, bundles, demands, gateway_bundle, plan_cpus, shortages
 from cluster.serve.launcher import (
     SCHEDULE_S,
-    Progress,
+    StartProgress,
     check_hosts,
     check_reachable,
     failure,
@@ -39,9 +39,9 @@ from cluster.serve.launcher import (
 )
 from cluster.serve.ray_private import free_resources
 from cluster.serve.rollout import (
-    Change,
     Deployed,
     Roll,
+    SettingChange,
     carried_over,
     changes,
     check_update,
@@ -57,9 +57,9 @@ _ILL_S = 60.0
 
 
 class UpdatePlan(NamedTuple):
-    """What an update changes, and what that means for each deployment."""
+    """Represents what an update changes, and what that means for each deployment."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[SettingChange, ...]
     rolls: tuple[Roll, ...]
 
     @property
@@ -80,7 +80,7 @@ def connect(ray_address: str) -> None:
 
 
 class Update:
-    """One update of one application, in the Ray cluster that this process has joined."""
+    """Carries out one update of one application, in the Ray cluster that this process has joined."""
 
     def __init__(self, config: ClusterConfig, clock: Clock) -> None:
         """`ConfigError` where the configuration cannot be used, or not without stopping the application;
@@ -113,7 +113,8 @@ class Update:
         )
 
     def check_headroom(self) -> None:
-        """`StartError` where a replacement would wait for room that there is not; nothing is changed then."""
+        """Raise `StartError` where a replacement would wait for resources that are missing; nothing is
+        changed then."""
         wanted = [
             ReplicaDemand(pool.name, tuple(bundles(pool, self._cpus[pool.name])), may_spread=pool.pp > 1)
             for roll, pool in self._rolled()
@@ -126,14 +127,14 @@ class Update:
         wanted += demands(new, self._cpus)
         if missing := shortages(wanted, free_resources(), node_resources()):
             raise StartError(
-                "the Ray cluster lacks room for the new replicas beside the old ones: "
+                "the Ray cluster lacks resources for the new replicas beside the old ones:  "
                 + "; ".join(missing)
                 + "; surge: false of a pool, or of the gateway, has an old one leave first"
             )
 
-    def apply(self, report: Callable[[Progress], None], interrupted: threading.Event) -> None:
-        """Deploy, and return when every replica that is to be replaced has been; `StartError` tells what
-        went wrong, and which replicas go on. Interrupted, it returns, and Ray Serve goes on rolling."""
+    def apply(self, report: Callable[[StartProgress], None], interrupted: threading.Event) -> None:
+        """Deploy, and return when every affected replica is replaced; `StartError` names what went wrong.
+        Interrupted, it returns, and Ray Serve continues."""
         before = {record.identity.replica_id for record in self._view.replicas}
         counts = counts_to_deploy(self._config, self._known(_roster_view(self._config.app)))
         config_json = self._config.model_dump_json()
@@ -142,13 +143,13 @@ class Update:
         self._wait(report, interrupted, before)
 
     def _wait(
-        self, report: Callable[[Progress], None], interrupted: threading.Event, before: set[str]
+        self, report: Callable[[StartProgress], None], interrupted: threading.Event, before: set[str]
     ) -> None:
         ill_since: float | None = None
         unplaced_since: float | None = None
         while not interrupted.wait(_POLL_S):
             status = serve.status().applications.get(self._config.app)
-            report(Progress("rolling", self._replaced(before)))
+            report(StartProgress("rolling", self._replaced(before)))
             now = self._clock.now()
             if status is None or self._has_settled(status):
                 return
@@ -156,14 +157,16 @@ class Update:
             ill_since = (ill_since or now) if is_ill else None
             if status.status == "DEPLOY_FAILED" or (ill_since is not None and now > ill_since + _ILL_S):
                 raise StartError(
-                    f"{failure(status)}\nReplicas that were not replaced go on; "
+                    f"{failure(status)}\nReplicas that were not replaced keep running;  "
                     "`tandem update` with the file as it was takes the others back"
                 )
             waiting = unplaced()
             unplaced_since = (unplaced_since or now) if waiting else None
             if unplaced_since is not None and now > unplaced_since + SCHEDULE_S:
                 raise StartError(
-                    "Ray cannot place a new replica yet: " + "; ".join(waiting) + "; the old ones go on"
+                    "Ray cannot place a new replica yet: "
+                    + "; ".join(waiting)
+                    + "; the old ones keep running"
                 )
 
     def _has_settled(self, status: ApplicationStatusOverview) -> bool:
@@ -179,7 +182,7 @@ class Update:
         )
 
     def _replaced(self, before: set[str]) -> dict[str, tuple[int, int]]:
-        """By pool that rolls: how many new replicas serve, and how many shall."""
+        """Return, by pool that changes, how many new replicas serve, of how many."""
         view = read_roster(self._config.app)
         new = [record.pool for record in view.replicas if record.identity.replica_id not in before]
         return {
@@ -189,7 +192,7 @@ class Update:
         }
 
     def _rolled(self) -> list[tuple[Roll, PoolConfig]]:
-        """The pools that there shall be."""
+        """Return the pools of the new configuration, with what happens to each."""
         pools = {pool.name: pool for pool in self._config.pools}
         return [(roll, pools[roll.pool]) for roll in self.plan.rolls if roll.pool in pools]
 
@@ -198,7 +201,8 @@ class Update:
         return KnownCounts(view.desired, view.pinned, declared)
 
     def _plan_cpus(self) -> dict[str, float]:
-        """Pools that there were keep their share, where the file does not say another."""
+        """Return the CPUs per rank: existing pools keep their share where the file does not configure
+        another."""
         new = [pool for pool in self._config.pools if pool.name not in self._before.cpus]
         planned = plan_cpus(new, 0, free_resources()) if new else {}
         shares = {**planned, **self._before.cpus}
@@ -206,7 +210,7 @@ class Update:
 
 
 def _roster_view(app: str) -> RosterView:
-    """With the counts that were ordered; `StartError` where nobody can tell them now."""
+    """Return the roster's view with the counts that were ordered; `StartError` where they are unknown now."""
     try:
         view = await_roster(app, _ROSTER_S)
     except RosterAwayError as error:
@@ -217,7 +221,7 @@ def _roster_view(app: str) -> RosterView:
 
 
 def _check(config: ClusterConfig, deployed: Deployed) -> None:
-    """What `tandem serve` checks at its start, and that the secret is the one in use."""
+    """Check what `tandem serve` checks at its start, and that the secret is the one in use."""
     check_model(config)
     check_tracing(config.tracing)
     check_hosts(config, len(node_resources()))
@@ -232,14 +236,15 @@ def _check(config: ClusterConfig, deployed: Deployed) -> None:
 
 
 def read_shares(app: str) -> dict[str, float]:
-    """By application; all to `app` where nothing was set. `StartError` where it does not run."""
+    """Return the shares by application; all to `app` where none were set. `StartError` where it does not
+    run."""
     _check_runs(app)
     return read_roster(app).traffic or {app: 1.0}
 
 
 def set_shares(app: str, shares: Mapping[str, float]) -> dict[str, float]:
-    """Of the requests to `app`; returns what holds then. `StartError` where an application that is to get
-    requests does not run, `RosterAwayError` where the shares could not be recorded.
+    """Set the shares of the requests to `app`, and return all shares. `StartError` where an application that
+    is to get requests does not run, `RosterAwayError` where the shares could not be recorded.
 
     Applications that got requests so far and are no longer named keep a share of 0, while they run: streams
     that began there and are resumed still find them.
@@ -253,8 +258,7 @@ def set_shares(app: str, shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def parse_shares(texts: Sequence[str]) -> dict[str, float]:
-    """`["tandem=90", "tandem-v2=10"]` as shares that sum up to 1; `ValueError` where that is not what they
-    say."""
+    """Parse `["tandem=90", "tandem-v2=10"]` as shares that sum up to 1; `ValueError` for any other form."""
     weights: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")

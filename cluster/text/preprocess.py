@@ -162,7 +162,7 @@ class Preprocessor:
         return self._text.decode(tokens, keep_special_tokens=keep_special_tokens)
 
     async def render_chat(self, chat: pb.ChatMessages, limits: ServingLimits) -> str:
-        """Render the prompt's text by the model's template; raise `TemplateError` when that cannot be done."""
+        """Render the prompt by the model's template; raise `TemplateError` when that cannot be done."""
         if self._chat is None:
             raise TemplateError("this model has no chat template; send text instead")
         return await self._chat.render(

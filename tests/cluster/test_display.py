@@ -73,7 +73,7 @@ def test_the_tiers_of_every_node_are_whole_in_80_columns_with_what_should_not_be
     assert rows[2] == ["0123456789ab", "remote", "0", "B", "-", "0", "-"]
     for note in (
         "index of node 0123456789ab: away since 3 s",
-        "dram of node 0123456789ab: 2 places in quarantine",
+        "dram of node 0123456789ab: 2 slots in quarantine",
         "nvme of node 0123456789ab: read-only",
         "nvme of node 0123456789ab: 3 records had a wrong checksum",
         "nvme of node 0123456789ab: 4 reads or writes failed",

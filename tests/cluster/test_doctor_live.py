@@ -82,7 +82,7 @@ def test_a_queue_at_prefill_is_told_from_a_lack_of_room_at_decode() -> None:
     landing = ttft_result(slow(slow_queue_ms=3500), backlog, full)
     calm = ttft_result(slow(slow_queue_ms=3500))
     assert calm.why.endswith("none waits there at this moment")
-    assert landing.figures["cause"] == "prompts wait for room at the decode replicas"
+    assert landing.figures["cause"] == "prompts wait for free blocks at the decode replicas"
     assert "d0 has 8% free, 3 landings wait" in landing.why
     assert "decode=N" in landing.remedy
 

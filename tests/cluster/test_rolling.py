@@ -13,8 +13,8 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
 from cluster.serve.app import build_application
 from cluster.serve.rollout import (
-    Change,
     Deployed,
+    SettingChange,
     carried_over,
     changes,
     check_update,
@@ -182,8 +182,8 @@ def test_the_index_server_of_the_start_is_kept_and_no_other_is_taken() -> None:
 def test_changes_are_told_by_their_path() -> None:
     new = make(decode={"engine": {"max_sequences": 8}}, gateway={"port": 9000})
     told = changes(make(), new)
-    assert Change("pools.decode.engine.max_sequences", 64, 8) in told
-    assert Change("gateway.port", 8780, 9000) in told
+    assert SettingChange("pools.decode.engine.max_sequences", 64, 8) in told
+    assert SettingChange("gateway.port", 8780, 9000) in told
 
 
 def test_the_deployed_application_carries_the_versions() -> None:

@@ -12,7 +12,7 @@ from serving import TINY
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
 from cluster.stores import (
-    Node,
+    NodeAddress,
     NvmeFolder,
     check_redis_url,
     check_store,
@@ -29,7 +29,7 @@ from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.store.nvme.log import NvmeTier
 from workers.model.model_config import read_model_config
 
-NODE = Node("0123456789abcdef" * 3, "127.0.0.1")
+NODE = NodeAddress("0123456789abcdef" * 3, "127.0.0.1")
 
 
 def config(store: dict[str, Any] | None = None, **pool: Any) -> ClusterConfig:

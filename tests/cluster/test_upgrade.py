@@ -208,7 +208,7 @@ def test_what_cannot_change_is_refused_and_nothing_is_done(setup: Setup) -> None
     setup.write(engine="}, cpus_per_rank: 1000, resources: {")
     done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
     assert done.returncode == 1
-    assert "lacks room for the new replicas beside the old ones: CPU: 1000" in done.stderr
+    assert "lacks resources for the new replicas beside the old ones: CPU: 1000" in done.stderr
     assert lives(setup.cluster.status(), "decode") == lives(before, "decode")
 
 
@@ -267,7 +267,7 @@ def test_a_configuration_that_does_not_work_leaves_the_old_replicas(setup: Setup
     setup.file.write_text(text)
     assert done.returncode == 1
     assert re.search(r"Pool-(prefill|decode): .*203\.0\.113\.7", done.stderr)
-    assert "Replicas that were not replaced go on" in done.stderr
+    assert "Replicas that were not replaced keep running" in done.stderr
     assert lives(before, "decode") <= lives(setup.cluster.status(), "decode")
     assert setup.update()["applied"] is True
     assert lives(setup.cluster.status(), "decode") == lives(before, "decode")
