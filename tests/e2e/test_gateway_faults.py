@@ -129,7 +129,7 @@ async def test_nothing_left_to_decode_is_unavailable(stage: Stage, tmp_path: Pat
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_brain_ends_mid_stream(stage: Stage, role: str) -> None:
+async def test_an_engine_core_ends_mid_stream(stage: Stage, role: str) -> None:
     victim = await stage.guest(role)
     pair = (victim, stage.d0) if role == "prefill" else (stage.p0, victim)
     async with stage.front(*pair) as front:
@@ -240,7 +240,7 @@ async def test_blocks_under_a_stopped_writer_are_not_reused_before_it_is_gone(
 
 
 @dataclass(frozen=True)
-class Ask:
+class RandomCall:
     """One request of the soak, and what its client does."""
 
     number: int
@@ -251,7 +251,7 @@ class Ask:
     delay_s: float
 
 
-def draw_asks(num_asks: int) -> list[Ask]:
+def draw_asks(num_asks: int) -> list[RandomCall]:
     draw = random.Random(2024)
     tenants = ("", "a", "b")
     prefixes = {tenant: prompt(2000 + i, 96) for i, tenant in enumerate(tenants)}
@@ -273,11 +273,11 @@ def draw_asks(num_asks: int) -> list[Ask]:
             options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
         cancel_at = draw.choice((0, 1, 5)) if draw.random() < 0.15 else None
         timeout_s = draw.uniform(0.05, 1.5) if draw.random() < 0.1 else None
-        asks.append(Ask(number, tokens, options, cancel_at, timeout_s, draw.expovariate(8.0)))
+        asks.append(RandomCall(number, tokens, options, cancel_at, timeout_s, draw.expovariate(8.0)))
     return asks
 
 
-async def run_ask(front: Front, ask: Ask) -> Call:
+async def run_ask(front: Front, ask: RandomCall) -> Call:
     call = front.call(list(ask.tokens), timeout_s=ask.timeout_s, **ask.options)
     if ask.cancel_at is not None:
         wanted = ask.cancel_at
@@ -319,7 +319,7 @@ async def test_soak(stage: Stage, tmp_path: Path) -> None:
         assert front.gateway.requests.num_running == 0
 
 
-async def check_ask(stage: Stage, ask: Ask, call: Call) -> None:
+async def check_ask(stage: Stage, ask: RandomCall, call: Call) -> None:
     """The tokens, all of a finished stream and the first of any other, are those of one engine."""
     if call.error is not None:
         allowed = {grpc.StatusCode.CANCELLED} if ask.cancel_at is not None else set()

@@ -56,7 +56,8 @@ class AnnounceLimits(NamedTuple):
 
 
 class Announcer:
-    """What this node holds, on its way to Redis: `drain` and `reannounce` run all the time, beside each other."""
+    """What this node holds, on its way to Redis: `drain` and `reannounce` run all the time, beside each
+    other."""
 
     def __init__(
         self,

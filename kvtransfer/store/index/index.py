@@ -55,9 +55,9 @@ class Index:
         held_records: Callable[[], Iterable[tuple[RecordInfo, Tier]]] = tuple,
         limits: AnnounceLimits | None = None,
     ) -> None:
-        """`identity` is the node's id and the owner's epoch, which grows with every owner of the node. Other owners
-        connect to `address` (host:port). `held_records` returns all records that this node holds, each in its
-        cheapest tier, whenever they must be announced again."""
+        """`identity` is the node's id and the owner's epoch, which grows with every owner of the node. Other
+        owners connect to `address` (host:port). `held_records` returns all records that this node holds, each
+        in its cheapest tier, whenever they must be announced again."""
         self._url = settings.redis_url
         self._budget_s = settings.lookup_budget_s
         self._identity = identity

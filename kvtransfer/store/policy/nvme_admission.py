@@ -196,6 +196,7 @@ class Admission:
 
 
 def _again(packed: int) -> _History:
-    """Seen once more. It was sampled as a first history, if at all: what is seen again is judged by itself."""
+    """Seen once more. It was sampled as a first history, if at all: what is seen again is judged by
+    itself."""
     history = _unpack(packed)
     return history._replace(num_times_seen=min(history.num_times_seen + 1, _MAX_TIMES_SEEN), is_sampled=False)
