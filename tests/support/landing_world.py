@@ -456,7 +456,7 @@ class WriterRank:
     num_flips: int = 0
 
     def handle(self) -> bool:
-        """Take one order from the brain; False when there is none."""
+        """Take one order from the engine core; False when there is none."""
         if not self.orders or self.is_frozen:
             return False
         order = self.orders.popleft()

@@ -1,4 +1,4 @@
-"""Step plans written by hand as an engine core would write them: single entries, and a walk through all they
+"""Step plans written by hand as an engine core would write them: single entries, and a mix of all they
 do."""
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def test_a_rank_serves_and_shuts_down(core: EngineCore, model_dir: Path, is_fork
     assert core.process.wait(START_TIMEOUT_S) == 0
 
 
-def test_the_rank_ends_with_its_brain(core: EngineCore, model_dir: Path) -> None:
+def test_the_rank_ends_with_its_engine_core(core: EngineCore, model_dir: Path) -> None:
     core.ready(make_spec(core, model_dir))
     assert core.sock is not None
     assert core.process is not None
@@ -258,7 +258,9 @@ def test_the_rank_ends_with_its_engine_core_before_the_others_have_joined(
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(core: EngineCore, model_dir: Path) -> None:
+def test_a_leaving_rank_that_waits_for_others_ends_with_its_engine_core(
+    core: EngineCore, model_dir: Path
+) -> None:
     process = core.start_process(make_spec(core, model_dir, rank=1, tp=2))
     core.accept()
     assert isinstance(core.receive(), RankJoined)
