@@ -100,7 +100,7 @@ async def measure(address: str) -> None:
         async with streams(client, 8, 512, 2):
             await watch(observer, client, 4.0)
             demand, seconds = await watch(observer, client, PHASE_S)
-        tell("prefill", 8, observer.rates().prefill_tok_s, demand.num_computed_tokens / seconds)
+        report("prefill", 8, observer.rates().prefill_tok_s, demand.num_computed_tokens / seconds)
         observer = Observer(client)
         for num in TAUGHT:
             async with streams(client, num, 16, 192):
@@ -110,10 +110,10 @@ async def measure(address: str) -> None:
         async with streams(client, STREAMS, 16, 192):
             await watch(observer, client, 4.0)
             demand, seconds = await watch(observer, client, PHASE_S)
-        tell("decode", STREAMS, STREAMS / step.step_s(STREAMS), demand.num_gaps / seconds)
+        report("decode", STREAMS, STREAMS / step.step_s(STREAMS), demand.num_gaps / seconds)
 
 
-def tell(what: str, num_streams: int, predicted_tok_s: float, measured_tok_s: float) -> None:
+def report(what: str, num_streams: int, predicted_tok_s: float, measured_tok_s: float) -> None:
     row = {
         "what": what,
         "streams": num_streams,

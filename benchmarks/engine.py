@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prefill", type=_numbers, default="512,2048", help="prompt lengths")
     parser.add_argument("--decode-batch", type=_numbers, default="1,4,8,16", help="sequences per step")
-    parser.add_argument("--context", type=int, default=128, help="prompt length of the decode figures")
+    parser.add_argument("--context", type=int, default=128, help="prompt length of the decode measurements")
     parser.add_argument("--block-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="cpu")

@@ -1,6 +1,5 @@
-"""Whole replicas without a gateway, for benchmarks: engine cores in this process, their ranks as processes, and a
-bare Link to each. Used by `overlap` and `warm_start`.
-"""
+"""Whole replicas without a gateway, for benchmarks: engine cores in this process, their ranks as processes,
+and a bare Link to each. Used by `overlap` and `warm_start`."""
 
 from __future__ import annotations
 

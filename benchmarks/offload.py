@@ -1,11 +1,11 @@
 """What a step costs when most of its context lies in host memory: `python -m benchmarks.offload`.
 
-One executor of Qwen3-0.6B's shape with random weights computes the same step, a token of each sequence or a
+One runner of Qwen3-0.6B's shape with random weights computes the same step, a token of each sequence or a
 chunk of a prompt, with all blocks on the device (*compute*) and with three quarters of them in host memory,
 read in both ways. The limit is the longer of *compute* and the offloaded bytes at the bandwidth with which
 they are copied when nothing else runs. All take turns in each round, and the best of each counts: other load
 on the machine spoils the others. On a CPU the thread that streams needs a core beside those that compute:
-hence the figures with fewer threads.
+hence the results with fewer threads.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ SHAPE: dict[str, Any] = {
 
 
 class Bench:
-    """An executor whose pools are full of numbers, and steps over sequences of `context_tokens`."""
+    """A model runner with random numbers in its pools, and steps over sequences of `context_tokens`."""
 
-    def __init__(self, executor: ModelRunner, host: HostKv, clock: Clock, block_tokens: int) -> None:
-        self._executor = executor
+    def __init__(self, runner: ModelRunner, host: HostKv, clock: Clock, block_tokens: int) -> None:
+        self._runner = runner
         self._host = host
         self._clock = clock
         self._block_tokens = block_tokens
-        executor.kv.normal_()
+        runner.kv.normal_()
         host.kv.normal_()
 
     def tables(self, batch: int, context_tokens: int, num_in_host: int) -> list[tuple[int, ...]]:
@@ -74,7 +74,7 @@ class Bench:
             for slot, table in enumerate(tables)
         )
         started_at = self._clock.now()
-        self._executor.run(StepPlan(1, (), (), (), entries))
+        self._runner.run(StepPlan(1, (), (), (), entries))
         return self._clock.now() - started_at
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ class Bench:
         self._host.use("stream")
         spans = [SequenceSpan(len(table) * self._block_tokens - 1, 1, table) for table in tables]
         reader = self._host.reader
-        batch = AttentionBatch.build(spans, self._block_tokens, self._executor.kv.device, reader)
+        batch = AttentionBatch.build(spans, self._block_tokens, self._runner.kv.device, reader)
         started_at = self._clock.now()
         reader.begin(batch)
         for layer in range(self._host.kv.shape[1]):
@@ -106,15 +106,15 @@ class Bench:
 
             return step_s
 
-        figures: dict[str, Callable[[], float]] = {
+        measures: dict[str, Callable[[], float]] = {
             "compute": lambda: self.step_s(on_device, num_tokens),
             "copy": lambda: self.copy_s(in_host),
             **{mode: step_in(mode) for mode in MODES},
         }
-        best = dict.fromkeys(figures, float("inf"))
+        best = dict.fromkeys(measures, float("inf"))
         for number in range(rounds + 1):  # the first touches the memory
-            for name, figure in figures.items():
-                time_s = figure()
+            for name, measure in measures.items():
+                time_s = measure()
                 best[name] = min(best[name], time_s) if number else best[name]
         host_bytes = batch * num_in_host * self._host.kv[0].nbytes
         limit_s = max(best["compute"], best["copy"])
@@ -152,7 +152,7 @@ def main() -> None:
             Path(folder), "qwen3", seed=0, dtype=str(dtype).removeprefix("torch."), **SHAPE
         )
         clock = SystemClock()
-        executor = ModelRunner(
+        runner = ModelRunner(
             model_dir=Path(folder),
             dtype=dtype,
             device=torch.device(args.device),
@@ -163,9 +163,9 @@ def main() -> None:
             num_offload_tokens=args.context * 3 // 4,
             offload_mode="in_place",
         )
-    with contextlib.closing(executor):
-        assert executor.host is not None
-        bench = Bench(executor, executor.host, clock, args.block_tokens)
+    with contextlib.closing(runner):
+        assert runner.host is not None
+        bench = Bench(runner, runner.host, clock, args.block_tokens)
         for threads in args.threads:
             torch.set_num_threads(threads)
             for what, batch, num_tokens in (("decode", 1, 1), ("decode", 4, 1), ("chunk", 1, args.chunk)):

@@ -2,7 +2,7 @@
 
 Stages, each on top of the one before, with one process for every part as in the cluster:
 
-    executor    the step plans of the run, replayed by an ModelRunner in this process
+    runner    the step plans of the run, replayed by a model runner in this process
     engine core       a rank process and its engine core, asked over a Link
     gateway     a gateway before that engine core, asked over gRPC
     hand-over   a gateway before a prefill and a decode replica
@@ -10,7 +10,7 @@ Stages, each on top of the one before, with one process for every part as in the
 All stages take turns in every round with new prompts of the same lengths, so that other load on the machine
 falls on all of them. Each runs twice in its turn and only the second counts: caches are as warm for all.
 Times are medians over all requests and tokens; `added` is against the stage before, `ratio` against the
-executor.
+runner.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ class Setting:
 # ------------------------------------------------------------------------------------------- the stages
 
 
-class BareExecutor:
-    """Replays the plans that a scheduler made for these prompts; only the executor is on the clock."""
+class BareRunner:
+    """Replays the plans that a scheduler made for these prompts; only the runner is on the clock."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._executor = ModelRunner(
+        self._runner = ModelRunner(
             model_dir=setting.model,
             dtype=read_dtype(setting.dtype),
             device=torch.device("cpu"),
@@ -140,14 +140,14 @@ class BareExecutor:
             num_threads=setting.threads,
             clock=CLOCK,
         )
-        self._executor.warm_up()
+        self._runner.warm_up()
 
     async def __call__(self, prompts: list[bytes], times: Times) -> None:
         plans = self._record(prompts)
         arrivals: dict[int, list[tuple[float, int]]] = {}
         started_at = CLOCK.now()
         for plan in plans:
-            report = self._executor.run(plan)
+            report = self._runner.run(plan)
             now = CLOCK.now()
             for token in report.tokens:
                 arrivals.setdefault(token.slot, []).append((now, 1))
@@ -157,7 +157,7 @@ class BareExecutor:
 
     def _record(self, prompts: list[bytes]) -> list[StepPlan]:
         """The plans of a run with as many plans ahead as an engine core has."""
-        fields = self._executor.ready_fields
+        fields = self._runner.ready_fields
         pool = BlockPool(fields.num_blocks, BLOCK_TOKENS)
         scheduler = Scheduler(
             self._setting.engine,
@@ -174,7 +174,7 @@ class BareExecutor:
             while len(ahead) < PIPELINE_DEPTH and (plan := scheduler.plan(CLOCK.now())) is not None:
                 plans.append(plan)
                 ahead.append(plan)
-            scheduler.settle(self._executor.run(ahead.popleft()), CLOCK.now())
+            scheduler.settle(self._runner.run(ahead.popleft()), CLOCK.now())
         self._free(plans)
         return plans
 
@@ -183,7 +183,7 @@ class BareExecutor:
         taken: set[int] = set()
         for plan in plans:
             taken = taken - set(plan.free_slots) | set(plan.started_slots)
-        self._executor.run(StepPlan(0, tuple(taken), (), (), ()))
+        self._runner.run(StepPlan(0, tuple(taken), (), (), ()))
 
 
 class OverLink:
@@ -259,7 +259,7 @@ async def part(kind: str, **order: Any) -> AsyncIterator[str]:
         await process.wait()
 
 
-async def play_brain(order: dict[str, Any]) -> None:
+async def play_engine_core(order: dict[str, Any]) -> None:
     spec = ReplicaSpec(
         identity=ReplicaIdentity(order["name"], 1),
         pool=order["role"],
@@ -339,7 +339,7 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
         two = await parts.enter_async_context(part("gateway", views=split, **common))
         fronts = [OverGrpc(setting, one), OverGrpc(setting, two)]
         stages: dict[str, Stage] = {
-            "executor": BareExecutor(setting),
+            "runner": BareRunner(setting),
             "engine core": OverLink(setting, link),
             "gateway": fronts[0],
             "hand-over": fronts[1],
@@ -390,7 +390,7 @@ def main() -> None:
     parser.add_argument("--part", choices=["engine core", "gateway"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        play = {"engine core": play_brain, "gateway": play_gateway}[args.part]
+        play = {"engine core": play_engine_core, "gateway": play_gateway}[args.part]
         asyncio.run(play(json.loads(sys.stdin.readline())))
         return
     setting = Setting(args.model, args.dtype, args.threads, args.tokens)

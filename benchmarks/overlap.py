@@ -124,8 +124,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(Path(folder) / "m", "llama", seed=1, **MODEL)
         for writer in (Parallel(), Parallel(tp=2)):
-            figures = asyncio.run(measure(Path(folder) / "m", writer, arguments))
-            print(json.dumps(figures), flush=True)
+            result = asyncio.run(measure(Path(folder) / "m", writer, arguments))
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

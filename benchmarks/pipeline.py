@@ -53,7 +53,7 @@ class Timeline:
             num_busy, before = num_busy + change, at
         return total
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         either, both = self.busy(1), self.busy(2)
         wall_s = self._end - self._start
         return {"ratio": both / either, "both_busy": both / wall_s, "either_busy": either / wall_s}
@@ -62,7 +62,7 @@ class Timeline:
 async def record(
     name: str, replica: BareReplica, args: argparse.Namespace, keep: Callable[[str, Timeline], None]
 ) -> list[dict[str, float]]:
-    """The figures of each long prompt, and of decoding alone before it, by turns."""
+    """Measure each long prompt, and decoding alone before it, in turn."""
     lines = []
     decoding = [replica.submit(8, 10**6) for _ in range(args.sequences)]
     await replica.until(lambda: all(replica.token_times[each] for each in decoding))
@@ -76,7 +76,7 @@ async def record(
             replica.spans, min(it.started_at for it in chunks), max(it.finished_at for it in chunks)
         )
         keep(name, beside)
-        lines.append(_figures(replica, chunks, alone, beside, decoding))
+        lines.append(_line(replica, chunks, alone, beside, decoding))
         replica.plans.clear()
         replica.spans.clear()
     replica.cancel_all()
@@ -99,7 +99,7 @@ def chunk_spans(replica: BareReplica) -> list[Span]:
     return [span for span in replica.spans if span.step in steps]
 
 
-def _figures(
+def _line(
     replica: BareReplica, chunks: list[Span], alone: Timeline, beside: Timeline, decoding: list[str]
 ) -> dict[str, float]:
     start, end = min(it.started_at for it in chunks), max(it.finished_at for it in chunks)
@@ -110,8 +110,8 @@ def _figures(
     seconds = [span.finished_at - span.started_at for span in chunks]
     whole = sorted(seconds)[: -max(1, len(seconds) // 20)]  # without those that other work has delayed
     return {
-        **beside.figures(),
-        "ratio_decode_alone": alone.figures()["ratio"],
+        **beside.stats(),
+        "ratio_decode_alone": alone.stats()["ratio"],
         "prefill_s": end - start,
         "num_chunks": len(chunks) / 2,
         "step_p50_ms": 1e3 * median(seconds),
@@ -136,12 +136,12 @@ async def measure(model_dir: Path, args: argparse.Namespace, keep: Callable[[str
 
 
 def report(what: str, rounds: Sequence[dict[str, float]], ratio: float, args: argparse.Namespace) -> None:
-    figures = {key: median(each[key] for each in rounds) for key in rounds[0]}
+    stats = {key: median(each[key] for each in rounds) for key in rounds[0]}
     line: dict[str, Any] = {"benchmark": "pipeline", "what": what}
-    line |= {"figure": round(figures.pop("ratio"), 3), "limit": 1.0}
+    line |= {"figure": round(stats.pop("ratio"), 3), "limit": 1.0}
     line |= {"ratio": line["figure"], "target": TARGET}
     line |= {"worst": round(min(each["ratio"] for each in rounds), 3)}
-    line |= {key: round(value, 3) for key, value in figures.items()}
+    line |= {key: round(value, 3) for key, value in stats.items()}
     line |= {"attention_ratio": float(f"{ratio:.2g}"), "prompt": args.prompt, "chunk": args.chunk}
     line |= {"sequences": args.sequences, "layers": args.layers, "dtype": args.dtype, "rounds": len(rounds)}
     print(json.dumps(line), flush=True)

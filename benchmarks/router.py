@@ -71,7 +71,8 @@ def quantiles_us(call: Callable[[], object], num_calls: int) -> tuple[float, flo
 
 
 def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> Iterator[dict[str, object]]:
-    """Time a match, the least that a compressed tree needs, and a whole decision; every depth is different."""
+    """Time a match, the least that a compressed tree needs, and a whole decision; every depth is
+    different."""
     clock = SystemClock()
     num_blocks = num_tokens // BLOCK_TOKENS
     keys = tuple(key_of(number) for number in range(num_blocks))

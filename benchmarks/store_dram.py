@@ -2,9 +2,10 @@
 
 256 MiB in blocks of 256 KiB, 1 MiB and 7 MiB, through the real path: orders of 16 MiB to `StoreWorker`, its
 queue and its thread, between the pool of this process and an arena that another process made and granted.
-`checksum`: "fused" is what the worker does, every record is summed in the pass that copies it; "none" is a pool
-that does not sum. The limit, in the same run: memcpy of the same blocks between the same two shared memories,
-prefaulted. Every repetition measures every way, and a ratio is the median of those within one repetition.
+`checksum`: "fused" is what the store worker does: every record is summed in the pass that copies it; "none"
+is a pool that does not sum. The limit, in the same run: memcpy of the same blocks between the same two shared
+memories, prefaulted. Every repetition measures every way, and a ratio is the median of those within one
+repetition.
 
     python -m benchmarks.store_dram [--mib 256] [--repeat 9]
 """
@@ -60,7 +61,7 @@ CLOCK = SystemClock()
 
 
 class UnsummedPool(HostPool):
-    """Tells zeros for sums."""
+    """A pool that returns zeros for sums."""
 
     def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
         table = self._table(self.layout.shard)
@@ -117,8 +118,8 @@ class Owner:
         self._process.wait()
 
 
-class Hands:
-    """Hands over a pool, attached to an owner of their own, and what to time with them."""
+class TimedWorker:
+    """A store worker over a pool, attached to an owner of its own, with operations to time."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -129,8 +130,8 @@ class Hands:
         self._reports: queue.SimpleQueue[StoreReport] = queue.SimpleQueue()
         self._sums = [0] * pool.num_blocks
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), CLOCK)
-        self._hands = StoreWorker(pool, 0, governor, self._owner.secret, Faults(), CLOCK, self._reports.put)
-        self._hands.handle(AttachStore(self._owner.address, b"bench"))
+        self._worker = StoreWorker(pool, 0, governor, self._owner.secret, Faults(), CLOCK, self._reports.put)
+        self._worker.handle(AttachStore(self._owner.address, b"bench"))
         attached = self._reports.get()
         assert isinstance(attached, StoreAttached)
         assert not attached.error, attached.error
@@ -142,7 +143,7 @@ class Hands:
     def put(self) -> None:
         for number, blocks in enumerate(self._orders):
             copies = tuple(StoreCopy(block, self._offsets[block]) for block in blocks)
-            self._hands.handle(StorePut(number, self._arena, copies))
+            self._worker.handle(StorePut(number, self._arena, copies))
         for blocks in self._orders:
             done = self._reports.get()
             assert isinstance(done, StorePutDone)
@@ -156,7 +157,7 @@ class Hands:
                 StoreRead(block, self._offsets[block], whole, whole, self._size, self._sums[block])
                 for block in blocks
             )
-            self._hands.handle(StoreGet(number, self._arena, reads))
+            self._worker.handle(StoreGet(number, self._arena, reads))
         for _ in self._orders:
             done = self._reports.get()
             assert isinstance(done, StoreGetDone)
@@ -182,7 +183,7 @@ class Hands:
         return there, back
 
     def close(self) -> None:
-        self._hands.close()
+        self._worker.close()
         self._owner.close()
 
 
@@ -205,8 +206,8 @@ def filled_pool(kind: type[HostPool], block_bytes: int, num_blocks: int) -> Host
 
 def measure(block_bytes: int, num_bytes: int, repeat: int) -> None:
     num_blocks = num_bytes // block_bytes
-    summed = Hands(filled_pool(HostPool, block_bytes, num_blocks))
-    unsummed = Hands(filled_pool(UnsummedPool, block_bytes, num_blocks))
+    summed = TimedWorker(filled_pool(HostPool, block_bytes, num_blocks))
+    unsummed = TimedWorker(filled_pool(UnsummedPool, block_bytes, num_blocks))
     there, back = summed.copies()
     ways = [
         Way("put", "memcpy", there),

@@ -41,7 +41,7 @@ RUN = 16
 CLOCK = SystemClock()
 
 
-class Case(NamedTuple):
+class Workload(NamedTuple):
     """Threads, bytes of a record's payload, and their number."""
 
     num_threads: int
@@ -52,9 +52,9 @@ class Case(NamedTuple):
 class Memory:
     """Whole images, their pages taken; `payloads` are known bytes."""
 
-    def __init__(self, case: Case) -> None:
-        size = image_bytes(case.record_bytes)
-        view = memoryview(mmap.mmap(-1, size * case.num_records))
+    def __init__(self, workload: Workload) -> None:
+        size = image_bytes(workload.record_bytes)
+        view = memoryview(mmap.mmap(-1, size * workload.num_records))
         np.frombuffer(view, dtype=np.uint64)[:] = np.random.default_rng(7).integers(
             0, 1 << 63, len(view) // 8, dtype=np.uint64
         )
@@ -62,17 +62,17 @@ class Memory:
         self.payloads = [image[HEADER_BYTES:] for image in self.images]
 
 
-def spread(case: Case, work: Callable[[int], None], step: int = 1) -> float:
+def spread(workload: Workload, work: Callable[[int], None], step: int = 1) -> float:
     """Seconds for `work` on every record (or every `step`-th), in order, by all threads."""
-    numbers = iter(range(0, case.num_records, step))
+    numbers = iter(range(0, workload.num_records, step))
 
     def run() -> None:
         for number in numbers:  # shared: the next one goes to whoever is free
             work(number)
 
-    with ThreadPoolExecutor(case.num_threads) as pool:
+    with ThreadPoolExecutor(workload.num_threads) as pool:
         started = CLOCK.now()
-        for future in [pool.submit(run) for _ in range(case.num_threads)]:
+        for future in [pool.submit(run) for _ in range(workload.num_threads)]:
             future.result()
         return CLOCK.now() - started
 
@@ -88,11 +88,11 @@ def drop_page_cache(folder: Path) -> None:
         Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
-def plain(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
-    size = case.record_bytes
+def plain(workload: Workload, memory: Memory, folder: Path) -> dict[str, float]:
+    size = workload.record_bytes
     path = folder / "plain"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(fd, 0, size * case.num_records)
+    os.posix_fallocate(fd, 0, size * workload.num_records)
 
     def write(number: int) -> None:
         assert os.pwrite(fd, memory.payloads[number], number * size) == size
@@ -100,15 +100,15 @@ def plain(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
     def read(number: int) -> None:
         assert os.preadv(fd, [memory.payloads[number]], number * size) == size
 
-    seconds = {"write": spread(case, write), "read": spread(case, read)}
+    seconds = {"write": spread(workload, write), "read": spread(workload, read)}
     drop_page_cache(folder)
-    seconds["cold read"] = spread(case, read)
+    seconds["cold read"] = spread(workload, read)
     os.close(fd)
     path.unlink()
     return seconds
 
 
-def store(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
+def store(workload: Workload, memory: Memory, folder: Path) -> dict[str, float]:
     settings = StoreSettings(
         node_id="bench",
         epoch=1,
@@ -117,7 +117,7 @@ def store(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
         host="127.0.0.1",
         dram_bytes=0,
         nvme_path=str(folder / "tier"),
-        nvme_bytes=3 * SEGMENT_BYTES + 3 * case.num_records * image_bytes(case.record_bytes),
+        nvme_bytes=3 * SEGMENT_BYTES + 3 * workload.num_records * image_bytes(workload.record_bytes),
         segment_bytes=SEGMENT_BYTES,
     )
     tier = NvmeTier(settings, CLOCK, Faults())
@@ -128,14 +128,14 @@ def store(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
         key = number.to_bytes(16, "big")
         identity = RecordId(b"benchmrk", key, shard)
         total = checksum(payload)
-        infos.append(RecordInfo(identity, b"", key, "bench", b"m" * 32, case.record_bytes, total))
+        infos.append(RecordInfo(identity, b"", key, "bench", b"m" * 32, workload.record_bytes, total))
     refs: dict[int, NvmeRef] = {}
 
     def write(number: int) -> None:
         refs[number] = tier.write(memory.images[number], infos[number])
 
     def write_run(number: int) -> None:
-        end = min(number + RUN, case.num_records)
+        end = min(number + RUN, workload.num_records)
         while number < end:
             run = tier.write_run([(memory.images[each], infos[each]) for each in range(number, end)])
             refs.update(enumerate(run, number))
@@ -144,29 +144,29 @@ def store(case: Case, memory: Memory, folder: Path) -> dict[str, float]:
     def read(number: int) -> None:
         tier.read(refs[number], infos[number], memory.images[number])
 
-    seconds = {"write": spread(case, write)}
-    seconds["write run"] = spread(case, write_run, RUN)
+    seconds = {"write": spread(workload, write)}
+    seconds["write run"] = spread(workload, write_run, RUN)
     for payload in memory.payloads:
         payload[:8] = bytes(8)
-    seconds["read"] = spread(case, read)
+    seconds["read"] = spread(workload, read)
     assert all(
         checksum(payload) == info.checksum for payload, info in zip(memory.payloads, infos, strict=True)
     ), "what was read is not what was written"
     drop_page_cache(folder / "tier")
-    seconds["cold read"] = spread(case, read)
+    seconds["cold read"] = spread(workload, read)
     tier.close()
     for path in (folder / "tier").iterdir():
         path.unlink()
     return seconds
 
 
-def measure(case: Case, repeat: int, folder: Path) -> None:
-    memory = Memory(case)
-    num_bytes = case.record_bytes * case.num_records
+def measure(workload: Workload, repeat: int, folder: Path) -> None:
+    memory = Memory(workload)
+    num_bytes = workload.record_bytes * workload.num_records
     rates: dict[tuple[str, str], list[float]] = {}
     for number in range(repeat + 1):
         for way in (plain, store) if number % 2 else (store, plain):
-            for operation, seconds in way(case, memory, folder).items():
+            for operation, seconds in way(workload, memory, folder).items():
                 if number:  # the first pass wakes the disk
                     rates.setdefault((way.__name__, operation), []).append(num_bytes / seconds / 1e9)
     for (name, operation), values in sorted(rates.items()):
@@ -174,8 +174,8 @@ def measure(case: Case, repeat: int, folder: Path) -> None:
             "benchmark": "store_nvme",
             "way": name,
             "operation": operation,
-            "record_bytes": case.record_bytes,
-            "threads": case.num_threads,
+            "record_bytes": workload.record_bytes,
+            "threads": workload.num_threads,
             "gb_s": round(statistics.median(values), 3),
             "best_gb_s": round(max(values), 3),
             "ratio": round(
@@ -199,8 +199,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix=".store_nvme-", dir=args.folder) as folder:
         for num_threads in map(int, args.threads.split(",")):
             for record_bytes in RECORD_BYTES:
-                case = Case(num_threads, record_bytes, (args.mib << 20) // record_bytes)
-                measure(case, args.repeat, Path(folder))
+                workload = Workload(num_threads, record_bytes, (args.mib << 20) // record_bytes)
+                measure(workload, args.repeat, Path(folder))
 
 
 if __name__ == "__main__":

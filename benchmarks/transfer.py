@@ -79,7 +79,7 @@ def filled_pool(shard: Shard, num_blocks: int, seed: int) -> HostPool:
 
 
 class UnsummedPool(HostPool):
-    """Tells zeros for sums."""
+    """A pool that returns zeros for sums."""
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         return [0] * len(block_ids)

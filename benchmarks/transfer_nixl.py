@@ -96,16 +96,16 @@ class Pair:
     def run(self, operation: str, has_thread: bool, *, compare: bool = False) -> float:
         """One pass over all blocks; returns its seconds. With `compare` the bytes are checked after it."""
         target, writer = self._processes
-        offer = self._ask(target, "open", has_thread)
-        self._ask(writer, "open", has_thread)
-        self._ask(writer, "connect", offer)
+        offer = self._call(target, "open", has_thread)
+        self._call(writer, "open", has_thread)
+        self._call(writer, "connect", offer)
         if compare:
-            self._ask(target if operation == "write" else writer, "clear")
-        seconds = float(self._ask(writer, "pass", operation))
-        if compare and self._ask(target, "sum") != self._ask(writer, "sum"):
+            self._call(target if operation == "write" else writer, "clear")
+        seconds = float(self._call(writer, "pass", operation))
+        if compare and self._call(target, "sum") != self._call(writer, "sum"):
             raise AssertionError(f"{operation}: the bytes that arrived are not those that were sent")
-        self._ask(writer, "close")
-        self._ask(target, "close")
+        self._call(writer, "close")
+        self._call(target, "close")
         return seconds
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Pair:
             process.kill()
             process.communicate()
 
-    def _ask(self, process: subprocess.Popen[str], *words: object) -> Any:
+    def _call(self, process: subprocess.Popen[str], *words: object) -> Any:
         assert process.stdin is not None
         print(json.dumps(words), file=process.stdin, flush=True)
         return self._answer(process)
@@ -127,7 +127,7 @@ class Pair:
 
 
 class Rivals:
-    """All cells that can run here; `absent` tells of the other systems why not."""
+    """Run all cells that can run here; `absent` says why other systems cannot."""
 
     def __init__(self, num_bytes: int, block_bytes: int) -> None:
         self._pairs = {system: Pair(system, num_bytes, block_bytes) for system in _SYSTEMS}

@@ -201,7 +201,7 @@ class Layer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+class TrainableDecoder(nn.Module):
     """Llama decoder with tied embeddings; parameter names are those of Hugging Face."""
 
     cos: Tensor
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
 
 
 @torch.no_grad()
-def bits_per_byte(model: Decoder, stream: Tensor, num_bytes: int, context_tokens: int) -> float:
+def bits_per_byte(model: TrainableDecoder, stream: Tensor, num_bytes: int, context_tokens: int) -> float:
     """Score the stream [num_tokens] in windows that do not overlap; end-of-text tokens count."""
     nats = 0.0
     for start in range(0, len(stream) - 1, context_tokens):
@@ -253,7 +253,7 @@ def save_atomically(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def load_checkpoint(
-    path: Path, model: Decoder, optimizer: torch.optim.AdamW, made_by: str
+    path: Path, model: TrainableDecoder, optimizer: torch.optim.AdamW, made_by: str
 ) -> tuple[int, float]:
     """Restore a checkpoint of the same settings; return its step and the seconds spent so far."""
     if not path.exists():
@@ -270,7 +270,7 @@ def load_checkpoint(
     return int(metadata["step"]), float(metadata["elapsed_s"])
 
 
-def export(out: Path, model: Decoder, tokenizer: Tokenizer) -> None:
+def export(out: Path, model: TrainableDecoder, tokenizer: Tokenizer) -> None:
     """Write the model in Hugging Face layout, its weights rounded to bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     for name in CONFIG_FILES if out.resolve() != BUNDLED else ():
@@ -297,7 +297,7 @@ def train(
 
     `stream` [num_tokens] is trained on; `sample` [num_tokens] is scored at every checkpoint.
     """
-    model = Decoder(config, s.seed)
+    model = TrainableDecoder(config, s.seed)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     norms = [p for p in model.parameters() if p.dim() == 1]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
@@ -341,7 +341,7 @@ def train(
 
 
 def main() -> None:
-    """Parse the command line, prepare the data, train, and record the held-out figures."""
+    """Parse the command line, prepare the data, train, and record the held-out scores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=BUNDLED, help="folder of the model")
     parser.add_argument("--work", type=Path, default=BUNDLED.parent / ".train", help="checkpoints")
@@ -377,9 +377,9 @@ def main() -> None:
             "num_tokens_seen": s.num_steps * s.step_tokens,
             "train_s": round(train_s),
         }
-    # The figures are those of the weights as they were saved.
+    # The scores are those of the weights as they were saved.
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
-    model, tensors = Decoder(config, s.seed), load_file(args.out / "model.safetensors")
+    model, tensors = TrainableDecoder(config, s.seed), load_file(args.out / "model.safetensors")
     model.load_state_dict({k.removeprefix("model."): v.float() for k, v in tensors.items()})
     stream, num_bytes = pack(tokenizer, held), sum(len(text.encode()) for text in held)
     bits = {str(n): bits_per_byte(model, stream, num_bytes, n) for n in HELD_OUT_CONTEXTS}

@@ -118,7 +118,8 @@ class TrafficGovernor:
 
     @contextmanager
     def flow(self, traffic: TrafficClass) -> Iterator[TakeTurn]:
-        """Hold lower classes back until the end of the block, which calls what it receives before every batch.
+        """Hold lower classes back until the end of the block, which calls what it receives before every
+        batch.
 
         `take_turn(num_bytes, give_up)` ends the batch before and waits until `num_bytes` more may move: True.
         False when `give_up` says so: it is asked before waiting and after every `wake`, and must not call the

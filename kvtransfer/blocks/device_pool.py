@@ -235,6 +235,35 @@ def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = end
 
 
+class StagingArea:
+    """Memory for packed pieces beside a pool, on its device (`data`: uint8 [num_bytes])."""
+
+    def __init__(self, pool: KvPool, num_bytes: int) -> None:
+        self._pool = pool
+        if pool.device == "cpu":
+            self.data = torch.frombuffer(pool.allocate_staging(num_bytes), dtype=torch.uint8)
+        else:
+            self.data = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
+
+    def gather(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
+        """Pack the blocks' pieces one after another; returns their checksums."""
+        if isinstance(self._pool, DevicePool):
+            return self._pool.gather(block_ids, piece, self.data)
+        return self._pool.gather(block_ids, piece, self.data.numpy().data)
+
+    def scatter(self, block_ids: Sequence[int], piece: Shard) -> None:
+        """Unpack pieces that lie one after another into the blocks."""
+        if isinstance(self._pool, DevicePool):
+            self._pool.scatter(block_ids, piece, self.data)
+        else:
+            self._pool.scatter(block_ids, piece, self.data.numpy().data)
+
+    def flip_first_bit(self) -> None:
+        """Corrupt the first piece, for tests."""
+        self.data[:1].bitwise_xor_(1)
+        self.data[0].item()  # done when this returns, on any device
+
+
 # ---------------------------------------------------- the checksum of kvtransfer.blocks.checksum in torch
 
 

@@ -1,9 +1,9 @@
 """Every message of the tiered store, and the constants that its processes share.
 
 There are four connections: engine core to owner (the node's store server), rank to owner, engine core to rank
-(orders to the store worker and their reports), and owner to owner. Keys are 16 bytes, offsets and sizes are in
-bytes, times in seconds. An *offset* names a record in the arena: the position of its header page, which the
-payload follows after `HEADER_BYTES`. The file is over 400 lines because all messages stand in one place.
+(orders to the store worker and their reports), and owner to owner. Keys are 16 bytes, offsets and sizes are
+in bytes, times in seconds. An *offset* names a record in the arena: the position of its header page, which
+the payload follows after `HEADER_BYTES`. The file is over 400 lines because all messages stand in one place.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ REFUSED = -2
 
 
 class RecordId(Part, frozen=True):
-    """Names a record: its space (model, dtype and block layout; `kvtransfer.store.record.space_id`), the block's
-    chained key, and the part of the model whose KV the record holds."""
+    """Names a record: its space (model, dtype and block layout; `kvtransfer.store.record.space_id`), the
+    block's chained key, and the part of the model whose KV the record holds."""
 
     space: bytes
     key: bytes
@@ -39,8 +39,9 @@ class RecordId(Part, frozen=True):
 
 
 class RecordInfo(Part, frozen=True):
-    """Describes a record in any tier. `parent` is the key of the preceding block (b"" at the root), `chain` the
-    first key of its chain; `num_bytes` and `checksum` (`kvtransfer.blocks.checksum`) are the payload's."""
+    """Describes a record in any tier. `parent` is the key of the preceding block (b"" at the root), `chain`
+    the first key of its chain; `num_bytes` and `checksum` (`kvtransfer.blocks.checksum`) are the
+    payload's."""
 
     id: RecordId
     parent: bytes
@@ -56,8 +57,8 @@ class RecordInfo(Part, frozen=True):
 
 
 class EngineHello(Message, frozen=True):
-    """Engine core to owner, first: identifies the replica whose records it will put and fetch. The engine core
-    draws `session` once and shares it with its ranks; `shards` are those of its ranks, in rank order."""
+    """Engine core to owner, first: identifies the replica whose records it will put and fetch. The engine
+    core draws `session` once and shares it with its ranks; `shards` are those of its ranks, in rank order."""
 
     protocol: int
     session: bytes
@@ -90,7 +91,8 @@ class NewRecord(Part, frozen=True):
 
 
 class PutRequest(Message, frozen=True):
-    """Engine core to owner: reserve space for these records of one chain and tenant. Answered by `PutGrant`."""
+    """Engine core to owner: reserve space for these records of one chain and tenant. Answered by
+    `PutGrant`."""
 
     number: int
     tenant: str
@@ -116,8 +118,8 @@ class PutCommit(Message, frozen=True):
 
 
 class FindRequest(Message, frozen=True):
-    """Engine core to owner: which of these blocks (a chain or its rest) can be fetched? Answered by `FindAnswer`
-    within the look-up budget."""
+    """Engine core to owner: which of these blocks (a chain or its rest) can be fetched? Answered by
+    `FindAnswer` within the look-up budget."""
 
     number: int
     chain: bytes
@@ -133,9 +135,9 @@ class FindAnswer(Message, frozen=True):
 
 
 class FetchRequest(Message, frozen=True):
-    """Engine core to owner: bring these blocks into the host tier. With `to_device`, their sources are sent as
-    they arrive (`FetchedBlocks`) and leased until `FetchRelease`. Otherwise this is a prefetch: the blocks are
-    kept there for a while, and there is no answer."""
+    """Engine core to owner: bring these blocks into the host tier. With `to_device`, their sources are sent
+    as they arrive (`FetchedBlocks`) and leased until `FetchRelease`. Otherwise this is a prefetch: the blocks
+    are kept there for a while, and there is no answer."""
 
     number: int
     chain: bytes
@@ -155,9 +157,9 @@ class Source(Part, frozen=True):
 
 
 class FetchedBlocks(Message, frozen=True):
-    """Owner to engine core: the next blocks of a fetch, [first, first + len(blocks)) of its keys, each with the
-    sources that together cover all shards of the session. `is_last` ends the fetch: any further blocks are
-    misses, because of `reason`."""
+    """Owner to engine core: the next blocks of a fetch, [first, first + len(blocks)) of its keys, each with
+    the sources that together cover all shards of the session. `is_last` ends the fetch: any further blocks
+    are misses, because of `reason`."""
 
     number: int
     arena: bytes
@@ -178,9 +180,9 @@ class FetchRelease(Message, frozen=True):
 
 
 class TierEvents(Message, frozen=True):
-    """Owner to engine core: changes of this node's tiers for the session's space and shards. The first one after
-    the welcome lists all blocks. A block is listed in its cheapest tier only; `removed` blocks are in no tier
-    of the node any more."""
+    """Owner to engine core: changes of this node's tiers for the session's space and shards. The first one
+    after the welcome lists all blocks. A block is listed in its cheapest tier only; `removed` blocks are in
+    no tier of the node any more."""
 
     stored: tuple[BlocksStored, ...]
     removed: tuple[bytes, ...]
@@ -202,8 +204,8 @@ class RankHello(Message, frozen=True):
 
 
 class ArenaGrant(Message, frozen=True):
-    """Owner to rank: the arena to map. Its descriptor follows with the next byte, unless it is the one that the
-    rank offered (`is_yours`). The connection stays open as long as the rank has the arena mapped: its end
+    """Owner to rank: the arena to map. Its descriptor follows with the next byte, unless it is the one that
+    the rank offered (`is_yours`). The connection stays open as long as the rank has the arena mapped: its end
     proves that the rank writes no more."""
 
     arena: bytes
@@ -246,8 +248,8 @@ class StorePut(Message, frozen=True):
 
 
 class StorePutDone(Message, frozen=True):
-    """Answer: the payload's checksum of each copy, in order. With an error there are none, and the rank writes
-    none of the records any more."""
+    """Answer: the payload's checksum of each copy, in order. With an error there are none, and the rank
+    writes none of the records any more."""
 
     number: int
     sums: tuple[int, ...]
@@ -277,7 +279,8 @@ class StoreGet(Message, frozen=True):
 
 
 class StoreGetDone(Message, frozen=True):
-    """Answer: `bad` are the indices of the reads whose record had a wrong checksum; with an error, all of them."""
+    """Answer: `bad` are the indices of the reads whose record had a wrong checksum; with an error, all of
+    them."""
 
     number: int
     bad: tuple[int, ...]
@@ -290,7 +293,8 @@ class StoreGetDone(Message, frozen=True):
 
 
 class OwnerHello(Message, frozen=True):
-    """Owner to owner, first, over TCP: identifies the sender. Records are exchanged in granules of the arenas."""
+    """Owner to owner, first, over TCP: identifies the sender. Records are exchanged in granules of the
+    arenas."""
 
     protocol: int
     owner: ReplicaIdentity
@@ -298,8 +302,8 @@ class OwnerHello(Message, frozen=True):
 
 
 class SendRecords(Message, frozen=True):
-    """Owner to owner: write these records into the requester's arena. `granules[i]` are its granules for record i,
-    header first; `target` are the endpoints of its transfer agent. Answered by `RecordsSent`."""
+    """Owner to owner: write these records into the requester's arena. `granules[i]` are its granules for
+    record i, header first; `target` are the endpoints of its transfer agent. Answered by `RecordsSent`."""
 
     landing_id: bytes
     target: RankEndpoints
@@ -308,8 +312,8 @@ class SendRecords(Message, frozen=True):
 
 
 class RecordsSent(Message, frozen=True):
-    """Answer: the records that are written completely, as (index in the request, checksum of the payload). The
-    others are no longer held, or could not be sent. Nothing of the landing is written after this."""
+    """Answer: the records that are written completely, as (index in the request, checksum of the payload).
+    The others are no longer held, or could not be sent. Nothing of the landing is written after this."""
 
     landing_id: bytes
     sent: tuple[tuple[int, int], ...]
@@ -364,8 +368,8 @@ class TierStat(Part, frozen=True):
 
 
 class IndexStat(Part, frozen=True):
-    """Statistics of the cluster-wide index, as the owner sees it. `state` is "off", "up", "slow" (look-ups are cut off) or
-    "down"."""
+    """Statistics of the cluster-wide index, as the owner sees it. `state` is "off", "up", "slow" (look-ups
+    are cut off) or "down"."""
 
     state: str
     num_lookups: int = 0
@@ -391,7 +395,8 @@ class StoreStat(Message, frozen=True):
 
 
 class ListRequest(Message, frozen=True):
-    """List records of this node; `model` is a prefix of the fingerprint in hex. Answered by `StoreListing`."""
+    """List records of this node; `model` is a prefix of the fingerprint in hex. Answered by
+    `StoreListing`."""
 
     tenant: str | None
     model: str | None
@@ -430,15 +435,17 @@ class VerifyResult(Message, frozen=True):
 
 
 class PurgeRequest(Message, frozen=True):
-    """Delete matching records (None: any) from every tier of this node, so that no restart brings them back."""
+    """Delete matching records (None: any) from every tier of this node, so that no restart brings them
+    back."""
 
     tenant: str | None
     model: str | None
 
 
 class PurgeResult(Message, frozen=True):
-    """Answer to `PurgeRequest`: the number and bytes of the deleted records, by tier. Records that were leased or
-    being written cannot be found any more, and are deleted when their last user is done (`num_pending`)."""
+    """Answer to `PurgeRequest`: the number and bytes of the deleted records, by tier. Records that were
+    leased or being written cannot be found any more, and are deleted when their last user is done
+    (`num_pending`)."""
 
     num_records: dict[str, int]
     num_bytes: dict[str, int]

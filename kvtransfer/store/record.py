@@ -45,16 +45,16 @@ class Writer(NamedTuple):
 
 
 class RecordPlace(NamedTuple):
-    """The arena (or segment) and offset for which a header was written: at any other place the header is a copy,
-    or left over."""
+    """The arena (or segment) and offset for which a header was written: at any other place the header is a
+    copy, or left over."""
 
     arena: bytes
     offset: int
 
 
 class Header(Part, frozen=True):
-    """The contents of a header page. `sequence` grows with every header that an owner writes; `writer` is None
-    when nobody writes (any more), `place` is None when the header was not made for an arena."""
+    """The contents of a header page. `sequence` grows with every header that an owner writes; `writer` is
+    None when nobody writes (any more), `place` is None when the header was not made for an arena."""
 
     info: RecordInfo
     state: State
@@ -75,7 +75,8 @@ def space_id(compatibility: CompatibilityRecord) -> bytes:
 
 
 def image_bytes(num_payload: int) -> int:
-    """Return the size of a whole record with a payload of `num_payload` bytes: header page and padded payload."""
+    """Return the size of a whole record with a payload of `num_payload` bytes: header page and padded
+    payload."""
     return HEADER_BYTES + -(-num_payload // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -86,7 +87,8 @@ def encode_header(
     writer: Writer | None = None,
     place: RecordPlace | None = None,
 ) -> bytes:
-    """Return the header page, of `HEADER_BYTES`. `StoreError` when the tenant's name or the rest is too long."""
+    """Return the header page, of `HEADER_BYTES`. `StoreError` when the tenant's name or the rest is too
+    long."""
     num_tenant_bytes = len(info.tenant.encode())
     if num_tenant_bytes > MAX_TENANT_BYTES:
         raise StoreError(f"the tenant's name has {num_tenant_bytes} bytes; a record takes {MAX_TENANT_BYTES}")
@@ -100,8 +102,8 @@ def encode_header(
 
 
 def decode_header(page: memoryview | bytes) -> Header:
-    """Return the header in the first `HEADER_BYTES` of `page`. Raises only `StoreError` when there is no intact
-    header, and `OtherVersionError` when there is one of another version of the format."""
+    """Return the header in the first `HEADER_BYTES` of `page`. Raises only `StoreError` when there is no
+    intact header, and `OtherVersionError` when there is one of another version of the format."""
     if len(page) < HEADER_BYTES:
         raise StoreError(f"a header page has {HEADER_BYTES} bytes, not {len(page)}")
     magic, total, version, num_fields_bytes = _FRONT.unpack_from(page)

@@ -53,8 +53,8 @@ class StoreEvents(Protocol):
     """Receives the events of the connection, on the engine core's loop."""
 
     async def ready_to_connect(self) -> None:
-        """Return when every rank has finished or dropped its earlier copies: the hello that follows assures the
-        owner that nothing of the session's earlier grants is written any more."""
+        """Return when every rank has finished or dropped its earlier copies: the hello that follows assures
+        the owner that nothing of the session's earlier grants is written any more."""
 
     def on_welcome(self, welcome: StoreWelcome) -> None:
         """The owner accepts requests; called again when its rates have changed."""
@@ -83,7 +83,8 @@ class StoreClient:
         clock: Clock,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`on_error` receives the error of a receiver of events, or of this class, that has ended the client."""
+        """`on_error` receives the error of a receiver of events, or of this class, that has ended the
+        client."""
         self._name = name
         self._secret = secret
         self._hello = hello
@@ -198,7 +199,8 @@ class StoreClient:
         return was_welcome
 
     async def _probe(self, stream: FrameStream) -> None:
-        """Probe the owner: a stopped process keeps its connections, and only an unanswered probe reveals it."""
+        """Probe the owner: a stopped process keeps its connections, and only an unanswered probe reveals
+        it."""
         probe = TO_OWNER_CODEC.encode(FindRequest(_PROBE, b"", ()))
         while True:
             await self._clock.sleep(_PROBE_S)

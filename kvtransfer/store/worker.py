@@ -122,7 +122,8 @@ class _OrderQueue:
 
 
 class StoreWorker:
-    """Executes the store orders of one rank. `handle` never waits; `report` is called on the worker's thread."""
+    """Executes the store orders of one rank. `handle` never waits; `report` is called on the worker's
+    thread."""
 
     def __init__(
         self,
@@ -385,7 +386,8 @@ class CopyWork(ABC):
         self._num_bytes = 0
 
     def start(self, pool: KvPool, arena: MappedArena, now: float) -> None:
-        """Begin or continue the order. `StoreError` or `IndexError` when it does not fit the pool or the arena."""
+        """Begin or continue the order. `StoreError` or `IndexError` when it does not fit the pool or the
+        arena."""
         if self._started_at is None:
             self._check(pool, arena)
             self._started_at = now

@@ -350,9 +350,9 @@ class Channel(ABC):
 
 
 # ----------------------------------------------------------------------------------------------
-# The stream sockets of a channel. Each starts with the proof of the secret, `ChannelHello` and `ChannelWelcome`
-# (or a refusal); what the transport needs follows. The writer sends requests, which the target answers in order
-# with `Ack`.
+# The stream sockets of a channel. Each starts with the proof of the secret, `ChannelHello` and
+# `ChannelWelcome` (or a refusal); what the transport needs follows. The writer sends requests, which the
+# target answers in order with `Ack`.
 
 # A stopped push waits this long for a target that neither reads nor answers before it gives up.
 STALLED_S = 1.0
@@ -408,8 +408,8 @@ ACK_CODEC: Codec[Ack] = Codec(Ack)
 
 @contextlib.contextmanager
 def opening(transport: str, address: str) -> Iterator[contextlib.ExitStack]:
-    """Open a channel in the block: what the block has put on the stack is undone if it fails, and an `OSError`
-    becomes a `PathError`."""
+    """Open a channel in the block: what the block has put on the stack is undone if it fails, and an
+    `OSError` becomes a `PathError`."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo

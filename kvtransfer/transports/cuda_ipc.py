@@ -6,7 +6,7 @@ the writer unmaps it or the driver takes its context down, which is when the pro
 So the target counts a writer as gone only
 
 - when it has said so (`Unmapped`), after its last copy was done and its mapping closed, or
-- when its process has exited, which the kernel tells through a pidfd of the process that connected: it is
+- when its process has exited, which the kernel reports through a pidfd of the process that connected: it is
   readable once every thread has ended and every file of the process, the driver's too, is closed.
 
 A stopped writer has neither exited nor said so. Not yet run on devices: none was at hand.

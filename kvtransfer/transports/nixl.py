@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.device_pool import DevicePool, StagingArea
 from kvtransfer.blocks.layout import Run
 from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.errors import PathError, PeerGoneError
-from kvtransfer.messages import Shard, TransferSettings
+from kvtransfer.messages import TransferSettings
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _NETWORK_ONLY = "^sm,cuda_ipc"
@@ -234,29 +235,12 @@ class Runs:
         return source.spans(starts, lengths), target.spans(ends, lengths)
 
 
-class RegisteredBuffer:
-    """`num_bytes` of memory on the pool's device, for the packed pieces of blocks."""
+class RegisteredBuffer(StagingArea):
+    """A staging area that an agent may register: its `region`."""
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
-        self._pool = pool
-        if isinstance(pool, DevicePool):
-            self._tensor = pool.tensor.new_empty(num_bytes)
-            self.region = Region(self._tensor.data_ptr(), num_bytes, *_kind(pool))
-        else:
-            self._memory = pool.allocate_staging(num_bytes)
-            self.region = Region(_address(self._memory), num_bytes, "DRAM", 0)
-
-    def gather(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
-        """Pack the blocks' pieces one after another; returns their checksums."""
-        if isinstance(self._pool, DevicePool):
-            return self._pool.gather(block_ids, piece, self._tensor)
-        return self._pool.gather(block_ids, piece, self._memory)
-
-    def flip_first_bit(self) -> None:
-        if isinstance(self._pool, DevicePool):
-            self._tensor[0] ^= 1
-        else:
-            self._memory[0] ^= 1
+        super().__init__(pool, num_bytes)
+        self.region = Region(self.data.data_ptr(), num_bytes, *_kind(self.data))
 
 
 def pool_region(pool: KvPool) -> Region:
@@ -264,12 +248,12 @@ def pool_region(pool: KvPool) -> Region:
     if isinstance(pool, HostPool):
         return Region(_address(pool.memory.buffer), len(pool.memory.buffer), "DRAM", 0)
     if isinstance(pool, DevicePool):
-        return Region(pool.tensor.data_ptr(), pool.tensor.numel(), *_kind(pool))
+        return Region(pool.tensor.data_ptr(), pool.tensor.numel(), *_kind(pool.tensor))
     raise PathError(f"the pool on {pool.device} cannot be registered")
 
 
-def _kind(pool: DevicePool) -> tuple[str, int]:
-    device = pool.tensor.device
+def _kind(memory: torch.Tensor) -> tuple[str, int]:
+    device = memory.device
     return ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
 
 

@@ -46,16 +46,16 @@ class Sync(Message, frozen=True):
 
 
 class Unmapped(Message, frozen=True):
-    """Writer to target, its last message: it wrote all it will ever write over this connection. Only `cuda_ipc`
-    takes it for a proof."""
+    """Writer to target, its last message: it wrote all it will ever write over this connection. Only
+    `cuda_ipc` takes it for a proof."""
 
 
 REQUEST_CODEC: Codec[Begin | Sync | Unmapped] = Codec(Begin | Sync | Unmapped)
 
 
 class OneSidedListener(Listener):
-    """Offers its pool to proven writers and admits them landing by landing. It listens on a unix socket of the
-    abstract namespace under a random name."""
+    """Offers its pool to proven writers and admits them landing by landing. It listens on a unix socket of
+    the abstract namespace under a random name."""
 
     def __init__(self, target: TargetRank) -> None:
         name = f"tandem-{secrets.token_hex(16)}"

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.blocks.device_pool import DevicePool
-from kvtransfer.blocks.pool import SCRATCH_BYTES, KvPool
+from kvtransfer.blocks.device_pool import StagingArea
+from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
-from kvtransfer.messages import BlockMove, Lane, Shard
+from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.framing import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transports.base import (
@@ -74,35 +74,6 @@ OFFER_CODEC: Codec[PairOffer] = Codec(PairOffer)
 REQUEST_CODEC: Codec[Pieces | Barrier] = Codec(Pieces | Barrier)
 
 
-class StagingArea:
-    """Staging memory for a message, where both the pool and the pair reach it (uint8 [num_bytes] on its
-    device)."""
-
-    def __init__(self, pool: KvPool, piece: Shard) -> None:
-        self._pool = pool
-        self._piece = piece
-        size = staging_bytes(pool.piece_bytes(piece))
-        if pool.device == "cpu":
-            self.data = torch.frombuffer(pool.allocate_staging(size), dtype=torch.uint8)
-        else:
-            self.data = torch.empty(size, dtype=torch.uint8, device=pool.device)
-
-    def gather(self, block_ids: Sequence[int]) -> list[int]:
-        if isinstance(self._pool, DevicePool):
-            return self._pool.gather(block_ids, self._piece, self.data)
-        return self._pool.gather(block_ids, self._piece, self.data.numpy().data)
-
-    def scatter(self, block_ids: Sequence[int]) -> None:
-        if isinstance(self._pool, DevicePool):
-            self._pool.scatter(block_ids, self._piece, self.data)
-        else:
-            self._pool.scatter(block_ids, self._piece, self.data.numpy().data)
-
-    def flip_bit(self) -> None:
-        self.data[:1].bitwise_xor_(1)
-        self.data[0].item()  # done when this returns, on any device
-
-
 def staging_bytes(piece_bytes: int) -> int:
     """Size of the largest message: as many pieces as fit in the scratch size, at least one."""
     return max(piece_bytes, SCRATCH_BYTES)
@@ -144,8 +115,11 @@ class _Receiver:
         self._sock = sock
         self._writer = hello.writer
         self._group = group
+        self._piece = hello.piece
         self._piece_bytes = target.pool.piece_bytes(hello.piece)
-        self._staged = [StagingArea(target.pool, hello.piece) for _ in range(_NUM_STAGED)]
+        self._staged = [
+            StagingArea(target.pool, staging_bytes(self._piece_bytes)) for _ in range(_NUM_STAGED)
+        ]
         self._num_started = 0
         self._num_done = 0
         self._refused: list[bytes] = []
@@ -221,7 +195,7 @@ class _Receiver:
         landing = self._gate.find(landing_id, self._writer)
         if landing is not None and landing.block_ids.issuperset(ids) and landing.start_receiving():
             try:
-                receiving.staging.scatter(ids)
+                receiving.staging.scatter(ids, self._piece)
             finally:
                 landing.end_receiving()
         elif landing_id not in self._refused:
@@ -257,7 +231,7 @@ class PairChannel(Channel):
         self._connection = connection
         self._group = group
         self._changed = threading.Condition()
-        self._free = [StagingArea(rank.pool, lane.piece) for _ in range(_NUM_STAGED)]
+        self._free = [StagingArea(rank.pool, staging_bytes(self.piece_bytes)) for _ in range(_NUM_STAGED)]
         self._num_unsent = 0
         self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name=f"{self.transport}-send", daemon=True)
@@ -277,7 +251,7 @@ class PairChannel(Channel):
                 raise PushStoppedError("stopped on request")
             part = moves[start : start + per_message]
             staging = self._take(stopped)
-            sums += staging.gather([move.src_block for move in part])
+            sums += staging.gather([move.src_block for move in part], self._piece)
             num_bytes = len(part) * self.piece_bytes
             self._announce(landing_id, part, num_bytes)
             self._submit(_Send(staging, 0, num_bytes, is_last=True))
@@ -285,9 +259,9 @@ class PairChannel(Channel):
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         staging = self._take(stopped)
-        (checksum,) = staging.gather([move.src_block])
+        (checksum,) = staging.gather([move.src_block], self._piece)
         if corrupt:
-            staging.flip_bit()
+            staging.flip_first_bit()
         middle, end = self.piece_bytes // 2, self.piece_bytes
         self._announce(landing_id, [move], middle, end - middle)
         self._submit(_Send(staging, 0, middle, is_last=False))

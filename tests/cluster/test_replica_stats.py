@@ -12,7 +12,7 @@ from cluster.metrics.replica_stats import AGE, RENAMED, load_of, stats_of
 from cluster.proto import tandem_pb2 as pb
 from router.messages import ReplicaLoad
 from workers.messages import LoadReport
-from workers.replica.stats import StepStats
+from workers.replica.step_loop import StepStats
 from workers.stats_record import ReplicaStats
 
 # Statistics that no metric shows by itself, with the metrics that the exporter makes of them.

@@ -89,7 +89,7 @@ async def test_a_rank_killed_while_it_writes_leaves_no_block_behind(
     await harness.quiet(decode, spare)
 
 
-async def test_a_decode_rank_killed_mid_stream_is_resumed_elsewhere(
+async def test_a_stream_of_a_killed_decode_rank_resumes_at_another_replica(
     harness: E2eHarness, tmp_path: Path
 ) -> None:
     prefill = await harness.add("p0", "prefill")

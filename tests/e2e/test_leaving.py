@@ -85,7 +85,7 @@ async def test_without_another_replica_streams_run_on_and_fail_over_at_the_end(s
         await stage.harness.quiet()
 
 
-async def test_a_leaving_prefill_replica_finishes_what_it_has_begun_and_hands_back_the_rest(
+async def test_a_leaving_prefill_replica_finishes_what_it_has_begun_and_returns_the_rest(
     stage: Stage,
 ) -> None:
     guest = await stage.guest("prefill", max_sequences=2, chunk_tokens=16, max_batch_tokens=16)

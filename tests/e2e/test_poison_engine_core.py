@@ -55,7 +55,7 @@ async def test_a_request_that_cannot_be_checked_ends_alone(
 
 
 @pytest.mark.parametrize("where", ["taken", "planned"])
-async def test_a_request_on_which_the_brain_breaks_is_the_only_suspect(
+async def test_a_request_on_which_the_engine_core_breaks_is_the_only_suspect(
     harness: E2eHarness, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     replica, good = await start(harness)

@@ -62,7 +62,7 @@ def test_a_stranger_that_sends_byte_by_byte_is_cut_off_in_time(
 
 @pytest.mark.parametrize("transport", BOTH)
 def test_a_stranger_cannot_announce_a_large_frame(transport: str) -> None:
-    """Its room would be taken before a byte of it has come."""
+    """Its memory would be taken before a byte of it has come."""
     with Rank(TARGET) as target, reach(target, transport) as sock:
         sock.sendall((60 << 20).to_bytes(4, "little"))
         assert sock.recv(1) == b""

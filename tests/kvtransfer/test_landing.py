@@ -184,7 +184,7 @@ def test_a_landing_asked_for_twice_keeps_its_blocks() -> None:
 def test_a_leaving_replica_grants_nothing_and_lets_open_landings_join() -> None:
     pool = BlockPool(3, BLOCK)
     world = World(pool)
-    for number in (1, 2):  # the second one waits for room
+    for number in (1, 2):  # the second one waits for free blocks
         world.ask(request(number, 2 * BLOCK))
     world.settle()
     world.do_landing(world.landing.refuse_all("it leaves"))
@@ -285,7 +285,7 @@ def test_a_hand_over_that_does_not_match_its_landing_is_refused(
 
 
 def test_a_prompt_that_does_not_move_on_loses_its_lease() -> None:
-    """Two replicas that wait for each other's room must not keep each other waiting by heartbeats."""
+    """Two replicas that wait for each other's blocks must not keep each other waiting by heartbeats."""
     pool = BlockPool(8, BLOCK)
     world = World(pool)
     world.ask(request(1, 2 * BLOCK))
@@ -340,7 +340,7 @@ def test_a_growing_sequence_is_handed_over_with_what_it_has_by_then(num_tokens: 
     world.settle()
     (joined,) = world.joined.values()
     assert joined.num_valid_tokens == num_tokens
-    assert len(joined.block_ids) == 4, "the room that it did not use is its own"
+    assert len(joined.block_ids) == 4, "the capacity that it did not use is its own"
     assert (world.ended, pool.num_references) == ({"r1": ""}, 0)
     assert world.push.counters.num_bytes.total() == 8 * -(-num_tokens // BLOCK)
 

@@ -68,7 +68,7 @@ def test_silent_strangers_keep_nobody_out_and_are_few(listening: ListenerProcess
         for _ in range(3):
             peer = stack.enter_context(listening.connect(kind))
             prove_as_client(peer, SECRET, "peer")
-        assert strangers[0].recv(1) == b"", "the oldest made room"
+        assert strangers[0].recv(1) == b"", "the oldest was evicted"
         assert listening.num_descriptors <= num_before + MAX_UNPROVEN + 3
         assert listening.peak_bytes - before < MAX_UNPROVEN * UNPROVEN_BYTES
 

@@ -15,8 +15,13 @@ from store_harness import StoreHarness, eventually
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.store.dram.arena import Arena, Prefault
 from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
-from kvtransfer.store.server.arena_manager import SPARE_WAIT_S, UNUSED_WAIT_S, ArenaManager
-from kvtransfer.store.server.store_listener import PeerConnection, send_descriptor
+from kvtransfer.store.server.arena_manager import (
+    SPARE_WAIT_S,
+    UNUSED_WAIT_S,
+    ArenaManager,
+    PeerConnection,
+    send_descriptor,
+)
 
 
 class Entrance:

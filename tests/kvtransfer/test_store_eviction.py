@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.store.dram.eviction import ChainKey, ChainLru, TenantShares
+from kvtransfer.store.dram.slot_allocator import ChainKey, ChainLru, TenantShares
 
 SPACE = b"space"
 

@@ -18,14 +18,14 @@ NVME = {"nvme_bytes": 64 << 20, "segment_bytes": 1 << 20}
 
 
 async def test_one_record_enters_the_documented_files(tmp_path: Path) -> None:
-    """The store server, the client of the engine core and the worker of the rank are in this process. The record
-    goes to DRAM and from there to NVMe, is found, and is read back."""
+    """The store server, the client of the engine core and the worker of the rank are in this process. The
+    record goes to DRAM and from there to NVMe, is found, and is read back."""
     entered = EnteredFiles()
     with entered.watching():
-        house = StoreHarness(tmp_path, nvme_path=str(tmp_path / "nvme"), **NVME)
-        server = StoreServer(house.settings, SystemClock(), Faults(()), 0.0)
+        harness = StoreHarness(tmp_path, nvme_path=str(tmp_path / "nvme"), **NVME)
+        server = StoreServer(harness.settings, SystemClock(), Faults(()), 0.0)
         await server.start()
-        replica = await Replica(house).start()
+        replica = await Replica(harness).start()
         try:
             for number in range(2):
                 await put_and_get(server, replica, Chain.of(f"warm-up {number}", 1))

@@ -87,7 +87,8 @@ async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:
 
 
 async def test_what_a_closed_connection_had_still_to_say_is_void(tmp_path: Path) -> None:
-    """The engine core is back on another one, where the same offset may have been granted for something else."""
+    """The engine core is back on another one, where the same offset may have been granted for something
+    else."""
     node, earlier, stream, engine_cores = await connected(tmp_path)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)

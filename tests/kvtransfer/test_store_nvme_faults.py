@@ -162,7 +162,7 @@ def test_a_full_disk_stops_writing_for_longer_each_time_but_not_reading(tmp_path
                     harness.put(10, RECORD)
                 assert not harness.tier.can_write
                 harness.clock.advance(pause_s - 0.01)
-                with pytest.raises(StoreIoError, match=r"nothing is written for another 0\.0 s: creating"):
+                with pytest.raises(StoreIoError, match=r"writes are suspended for another 0\.0 s: creating"):
                     harness.put(11, RECORD)
                 assert all(harness.has(info) for info in infos)
                 assert not harness.tier.needs_compaction

@@ -1,4 +1,5 @@
-"""An owner in a process of its own, real clients, real worker: what is put is found and read, byte by byte."""
+"""An owner in a process of its own, real clients, real worker: what is put is found and read, byte by
+byte."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ async def test_a_small_arena_is_left_to_its_first_writes() -> None:
 def run_taker(arena: Arena, owner_pid: str, at_once: int) -> int:
     """Of a process of its own: how it was scheduled in the end."""
     code = (
-        f"import os, prefault_process; prefault_process.main({arena.fd}, {MIB * 2}, {MIB * 8}, {owner_pid}, {at_once});"
+        "import os, prefault_process;"
+        f"prefault_process.main({arena.fd}, {MIB * 2}, {MIB * 8}, {owner_pid}, {at_once});"
         "print(os.sched_getscheduler(0))"
     )
     folder = Path(prefault_process.__file__).parent

@@ -1,5 +1,5 @@
-"""A stand-in for the store's owner, an arena behind a real socket; and the worker of ranks, in this process or
-in one of their own (`python arena_harness.py`: orders on standard input, reports on standard output)."""
+"""A stand-in for the store's owner, an arena behind a real socket; and the worker of ranks, in this process
+or in one of their own (`python arena_harness.py`: orders on standard input, reports on standard output)."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def _serve() -> None:
 
     from kvtransfer.common.clock import SystemClock
     from kvtransfer.rpc.stream import FrameStream, LinkServer
-    from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, await_end
+    from kvtransfer.store.server.arena_manager import PeerConnection, StoreListener, await_end
     from workers.rank.local_links import Switchboard
     from workers.replica.rank_group import RankGroup
 

@@ -1,4 +1,4 @@
-"""A whole engine in this process: the scheduler, and the executors of all ranks in a thread each."""
+"""A whole engine in this process: the scheduler, and the runners of all ranks in a thread each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LocalEngine:
                 secret=SECRET,
                 host_id=host_id,
             )
-            executor = ModelRunner(
+            runner = ModelRunner(
                 model_dir=model_dir,
                 dtype=torch.float32,
                 device=CPU,
@@ -74,12 +74,12 @@ class LocalEngine:
                 offload_mode=mode,
                 faults=faults[rank] if faults else None,
             )
-            executor.warm_up()
-            return executor
+            runner.warm_up()
+            return runner
 
         made = [thread.submit(make, rank) for rank, thread in enumerate(self._threads)]
-        self.executors = [each.result() for each in made]
-        fields = self.executors[0].ready_fields
+        self.runners = [each.result() for each in made]
+        fields = self.runners[0].ready_fields
         self.pool = BlockPool(num_blocks, BLOCK)
         self.scheduler = Scheduler(
             config,
@@ -97,8 +97,8 @@ class LocalEngine:
         self.plans: list[StepPlan] = []
 
     def run(self, submissions: Sequence[Submission]) -> dict[tuple[str, int], bytes]:
-        """The outputs of all samples; plans run ahead as they do under an engine core. Requests that fail are in
-        `failures`."""
+        """The outputs of all samples; plans run ahead as they do under an engine core. Requests that fail are
+        in `failures`."""
         for submission in submissions:
             self.scheduler.submit(submission, 0.0)
         outputs: dict[tuple[str, int], bytes] = {}
@@ -122,11 +122,11 @@ class LocalEngine:
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        ranks = zip(self._threads, self.executors, strict=True)
-        self._out.append([thread.submit(executor.run, plan) for thread, executor in ranks])
+        ranks = zip(self._threads, self.runners, strict=True)
+        self._out.append([thread.submit(runner.run, plan) for thread, runner in ranks])
 
     def close(self) -> None:
-        for thread, executor in zip(self._threads, self.executors, strict=True):
-            thread.submit(executor.close).result()
+        for thread, runner in zip(self._threads, self.runners, strict=True):
+            thread.submit(runner.close).result()
             thread.shutdown()
         del self._store

@@ -1,4 +1,4 @@
-"""The ranks of a replica in processes of their own, without brain or executor: model, groups, greedy choice.
+"""The ranks of a replica in processes of their own, without brain or runner: model, groups, greedy choice.
 
 `python parallel_ranks.py RANK STORE_ADDRESS` runs the cases it reads from standard input, one JSON line each.
 """
@@ -33,7 +33,7 @@ BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 
 
-class Case(msgspec.Struct, frozen=True):
+class ParallelCase(msgspec.Struct, frozen=True):
     """A greedy generation of `num_steps` tokens after each of `prompts`, whose chunk sizes are `chunks[i]`;
     every step takes the next chunk, or the next token, of every sequence. Layers are cut at `stages`.
     Rank r leaves its results in `output_dir`/r.safetensors."""
@@ -59,7 +59,7 @@ class Case(msgspec.Struct, frozen=True):
         return [[at * count + number for at in range(-(-most // BLOCK_TOKENS))] for number in range(count)]
 
 
-def run_case(case: Case, groups: RankGroups) -> dict[str, Tensor]:
+def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
     """`kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows."""
     model_dir = Path(case.model_dir)
     config, (first, end) = read_model_config(model_dir), case.stages[groups.stage]
@@ -102,7 +102,7 @@ def run_case(case: Case, groups: RankGroups) -> dict[str, Tensor]:
     return results | ({"logits": torch.cat(logits)} if groups.is_last_stage else {})
 
 
-def form(case: Case, store: Store | None, rank: int) -> RankGroups:
+def form(case: ParallelCase, store: Store | None, rank: int) -> RankGroups:
     """The groups of rank `rank` of the case; they must be open until all its ranks are done."""
     return RankGroups(
         store,
@@ -117,7 +117,7 @@ def form(case: Case, store: Store | None, rank: int) -> RankGroups:
 
 
 def _inputs(
-    case: Case,
+    case: ParallelCase,
     positions: list[int],
     counts: list[int],
     chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]],
@@ -147,7 +147,7 @@ class RankProcesses:
                     )
                 )
 
-    def run(self, case: Case) -> None:
+    def run(self, case: ParallelCase) -> None:
         """Returns when all ranks of the case are done; their errors are on standard error."""
         ranks = self._processes[: case.num_ranks]
         for process in ranks:
@@ -180,7 +180,7 @@ def _serve(rank: int, address: str) -> None:
     for line in sys.stdin:
         if groups is not None:
             groups.close()  # all ranks are done with the last case, else the next would not have come
-        case = msgspec.json.decode(line, type=Case)
+        case = msgspec.json.decode(line, type=ParallelCase)
         groups = form(case, PrefixStore(case.name, store), rank)
         results = run_case(case, groups)
         save_file(results, str(Path(case.output_dir) / f"{rank}.safetensors"))

@@ -1,4 +1,5 @@
-"""Step plans written by hand as an engine core would write them: single entries, and a walk through all they do."""
+"""Step plans written by hand as an engine core would write them: single entries, and a mix of all they
+do."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def step(
     return StepPlan(number, tuple(frees), tuple(starts), tuple(copies), entries)
 
 
-def walk() -> list[StepPlan]:
+def mixed_plans() -> list[StepPlan]:
     """Greedy, seeded and forked sequences in scattered blocks, decoded by slot; only slots 4 and 5 share.
 
     Slots 2 and 6 are freed and begun again while what they sampled may still be on its way to the first

@@ -190,7 +190,7 @@ def test_a_rank_that_does_not_copy_holds_up_blocks_but_no_request() -> None:
     assert harness.pool.num_references == 0
 
 
-def test_a_load_waits_for_room_and_takes_none_from_what_runs() -> None:
+def test_a_load_waits_for_free_blocks_and_takes_none_from_what_runs() -> None:
     harness = LoadingHarness(num_blocks=8)
     running = harness.pool.allocate(4)
     harness.loader.wanted(harness.need(KEYS[:6]))
@@ -205,7 +205,7 @@ def test_a_load_waits_for_room_and_takes_none_from_what_runs() -> None:
     assert isinstance(harness.wires.take(FetchRequest), FetchRequest)
 
 
-def test_a_load_that_lacks_room_for_long_has_those_behind_it_wait_too() -> None:
+def test_a_load_that_lacks_blocks_for_long_has_those_behind_it_wait_too() -> None:
     harness = LoadingHarness(num_blocks=8)
     running = harness.pool.allocate(4)
     harness.loader.wanted(harness.need(KEYS[:6]))
@@ -224,7 +224,7 @@ def test_a_load_that_lacks_room_for_long_has_those_behind_it_wait_too() -> None:
 
 
 @pytest.mark.parametrize(("num_held", "num_quarantined", "num_asked"), [(0, 0, 5), (2, 0, 3), (2, 2, 1)])
-def test_of_a_chain_longer_than_the_pool_only_what_has_room_is_loaded(
+def test_of_a_chain_longer_than_the_pool_only_what_fits_is_loaded(
     num_held: int, num_quarantined: int, num_asked: int
 ) -> None:
     harness = LoadingHarness(num_blocks=6)
@@ -244,7 +244,7 @@ def test_a_chain_whose_head_fills_the_pool_is_computed_on() -> None:
     assert harness.wires.ended == [(harness.need(num_held=3), {})]
 
 
-def test_what_waits_for_room_ends_when_the_ranks_lose_the_store() -> None:
+def test_what_waits_for_free_blocks_ends_when_the_ranks_lose_the_store() -> None:
     harness = LoadingHarness(num_blocks=8)
     harness.pool.allocate(8)
     harness.loader.wanted(harness.need(KEYS[:6]))

@@ -180,8 +180,8 @@ def test_a_poison_request_fails_alone(
     assert failed == {POISON}
     others = {name: tokens for name, tokens in expected.items() if name[0] != POISON}
     assert {name: tokens for name, tokens in outputs.items() if name[0] != POISON} == others
-    told = outputs.get((POISON, 0), b"")
-    assert expected[POISON, 0].startswith(told), "no token of a step that failed is told"
+    reported = outputs.get((POISON, 0), b"")
+    assert expected[POISON, 0].startswith(reported), "no token of a failed step is reported"
     assert replicas(tp, pp, links).run() == (expected, set()), "the ranks serve on"
 
 
@@ -194,7 +194,7 @@ def test_memory_that_lacks_once_fails_nobody(
     pp: int,
     rank: int,
 ) -> None:
-    """The step is computed again in halves, and each of them finds room."""
+    """The step is computed again in halves, and each of them fits."""
     rule = FaultRule(f"rank.layers.decode.{rank}", "raise", str(tmp_path / "marker"), 45)
     assert replicas(tp, pp, "here").run(rule) == (expected, set())
     assert (tmp_path / "marker").exists()

@@ -111,7 +111,7 @@ def test_a_step_on_the_device_has_no_reader(device_kv: Tensor) -> None:
     host.close()
 
 
-# ---------------------------------------------------------------------------------------- the executor
+# ---------------------------------------------------------------------------------------- the runner
 
 
 class _Clock(ManualClock):
@@ -120,10 +120,10 @@ class _Clock(ManualClock):
     def __init__(self, slow: OffloadMode) -> None:
         super().__init__(5.0)
         self.slow = slow
-        self.executor: ModelRunner | None = None
+        self.runner: ModelRunner | None = None
 
     def now(self) -> float:
-        host = self.executor.host if self.executor is not None else None
+        host = self.runner.host if self.runner is not None else None
         if host is not None and host.mode == self.slow:
             self.advance(1.0)
         return super().now()
@@ -137,7 +137,7 @@ def model_dir(tmp_path: Path) -> Iterator[Path]:
     torch.set_num_threads(num_threads)
 
 
-def _executor(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_tokens: int) -> ModelRunner:
+def _runner(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_tokens: int) -> ModelRunner:
     return ModelRunner(
         model_dir=model_dir,
         dtype=torch.float32,
@@ -153,25 +153,25 @@ def _executor(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_
 @pytest.mark.parametrize(("slow", "taken"), [("stream", "in_place"), ("in_place", "stream")])
 def test_the_warm_up_takes_the_faster_way(model_dir: Path, slow: OffloadMode, taken: str) -> None:
     clock = _Clock(slow)
-    clock.executor = executor = _executor(model_dir, clock, 8, 10 * BLOCK)
-    executor.warm_up()
-    assert executor.host is not None
-    assert executor.host.mode == taken
-    executor.close()
+    clock.runner = runner = _runner(model_dir, clock, 8, 10 * BLOCK)
+    runner.warm_up()
+    assert runner.host is not None
+    assert runner.host.mode == taken
+    runner.close()
 
 
 def test_a_device_of_one_block_is_warmed_up_beside_host_memory(model_dir: Path) -> None:
-    executor = _executor(model_dir, ManualClock(5.0), 1, 3 * BLOCK + 1)
-    executor.warm_up()
-    fields = executor.ready_fields
+    runner = _runner(model_dir, ManualClock(5.0), 1, 3 * BLOCK + 1)
+    runner.warm_up()
+    fields = runner.ready_fields
     assert (fields.num_blocks, fields.num_offload_blocks) == (1, 3)
     assert fields.max_context_tokens == 4 * BLOCK
-    executor.close()
+    runner.close()
 
 
 def test_without_offload_tokens_there_is_no_host_memory(model_dir: Path) -> None:
-    executor = _executor(model_dir, ManualClock(5.0), 2, 0)
-    assert executor.host is None
-    assert executor.ready_fields.num_offload_blocks == 0
-    assert executor.ready_fields.max_context_tokens == 2 * BLOCK
-    executor.close()
+    runner = _runner(model_dir, ManualClock(5.0), 2, 0)
+    assert runner.host is None
+    assert runner.ready_fields.num_offload_blocks == 0
+    assert runner.ready_fields.max_context_tokens == 2 * BLOCK
+    runner.close()

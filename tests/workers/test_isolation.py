@@ -123,7 +123,7 @@ def test_samples_of_a_suspect_are_alone_together() -> None:
     }
 
 
-def test_of_outbound_suspects_one_asks_for_its_landing_and_the_decode_side_clears_it() -> None:
+def test_of_suspects_to_hand_over_one_asks_for_its_landing_and_the_decode_side_clears_it() -> None:
     side = engine()
     for name in "st":
         side.scheduler.submit(suspect(name, ord(name) - 90, decode="d"), 0.0)

@@ -95,7 +95,7 @@ async def test_a_prompt_is_handed_over_when_every_rank_has_pushed_it() -> None:
     assert trace(replica, "r")[-2:] == (("push.start", 6.0), ("push.end", 8.0))
 
 
-async def test_a_refusal_names_who_has_no_room() -> None:
+async def test_a_refusal_names_who_has_no_capacity() -> None:
     replica = ReplicaHarness()
     replica.requests.submit(GATEWAY, replica.submission("r", PROMPT, decode=PEER))
     replica.pump()

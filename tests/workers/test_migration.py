@@ -164,7 +164,7 @@ async def test_samples_of_one_request_stay_together() -> None:
     assert stream.at is pair.a
 
 
-async def test_a_target_without_room_in_time_is_asked_a_few_times_and_left() -> None:
+async def test_a_target_without_capacity_in_time_is_asked_a_few_times_and_left() -> None:
     pair = MigrationPair((16, 40))
     blocker = pair.b.replica.pool.allocate(39)
     stream = decoding(pair, max_tokens=33)
@@ -263,7 +263,7 @@ async def test_a_link_lost_before_leaves_it_where_it_is() -> None:
     pair.check_over()
 
 
-async def test_a_leaving_replica_hands_back_what_has_not_begun() -> None:
+async def test_a_leaving_replica_returns_what_has_not_begun() -> None:
     pair = MigrationPair()
     first = decoding(pair)
     second = pair.submit([1, 2, 3], 8, pair.a)

@@ -168,6 +168,6 @@ def test_an_unreadable_config_is_refused_by_name(text: str | None, tmp_path: Pat
         read_model_config(tmp_path)
 
 
-def test_brains_and_gateways_get_no_torch_by_it() -> None:
+def test_engine_cores_and_gateways_get_no_torch_by_it() -> None:
     code = "import sys, workers.model.model_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

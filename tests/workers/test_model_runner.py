@@ -1,4 +1,4 @@
-"""The executor driven by hand-written plans, against transformers on the same random checkpoint, and those of
+"""The runner driven by hand-written plans, against transformers on the same random checkpoint, and those of
 several ranks, here in threads, against the one of a single rank."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from step_plans import BLOCK, GREEDY, draw, entry, packed, started, step, walk
+from step_plans import BLOCK, GREEDY, draw, entry, mixed_plans, packed, started, step
 from transformers import AutoModelForCausalLM
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -50,7 +50,7 @@ def _keep_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def make_executor(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: str = "float32") -> ModelRunner:
+def make_runner(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: str = "float32") -> ModelRunner:
     return ModelRunner(
         model_dir=model_dir,
         dtype=read_dtype(dtype),
@@ -63,12 +63,12 @@ def make_executor(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: st
 
 
 @pytest.fixture
-def executor(model_dir: Path) -> ModelRunner:
-    return make_executor(model_dir)
+def runner(model_dir: Path) -> ModelRunner:
+    return make_runner(model_dir)
 
 
-def run(executor: ModelRunner, plan: StepPlan) -> dict[int, int]:
-    return {sampled.slot: sampled.token for sampled in executor.run(plan).tokens}
+def run(runner: ModelRunner, plan: StepPlan) -> dict[int, int]:
+    return {sampled.slot: sampled.token for sampled in runner.run(plan).tokens}
 
 
 def greedy_reference(model_dir: Path, prompt: Sequence[int], num_new: int) -> list[int]:
@@ -80,14 +80,14 @@ def greedy_reference(model_dir: Path, prompt: Sequence[int], num_new: int) -> li
     return ids[len(prompt) :]
 
 
-def test_chunked_prefill_and_decode_equal_transformers(model_dir: Path, executor: ModelRunner) -> None:
+def test_chunked_prefill_and_decode_equal_transformers(model_dir: Path, runner: ModelRunner) -> None:
     """Two sequences, interleaved: chunks of one beside decoding of the other, in scattered blocks."""
     first, second = draw(45, seed=1), draw(20, seed=2)
     first_blocks, second_blocks = (7, 2, 30, 11, 5), (3, 39, 0)
     tokens: dict[int, list[int]] = {10: [], 20: []}
 
     def take(plan: StepPlan) -> None:
-        for slot, token in run(executor, plan).items():
+        for slot, token in run(runner, plan).items():
             tokens[slot].append(token)
 
     take(step(entry(20, 0, second, second_blocks, [20]), starts=[started(20, second)]))
@@ -105,7 +105,7 @@ def test_chunked_prefill_and_decode_equal_transformers(model_dir: Path, executor
     assert tokens[20] == greedy_reference(model_dir, second, 11)
 
 
-def test_samples_fork_from_one_prompt(executor: ModelRunner, model_dir: Path) -> None:
+def test_samples_fork_from_one_prompt(runner: ModelRunner, model_dir: Path) -> None:
     """Two seeds on one prompt, with copy-on-write of the shared last block, equal two lone sequences."""
     prompt, sampling, seeds = draw(20), SamplingParams(temperature=1.5), {4: 111, 5: 222}
     starts = [started(slot, prompt, sampling, seed) for slot, seed in seeds.items()]
@@ -117,11 +117,11 @@ def test_samples_fork_from_one_prompt(executor: ModelRunner, model_dir: Path) ->
         entries = [entry(slot, 20 + number, [], tables[slot], [slot]) for slot in (4, 5)]
         plans.append(step(*entries, copies=copies))
     for plan in plans:
-        for slot, token in run(executor, plan).items():
+        for slot, token in run(runner, plan).items():
             forked[slot].append(token)
     assert forked[4] != forked[5]
     for slot, seed in seeds.items():
-        alone = make_executor(model_dir)
+        alone = make_runner(model_dir)
         outputs = [
             run(
                 alone,
@@ -132,17 +132,15 @@ def test_samples_fork_from_one_prompt(executor: ModelRunner, model_dir: Path) ->
         assert [output[0] for output in outputs] == forked[slot]
 
 
-def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: ModelRunner) -> None:
+def test_a_resumed_sequence_continues_with_the_same_tokens(runner: ModelRunner) -> None:
     prompt, sampling = draw(20), SamplingParams(temperature=1.2, repetition_penalty=1.2, num_logprobs=2)
-    whole = [
-        executor.run(step(entry(1, 0, prompt, (0, 1, 2), [1]), starts=[started(1, prompt, sampling, 7)]))
-    ]
-    whole += [executor.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
+    whole = [runner.run(step(entry(1, 0, prompt, (0, 1, 2), [1]), starts=[started(1, prompt, sampling, 7)]))]
+    whole += [runner.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
     sampled = [report.tokens[0] for report in whole]
     known = [*prompt, *(token.token for token in sampled[:6])]
     start = SlotStart(sampling, (SlotSample(2, 7, known[-1], 6, packed(known[20:])),), packed(prompt))
-    again = [executor.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
-    again += [executor.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
+    again = [runner.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
+    again += [runner.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
     for before, after in zip(sampled[6:], (report.tokens[0] for report in again), strict=True):
         assert before.token == after.token
         assert before.logprob is not None
@@ -150,78 +148,78 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(executor: ModelRunner) 
         assert before.logprob.logprob == pytest.approx(after.logprob.logprob, abs=1e-5)
 
 
-def test_explicit_and_implied_input_tokens_are_the_same(executor: ModelRunner) -> None:
+def test_explicit_and_implied_input_tokens_are_the_same(runner: ModelRunner) -> None:
     prompt = draw(18)
     plan = step(
         entry(1, 0, prompt, (0, 1), [1]),
         entry(2, 0, prompt, (2, 3), [2]),
         starts=[started(1, prompt), started(2, prompt)],
     )
-    first = run(executor, plan)
+    first = run(runner, plan)
     assert first[1] == first[2]
-    second = run(executor, step(entry(1, 18, [], (0, 1), [1]), entry(2, 18, [first[2]], (2, 3), [2])))
+    second = run(runner, step(entry(1, 18, [], (0, 1), [1]), entry(2, 18, [first[2]], (2, 3), [2])))
     assert second[1] == second[2]
 
 
-def test_a_started_slot_implies_its_last_known_token(executor: ModelRunner) -> None:
+def test_a_started_slot_implies_its_last_known_token(runner: ModelRunner) -> None:
     """Hand-over: KV of all but the last token is here, and the plan may leave that token out."""
     prompt = draw(18)
-    token = run(executor, step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))[1]
-    expected = run(executor, step(entry(1, 18, [], (0, 1), [1])))[1]
+    token = run(runner, step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))[1]
+    expected = run(runner, step(entry(1, 18, [], (0, 1), [1])))[1]
     start = SlotStart(GREEDY, (SlotSample(2, 0, token, 1),))
-    assert run(executor, step(entry(2, 18, [], (0, 1), [2]), starts=[start])) == {2: expected}
+    assert run(runner, step(entry(2, 18, [], (0, 1), [2]), starts=[start])) == {2: expected}
 
 
-def test_the_pool_is_the_shared_memory(executor: ModelRunner) -> None:
+def test_the_pool_is_the_shared_memory(runner: ModelRunner) -> None:
     prompt = draw(16)
-    run(executor, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))
-    assert isinstance(executor.pool, HostPool)
-    layout, memory = executor.pool.layout, executor.pool.memory
-    assert executor.kv.shape == (40, 2, 2, 2, BLOCK, 16)
+    run(runner, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))
+    assert isinstance(runner.pool, HostPool)
+    layout, memory = runner.pool.layout, runner.pool.memory
+    assert runner.kv.shape == (40, 2, 2, 2, BLOCK, 16)
     assert layout.block_bytes * 40 == len(memory.buffer)
     begin = 3 * layout.block_bytes + layout.offset(1, 1, 1)
     raw = np.frombuffer(memory.buffer[begin : begin + layout.head_bytes], np.float32)
-    assert np.array_equal(raw, executor.kv[3, 1, 1, 1].flatten().numpy())
+    assert np.array_equal(raw, runner.kv[3, 1, 1, 1].flatten().numpy())
     assert raw.any()
-    assert not executor.kv[4].any()
+    assert not runner.kv[4].any()
 
 
-def test_a_plan_that_samples_nothing_reports(executor: ModelRunner) -> None:
+def test_a_plan_that_samples_nothing_reports(runner: ModelRunner) -> None:
     prompt = draw(16)
-    report = executor.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
+    report = runner.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
     assert (report.step, report.tokens, report.started_at, report.finished_at) == (1, (), 5.0, 5.0)
 
 
-def test_the_empty_plan_is_a_canary(executor: ModelRunner) -> None:
-    assert executor.run(step()).tokens == ()
+def test_the_empty_plan_is_a_canary(runner: ModelRunner) -> None:
+    assert runner.run(step()).tokens == ()
 
 
-def test_warm_up_leaves_no_slot(executor: ModelRunner) -> None:
+def test_warm_up_leaves_no_slot(runner: ModelRunner) -> None:
     for _ in range(2):
-        executor.warm_up()
+        runner.warm_up()
     with pytest.raises(AssertionError, match="slot -1 is freed but was never started"):
-        executor.run(step(frees=[-1]))
+        runner.run(step(frees=[-1]))
 
 
 @pytest.mark.parametrize("num_kv_tokens", [16, 48, 49])
 def test_warm_up_fits_a_small_pool(model_dir: Path, num_kv_tokens: int) -> None:
-    make_executor(model_dir, num_kv_tokens=num_kv_tokens).warm_up()
+    make_runner(model_dir, num_kv_tokens=num_kv_tokens).warm_up()
 
 
-def test_ready_fields(model_dir: Path, executor: ModelRunner) -> None:
-    fields = executor.ready_fields
+def test_ready_fields(model_dir: Path, runner: ModelRunner) -> None:
+    fields = runner.ready_fields
     assert (fields.num_blocks, fields.vocab_size, fields.eos_token_ids) == (40, 256, (1, 9))
     assert fields.max_context_tokens == 40 * BLOCK
     fingerprint = model_fingerprint(model_dir, DigestCache(None, ManualClock()))
     expected = PROTOCOL_VERSION, fingerprint, "float32", "float32", BLOCK, 2, 2, 16
     assert fields.compatibility == CompatibilityRecord(*expected)
-    assert make_executor(model_dir, num_kv_tokens=4096).ready_fields.max_context_tokens == 2048
+    assert make_runner(model_dir, num_kv_tokens=4096).ready_fields.max_context_tokens == 2048
 
 
-def test_freed_slots_can_be_taken_again_in_the_same_plan(executor: ModelRunner) -> None:
-    run(executor, step(starts=[started(1, prompt := draw(5))]))
+def test_freed_slots_can_be_taken_again_in_the_same_plan(runner: ModelRunner) -> None:
+    run(runner, step(starts=[started(1, prompt := draw(5))]))
     plan = step(entry(1, 0, prompt, (0,), [1]), starts=[started(1, prompt)], frees=[1])
-    assert list(run(executor, plan)) == [1]
+    assert list(run(runner, plan)) == [1]
 
 
 @pytest.mark.parametrize(
@@ -234,15 +232,15 @@ def test_freed_slots_can_be_taken_again_in_the_same_plan(executor: ModelRunner) 
         (step(starts=[started(3, [5]), started(3, [5])]), "slot 3 is already in use"),
     ],
 )
-def test_bad_plans_are_assertion_errors(executor: ModelRunner, plan: StepPlan, text: str) -> None:
+def test_bad_plans_are_assertion_errors(runner: ModelRunner, plan: StepPlan, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
-        executor.run(plan)
+        runner.run(plan)
 
 
 def test_bfloat16_runs_and_is_reported(model_dir: Path) -> None:
-    executor, prompt = make_executor(model_dir, dtype="bf16"), draw(20)
-    report = executor.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
-    assert executor.ready_fields.compatibility.dtype == "bfloat16"
+    runner, prompt = make_runner(model_dir, dtype="bf16"), draw(20)
+    report = runner.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
+    assert runner.ready_fields.compatibility.dtype == "bfloat16"
     assert isinstance(report.tokens[0], SampledToken)
 
 
@@ -250,16 +248,16 @@ def test_what_cannot_be_served_is_refused(model_dir: Path, tmp_path: Path) -> No
     with pytest.raises(WorkerError, match="dtype 'int3' is not one of float32"):
         read_dtype("int3")
     with pytest.raises(CapacityError, match="kv_tokens 15 is less than one block of 16 tokens"):
-        make_executor(model_dir, num_kv_tokens=15)
+        make_runner(model_dir, num_kv_tokens=15)
     with pytest.raises(CheckpointError):
-        make_executor(tmp_path)
+        make_runner(tmp_path)
 
 
 # ---------------------------------------------------------------------------------- ranks of one replica
 
 
 class Ranks:
-    """The executors of a replica's ranks, each with its groups in a thread of its own."""
+    """The runners of a replica's ranks, each with its groups in a thread of its own."""
 
     def __init__(
         self, model_dir: Path, tp: int, stages: Sequence[tuple[int, int]], clock: Clock | None = None
@@ -270,7 +268,7 @@ class Ranks:
         self._model_dir = model_dir
         self._stages = stages
         self._threads = ThreadPoolExecutor(tp * self.pp)
-        self.executors = list(self._threads.map(self._make, range(tp * self.pp)))
+        self.runners = list(self._threads.map(self._make, range(tp * self.pp)))
 
     def _make(self, rank: int) -> ModelRunner:
         cpu = torch.device("cpu")
@@ -293,15 +291,15 @@ class Ranks:
     def run(self, plans: Sequence[StepPlan]) -> list[list[StepReport]]:
         """Every rank runs all plans without waiting to be asked; the reports of each rank."""
 
-        def run_all(executor: ModelRunner) -> list[StepReport]:
-            executor.warm_up()
-            return [executor.run(plan) for plan in plans]
+        def run_all(runner: ModelRunner) -> list[StepReport]:
+            runner.warm_up()
+            return [runner.run(plan) for plan in plans]
 
-        return list(self._threads.map(run_all, self.executors))
+        return list(self._threads.map(run_all, self.runners))
 
     def close(self) -> None:
-        for executor in self.executors:
-            executor.close()
+        for runner in self.runners:
+            runner.close()
         self._threads.shutdown()
 
 
@@ -314,10 +312,10 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: ModelRunner, shape: str) -> None:
+def test_ranks_together_give_the_tokens_of_one(model_dir: Path, runner: ModelRunner, shape: str) -> None:
     """All plans are there at once: the first stage runs ahead as far as the tokens that it needs let it."""
-    plans = walk()
-    expected = [executor.run(plan).tokens for plan in plans]
+    plans = mixed_plans()
+    expected = [runner.run(plan).tokens for plan in plans]
     assert sum(len(tokens) for tokens in expected) > 40
     ranks = Ranks(model_dir, *SHAPES[shape])
     reports = ranks.run(plans)
@@ -330,18 +328,18 @@ def test_ranks_together_give_the_tokens_of_one(model_dir: Path, executor: ModelR
     ranks.close()
 
 
-def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, executor: ModelRunner) -> None:
-    plans = [plan for plan in walk() if plan.entries]
+def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, runner: ModelRunner) -> None:
+    plans = [plan for plan in mixed_plans() if plan.entries]
     for plan in plans:
-        executor.run(plan)
+        runner.run(plan)
     ranks = Ranks(model_dir, 2, [(0, 1), (1, 2)])
     ranks.run(plans)
     shards = [Shard(0, 1, 0, 1), Shard(0, 1, 1, 2), Shard(1, 2, 0, 1), Shard(1, 2, 1, 2)]
-    assert [it.pool.layout.shard for it in ranks.executors] == shards
-    for rank, shard in zip(ranks.executors, shards, strict=True):
+    assert [it.pool.layout.shard for it in ranks.runners] == shards
+    for rank, shard in zip(ranks.runners, shards, strict=True):
         layers, heads = slice(shard.layer_start, shard.layer_end), slice(shard.head_start, shard.head_end)
         assert rank.pool.num_blocks == 40
-        wanted = executor.kv[:, layers, :, heads]
+        wanted = runner.kv[:, layers, :, heads]
         used = wanted != 0  # elsewhere is what the ranks' warm-up left
         assert used.any()
         assert torch.allclose(rank.kv[used], wanted[used], atol=1e-4)
@@ -366,7 +364,7 @@ def test_waiting_is_not_busy_time(model_dir: Path) -> None:
     ranks = Ranks(model_dir, 1, [(0, 1), (1, 2)], clock)
     prompt = draw(20)
     plan = step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)])
-    first, second = ranks.executors
+    first, second = ranks.runners
     clock.reads = threading.Semaphore(0)  # loading has read it as well
     with ThreadPoolExecutor(1) as thread:
         late = thread.submit(second.run, plan)
@@ -383,7 +381,7 @@ def test_waiting_is_not_busy_time(model_dir: Path) -> None:
 def test_a_cuda_rank_has_a_pool_that_transports_can_use(model_dir: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    executor = ModelRunner(
+    runner = ModelRunner(
         model_dir=model_dir,
         dtype=torch.float32,
         device=torch.device("cuda:0"),
@@ -392,7 +390,7 @@ def test_a_cuda_rank_has_a_pool_that_transports_can_use(model_dir: Path) -> None
         num_threads=1,
         clock=ManualClock(5.0),
     )
-    executor.warm_up()
-    assert isinstance(executor.pool, DevicePool)
-    assert executor.pool.sums([0], executor.layout.shard) != executor.pool.sums([20], executor.layout.shard)
-    executor.close()
+    runner.warm_up()
+    assert isinstance(runner.pool, DevicePool)
+    assert runner.pool.sums([0], runner.layout.shard) != runner.pool.sums([20], runner.layout.shard)
+    runner.close()

@@ -1,4 +1,4 @@
-"""Context beyond device memory, with real models: the tokens are those of an engine that has room for all."""
+"""Context beyond device memory, with real models: the tokens are those of an engine that holds all."""
 
 from __future__ import annotations
 
@@ -89,21 +89,21 @@ def run(
     tp: int = 1,
     pp: int = 1,
 ) -> dict[tuple[str, int], bytes]:
-    """With the small device and blocks in host memory, or (None) with a device that has room for all."""
+    """With the small device and blocks in host memory, or (None) with a device that holds all."""
     stages = [(0, num_layers)] if pp == 1 else [(0, 1), (1, num_layers)]
     sizes = (100, 0) if mode is None else (NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS)
     engine = LocalEngine(model_dir, CONFIG, *sizes, mode or "in_place", tp=tp, stages=stages)
     outputs = engine.run(submissions)
     if mode is not None:
         assert engine.most_offloaded >= 3 * NUM_DEVICE_BLOCKS
-        assert {executor.ready_fields.num_offload_blocks for executor in engine.executors} == {60}
+        assert {runner.ready_fields.num_offload_blocks for runner in engine.runners} == {60}
     engine.close()
     return outputs
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_are_those_of_an_engine_with_room(
+def test_the_tokens_are_those_of_an_engine_with_capacity(
     make_checkpoint: MakeCheckpoint, backend: str, family: str, mode: OffloadMode
 ) -> None:
     options = FAMILIES[family]

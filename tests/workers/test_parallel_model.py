@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parallel_ranks import Case, RankProcesses, form, run_case
+from parallel_ranks import ParallelCase, RankProcesses, form, run_case
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -66,13 +66,15 @@ def processes() -> Iterator[RankProcesses]:
         yield started
 
 
-def _case(name: str, model_dir: Path, output_dir: Path, tp: int, stages: list[tuple[int, int]]) -> Case:
+def _case(
+    name: str, model_dir: Path, output_dir: Path, tp: int, stages: list[tuple[int, int]]
+) -> ParallelCase:
     """A prompt of more rows than the layers take at a time, one in chunks, and a short one."""
     generator = torch.Generator().manual_seed(3)
     lengths = [270, 41, 5]
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
     chunks = [[270], [16, 1, 24], [5]]
-    return Case(name, str(model_dir), tp, stages, prompts, chunks, NUM_STEPS, str(output_dir))
+    return ParallelCase(name, str(model_dir), tp, stages, prompts, chunks, NUM_STEPS, str(output_dir))
 
 
 @pytest.fixture(scope="module")

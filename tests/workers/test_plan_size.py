@@ -28,7 +28,7 @@ PENALTY = SamplingParams(temperature=0.7, repetition_penalty=1.1)
 
 
 def scheduler(num_tokens: int, num_requests: int = 1, num_samples: int = 1) -> Scheduler:
-    """With room for so many prompts of this length."""
+    """A scheduler with capacity for so many prompts of this length."""
     config = EngineConfig(
         chunk_tokens=256, max_batch_tokens=256 * num_requests, max_sequences=num_requests * num_samples
     )
@@ -84,7 +84,7 @@ def test_penalties_on_the_output_alone_need_no_prompt() -> None:
 
 
 def test_long_prompts_with_penalties_are_spread_over_plans() -> None:
-    """40 of them start as soon as there is room for them: 42 MB of prompts, which two plans share."""
+    """40 of them start as soon as they fit: 42 MB of prompts, which two plans share."""
     num_tokens, num_requests = 262_144, 40
     side = scheduler(num_tokens, num_requests)
     prompt = bytes(4 * num_tokens)
@@ -128,7 +128,7 @@ def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
     num_blocks: int,
     num_bytes: int,
 ) -> None:
-    """With samples, preemption and a budget of a few starts: what waits for room is computed later."""
+    """With samples, preemption and a budget of a few starts: what waits for free blocks is computed later."""
     monkeypatch.setattr(step, "PLAN_BYTES", num_bytes)
     side = engine(num_blocks=num_blocks)
     asked = []

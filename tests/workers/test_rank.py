@@ -114,7 +114,7 @@ class EngineCore:
         return message
 
     def form(self) -> None:
-        """The rank joins, and is told to load both layers of the model."""
+        """Wait for the rank to join, and order it to load both layers of the model."""
         assert self.process is not None
         assert self.receive() == RankJoined(0, self.process.pid, "", StageCost(), 0.0)
         self.send(FormGroup("", ((0, 2),)))
@@ -239,7 +239,7 @@ def test_a_rank_serves_and_shuts_down(core: EngineCore, model_dir: Path, is_fork
     assert core.process.wait(START_TIMEOUT_S) == 0
 
 
-def test_the_rank_ends_with_its_brain(core: EngineCore, model_dir: Path) -> None:
+def test_the_rank_ends_with_its_engine_core(core: EngineCore, model_dir: Path) -> None:
     core.ready(make_spec(core, model_dir))
     assert core.sock is not None
     assert core.process is not None
@@ -247,7 +247,7 @@ def test_the_rank_ends_with_its_brain(core: EngineCore, model_dir: Path) -> None
     assert core.process.wait(1.0 + SLACK_S) == 0  # promised within 1 s
 
 
-def test_the_rank_ends_with_its_brain_before_the_others_have_joined(
+def test_the_rank_ends_with_its_engine_core_before_the_others_have_joined(
     core: EngineCore, model_dir: Path
 ) -> None:
     process = core.start_process(make_spec(core, model_dir, rank=1, tp=2))
@@ -258,7 +258,9 @@ def test_the_rank_ends_with_its_brain_before_the_others_have_joined(
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(core: EngineCore, model_dir: Path) -> None:
+def test_a_leaving_rank_that_waits_for_others_ends_with_its_engine_core(
+    core: EngineCore, model_dir: Path
+) -> None:
     process = core.start_process(make_spec(core, model_dir, rank=1, tp=2))
     core.accept()
     assert isinstance(core.receive(), RankJoined)
@@ -268,7 +270,7 @@ def test_a_leaving_rank_that_waits_for_others_ends_with_its_brain(core: EngineCo
     assert process.wait(START_TIMEOUT_S) == 0
 
 
-def test_the_rank_ends_with_its_brain_while_loading(core: EngineCore, model_dir: Path) -> None:
+def test_the_rank_ends_with_its_engine_core_while_loading(core: EngineCore, model_dir: Path) -> None:
     process = core.start_process(make_spec(core, model_dir))
     core.accept()
     core.form()

@@ -1,4 +1,5 @@
-"""Rank processes as the engine core holds them: started together, driven together, and how one's death shows."""
+"""Rank processes as the engine core holds them: started together, driven together, and how one's death
+shows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
 from msgspec.structs import replace
-from step_plans import BLOCK, walk
+from step_plans import BLOCK, mixed_plans
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -46,7 +47,7 @@ def model_dir(make_checkpoint: MakeCheckpoint) -> Path:
         (2, (1, 2), 2, FORKS),
     ],
 )
-async def test_ranks_in_processes_give_the_tokens_of_one_executor(
+async def test_ranks_in_processes_give_the_tokens_of_one_runner(
     model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int, launcher: RankLauncher
 ) -> None:
     whole = ModelRunner(
@@ -58,7 +59,7 @@ async def test_ranks_in_processes_give_the_tokens_of_one_executor(
         num_threads=1,
         clock=SystemClock(),
     )
-    plans, pp = walk(), len(layers)
+    plans, pp = mixed_plans(), len(layers)
     expected = [[(token.slot, token.token) for token in whole.run(plan).tokens] for plan in plans]
     async with holding(launcher) as core:
         stages = given_layers(NUM_LAYERS, layers)
@@ -157,7 +158,7 @@ async def test_the_rank_that_died_in_a_step_is_named(
         ready = await core.group.start(
             make_specs(model_dir, 2, 2, faults=faults), "127.0.0.1", lambda _: stages
         )
-        for plan in walk()[:3]:
+        for plan in mixed_plans()[:3]:
             core.group.send(plan)
         await core.until(lambda: bool(core.deaths))
         (killed,) = [it.rank for it in ready if it.process_id == int(marker.read_text())]
@@ -181,7 +182,7 @@ async def test_a_rank_stopped_in_a_step_can_be_killed_with_those_that_wait(
     async with holding() as core:
         specs = make_specs(model_dir, 2, 1, faults=faults)
         ready = await core.group.start(specs, "127.0.0.1", lambda _: ((0, NUM_LAYERS),))
-        for plan in walk()[:3]:
+        for plan in mixed_plans()[:3]:
             core.group.send(plan)
         await core.until(lambda: all(len(core.reports[rank]) == 1 for rank in (0, 1)))
         async with asyncio.timeout(PATIENCE_S):

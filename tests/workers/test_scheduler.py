@@ -231,7 +231,7 @@ def test_cancel_frees_at_once_what_no_plan_names() -> None:
 # ------------------------------------------------------------------------------------------- hand-over
 
 
-def test_an_outbound_prompt_waits_for_its_landing_then_stops_after_its_first_tokens() -> None:
+def test_a_prompt_to_hand_over_waits_for_its_landing_then_stops_after_its_first_tokens() -> None:
     side = engine(chunk_tokens=4)
     submission = ask(n=2, decode="d", max_tokens=3)
     side.scheduler.submit(submission, 1.0)
@@ -260,7 +260,7 @@ def test_an_outbound_prompt_waits_for_its_landing_then_stops_after_its_first_tok
     assert side.pool.num_referenced == 0
 
 
-def test_an_outbound_request_that_ends_with_its_first_token_is_over_here() -> None:
+def test_a_request_to_hand_over_that_ends_with_its_first_token_is_over_here() -> None:
     side = engine()
     side.scheduler.submit(ask(decode="d", max_tokens=1), 0.0)
     side.scheduler.grant_landing("a", 1)
@@ -310,7 +310,7 @@ def test_an_adopted_request_goes_on_and_repairs_what_is_not_valid(num_valid: int
     assert side.pool.match(submission.block_keys) == blocks[:1]
 
 
-def test_an_adopted_request_without_room_for_another_token_ends_at_once() -> None:
+def test_an_adopted_request_without_capacity_for_another_token_ends_at_once() -> None:
     side = engine(num_blocks=2)
     submission = ask(prompt=[1] * 7, output=(5,), decode="d")
     ends = side.scheduler.adopt(submission, side.pool.allocate(2), 7, 0.0)

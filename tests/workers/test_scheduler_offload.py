@@ -112,7 +112,7 @@ def test_no_more_than_its_share_of_a_sequence_moves_and_then_the_last_is_preempt
 
 
 @pytest.mark.parametrize("offload_at", [0.5, 0.75])
-def test_above_the_mark_blocks_move_before_anyone_needs_room(offload_at: float) -> None:
+def test_above_the_mark_blocks_move_before_anyone_needs_them(offload_at: float) -> None:
     side = engine(num_blocks=8, offload=8, chunk_tokens=16, offload_at=offload_at)
     side.scheduler.submit(ask(prompt=list(range(1, 33)), max_tokens=4), 0.0)
     num_used = []
@@ -153,7 +153,7 @@ def test_samples_share_what_their_prompt_has_in_host_memory() -> None:
     assert finish(side) == {("a", index): right(submission, index)[1:] for index in range(3)}
 
 
-def test_an_outbound_prompt_stays_on_the_device() -> None:
+def test_a_prompt_to_hand_over_stays_on_the_device() -> None:
     side = engine(num_blocks=8, offload=20, chunk_tokens=16, offload_at=0.5)
     side.scheduler.submit(ask("out", list(range(1, 21)), decode="d", max_tokens=3), 0.0)
     side.scheduler.grant_landing("out", 1)
@@ -173,7 +173,7 @@ def test_an_outbound_prompt_stays_on_the_device() -> None:
     assert side.scheduler.finish_hand_over("out", 1)
 
 
-def test_an_outbound_prompt_waits_for_what_runs_and_has_its_room_promised() -> None:
+def test_a_prompt_to_hand_over_waits_for_what_runs_and_reserves_its_blocks() -> None:
     """Room of the device that a prompt in chunks will still need is not given away."""
     side = engine(num_blocks=4, offload=4, chunk_tokens=4, offload_share=0.5)
     local = ask("local", list(range(1, 25)), max_tokens=2)
@@ -192,7 +192,7 @@ def test_an_outbound_prompt_waits_for_what_runs_and_has_its_room_promised() -> N
     assert side.scheduler.finish_hand_over("out", 1)
 
 
-def test_a_prompt_waits_until_the_rest_of_those_before_it_has_room_too() -> None:
+def test_a_prompt_waits_until_the_rest_of_those_before_it_fits_too() -> None:
     side = engine(num_blocks=4, offload=6, chunk_tokens=4)
     asked = [ask(name, list(range(at, at + 24)), max_tokens=2) for name, at in (("a", 1), ("b", 31))]
     for submission in asked:
@@ -336,7 +336,7 @@ def test_a_load_is_asked_once_and_waited_for_and_only_so_many_at_a_time() -> Non
     assert list(finish(side)) == [("a", 0)]
 
 
-def test_those_behind_a_load_overtake_it_until_it_lacks_room_for_long() -> None:
+def test_those_behind_a_load_overtake_it_until_it_lacks_blocks_for_long() -> None:
     side = engine(has_store=True, max_loading=2, chunk_tokens=16)
     for name in "abc":
         side.scheduler.submit(ask(name, [ord(name)] * 9, max_tokens=1), 0.0)

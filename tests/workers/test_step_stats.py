@@ -16,7 +16,7 @@ from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import ATTENTION_PIECE_FLOPS, ModelWork
 from workers.rank import probe
 from workers.rank.probe import MeasureSizes, device_memory, measure_limits
-from workers.replica.stats import Capability, StepStats
+from workers.replica.step_loop import Capability, StepStats
 from workers.scheduler.step import PromptDone, StepOutcome
 from workers.stats_record import BATCH_BOUNDS
 
@@ -73,40 +73,40 @@ def plan(*entries: BatchEntry) -> StepPlan:
 
 def test_shares_of_the_limits_are_of_the_time_that_steps_took() -> None:
     work = ModelWork(CONFIG, 4)
-    figures = StepStats(Capability(work, flop_s=1e12, byte_s=1e10))
-    assert (figures.mfu, figures.mbu) == (0.0, 0.0)
+    stats = StepStats(Capability(work, flop_s=1e12, byte_s=1e10))
+    assert (stats.mfu, stats.mbu) == (0.0, 0.0)
     step = plan(entry(0, 64, 0), entry(10, 1))
     for _ in range(3):
-        figures.add(step, [0.25])
+        stats.add(step, [0.25])
     expected = work.of([(0, 64), (10, 1)], 1)
-    assert figures.num_flops == pytest.approx(3 * expected.flops)
-    assert figures.num_read_bytes == pytest.approx(3 * expected.read_bytes)
-    assert figures.busy_s == pytest.approx(0.75)
-    assert figures.mfu == pytest.approx(expected.flops / 0.25 / 1e12)
-    assert figures.mbu == pytest.approx(expected.read_bytes / 0.25 / 1e10)
+    assert stats.num_flops == pytest.approx(3 * expected.flops)
+    assert stats.num_read_bytes == pytest.approx(3 * expected.read_bytes)
+    assert stats.busy_s == pytest.approx(0.75)
+    assert stats.mfu == pytest.approx(expected.flops / 0.25 / 1e12)
+    assert stats.mbu == pytest.approx(expected.read_bytes / 0.25 / 1e10)
 
 
 def test_stages_that_work_side_by_side_are_busy_their_mean() -> None:
-    figures = StepStats()
-    figures.add(plan(entry(0, 1)), [0.5, 0.25])
-    assert figures.busy_s == pytest.approx(0.375)
-    assert (figures.num_flops, figures.peak_flop_s, figures.mfu) == (0.0, 0.0, 0.0)
+    stats = StepStats()
+    stats.add(plan(entry(0, 1)), [0.5, 0.25])
+    assert stats.busy_s == pytest.approx(0.375)
+    assert (stats.num_flops, stats.peak_flop_s, stats.mfu) == (0.0, 0.0, 0.0)
 
 
 def test_steps_are_counted_by_their_sequences() -> None:
-    figures = StepStats()
+    stats = StepStats()
     sizes = [1, 2, 3, 4, 5, 512, 513, 1000]
     for size in sizes:
-        figures.add(plan(*(entry(0, 1) for _ in range(size))), [0.1])
+        stats.add(plan(*(entry(0, 1) for _ in range(size))), [0.1])
     up_to = [sum(size <= bound for size in sizes) for bound in BATCH_BOUNDS]
-    counts = figures.num_steps_by_batch
+    counts = stats.num_steps_by_batch
     assert [sum(counts[: index + 1]) for index in range(len(BATCH_BOUNDS))] == up_to
     assert sum(counts) == len(sizes)
-    assert figures.num_batched_sequences == figures.num_computed_tokens == sum(sizes)
+    assert stats.num_batched_sequences == stats.num_computed_tokens == sum(sizes)
 
 
 def test_hits_are_counted_by_where_the_kv_was() -> None:
-    figures = StepStats()
+    stats = StepStats()
     outcome = StepOutcome()
     submission = Submission("r", 1, "", 0, b"", (), (), None, None, None)  # type: ignore[arg-type]
     for num_cached, loaded in ((0, {}), (48, {}), (64, {"dram": 16, "nvme": 32})):
@@ -126,10 +126,10 @@ def test_hits_are_counted_by_where_the_kv_was() -> None:
             )
         )
     outcome.tokens.append(TokenDelta("r", 1, 0, 0, bytes(4), (), ""))
-    figures.settled(outcome)
-    assert figures.num_queried_tokens == 300
-    assert figures.num_hit_tokens == {"device": 48 + 16, "dram": 16, "nvme": 32}
-    assert figures.num_sampled_tokens == 1
+    stats.settled(outcome)
+    assert stats.num_queried_tokens == 300
+    assert stats.num_hit_tokens == {"device": 48 + 16, "dram": 16, "nvme": 32}
+    assert stats.num_sampled_tokens == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -79,7 +79,7 @@ def test_what_a_rank_could_not_write_is_abandoned() -> None:
 
 
 @pytest.mark.parametrize("offset", [HELD, REFUSED])
-def test_without_room_or_need_nothing_is_ordered(offset: int) -> None:
+def test_without_capacity_or_need_nothing_is_ordered(offset: int) -> None:
     harness = SavingHarness()
     harness.finish(KEYS[0])
     request = harness.request()

@@ -9,18 +9,22 @@ with other clocks: their times are only compared with times of the same rank.
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.moving_average import moving_average
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
-from workers.replica.stats import StepStats
+from workers.model.sizes import ModelWork
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome, StepRates
+from workers.stats_record import BATCH_BOUNDS, DeviceMemory, ReplicaStats
 
 # Unreported plans of a replica of one stage; every further stage adds one.
 PIPELINE_DEPTH = 2
@@ -163,3 +167,103 @@ def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
             reason = f"rank {rank}: {failed.reason}" if failed.reason else ""
             index_to_reason[failed.index] = index_to_reason.get(failed.index) or reason
     return tuple(FailedEntry(index, reason) for index, reason in sorted(index_to_reason.items()))
+
+
+# ----------------------------------------------------------------------------------------------
+# Accumulates what the steps of a replica came to: batches, tokens, cache hits, arithmetic.
+
+# Of the newest step in the moving averages.
+_WEIGHT = 0.05
+
+
+class Capability(NamedTuple):
+    """The model's work, and what all ranks of the replica together were measured to be able to do."""
+
+    work: ModelWork
+    flop_s: float
+    byte_s: float
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Totals since the start, by the names of `ReplicaStats`. Without a capability, arithmetic and bytes are
+    not counted."""
+
+    capability: Capability | None = None
+    _average_flop_s: float = 0.0
+    _average_byte_s: float = 0.0
+    num_steps_by_batch: list[int] = field(default_factory=lambda: [0] * (len(BATCH_BOUNDS) + 1))
+    num_batched_sequences: int = 0
+    num_computed_tokens: int = 0
+    num_sampled_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: Counter[str] = field(default_factory=Counter)
+    num_flops: float = 0.0
+    num_read_bytes: float = 0.0
+    busy_s: float = 0.0
+    rank_to_memory: dict[int, DeviceMemory] = field(default_factory=dict)
+
+    def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
+        """Count a step that is done; `stage_to_busy_s` is what each stage's slowest rank took."""
+        num_sequences = len(plan.entries)
+        self.num_steps_by_batch[bisect.bisect_left(BATCH_BOUNDS, num_sequences)] += 1
+        self.num_batched_sequences += num_sequences
+        self.num_computed_tokens += sum(entry.num_tokens for entry in plan.entries)
+        busy_s = sum(stage_to_busy_s) / len(stage_to_busy_s)
+        self.busy_s += busy_s
+        if self.capability is None or busy_s <= 0:
+            return
+        num_sampled = sum(len(entry.sample_slots) for entry in plan.entries)
+        spans = ((entry.start, entry.num_tokens) for entry in plan.entries)
+        work = self.capability.work.of(spans, num_sampled)
+        self.num_flops += work.flops
+        self.num_read_bytes += work.read_bytes
+        self._average_flop_s = moving_average(self._average_flop_s, work.flops / busy_s, _WEIGHT)
+        self._average_byte_s = moving_average(self._average_byte_s, work.read_bytes / busy_s, _WEIGHT)
+
+    def settled(self, outcome: StepOutcome) -> None:
+        """Count what the scheduler made of a step."""
+        self.num_sampled_tokens += len(outcome.tokens)
+        for prompt in outcome.prompts:
+            self.num_queried_tokens += prompt.num_computed_tokens
+            num_loaded = min(sum(prompt.num_loaded_tokens.values()), prompt.num_cached_tokens)
+            self.num_hit_tokens["device"] += prompt.num_cached_tokens - num_loaded
+            self.num_hit_tokens.update(prompt.num_loaded_tokens)
+
+    def totals(self) -> dict[str, Any]:
+        """The fields of `ReplicaStats` that are kept here."""
+        return {name: _copy(getattr(self, name)) for name in _NAMES}
+
+    @property
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        """By rank."""
+        return tuple(self.rank_to_memory[rank] for rank in sorted(self.rank_to_memory))
+
+    @property
+    def peak_flop_s(self) -> float:
+        """0: not measured."""
+        return self.capability.flop_s if self.capability else 0.0
+
+    @property
+    def peak_byte_s(self) -> float:
+        """0: not measured."""
+        return self.capability.byte_s if self.capability else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Share of the measured arithmetic that recent steps achieved while they ran; 0: not known."""
+        return self._average_flop_s / self.peak_flop_s if self.peak_flop_s else 0.0
+
+    @property
+    def mbu(self) -> float:
+        """The same of the measured memory bandwidth."""
+        return self._average_byte_s / self.peak_byte_s if self.peak_byte_s else 0.0
+
+
+_NAMES = tuple(name for name in ReplicaStats.__struct_fields__ if hasattr(StepStats, name))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return dict(value) if isinstance(value, Counter) else value

@@ -207,7 +207,7 @@ class BlockPool:
         key = self._keys[block_id]
         if key is None:
             return
-        for below in reversed(list(self._walk(key))):
+        for below in reversed(list(self._subtree(key))):
             other_id = self._key_to_block[below]
             self._unregister(below)
             if other_id != block_id and self._refs[other_id] > 0:
@@ -219,7 +219,7 @@ class BlockPool:
         heads = [head for head, its in self._head_to_tenant.items() if tenant is None or its == tenant]
         num_found = num_held = 0
         for head in heads:
-            for key in reversed(list(self._walk(head))):
+            for key in reversed(list(self._subtree(head))):
                 num_found += 1
                 num_held += self._refs[self._key_to_block[key]] > 0
                 self._unregister(key)
@@ -241,7 +241,7 @@ class BlockPool:
             for key, block in self._key_to_block.items()
             if self._refs[block] == 0
         )
-        for key in reversed(list(self._walk(oldest[1]))):
+        for key in reversed(list(self._subtree(oldest[1]))):
             self._unregister(key)
 
     def _unregister(self, key: bytes) -> None:
@@ -292,7 +292,7 @@ class BlockPool:
         if key is not None:
             del self._private_key_to_block[key]
 
-    def _walk(self, key: bytes) -> Iterator[bytes]:
+    def _subtree(self, key: bytes) -> Iterator[bytes]:
         """The registered keys of the subtree of `key`, itself included, parents first."""
         stack = [key]
         while stack:
@@ -314,7 +314,7 @@ class BlockPool:
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
         """The whole prefix index as chains, each after the chain that holds its parent."""
-        return self._chains(self._walk(ROOT))
+        return self._chains(self._subtree(ROOT))
 
     def _chains(self, keys: Iterable[bytes]) -> tuple[BlocksStored, ...]:
         chains: list[tuple[bytes, list[bytes]]] = []

@@ -1,8 +1,8 @@
 """The memory of the host tier: one sealed memfd that the owner divides and every rank of the node maps.
 
 The first granule holds the superblock. A record takes whole consecutive granules, its header page first. A
-header is valid only at the place for which it was written (`RecordPlace`), so that payload bytes and copies are
-never mistaken for records.
+header is valid only at the place for which it was written (`RecordPlace`), so that payload bytes and copies
+are never mistaken for records.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Arena:
 
     @classmethod
     def create(cls, num_bytes: int, granule_bytes: int, huge_pages: bool) -> Arena:
-        """Create an empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are requested
-        and there are enough. Its memory is populated by the first writes or by `Prefault`. `OSError`: the host
-        refuses."""
+        """Create an empty arena of `num_bytes` rounded up to 2 MiB, in reserved huge pages when they are
+        requested and there are enough. Its memory is populated by the first writes or by `Prefault`.
+        `OSError`: the host refuses."""
         _check_granule(granule_bytes)
         num_bytes = arena_bytes(num_bytes)
         fd, mapping = _map_new(mapping_bytes(num_bytes), huge_pages)
@@ -94,9 +94,9 @@ class Arena:
 
     @classmethod
     def adopt(cls, fd: int, granule_bytes: int) -> Arena:
-        """Adopt the arena of an earlier owner by its descriptor, which the arena takes over; `scan` returns its
-        records. `StoreError`, with `fd` closed, when it is no arena, not sealed, damaged, or of another granule
-        or version."""
+        """Adopt the arena of an earlier owner by its descriptor, which the arena takes over; `scan` returns
+        its records. `StoreError`, with `fd` closed, when it is no arena, not sealed, damaged, or of another
+        granule or version."""
         try:
             return cls._adopt(fd, granule_bytes)
         except OSError as error:
@@ -167,8 +167,8 @@ class Arena:
     def write_header(
         self, offset: int, info: RecordInfo, state: State, sequence: int, writer: Writer | None = None
     ) -> None:
-        """Write the header of the record at `offset`. A header torn by a crash has a wrong checksum, and no scan
-        finds it. `StoreError` when its fields are too long."""
+        """Write the header of the record at `offset`. A header torn by a crash has a wrong checksum, and no
+        scan finds it. `StoreError` when its fields are too long."""
         page = encode_header(info, state, sequence, writer, RecordPlace(self.id, offset))
         self.view[offset : offset + HEADER_BYTES] = page
 
@@ -186,7 +186,8 @@ class Arena:
         return self.view[offset : offset + image_bytes(num_payload)]
 
     def scan(self) -> Iterator[tuple[int, Header]]:
-        """Return (offset, header) of each record found by adoption, whose space is allocated: free the unwanted."""
+        """Return (offset, header) of each record found by adoption, whose space is allocated: free the
+        unwanted."""
         return iter(self._found)
 
     def close(self) -> None:
@@ -305,8 +306,8 @@ def _written_ranges(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class Extents:
-    """The free ranges of [0, num_total). `take` uses the smallest range that is large enough, of equal ones the
-    one freed last, because its pages are the likeliest to be in the caches."""
+    """The free ranges of [0, num_total). `take` uses the smallest range that is large enough, of equal ones
+    the one freed last, because its pages are the likeliest to be in the caches."""
 
     def __init__(self, num_total: int) -> None:
         self.num_total = num_total
@@ -395,8 +396,8 @@ class Prefault:
         self._is_taking = False
 
     def top_up(self, *, at_once: bool = False) -> None:
-        """Begin to populate more memory if records have used up enough: `at_once`, or when a core idles. If that
-        fails, the first writes populate it."""
+        """Begin to populate more memory if records have used up enough: `at_once`, or when a core idles. If
+        that fails, the first writes populate it."""
         start, end = self._num_taken_bytes, self._end
         if not self._is_taking and end - start >= MIN_BYTES:
             self._is_taking = True

@@ -16,17 +16,16 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.eviction import ChainKey
-from kvtransfer.store.dram.slot_allocator import ArenaSlot, SlotAllocator
+from kvtransfer.store.dram.slot_allocator import ArenaSlot, ChainKey, SlotAllocator
 from kvtransfer.store.messages import HELD, REFUSED, NewRecord, RecordId, RecordInfo, Tier, TierStat
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
 
 
 class Catalog:
-    """The records of one node. A record is *findable* when it is in a tier, not while its slot is being filled,
-    doomed or in quarantine. Eviction drops all records of a block from the host tier, when no lease or pin
-    holds any of them.
+    """The records of one node. A record is *findable* when it is in a tier, not while its slot is being
+    filled, doomed or in quarantine. Eviction drops all records of a block from the host tier, when no lease
+    or pin holds any of them.
 
     `tenant_share` is the largest part of the arena that one tenant gets while others need space.
     """
@@ -59,9 +58,9 @@ class Catalog:
 
     def attach(self, arena: Arena) -> None:
         """Use this arena (once; none before). In an adopted one, committed records are findable again and
-        reported as `committed`, the last one used last; slots that were being written stay in quarantine until
-        their writer is known to be dead (`free_orphans`) or its session is back (`session_opened`, also before
-        this)."""
+        reported as `committed`, the last one used last; slots that were being written stay in quarantine
+        until their writer is known to be dead (`free_orphans`) or its session is back (`session_opened`, also
+        before this)."""
         for slot in self._allocator.attach(arena):
             if self._is_kept(slot.info.id):
                 self._forget(self._table.enter(slot.info))  # an older one of the same name
@@ -76,9 +75,9 @@ class Catalog:
             self._end_put(slot)
 
     def session_lost(self, session: bytes) -> None:
-        """The engine core's connection has ended, without a new hello of the session. Others may put the records
-        it was granted; its slots stay in quarantine until `writers_gone`: call that too if no rank of the
-        session is connected."""
+        """The engine core's connection has ended, without a new hello of the session. Others may put the
+        records it was granted; its slots stay in quarantine until `writers_gone`: call that too if no rank of
+        the session is connected."""
         for slot in self._allocator.session_lost(session):
             self._end_put(slot)
 
@@ -121,8 +120,8 @@ class Catalog:
         return slot.offset
 
     def commit(self, session: bytes, offset: int, checksum: int) -> RecordInfo | None:
-        """Commit a record whose payload is written completely. None: it is not kept, because the session does not
-        hold that offset (any more), because of a purge, or because there is another copy by now."""
+        """Commit a record whose payload is written completely. None: it is not kept, because the session does
+        not hold that offset (any more), because of a purge, or because there is another copy by now."""
         slot = self._granted(session, offset)
         if slot is None:
             return None
@@ -185,8 +184,9 @@ class Catalog:
         return self.lookup(record_id.space, record_id.key).get(record_id.shard)
 
     def lease(self, record_id: RecordId, is_hit: bool = True) -> int | None:
-        """Lease a record of the host tier until `release` and return its offset; None: it is not there. Without
-        `is_hit` no reader wants it: no hit is counted or reported, and its age remains. Parents first."""
+        """Lease a record of the host tier until `release` and return its offset; None: it is not there.
+        Without `is_hit` no reader wants it: no hit is counted or reported, and its age remains. Parents
+        first."""
         held = self.find(record_id)
         if held is None or held.offset is None:
             return None
@@ -209,21 +209,22 @@ class Catalog:
         self._num_misses += num_records
 
     def pin(self, record_id: RecordId, until: float) -> bool:
-        """Keep a record in the host tier until then (clock). False: it is not there, or pins have reached their
-        limit."""
+        """Keep a record in the host tier until then (clock). False: it is not there, or pins have reached
+        their limit."""
         held = self.find(record_id)
         if held is None or held.offset is None:
             return False
         return self._allocator.pin(self._allocator.slots[held.offset], until)
 
     def is_findable(self, offset: int) -> bool:
-        """Whether the leased record at `offset` was neither purged nor dropped; a condition of `added_nvme`."""
+        """Whether the leased record at `offset` was neither purged nor dropped; a condition of
+        `added_nvme`."""
         slot = self._allocator.slots.get(offset)
         return slot is not None and slot.state == "kept"
 
     def bad(self, offset: int) -> Dropped | None:
-        """Drop a leased record with a wrong checksum: from the catalog now, from the arena after its last lease;
-        the caller drops it from NVMe. None: it was dropped before."""
+        """Drop a leased record with a wrong checksum: from the catalog now, from the arena after its last
+        lease; the caller drops it from NVMe. None: it was dropped before."""
         if not self.is_findable(offset):
             return None
         self._num_bad += 1
@@ -237,14 +238,16 @@ class Catalog:
     # --------------------------------------------------------------------------------------------- NVMe
 
     def added_nvme(self, info: RecordInfo, nvme: NvmeRef) -> NvmeRef | None:
-        """Note that a record is on NVMe, with this `info`. Return its former place, which the caller drops."""
+        """Note that a record is on NVMe, with this `info`. Return its former place, which the caller
+        drops."""
         held = self._table.enter(info)
         before = held.nvme
         self._table.put_on_nvme(held, info, nvme)
         return before
 
     def moved_nvme(self, record_id: RecordId, before: NvmeRef, after: NvmeRef) -> bool:
-        """Note that compaction moved a record. False: it was not at `before`, and the caller drops `after`."""
+        """Note that compaction moved a record. False: it was not at `before`, and the caller drops
+        `after`."""
         held = self.find(record_id)
         if held is None or held.nvme != before:
             return False
@@ -269,8 +272,8 @@ class Catalog:
         return sorted(matching, key=lambda held: -held.used_at)
 
     def purge(self, tenant: str | None, model: str | None) -> Purged:
-        """Remove these records (`is_meant`) from the catalog; a slot with a reader or a writer is free after the
-        last one. Reads of records whose tenant is not known yet are not kept either."""
+        """Remove these records (`is_meant`) from the catalog; a slot with a reader or a writer is free after
+        the last one. Reads of records whose tenant is not known yet are not kept either."""
         self._faults.at("store.purge")
         num_records, num_bytes, erase = {"dram": 0, "nvme": 0}, {"dram": 0, "nvme": 0}, []
         for held in [held for held in self._table if is_meant(held.info, tenant, model)]:
@@ -436,15 +439,16 @@ class Held:
 
 
 class Dropped(NamedTuple):
-    """A record that was dropped from all tiers of the node, except its place on NVMe, which the caller drops."""
+    """A record that was dropped from all tiers of the node, except its place on NVMe, which the caller
+    drops."""
 
     info: RecordInfo
     nvme: NvmeRef | None
 
 
 class Purged(NamedTuple):
-    """What a purge removed from the catalog. The caller must erase `erase` from NVMe, durably. Counts and bytes
-    are by tier; `num_pending` slots of the arena still have a user, and are free after the last one."""
+    """What a purge removed from the catalog. The caller must erase `erase` from NVMe, durably. Counts and
+    bytes are by tier; `num_pending` slots of the arena still have a user, and are free after the last one."""
 
     num_records: dict[str, int]
     num_bytes: dict[str, int]
@@ -469,7 +473,8 @@ class CatalogEvents(Protocol):
 
 
 def is_meant(info: RecordInfo, tenant: str | None, model: str | None) -> bool:
-    """Whether a record is of this tenant and of a model whose fingerprint in hex has this prefix (None: any)."""
+    """Whether a record is of this tenant and of a model whose fingerprint in hex has this prefix (None:
+    any)."""
     return tenant in (None, info.tenant) and (model is None or info.model.hex().startswith(model))
 
 

@@ -1,9 +1,9 @@
 """The process that populates the memory of a part of an arena, on idle cores only unless AT_ONCE:
 `python prefault_process.py FD START END OWNER_PID AT_ONCE`, started by `kvtransfer.store.dram.arena` only.
 
-The kernel zeroes each page, which takes many times as long as a copy of its bytes. In the owner's process that
-would hold the interpreter, and at the owner's priority it would delay the threads of a rank, which wait for each
-other at every product. This process therefore runs when a core idles, and ends with its owner.
+The kernel zeroes each page, which takes many times as long as a copy of its bytes. In the owner's process
+that would hold the interpreter, and at the owner's priority it would delay the threads of a rank, which wait
+for each other at every product. This process therefore runs when a core idles, and ends with its owner.
 """
 
 from __future__ import annotations

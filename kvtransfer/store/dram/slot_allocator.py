@@ -11,13 +11,13 @@ A slot is in exactly one state:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.eviction import ChainKey, ChainLru, TenantShares
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import State, Writer
 
@@ -64,8 +64,8 @@ class ArenaSlot:
 
 
 class SlotAllocator:
-    """All slots of one arena (none at first). `evict(key)` is called to drop every kept slot of that block, when
-    no lease or pin holds any of them."""
+    """All slots of one arena (none at first). `evict(key)` is called to drop every kept slot of that block,
+    when no lease or pin holds any of them."""
 
     def __init__(self, clock: Clock, tenant_share: float, evict: Callable[[ChainKey], None]) -> None:
         self.arena: Arena | None = None
@@ -83,8 +83,8 @@ class SlotAllocator:
         self._sequence = 0
 
     def attach(self, arena: Arena) -> list[ArenaSlot]:
-        """Use this arena. Return the slots that an earlier owner kept there, the oldest first; its other slots are
-        free if nothing can be writing them, otherwise in quarantine."""
+        """Use this arena. Return the slots that an earlier owner kept there, the oldest first; its other
+        slots are free if nothing can be writing them, otherwise in quarantine."""
         assert self.arena is None
         self.arena = arena
         self.shares.limit(arena.capacity_bytes)
@@ -108,8 +108,8 @@ class SlotAllocator:
     # ------------------------------------------------------------------------------------- being filled
 
     def reserve(self, info: RecordInfo, writer: Writer | None) -> ArenaSlot | None:
-        """Allocate a slot, to be filled by `writer` for its open session (None: by the owner), with eviction if
-        needed. None: there is no space, the tenant has its share, or the fields are too long."""
+        """Allocate a slot, to be filled by `writer` for its open session (None: by the owner), with eviction
+        if needed. None: there is no space, the tenant has its share, or the fields are too long."""
         if self.arena is None or info.num_bytes <= 0:
             return None
         offset = self._allocate(info)
@@ -187,8 +187,8 @@ class SlotAllocator:
         return True
 
     def drop(self, slot: ArenaSlot) -> bool:
-        """Drop a kept slot, despite any pin. False: it is doomed, and free when the last lease ends; no scan of
-        the arena finds it any more."""
+        """Drop a kept slot, despite any pin. False: it is doomed, and free when the last lease ends; no scan
+        of the arena finds it any more."""
         assert self.arena is not None
         assert slot.state == "kept"
         if slot.pinned_until is not None:
@@ -206,8 +206,8 @@ class SlotAllocator:
     # ---------------------------------------------------------------------------------- whose writers
 
     def session_opened(self, session: bytes) -> list[ArenaSlot]:
-        """Open a session: its engine core's hello assures that its ranks write none of its earlier grants, which
-        are free now. Return those slots that were still being written."""
+        """Open a session: its engine core's hello assures that its ranks write none of its earlier grants,
+        which are free now. Return those slots that were still being written."""
         written = [self.slots[offset] for offset in self._sessions.get(session, ())]
         for slot in [*written, *(self.slots[offset] for offset in self._quarantined.get(session, ()))]:
             self.free(slot)
@@ -215,7 +215,8 @@ class SlotAllocator:
         return written
 
     def session_lost(self, session: bytes) -> list[ArenaSlot]:
-        """The session's engine core is gone, and its ranks may still write: quarantine its slots and return them."""
+        """The session's engine core is gone, and its ranks may still write: quarantine its slots and return
+        them."""
         slots = [self.slots[offset] for offset in self._sessions.pop(session, ())]
         for slot in slots:
             self._quarantine(slot)
@@ -283,8 +284,8 @@ class SlotAllocator:
         return offset
 
     def _victim(self, tenant: str, num_bytes: int) -> ChainKey | None:
-        """Return the block to evict for so many bytes of this tenant: its own when it has its share, else one of
-        a tenant that exceeds its share, else the least recently used of all."""
+        """Return the block to evict for so many bytes of this tenant: its own when it has its share, else one
+        of a tenant that exceeds its share, else the least recently used of all."""
         self._end_pins()
         if self.shares.would_exceed(tenant, num_bytes):
             return self._chain.oldest(tenant)
@@ -342,3 +343,220 @@ class SlotAllocator:
             slot = self.slots.get(offset)
             if slot is not None and slot.pinned_until == until:
                 self._unpin(slot)
+
+
+# ----------------------------------------------------------------------------------------------
+# The order of eviction from the host tier: the least recently used block first, and a chain from its end; and
+# the shares of tenants.
+
+
+class ChainKey(NamedTuple):
+    """A block's key in its space. Each key belongs to one tenant, as keys are rooted in the tenant's name."""
+
+    space: bytes
+    key: bytes
+
+
+class ChainLru:
+    """Selects the block to evict. A block is resident while it has records; it may leave when it is not held
+    and no resident block follows it.
+
+    Of a chain that was touched parents first, the last block leaves first and the first one last, before
+    anything of a chain that was touched later. Every operation is O(log n).
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[ChainKey, _Node] = {}
+        self._queue = _Queue()
+        self._tenant_to_queue: dict[str, _Queue] = {}
+        self._tick = 0
+        self.num_resident = 0
+
+    def __contains__(self, key: ChainKey) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.num_records > 0
+
+    def add(self, key: ChainKey, parent: bytes, tenant: str) -> None:
+        """Add a record of the block, which follows `parent` (b"": none), and is used just now."""
+        node = self._node(key)
+        node.num_records += 1
+        if node.num_records == 1:
+            self.num_resident += 1
+            node.tenant = tenant
+            self._tenant_to_queue.setdefault(tenant, _Queue()).num_blocks += 1
+            # A block that claims to follow itself could never leave.
+            if parent and parent != key.key:
+                node.parent = self._node(ChainKey(key.space, parent))
+                node.parent.num_children += 1
+        self._use(node)
+
+    def remove(self, key: ChainKey) -> None:
+        """Remove a record of the block, which must not be held if it is the last."""
+        node = self._nodes[key]
+        node.num_records -= 1
+        if node.num_records:
+            return
+        assert not node.num_holds, "a held block loses its last record"
+        self.num_resident -= 1
+        of_tenant = self._tenant_to_queue[node.tenant]
+        of_tenant.num_blocks -= 1
+        if not of_tenant.num_blocks:
+            del self._tenant_to_queue[node.tenant]
+        parent, node.parent = node.parent, None
+        if not node.num_children:
+            del self._nodes[key]
+        if parent is not None:
+            parent.num_children -= 1
+            if not parent.num_records and not parent.num_children:
+                del self._nodes[parent.key]
+            self._offer(parent)
+
+    def touch(self, key: ChainKey) -> None:
+        """Note that the block is used just now. Touch all of a chain, parents first."""
+        self._use(self._nodes[key])
+
+    def hold(self, key: ChainKey) -> None:
+        """Hold the block until `release`; holds are counted."""
+        node = self._nodes[key]
+        assert node.num_records
+        node.num_holds += 1
+
+    def release(self, key: ChainKey) -> None:
+        node = self._nodes[key]
+        assert node.num_holds, "more holds end than began"
+        node.num_holds -= 1
+        self._offer(node)
+
+    def oldest(self, tenant: str | None = None) -> ChainKey | None:
+        """Return the block to evict next (of this tenant); None when none may leave."""
+        queue = self._queue if tenant is None else self._tenant_to_queue.get(tenant)
+        node = None if queue is None else queue.oldest()
+        return None if node is None else node.key
+
+    def check(self) -> None:
+        """Assert every invariant; O(n log n)."""
+        assert self.num_resident == sum(1 for node in self._nodes.values() if node.num_records)
+        tenants = Counter(node.tenant for node in self._nodes.values() if node.num_records)
+        assert tenants == {tenant: queue.num_blocks for tenant, queue in self._tenant_to_queue.items()}
+        num_children: dict[ChainKey, int] = {}
+        for node in self._nodes.values():
+            if node.parent is not None:
+                assert node.num_records
+                assert self._nodes[node.parent.key] is node.parent
+                num_children[node.parent.key] = num_children.get(node.parent.key, 0) + 1
+        for key, node in self._nodes.items():
+            assert node.num_children == num_children.get(key, 0)
+            assert node.num_records or node.num_children, "a forgotten block is still known"
+            assert node.num_records or not node.num_holds
+            if node.may_leave:
+                queues = self._queue, self._tenant_to_queue[node.tenant]
+                assert all(node in queue for queue in queues), "a block is out of reach"
+
+    def _node(self, key: ChainKey) -> _Node:
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = _Node(key)
+        return node
+
+    def _use(self, node: _Node) -> None:
+        self._tick += 1
+        node.tick = self._tick
+        self._offer(node)
+
+    def _offer(self, node: _Node) -> None:
+        if node.may_leave:
+            self._queue.push(node)
+            self._tenant_to_queue[node.tenant].push(node)
+
+
+class _Node:
+    """A resident block, or one that is known only as the parent of a resident block."""
+
+    __slots__ = ("key", "num_children", "num_holds", "num_records", "parent", "tenant", "tick")
+
+    def __init__(self, key: ChainKey) -> None:
+        self.key = key
+        self.parent: _Node | None = None
+        self.tenant = ""
+        self.tick = 0
+        self.num_records = 0
+        self.num_holds = 0
+        self.num_children = 0
+
+    @property
+    def may_leave(self) -> bool:
+        return self.num_records > 0 and not self.num_holds and not self.num_children
+
+
+class _Queue:
+    """Blocks that may leave, the least recently used first. An entry may come up too early, when its block
+    was used since or may not leave any more, and is then renewed or dropped; it never comes up too late."""
+
+    def __init__(self) -> None:
+        # In a tenant's queue: its resident blocks.
+        self.num_blocks = 0
+        self._heap: list[tuple[int, int, _Node]] = []
+        self._queued: set[_Node] = set()
+        self._num_pushes = 0
+        self._tidy_at = 64
+
+    def __contains__(self, node: _Node) -> bool:
+        return node in self._queued
+
+    def push(self, node: _Node) -> None:
+        if node in self._queued:
+            return
+        if len(self._heap) >= self._tidy_at:
+            self._heap = [entry for entry in self._heap if entry[2].may_leave]
+            heapq.heapify(self._heap)
+            self._queued = {entry[2] for entry in self._heap}
+            self._tidy_at = 2 * len(self._heap) + 64
+        self._queued.add(node)
+        self._num_pushes += 1
+        heapq.heappush(self._heap, (node.tick, self._num_pushes, node))
+
+    def oldest(self) -> _Node | None:
+        while self._heap:
+            tick, _, node = self._heap[0]
+            if node.may_leave and node.tick == tick:
+                return node
+            heapq.heappop(self._heap)
+            self._queued.remove(node)
+            if node.may_leave:
+                self.push(node)
+        return None
+
+
+class TenantShares:
+    """The memory of each tenant, and the tenants that exceed their share."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._limit_bytes = 0
+        self._over: set[str] = set()
+        self.num_bytes: dict[str, int] = {}
+
+    def limit(self, capacity_bytes: int) -> None:
+        """Set the size of the memory."""
+        self._limit_bytes = int(capacity_bytes * self._share)
+
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Add to the bytes of a tenant (subtract, when negative)."""
+        now = self.num_bytes.get(tenant, 0) + num_bytes
+        assert now >= 0
+        if now:
+            self.num_bytes[tenant] = now
+        else:
+            self.num_bytes.pop(tenant, None)
+        if now > self._limit_bytes:
+            self._over.add(tenant)
+        else:
+            self._over.discard(tenant)
+
+    def would_exceed(self, tenant: str, num_bytes: int) -> bool:
+        """Whether so many more bytes would exceed the tenant's share."""
+        return self.num_bytes.get(tenant, 0) + num_bytes > self._limit_bytes
+
+    def greediest(self) -> Iterator[str]:
+        """Yield the tenants that exceed their share, the largest first."""
+        yield from sorted(self._over, key=lambda tenant: (-self.num_bytes[tenant], tenant))

@@ -1,7 +1,7 @@
 """The embedded index server: a `redis-server` of our own for clusters that are given no `store.redis_url`.
 
-It keeps nothing on disk and holds at most `max_bytes`, of which it forgets the least recently used. A watchdog
-process (`redis_watchdog`) ends it when this process ends, however that comes.
+It keeps nothing on disk and holds at most `max_bytes`, of which it forgets the least recently used. A
+watchdog process (`redis_watchdog`) ends it when this process ends, however that comes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The NVMe tier of a node: record images appended to segment files with O_DIRECT, found again after restarts.
 
-What a crash may cost: the process's, nothing that `write` returned; the machine's, what the file system had
-not yet made durable by itself, a few seconds of writing (only `close`, and `compact` for its copies, wait for
-that). Never a wrong byte: a record says what it is and where, and its reader sums it.
+A crash of the process loses nothing that `write` returned. A crash of the machine loses what the file system
+had not yet made durable by itself, a few seconds of writing (only `close`, and `compact` for its copies, wait
+for that). Neither yields a wrong byte: a record names itself and its place, and readers verify its checksum.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _log = logging.getLogger(__name__)
 
 
 class _Scratch(threading.local):
-    """Where a thread reads a header page to."""
+    """A buffer of each thread for one header page."""
 
     def __init__(self) -> None:
         self.page = PageBuffer(PAGE_BYTES).view
 
 
 class NvmeTier:
-    """The segments in the folder `settings.nvme_path`, which is this owner's alone, made when it is missing.
-    All methods are thread-safe; all block but for `drop` and what only tells.
+    """The segments in the folder `settings.nvme_path`, created if missing, which one owner has to itself.
+    All methods are thread-safe; all may block, except `drop` and the queries.
 
     `write` and `read` go straight between the arena and the disk. Every error of the disk is a `StoreIoError`
-    that names file and cause; after one in writing, nothing is written for a while (`can_write`), but reads
-    go on. Refs are valid until `drop`, `erase`, or a `compact` that says otherwise: it may say so of a record
-    before the caller has put down where its `write` put it.
+    that names file and cause; after a failed write, writes are suspended for a while (`can_write`), reads
+    continue. Refs are valid until `drop`, `erase`, or a `compact` that reports otherwise, perhaps before the
+    caller has recorded the result of `write`.
     """
 
     def __init__(self, settings: StoreSettings, clock: Clock, faults: Faults) -> None:
@@ -77,7 +77,7 @@ class NvmeTier:
     # --------------------------------------------------------------------------------- open and close
 
     def open(self) -> list[tuple[RecordInfo, NvmeRef]]:
-        """Take the folder and find what it holds, for all spaces and tenants. `StoreError` when another owner
+        """Lock the folder and find its records, of all spaces and tenants. `StoreError` when another owner
         has it or the capacity is below two segments, `StoreIoError` when it cannot be used at all."""
         if self._capacity_bytes < 2 * self._segment_bytes:
             raise StoreError(
@@ -97,7 +97,7 @@ class NvmeTier:
         self._counters.count(num_checksum_failures=recovery.num_damaged, num_io_errors=recovery.num_io_errors)
         self._table.adopt(recovery.segments, recovery.next_number)
         self._shrink()
-        self._go_on()
+        self._resume()
         for segment in self._table.unsealed():
             self._writer.seal(segment)
         found = self._table.records()
@@ -105,7 +105,7 @@ class NvmeTier:
         return found
 
     def close(self) -> None:
-        """Make everything durable and give the folder back. Nothing may be under way."""
+        """Make everything durable and release the folder. No operation may be under way."""
         with self._maintenance:
             self._writer.end(self._table.begin(None))
             for segment in self._table.unsealed():
@@ -122,7 +122,7 @@ class NvmeTier:
         self._lock_fd = -1
 
     def _shrink(self) -> None:
-        """To the capacity, which may have been larger when the segments were written."""
+        """Remove segments beyond the capacity, which may have been larger when they were written."""
         while (segment := self._table.oldest_over()) is not None:
             try:
                 self._files.remove(segment)
@@ -131,8 +131,8 @@ class NvmeTier:
                 return
             self._table.removed(segment)
 
-    def _go_on(self) -> None:
-        """Write on in the newest segment, if it has free space."""
+    def _resume(self) -> None:
+        """Continue in the newest segment, if it has free space."""
         segment = self._table.newest_segment
         if (
             segment is None
@@ -155,12 +155,12 @@ class NvmeTier:
 
     @property
     def can_write(self) -> bool:
-        """False for a while after a write failed."""
+        """Whether writes are allowed: not for a while after a write failed."""
         return self._counters.pause()[0] == 0
 
     def write(self, image: memoryview, info: RecordInfo) -> NvmeRef:
         """Append a record. `image` is the arena's, of which the payload is taken. `StoreIoError` when the
-        disk fails or has failed, `StoreError` when there is no space before the next `compact`."""
+        disk fails or has failed, `StoreError` when there is no space until the next `compact`."""
         return self.write_run([(image, info)])[0]
 
     def write_run(self, records: Sequence[tuple[memoryview, RecordInfo]]) -> tuple[NvmeRef, ...]:
@@ -172,7 +172,7 @@ class NvmeTier:
         pause_s, reason = self._counters.pause()
         if pause_s:
             self._counters.count(num_refused=1)
-            raise StoreIoError(f"nothing is written for another {pause_s:.1f} s: {reason}")
+            raise StoreIoError(f"writes are suspended for another {pause_s:.1f} s: {reason}")
         return self._writer.append(records, is_copy=False)
 
     def read(self, ref: NvmeRef, info: RecordInfo, into: memoryview, is_check: bool = False) -> None:
@@ -213,19 +213,18 @@ class NvmeTier:
     # ------------------------------------------------------------------------ drop, compact and erase
 
     def drop(self, ref: NvmeRef) -> None:
-        """The record is not held any more. In memory only: a restart may find it again. Does not block."""
+        """Drop a record, in memory only: a restart may find it again. Does not block."""
         self._table.forget(ref)
 
     @property
     def needs_compaction(self) -> bool:
-        """Soon, or already, nothing more can be written: it is time for `compact`. False while nothing may be
-        written."""
+        """Whether space is short, so that `compact` is due. False while writes are suspended."""
         return self.can_write and self._table.needs_compaction
 
     def compact(self, is_wanted: Callable[[RecordInfo], bool]) -> Compacted:
         """Free space, if it is needed, by giving up the oldest segment. Those of its records that `is_wanted`
-        are written again, the newest first, as far as half a segment takes them. Reads and writes go on
-        meanwhile; old places serve until the next call, by when the caller must have taken over the new ones.
+        are written again, the newest first, up to half a segment. Reads and writes continue meanwhile; the
+        old places remain valid until the next call, by which the caller must have taken over the new ones.
         `StoreIoError` when the disk fails: then nothing has changed."""
         with self._maintenance:
             victim = self._table.choose_victim() if self.can_write else None
@@ -241,7 +240,7 @@ class NvmeTier:
             self._counters.count(num_evictions=len(compacted.dropped))
             try:
                 self._reuse(victim)
-            except StoreIoError as error:  # it stays in the table, empty, and its turn comes again
+            except StoreIoError as error:  # it stays in the table, empty, until a later compaction
                 self._counters.failed(error)
             return compacted
 
@@ -275,12 +274,12 @@ class NvmeTier:
                 raise errors[0]
 
     def stat(self) -> TierStat:
-        """Hits are reads; `num_written_bytes` is all that went to the disk; refused is what was asked to be
-        written while nothing could be."""
+        """Return statistics: hits are reads, `num_written_bytes` is all that went to the disk, and refused
+        are writes that could not be accepted."""
         return self._counters.stat(self._table.num_bytes, self._capacity_bytes, self._table.num_records)
 
     def _copy(self, victim: Segment, is_wanted: Callable[[RecordInfo], bool]) -> list[Moved]:
-        """Durable copies of the records that survive."""
+        """Write durable copies of the records that survive."""
         survivors, budget_bytes = [], int(SURVIVING_SHARE * self._segment_bytes)
         for offset, info in sorted(self._table.live(victim), key=lambda entry: entry[0], reverse=True):
             old = NvmeRef(victim.number, offset, image_bytes(info.num_bytes))
@@ -309,7 +308,7 @@ class NvmeTier:
         return copies
 
     def _reuse(self, victim: Segment) -> None:
-        """Its records are gone; its file, whose blocks are there, becomes the next segment."""
+        """Reuse the file of a victim, whose blocks are allocated, as the next segment."""
         ready = None
         if victim.num_bytes == self._segment_bytes and self._files.is_unused(victim):
             ready = self._files.rename(victim, self._table.next_number())
@@ -338,7 +337,7 @@ class NvmeTier:
 
 
 def _described(page: memoryview) -> str:
-    """What a header page is that should be another."""
+    """Describe an unexpected header page."""
     try:
         header = decode_header(page)
     except StoreError as error:
@@ -347,14 +346,14 @@ def _described(page: memoryview) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# Appends records to segments: reserves, writes with one system call, seals what is full.
+# Appends records to segments: reserves space, writes with one system call, seals full segments.
 
 # Whole, page-aligned images; their header pages are not looked at.
 Images = Sequence[tuple[memoryview, RecordInfo]]
 
 
 class _Headers(threading.local):
-    """The header pages of one run, for each thread."""
+    """Buffers of each thread for the header pages of one run."""
 
     def __init__(self) -> None:
         view = PageBuffer(MAX_RUN_RECORDS * PAGE_BYTES).view
@@ -362,7 +361,7 @@ class _Headers(threading.local):
 
 
 class SegmentWriter:
-    """Any number of threads may write at once. Failures are counted here."""
+    """Writes records for any number of threads at once, and counts failures."""
 
     def __init__(
         self,
@@ -401,13 +400,14 @@ class SegmentWriter:
         return reservation.refs
 
     def end(self, segment: Segment | None) -> None:
-        """Seal a segment that the table says is to be sealed, if any."""
+        """Seal a segment that the table returned for sealing, if any."""
         if segment is not None:
             self.seal(segment)
             self._table.sealed(segment)
 
     def seal(self, segment: Segment) -> None:
-        """Write its directory. Without it the segment is read whole at the next start: no reason to fail."""
+        """Write its directory. Without it, the next start reads the whole segment, so failures are only
+        counted."""
         if not segment.takes_directory:
             return
         try:
@@ -495,14 +495,14 @@ def _flip_bit(fd: int, offset: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------
-# What the NVMe tier counts and measures, and whether its disk may be written to.
+# The counters of the NVMe tier, and the suspension of writes after failures.
 
 
 class NvmeCounters:
-    """Of one tier. Thread-safe."""
+    """Counts, rates and the cool-down of one tier. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
-        # What will not get better by itself.
+        # A permanent limitation.
         self.note = ""
         self._clock = clock
         self._lock = threading.Lock()
@@ -518,28 +518,28 @@ class NvmeCounters:
                 self._counts[name] += count
 
     def failed(self, error: StoreIoError) -> None:
-        """A write failed: nothing is written for a while."""
+        """Count a failed write, and suspend writes for a while."""
         _log.warning("%s", error)
         with self._lock:
             self._counts["num_io_errors"] += 1
             self._cool_down.failed(str(error), self._clock.now())
 
     def pause(self) -> tuple[float, str]:
-        """For how long nothing must be written yet (0.0: it may), and why."""
+        """Return for how long writes are still suspended (0.0: they are not), and why."""
         if not self._cool_down.reason:
             return 0.0, ""
         with self._lock:
             return self._cool_down.remaining_s(self._clock.now()), self._cool_down.reason
 
     def begin_read(self) -> float:
-        """A client's read begins; returns when, for `end_read`."""
+        """Begin a client's read; return the time, for `end_read`."""
         with self._lock:
             now = self._clock.now()
             self._reads.begin(now)
             return now
 
     def end_read(self, began_at: float, num_bytes: int, *, is_hit: bool) -> None:
-        """So many bytes came; 0: it failed."""
+        """End a read of so many bytes; 0: it failed."""
         with self._lock:
             self._reads.end(self._clock.now(), began_at, num_bytes)
             if num_bytes and is_hit:
@@ -547,14 +547,14 @@ class NvmeCounters:
                 self._counts["num_hit_bytes"] += num_bytes
 
     def begin_write(self) -> float:
-        """A write of records begins; returns when, for `end_write`."""
+        """Begin a write of records; return the time, for `end_write`."""
         with self._lock:
             now = self._clock.now()
             self._writes.begin(now)
             return now
 
     def end_write(self, began_at: float, num_bytes: int, *, is_put: bool) -> None:
-        """So many bytes were written, for a client or by a compaction; 0: it failed."""
+        """End a write of so many bytes, for a client or by a compaction; 0: it failed."""
         with self._lock:
             now = self._clock.now()
             self._writes.end(now, began_at, num_bytes)
@@ -568,7 +568,7 @@ class NvmeCounters:
             notes = [self.note]
             if self._cool_down.reason:
                 pause_s = self._cool_down.remaining_s(self._clock.now())
-                notes.append(f"not written to for another {pause_s:.1f} s: {self._cool_down.reason}")
+                notes.append(f"writes are suspended for another {pause_s:.1f} s: {self._cool_down.reason}")
             return TierStat(
                 "nvme",
                 num_bytes,

@@ -1,7 +1,7 @@
-"""What a folder of segments holds when its owner starts: by directory, or page by page where none stands.
+"""Finds the records in a folder of segments when its owner starts: from directories, or page by page.
 
-A record of a segment without a directory counts when its header stands where it was written and all of its
-payload has the right sum; what a crash cut off is dropped so. Files that are not segments are left alone.
+A record of a segment without a directory counts when its header is in its place and its whole payload has the
+right checksum, which drops what a crash cut off. Files that are not segments are left alone.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Recovery:
     def __init__(self, files: SegmentFiles, segment_bytes: int, faults: Faults) -> None:
         self.segments: list[Segment] = []
         self.next_number = 1
-        # Records of which something is wrong, the torn ones among them.
+        # Damaged records, including torn ones.
         self.num_damaged = 0
         self.num_io_errors = 0
         self._files = files
@@ -91,7 +91,8 @@ class Recovery:
         self._faults = faults
 
     def run(self) -> None:
-        """`StoreIoError` when the folder cannot be listed; of one file it is logged and counted."""
+        """Read the folder. `StoreIoError` when it cannot be listed; errors of one file are logged and
+        counted."""
         with naming("listing", self._files.folder):
             paths = sorted(self._files.folder.iterdir())
         for path in paths:
@@ -114,7 +115,7 @@ class Recovery:
             _log.warning("deleted: %s", error)
             is_wanted = False
         except StoreIoError as error:
-            # Its records are lost, its space is not: it stays in the books, and its turn will come.
+            # Its records are lost, its space is not: it stays in the table until a compaction gives it up.
             _log.warning("nothing of a segment can be used: %s", error)
             self.num_io_errors += 1
             segment.is_unread = is_wanted = True
@@ -139,7 +140,7 @@ class Recovery:
         segment.adopt(directory)
 
     def _grow(self, fd: int, segment: Segment) -> None:
-        """A file that was cut gets its size again, to be filled and sealed; else it stays as it is."""
+        """Restore the size of a file that was cut, if possible, so that it can be filled and sealed."""
         try:
             if segment.num_bytes < self._segment_bytes:
                 os.posix_fallocate(fd, 0, self._segment_bytes)
@@ -178,7 +179,7 @@ class Recovery:
 
 
 class _Window:
-    """Reads a file in large pieces, of which any page is looked at."""
+    """Reads a file in large pieces, for a look at any page."""
 
     def __init__(self, fd: int, segment: Segment) -> None:
         self._fd = fd
@@ -189,7 +190,7 @@ class _Window:
         self._summer = Checksummer()
 
     def header(self, offset: int) -> Header | None:
-        """The header of a record that was written here; None: there is none. `OtherVersionError`."""
+        """Return the header of the record in this place; None: there is none. `OtherVersionError`."""
         page = self._bytes(offset, HEADER_BYTES)
         try:
             header = decode_header(page)
@@ -201,7 +202,7 @@ class _Window:
         return header if is_here else None
 
     def is_whole(self, offset: int, info: RecordInfo) -> bool:
-        """All of the payload is there and has its sum."""
+        """Whether the payload is complete and has the right checksum."""
         if offset + image_bytes(info.num_bytes) > self._segment.num_bytes:
             return False
         return self._summer.sum(self._payload(offset + HEADER_BYTES, info.num_bytes)) == info.checksum
@@ -211,7 +212,7 @@ class _Window:
             yield self._bytes(offset, min(_WINDOW_BYTES, start + num_bytes - offset))
 
     def _bytes(self, offset: int, num_bytes: int) -> memoryview:
-        """From a page on, at most a window; shorter at the end of the file."""
+        """Return bytes from a page on, at most a window; fewer at the end of the file."""
         if not self._start <= offset <= offset + num_bytes <= self._start + self._num_bytes:
             self._start = offset
             self._num_bytes = os.preadv(self._fd, [self._buffer], offset)

@@ -1,4 +1,4 @@
-"""The table of the NVMe tier: which record lies where, which segment takes the next, which one must go.
+"""The table of the NVMe tier: the place of each record, the segment for the next one, and the one to give up.
 
 Sans-I/O; any thread may call it, and nothing in it waits for a disk. Space is counted in whole segments:
 clients always leave one that only a compaction may begin, so that it never needs more than the capacity.
@@ -16,9 +16,9 @@ from kvtransfer.store.record import image_bytes
 
 # Records that one system call writes at most.
 MAX_RUN_RECORDS = 64
-# Of a segment: with less left to write to, the next compaction is due.
+# With less than this part of a segment left, the next compaction is due.
 EARLY_SHARE = 0.25
-# Of a segment, that a compaction writes again at most: so it always frees enough.
+# A compaction writes at most this part of a segment again, so that it always frees enough.
 SURVIVING_SHARE = 0.5
 
 
@@ -31,21 +31,21 @@ class Moved(NamedTuple):
 
 
 class Compacted(NamedTuple):
-    """What a compaction did to the records that were still in the tier."""
+    """The result of a compaction, for records that were still in the tier."""
 
     moved: tuple[Moved, ...] = ()
     dropped: tuple[tuple[RecordInfo, NvmeRef], ...] = ()
 
 
 class Reservation(NamedTuple):
-    """Where the leading records of those that were to be written go, one right behind the other."""
+    """The places of the leading records to be written, one right behind the other."""
 
     segment: Segment
     refs: tuple[NvmeRef, ...]
 
 
 class SegmentTable:
-    """Of all segments of one tier. A segment with `num_writing` is neither sealed nor compacted."""
+    """All segments of one tier. A segment with `num_writing` is neither sealed nor compacted."""
 
     def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -57,14 +57,15 @@ class SegmentTable:
         self._next_number = 1
         self._was_refused = False
         self._places: dict[RecordId, NvmeRef] = {}
-        # By the last compaction: until its result is known everywhere, the old places are still used.
+        # Moved by the last compaction: until its result is known everywhere, the old places are still used.
         self._moved: dict[NvmeRef, NvmeRef] = {}
         self._num_bytes = 0
 
     # -------------------------------------------------------------------------------------- records
 
     def adopt(self, segments: Sequence[Segment], next_number: int) -> None:
-        """What was found on the disk, the oldest first; a record found twice counts where it is newer."""
+        """Take in the segments found on the disk, the oldest first; of a record found twice the newer
+        counts."""
         with self._lock:
             self._next_number = next_number
             for segment in segments:
@@ -77,7 +78,7 @@ class SegmentTable:
             return [(self._segments[ref.segment].live[ref.offset], ref) for ref in self._places.values()]
 
     def find(self, ref: NvmeRef, pin: Callable[[Segment], None]) -> tuple[Segment, NvmeRef] | None:
-        """The segment of a record, pinned, and where in it the record lies by now; None: not held."""
+        """Return the segment of a record, pinned, and the record's current place; None: it is not held."""
         with self._lock:
             ref = self._moved.get(ref, ref)
             segment = self._segments.get(ref.segment)
@@ -87,7 +88,7 @@ class SegmentTable:
             return segment, ref
 
     def forget(self, ref: NvmeRef) -> None:
-        """The record is not held any more; its header still stands on the disk."""
+        """Forget a record; its header remains on the disk."""
         with self._lock:
             self._forget(self._moved.get(ref, ref))
 
@@ -97,14 +98,14 @@ class SegmentTable:
 
     @property
     def num_bytes(self) -> int:
-        """Of all images."""
+        """The size of all images."""
         return self._num_bytes
 
     # -------------------------------------------------------------------------------------- writing
 
     def reserve(self, infos: Sequence[RecordInfo]) -> Reservation | None:
-        """Reserve space for at least the first of the records in the open segment; None when it has none. The segment
-        counts one more writer until `leave`."""
+        """Reserve space for at least the first of the records in the open segment; None when it has none. The
+        segment counts one more writer until `leave`."""
         with self._lock:
             segment = self._open
             if segment is None:
@@ -121,8 +122,8 @@ class SegmentTable:
             return Reservation(segment, tuple(refs))
 
     def leave(self, reservation: Reservation, written: Sequence[RecordInfo] | None, *, is_copy: bool) -> bool:
-        """The records are there (copies by a compaction count from its `commit` on), or, with None, nobody
-        knows what is. True: the caller shall seal the segment and say `sealed`."""
+        """End a reservation: the records are written (copies by a compaction count from its `commit` on), or,
+        with None, in an unknown state. True: the caller must seal the segment and call `sealed`."""
         with self._lock:
             if written is None:
                 reservation.segment.stale.update(ref.offset for ref in reservation.refs)
@@ -138,12 +139,12 @@ class SegmentTable:
             segment.num_writing -= 1
 
     def live(self, segment: Segment) -> list[tuple[int, RecordInfo]]:
-        """Its records and where in it they lie, in no order."""
+        """Return the records of a segment and their offsets, in no order."""
         with self._lock:
             return list(segment.live.items())
 
     def directory(self, segment: Segment, erased: Iterable[int] = ()) -> Directory:
-        """What to write behind its records, when these headers are erased."""
+        """Return the directory of a segment, once these headers are erased."""
         with self._lock:
             return Directory(list(segment.live.items()), list(segment.stale.difference(erased)))
 
@@ -171,7 +172,7 @@ class SegmentTable:
             return may
 
     def take_ready(self) -> Segment | None:
-        """An empty segment left by a compaction."""
+        """Take an empty segment left by a compaction."""
         with self._lock:
             return self._ready.pop() if self._ready else None
 
@@ -180,14 +181,14 @@ class SegmentTable:
             self._ready.append(segment)
 
     def segments(self, numbers: Iterable[int] | None = None) -> list[Segment]:
-        """Those of them that are there; None: all."""
+        """Return the segments with these numbers that still exist; None: all."""
         with self._lock:
             wanted = self._segments if numbers is None else numbers
             return [self._segments[number] for number in wanted if number in self._segments]
 
     def begin(self, segment: Segment | None) -> Segment | None:
-        """Write to this segment from now on (None: to none). Returns the one before, when the caller shall
-        seal it and say `sealed`."""
+        """Write to this segment from now on (None: to none). Return the previous one if the caller must seal
+        it and call `sealed`."""
         with self._lock:
             before, self._open = self._open, segment
             self._was_refused = False
@@ -200,27 +201,27 @@ class SegmentTable:
             return before if self._leave(before) else None
 
     def give_up(self, segment: Segment) -> None:
-        """Nothing more is written to it. A writer of it has yet to `leave`."""
+        """Write no more to a segment. Its writers have yet to `leave`."""
         with self._lock:
             segment.is_full = True
             if self._open is segment:
                 self._open = None
 
     def removed(self, segment: Segment) -> None:
-        """Its file is gone."""
+        """Forget a segment whose file is removed."""
         with self._lock:
             for offset in list(segment.live):
                 self._forget(_ref(segment, offset, segment.live[offset]))
             self._segments.pop(segment.number, None)
 
     def oldest_over(self) -> Segment | None:
-        """The oldest segment, when all together are more than the capacity."""
+        """Return the oldest segment if all together exceed the capacity."""
         with self._lock:
             is_over = self._used_bytes() > self._capacity_bytes
             return self._segments[min(self._segments)] if is_over else None
 
     def unsealed(self) -> list[Segment]:
-        """Those without a directory, but for the open one and those that are written to."""
+        """Return the segments without a directory, except the open one and those that are being written."""
         with self._lock:
             found = [each for each in self._segments.values() if not (each.is_sealed or each.is_unread)]
             return [each for each in found if each is not self._open and each.num_writing == 0]
@@ -229,13 +230,13 @@ class SegmentTable:
 
     @property
     def needs_compaction(self) -> bool:
-        """Soon nothing more can be written."""
+        """Whether space is short."""
         with self._lock:
             return self._needs_compaction()
 
     def choose_victim(self) -> Segment | None:
-        """The oldest segment that can go, when one must. The open one only when there is no other: it takes
-        no more records then."""
+        """Return the oldest segment that can be given up, if one must be. The open one is chosen only if
+        there is no other, and takes no more records then."""
         with self._lock:
             if not self._needs_compaction():
                 return None
@@ -251,7 +252,7 @@ class SegmentTable:
             return victim
 
     def commit(self, victim: Segment, copies: Sequence[Moved]) -> Compacted:
-        """The copies are durable: they count now, except for those that nobody wants any more."""
+        """Make durable copies count, except those of records that were forgotten meanwhile."""
         with self._lock:
             self._moved.clear()
             moved = []
@@ -269,7 +270,7 @@ class SegmentTable:
             return Compacted(tuple(moved), tuple(dropped))
 
     def undo(self, copies: Iterable[Moved]) -> None:
-        """The compaction failed: the old places stay."""
+        """Undo a compaction that failed: the old places stay."""
         with self._lock:
             for copy in copies:
                 self._shed(copy.new)
@@ -277,12 +278,12 @@ class SegmentTable:
     # -------------------------------------------------------------------------------------- erasure
 
     def stale(self) -> list[tuple[Segment, tuple[int, ...]]]:
-        """The records that are not held any more and that a restart would bring back."""
+        """Return the records that are not held any more and that a restart would bring back."""
         with self._lock:
             return [(each, tuple(each.stale)) for each in self._segments.values() if each.stale]
 
     def unread(self) -> list[Segment]:
-        """Segments of which nobody knows what a restart would bring back."""
+        """Return the segments whose contents are unknown, so that a restart may bring them back."""
         with self._lock:
             return [each for each in self._segments.values() if each.is_unread]
 
@@ -314,7 +315,7 @@ class SegmentTable:
         return info
 
     def _leave(self, segment: Segment) -> bool:
-        """One writer less; True when it was the last of a full segment, which stays one until `sealed`."""
+        """Remove a writer; True if it was the last one of a full segment, which keeps one until `sealed`."""
         segment.num_writing -= 1
         if segment.is_full and segment.num_writing == 0:
             segment.num_writing = 1

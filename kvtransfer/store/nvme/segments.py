@@ -2,8 +2,8 @@
 
 | image | image | ... | unused | directory, padded to a page | trailer page |
 
-A header counts only in the segment and at the offset it was written for (`record.RecordPlace`), a trailer only in
-its segment: so a file is used again under a new number without being cleared.
+A header is valid only in the segment and at the offset for which it was written (`record.RecordPlace`), a
+trailer only in its segment: so a file can be reused under a new number without being cleared.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Directory(Part, frozen=True):
-    """What stands in a segment: records by offset, and the offsets of those that are not wanted any more but
-    would be found by whoever looks at every page."""
+    """The contents of a segment: records by offset, and the offsets of dropped records whose headers a scan
+    of every page would still find."""
 
     live: list[tuple[int, RecordInfo]]
     stale: list[int]
@@ -65,7 +65,7 @@ _decoder = msgspec.msgpack.Decoder(Directory)
 
 
 class NvmeRef(NamedTuple):
-    """Where a record's image lies; valid until the tier says that the record was moved or dropped."""
+    """The place of a record's image; valid until the tier reports that the record was moved or dropped."""
 
     segment: int
     offset: int
@@ -74,7 +74,7 @@ class NvmeRef(NamedTuple):
 
 @dataclass(eq=False)
 class Segment:
-    """One file and the books about it. `SegmentFiles` keeps `fd`, `num_users` and `is_gone`, `NvmeTier` the
+    """One file and its state. `SegmentFiles` maintains `fd`, `num_users` and `is_gone`, `SegmentTable` the
     rest."""
 
     number: int
@@ -93,7 +93,7 @@ class Segment:
     is_sealed: bool = False
     # Something was written to it that is not yet durable.
     is_dirty: bool = False
-    # It could not be read when the tier was opened: nobody knows what it holds.
+    # It could not be read when the tier was opened: its contents are unknown.
     is_unread: bool = False
     directory_lock: threading.Lock = field(default_factory=threading.Lock)
     fd: int = -1
@@ -111,20 +111,20 @@ class Segment:
         return offset
 
     def adopt(self, found: Directory) -> None:
-        """What was found there."""
+        """Take in the contents found in the file."""
         self.live = dict(found.live)
         self.stale = set(found.stale)
         self.directory_bytes = len(_encoder.encode(found)) + _ENTRY_BYTES * (len(found.live) + 1)
 
     @property
     def takes_directory(self) -> bool:
-        """There is room for it behind the records; not in a file that was cut."""
+        """Whether the directory fits behind the records; never in a file that was cut."""
         tail_bytes = _padded(self.directory_bytes) + PAGE_BYTES
         return self.num_bytes % PAGE_BYTES == 0 and self.end + tail_bytes <= self.num_bytes
 
     @property
     def num_unused_bytes(self) -> int:
-        """About how much it still takes."""
+        """About how many more bytes fit."""
         return max(0, self.num_bytes - PAGE_BYTES - _padded(self.directory_bytes) - self.end)
 
 
@@ -133,25 +133,25 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(path: Path) -> int | None:
-    """The number in the name of one of our files; None: it is not one."""
+    """Return the number in the name of a segment file; None: the file is none."""
     number = int(path.stem) if path.stem.isascii() and path.stem.isdigit() and len(path.stem) == 10 else None
     return number if path.suffix == SUFFIX else None
 
 
 def header_page(info: RecordInfo, number: int, offset: int) -> bytes:
-    """The header of the record at this place, as it stands on the disk."""
+    """Return the header page of the record at this place."""
     return encode_header(info, "committed", 0, None, place_of(number, offset))
 
 
 def is_header_of(page: memoryview, info: RecordInfo, number: int, offset: int) -> bool:
-    """Whether that header stands in the page. Its sum is not looked at: all that it covers is compared."""
+    """Whether the page holds that header. Its checksum is ignored, as all that it covers is compared."""
     fields = _HEADERS.encode(Header(info, "committed", 0, None, place_of(number, offset)))
     expected = _HEADER_FRONT.pack(RECORD_VERSION, len(fields)) + fields
     return page[_HEADER_SUMMED_FROM : _HEADER_SUMMED_FROM + len(expected)] == expected
 
 
 def place_of(number: int, offset: int) -> RecordPlace:
-    """What the header at this offset of that segment says of its place."""
+    """Return the place that a header at this offset of that segment names."""
     return RecordPlace(number.to_bytes(8, "big"), offset)
 
 
@@ -162,7 +162,7 @@ def io_error(doing: str, path: Path, error: OSError) -> StoreIoError:
 
 @contextmanager
 def naming(doing: str, path: Path) -> Iterator[None]:
-    """Every `OSError` inside becomes a `StoreIoError` that says what failed, where and why."""
+    """Turn every `OSError` inside into a `StoreIoError` that says what failed, where and why."""
     try:
         yield
     except OSError as error:
@@ -170,15 +170,15 @@ def naming(doing: str, path: Path) -> Iterator[None]:
 
 
 class PageBuffer:
-    """Page-aligned memory, as O_DIRECT wants it."""
+    """Page-aligned memory, as O_DIRECT requires."""
 
     def __init__(self, num_bytes: int) -> None:
         self.view = memoryview(mmap.mmap(-1, _padded(num_bytes)))
 
 
 class SegmentFiles:
-    """The files of one folder: made, opened when they are used, some of them closed when they are not,
-    renamed and removed. Any thread may call it."""
+    """The files of one folder: creates, renames and removes them, opens them for use, and closes some of the
+    idle ones. Thread-safe."""
 
     def __init__(self, folder: Path, flags: int) -> None:
         self.folder = folder
@@ -188,7 +188,7 @@ class SegmentFiles:
         self._idle: OrderedDict[int, Segment] = OrderedDict()
 
     def create(self, number: int, num_bytes: int) -> Segment:
-        """A new file whose blocks are taken at once, so that a full disk shows here and not later."""
+        """Create a file and allocate its blocks at once, so that a full disk shows here and not later."""
         path = self.folder / segment_name(number)
         with naming("creating", path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -203,7 +203,7 @@ class SegmentFiles:
         return Segment(number, path, num_bytes)
 
     def pin(self, segment: Segment) -> None:
-        """Its file stays open, once it is, until `unpin`."""
+        """Keep the file open, once it is, until `unpin`."""
         with self._lock:
             segment.num_users += 1
             self._idle.pop(segment.number, None)
@@ -223,7 +223,7 @@ class SegmentFiles:
             os.close(fd)
 
     def fd(self, segment: Segment) -> int:
-        """The descriptor of a pinned segment; `OSError` when it cannot be opened."""
+        """Return the descriptor of a pinned segment; `OSError` when it cannot be opened."""
         if segment.fd >= 0:
             return segment.fd
         with segment.open_lock:
@@ -238,7 +238,7 @@ class SegmentFiles:
 
     @contextmanager
     def using(self, segment: Segment, doing: str) -> Iterator[int]:
-        """The descriptor, held open; every `OSError` inside becomes a `StoreIoError`."""
+        """Hold the descriptor open; every `OSError` inside becomes a `StoreIoError`."""
         self.pin(segment)
         try:
             with naming(doing, segment.path):
@@ -247,14 +247,14 @@ class SegmentFiles:
             self.unpin(segment)
 
     def remove(self, segment: Segment) -> None:
-        """Delete the file; who has it pinned goes on with it."""
+        """Delete the file; users that have it pinned can continue."""
         with naming("removing", segment.path), suppress(FileNotFoundError):
             segment.path.unlink()
         self.retire(segment)
 
     def rename(self, segment: Segment, number: int) -> Segment | None:
-        """The file of `segment`, which nobody uses, as an empty segment of another number; None when it is
-        not there any more or not as large as it was."""
+        """Reuse the file of an unused segment as an empty segment of another number; None when the file is
+        gone or its size has changed."""
         path = self.folder / segment_name(number)
         with naming("renaming", segment.path):
             try:
@@ -267,18 +267,18 @@ class SegmentFiles:
         return Segment(number, path, segment.num_bytes)
 
     def retire(self, segment: Segment) -> None:
-        """Close its file as soon as nobody uses it."""
+        """Close the file as soon as it is unused."""
         segment.is_gone = True
         self.pin(segment)
         self.unpin(segment)
 
     def is_unused(self, segment: Segment) -> bool:
-        """Nobody has it pinned."""
+        """Whether the segment is not pinned."""
         with self._lock:
             return segment.num_users == 0
 
     def close(self) -> None:
-        """Close every file that nobody uses."""
+        """Close every unused file."""
         with self._lock:
             fds = [segment.fd for segment in self._idle.values()]
             for segment in self._idle.values():
@@ -288,7 +288,7 @@ class SegmentFiles:
             os.close(fd)
 
     def sync_folder(self) -> None:
-        """What was renamed and removed stays so; `StoreIoError` when that is not sure."""
+        """Make renames and removals durable; `StoreIoError` when that fails."""
         with naming("syncing", self.folder):
             fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -301,7 +301,7 @@ class SegmentFiles:
 
 
 def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """All of them, one after the other; `OSError` when anything is missing."""
+    """Write all buffers, one after the other; `OSError` when anything is missing."""
     num_bytes = sum(map(len, buffers))
     num_written = os.pwritev(fd, buffers, offset)
     if num_written != num_bytes:
@@ -309,7 +309,7 @@ def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill all of them, one after the other; `OSError` when the file ends before."""
+    """Fill all buffers, one after the other; `OSError` when the file ends before."""
     num_bytes = sum(map(len, buffers))
     num_read = os.preadv(fd, buffers, offset)
     if num_read != num_bytes:
@@ -317,8 +317,8 @@ def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def write_directory(fd: int, segment: Segment, directory: Directory) -> int:
-    """Write directory and trailer; returns how many bytes that took. `OSError`. After a crash of the machine
-    the directory may name what is not there: reading it fails then, as if it had been damaged."""
+    """Write directory and trailer; return the number of bytes. `OSError`. After a crash of the machine the
+    directory may name records that are not there: reading them fails, as if they were damaged."""
     encoded = _encoder.encode(directory)
     tail = PageBuffer(_padded(len(encoded)) + PAGE_BYTES).view
     tail[: len(encoded)] = encoded
@@ -332,18 +332,18 @@ def write_directory(fd: int, segment: Segment, directory: Directory) -> int:
 
 
 def erase_page(fd: int, offset: int) -> None:
-    """The header that stands there. `OSError`."""
+    """Erase the header at this offset. `OSError`."""
     write_at(fd, [PageBuffer(PAGE_BYTES).view], offset)
 
 
 def clear_directory(fd: int, segment: Segment) -> None:
-    """The segment will get more records: what its directory says is not all. `OSError`."""
+    """Erase the directory of a segment that will get more records. `OSError`."""
     erase_page(fd, segment.num_bytes - PAGE_BYTES)
 
 
 def read_directory(fd: int, segment: Segment) -> Directory | None:
-    """The directory of a sealed segment, whose `end` is set; None when no whole directory of this segment
-    stands there. `OtherVersionError` when it is one of another version, `OSError`."""
+    """Return the directory of a sealed segment, and set the segment's `end`; None when there is no whole
+    directory of this segment. `OtherVersionError` when it is of another version, `OSError`."""
     if segment.num_bytes % PAGE_BYTES or segment.num_bytes < 2 * PAGE_BYTES:
         return None
     tail = PageBuffer(min(segment.num_bytes, _TAIL_BYTES)).view

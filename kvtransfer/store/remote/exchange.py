@@ -1,4 +1,4 @@
-"""Exchanges records between the owners of two nodes: requested over a framed connection, written by transfer agents.
+"""Exchanges records between the owners of two nodes: requested by frames, written by transfer agents.
 
     requesting owner                                       holding owner
     fetch: OpenLanding, SendRecords -------------------->  lease (from NVMe first), ConnectPeer, PushOrder
@@ -74,7 +74,8 @@ def arena_pool(fd: int, num_bytes: int, granule_bytes: int) -> HostPool:
 
 
 class Exchange:
-    """One owner's exchange with all others, over the pool of its arena (`arena_pool`), which `close` closes."""
+    """One owner's exchange with all others, over the pool of its arena (`arena_pool`), which `close`
+    closes."""
 
     def __init__(
         self,
@@ -115,7 +116,8 @@ class Exchange:
 
     @property
     def gb_s(self) -> float:
-        """The measured rate of fetches, from request to last byte (1e9 bytes a second); 0.0: not known yet."""
+        """The measured rate of fetches, from request to last byte (1e9 bytes a second); 0.0: not known
+        yet."""
         return self._rate.gb_s
 
     def stat(self) -> TierStat:
@@ -360,7 +362,8 @@ class RecordLanding:
     def __init__(
         self, link: OwnerLink, wanted: Sequence[Wanted], granule_bytes: int, on_free: Callable[[int], None]
     ) -> None:
-        """`on_free(offset)` is called for each slot that was not taken, once nothing can write it any more."""
+        """`on_free(offset)` is called for each slot that was not taken, once nothing can write it any
+        more."""
         self.id = draw_id()
         self.link = link
         self.wanted = tuple(wanted)
@@ -387,8 +390,8 @@ class RecordLanding:
         self.link.send(SendRecords(self.id, endpoints, records, self._granules))
 
     def answer(self, sent: RecordsSent) -> None:
-        """Take the holder's answer, after which it writes nothing more. `WireError` when the answer names records
-        that were not requested."""
+        """Take the holder's answer, after which it writes nothing more. `WireError` when the answer names
+        records that were not requested."""
         indices = [index for index, _ in sent.sent]
         if len(set(indices)) != len(indices) or not set(indices) <= set(range(len(self.wanted))):
             raise WireError("the answer names records that were not requested")

@@ -1,7 +1,8 @@
 """The holding side of the exchange: leases records of the arena and pushes their granules to the requester's.
 
-A record is leased until the push that reads it has ended. `RecordsSent` follows when every push of the landing
-has ended, so nothing of it is written afterwards; also when `StopSending` or the end of the connection stops it.
+A record is leased until the push that reads it has ended. `RecordsSent` follows when every push of the
+landing has ended, so nothing of it is written afterwards; also when `StopSending` or the end of the
+connection stops it.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class LocalRecords(Protocol):
         again elsewhere."""
 
     def slot_free(self, offset: int) -> None:
-        """Free the slot of a `Wanted` that was not fetched, which no writer can reach any more. Called once for
-        each."""
+        """Free the slot of a `Wanted` that was not fetched, which no writer can reach any more. Called once
+        for each."""
 
 
 def granule_layout(granule_bytes: int) -> BlockLayout:

@@ -1,4 +1,6 @@
-"""The arena of a node: adopted from a rank that mapped it before the owner started, otherwise created.
+"""The connections of a store server, and the arena that ranks map over them.
+
+The arena is adopted from a rank that mapped it before the owner started, and otherwise created.
 
 A rank's connection stays open as long as it has the arena mapped; as in `kvtransfer.transports.shm`, and for
 the same reasons, its end proves that the rank writes no more.
@@ -6,34 +8,39 @@ the same reasons, its end proves that the rank writes no more.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
-from kvtransfer.errors import StoreError
+from kvtransfer.errors import PeerGoneError, StoreError, WireError
+from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_from, send_to
+from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.store.dram.arena import Arena, Prefault, arena_bytes
-from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
-from kvtransfer.store.record import Writer
-from kvtransfer.store.server.store_listener import (
-    PeerConnection,
-    await_end,
-    receive_descriptor,
-    refuse,
-    send_descriptor,
-    send_message,
+from kvtransfer.store.messages import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    ArenaGrant,
+    FromOwner,
+    RankHello,
+    StoreRefusal,
+    ToOwner,
 )
+from kvtransfer.store.record import Writer
 
 # A rank without an arena waits for so long after the owner's start: another rank may offer one.
 OFFER_WAIT_S = 1.0
-# Without any rank, the owner creates a spare arena then, so that its memory is populated at the first request;
-# an arena that a rank offers later replaces the spare one.
+# Without any rank, the owner creates a spare arena then, so that its memory is populated at the first
+# request; an arena that a rank offers later replaces the spare one.
 SPARE_WAIT_S = 1.0
 # The spare arena is used from then on, to serve other nodes and administrators.
 UNUSED_WAIT_S = 10.0
@@ -53,8 +60,8 @@ class MappedRank:
 
 
 class ArenaManager:
-    """Adopts or creates the arena, and serves the ranks that map it. `on_arena(arena, prefault)` is called once,
-    `on_left(rank)` when a rank's connection has ended."""
+    """Adopts or creates the arena, and serves the ranks that map it. `on_arena(arena, prefault)` is called
+    once, `on_left(rank)` when a rank's connection has ended."""
 
     def __init__(
         self,
@@ -207,3 +214,102 @@ def _fields(process_id: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()
+
+
+# ----------------------------------------------------------------------------------------------
+# The owner's listeners: every connection proves the secret and sends a hello before it is served.
+#
+# Nothing is read beyond the first message, so that a descriptor which may follow it is not lost. A violation
+# of the protocol closes only its own connection.
+
+_HELLO_BYTES = 64 << 10
+_FD_MARK = b"F"
+
+
+class PeerConnection(NamedTuple):
+    """A proven connection: the non-blocking socket, its name (for logs), and the first message."""
+
+    sock: socket.socket
+    name: str
+    hello: ToOwner
+    is_local: bool
+
+
+class StoreListener:
+    """One listening socket. `serve(peer)` runs for the life of a connection, which is closed after it."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        serve: Callable[[PeerConnection], Awaitable[None]],
+        spawn: Spawn,
+        clock: Clock,
+    ) -> None:
+        self._serve = serve
+        self._is_local = sock.family == socket.AF_UNIX
+        self._listener = ProvenListener(sock, secret, self._receive_hello, spawn, clock, "store")
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._listener.close()
+
+    async def _receive_hello(self, sock: socket.socket, name: str) -> None:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
+        await self._serve(PeerConnection(sock, name, hello, self._is_local))
+
+
+async def refuse(peer: PeerConnection, reason: str) -> None:
+    """Send the reason why the connection is refused."""
+    await send_message(peer.sock, StoreRefusal(reason))
+
+
+async def send_message(sock: socket.socket, message: FromOwner) -> None:
+    """Send one message on a connection that is not a stream."""
+    await send_to(sock, FROM_OWNER_CODEC.encode(message))
+
+
+def send_descriptor(sock: socket.socket, descriptor: int) -> None:
+    """Send `descriptor` with the next byte; `PeerGoneError` when the connection has ended, or is full."""
+    try:
+        socket.send_fds(sock, [_FD_MARK], [descriptor])
+    except OSError as error:
+        raise PeerGoneError(f"connection lost while sending a descriptor: {error}") from error
+
+
+async def receive_descriptor(sock: socket.socket) -> int:
+    """Return the descriptor that arrives with the next byte, which the caller must close."""
+    while True:
+        try:
+            mark, descriptors, _, _ = socket.recv_fds(sock, len(_FD_MARK), 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            await _readable(sock)
+            continue
+        except OSError as error:
+            raise PeerGoneError(f"connection lost while receiving a descriptor: {error}") from error
+        if not mark:
+            raise PeerGoneError("connection closed by the other side")
+        if not descriptors:
+            raise WireError("no descriptor came with the byte")
+        return descriptors[0]
+
+
+async def await_end(sock: socket.socket) -> None:
+    """Return when the connection has ended; `WireError` when the other side sends anything instead."""
+    try:
+        data = await asyncio.get_running_loop().sock_recv(sock, 1)
+    except OSError:  # reset: ended
+        return
+    if data:
+        raise WireError("nothing more may be sent on this connection")
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    is_readable = asyncio.Event()
+    loop.add_reader(sock, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(sock)

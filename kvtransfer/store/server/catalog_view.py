@@ -1,4 +1,4 @@
-"""The store as replicas of one shape see it: which blocks are available, from which tier, and assembled how."""
+"""The store as seen by replicas of one shape: available blocks, their tiers, and how each is assembled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class CatalogView:
         index: Callable[[], Index | None],
         usable: Callable[[Sequence[Holder]], Sequence[Holder]],
     ) -> None:
-        """`index` returns the index, once there is one; `usable` selects the holders that could be contacted now."""
+        """`index` returns the index, once there is one; `usable` selects the holders that could be contacted
+        now."""
         self.space = space_id(compatibility)
         self.shards = tuple(shards)
         self.model = compatibility.model_fingerprint
@@ -89,8 +90,8 @@ class CatalogView:
     # ------------------------------------------------------------------------------------------- blocks
 
     def tiers(self, keys: Sequence[bytes], *, local_only: bool = False) -> tuple[Tier, ...]:
-        """Return the tier of each leading block that this node holds, or (unless `local_only`) that `learn` has
-        found on other nodes."""
+        """Return the tier of each leading block that this node holds, or (unless `local_only`) that `learn`
+        has found on other nodes."""
         tiers: list[Tier] = []
         for key in keys:
             held = self._held(key)
@@ -170,7 +171,8 @@ class BlockLocation(NamedTuple):
 
 
 class TierChanges:
-    """Changes of one space for replicas of one shape: a tier holds a block when it covers all their shards."""
+    """Changes of one space for replicas of one shape: a tier holds a block when it covers all their
+    shards."""
 
     def __init__(
         self, shards: Iterable[Shard], lookup: Callable[[bytes], Mapping[Shard, Held]], keys: Iterable[bytes]
@@ -268,8 +270,8 @@ MAX_STEPS = 256
 
 
 def cover(needed: Shard, held: Iterable[Shard]) -> list[tuple[Shard, Shard]] | None:
-    """Return what to read from which record, as (the record's shard, a piece of it and of `needed`): the pieces
-    are disjoint and make up `needed`. None when `held` leaves a gap.
+    """Return what to read from which record, as (the record's shard, a piece of it and of `needed`): the
+    pieces are disjoint and make up `needed`. None when `held` leaves a gap.
 
     Uses the exact record if there is one, otherwise as few records as are found in `MAX_STEPS` attempts, and
     among equals the smaller ones. A record is named once for each piece that is read from it. The result

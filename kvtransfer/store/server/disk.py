@@ -118,8 +118,8 @@ class Disk:
     # -------------------------------------------------------------------------------------- read, write
 
     async def read(self, record: RecordId, offset: int) -> RecordInfo | None:
-        """Read the record's payload into its slot of the arena at `offset`; None when that failed, after which the
-        record is not on NVMe any more."""
+        """Read the record's payload into its slot of the arena at `offset`; None when that failed, after
+        which the record is not on NVMe any more."""
         held, arena = self._catalog.find(record), self._catalog.arena
         if held is None or held.nvme is None or held.nvme_info is None or arena is None or self._nvme is None:
             return None
@@ -193,7 +193,8 @@ class Disk:
         self._forget(record)
 
     async def erase(self, refs: Iterable[NvmeRef]) -> str:
-        """Drop these durably; return why that failed, or "". This owner does not find them again either way."""
+        """Drop these durably; return why that failed, or "". This owner does not find them again either
+        way."""
         if self._nvme is None:
             return ""
         if not self.is_open:

@@ -2,7 +2,8 @@
 
     want -> queue -> space in the arena -> read (NVMe: a thread, remote: the exchange) -> commit -> leases
 
-Each caller gets a future of the record's leased offset in the arena, or of the reason why it is not available.
+Each caller gets a future of the record's leased offset in the arena, or of the reason why it is not
+available.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class RecordLoader:
     def want(
         self, info: RecordInfo, remote: RemoteHolder | None, *, is_urgent: bool
     ) -> asyncio.Future[LoadedRecord]:
-        """Load a record. `info` is that of the record on NVMe, or its known id and size (`remote`). A cancelled
-        future leases nothing. Pass a future that is not awaited to its end to `forget`."""
+        """Load a record. `info` is that of the record on NVMe, or its known id and size (`remote`). A
+        cancelled future leases nothing. Pass a future that is not awaited to its end to `forget`."""
         waiter: asyncio.Future[LoadedRecord] = asyncio.get_running_loop().create_future()
         load = self._loads.get(info.id)
         if load is None:
@@ -173,7 +174,8 @@ class RecordLoader:
             self._spawn(self._fetch(remote, batch), "store-fetch-remote")
 
     async def _fetch(self, remote: RemoteHolder, batch: dict[int, _Load]) -> None:
-        """Fetch a batch. The exchange frees the slots of records that did not arrive (`StoreNode.slot_free`)."""
+        """Fetch a batch. The exchange frees the slots of records that did not arrive
+        (`StoreNode.slot_free`)."""
         assert self._exchange is not None
         wanted = [Wanted(load.info.id, offset, load.info.num_bytes) for offset, load in batch.items()]
         try:

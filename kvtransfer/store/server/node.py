@@ -1,4 +1,5 @@
-"""Joins the tiers of one node: every change of the catalog becomes events, writes to NVMe, and announcements."""
+"""Joins the tiers of one node: every change of the catalog becomes events, writes to NVMe, and
+announcements."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class StoreNode:
     # -------------------------------------------------------------------------------------------- life
 
     async def open(self, address: str) -> None:
-        """Open the index, under this owner's `address`, and NVMe; return when the records on NVMe are known."""
+        """Open the index, under this owner's `address`, and NVMe; return when the records on NVMe are
+        known."""
         if self.settings.redis_url:
             identity = ReplicaIdentity(self.settings.node_id, self.settings.epoch)
             self.index = Index(self.settings, identity, address, self._clock, self._everything)
@@ -141,8 +143,8 @@ class StoreNode:
     def load(
         self, record: RecordInfo, holders: Sequence[Holder], *, is_urgent: bool
     ) -> asyncio.Future[LoadedRecord]:
-        """Load a record into the host tier: from NVMe, or else from one of these nodes, for which `record` gives
-        its id and size. The future is that of `RecordLoader.want`."""
+        """Load a record into the host tier: from NVMe, or else from one of these nodes, for which `record`
+        gives its id and size. The future is that of `RecordLoader.want`."""
         held = self.catalog.find(record.id)
         if held is not None and held.nvme_info is not None:
             return self.loader.want(held.nvme_info, None, is_urgent=is_urgent)
@@ -170,7 +172,8 @@ class StoreNode:
                 self.disk.drop(dropped.info.id, dropped.nvme)
 
     async def purge(self, tenant: str | None, model: str | None) -> tuple[str, Purged]:
-        """Delete these records from all tiers. Also return why a restart may bring some back from NVMe, or ""."""
+        """Delete these records from all tiers. Also return why a restart may bring some back from NVMe, or
+        ""."""
         purged = self.catalog.purge(tenant, model)
         failure = await self.disk.erase(purged.erase)
         await self.writes.passed()

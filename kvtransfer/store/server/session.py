@@ -1,4 +1,5 @@
-"""An engine core's session with the owner: its puts, look-ups and fetches, served from the tiers of the node."""
+"""An engine core's session with the owner: its puts, look-ups and fetches, served from the tiers of the
+node."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ class EngineSession:
         return PutGrant(request.number, arena.id, offsets)
 
     def _allocate(self, request: PutRequest, new: NewRecord) -> int:
-        """Allocate a record of one of the session's shards, while a rank that holds the shard has the arena mapped."""
+        """Allocate a record of one of the session's shards, while a rank that holds the shard has the arena
+        mapped."""
         if new.shard not in self._hello.shards:
             return REFUSED
         process_id = self._arena_manager.writer_of(self.id, self._hello.shards.index(new.shard))
@@ -275,7 +277,8 @@ class Fetch:
             first += len(blocks)
 
     async def _fill_window(self) -> str:
-        """Begin to load the next blocks, up to the limits of the window. Return why the fetch ends here, or ""."""
+        """Begin to load the next blocks, up to the limits of the window. Return why the fetch ends here, or
+        ""."""
         keys = self._request.keys
         while self._position < len(keys) and len(self._window) < _MAX_BLOCKS:
             if sum(len(block.loads) for block in self._window) >= self._max_loads:

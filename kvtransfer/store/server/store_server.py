@@ -1,8 +1,9 @@
-"""The store server of a node, its *owner*: it alone decides what is kept where in DRAM and on NVMe; ranks copy.
+"""The store server of a node, its *owner*: it alone decides what is kept where in DRAM and on NVMe; ranks
+copy.
 
-    engine cores, ranks, admins of the node --unix--> StoreListener -> EngineSession | ArenaManager | AdminService
-    other owners, remote admins --------------TCP---> StoreListener -> Exchange | AdminService
-                                                          all of them -> StoreNode: catalog, disk, index
+    engine cores, ranks, admins ----unix-----> StoreListener -> EngineSession | ArenaManager | AdminService
+    other owners, remote admins ----TCP------> StoreListener -> Exchange | AdminService
+    all of these -> StoreNode: catalog, disk, index
 
 `python -m kvtransfer.store.server.store_server` reads a `StoreServerSpec` frame from standard input.
 """
@@ -55,10 +56,17 @@ from kvtransfer.store.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank, is_running
+from kvtransfer.store.server.arena_manager import (
+    OFFER_WAIT_S,
+    ArenaManager,
+    MappedRank,
+    PeerConnection,
+    StoreListener,
+    is_running,
+    refuse,
+)
 from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
-from kvtransfer.store.server.store_listener import PeerConnection, StoreListener, refuse
 
 _TICK_S = 0.25
 # Engine cores are sent the rates again when one has changed by more than this part.
@@ -72,8 +80,8 @@ _log = logging.getLogger("tandem.store")
 class StoreServer:
     """One node's store. `start` and `stop` run it on one event loop.
 
-    Other owners and remote admins connect to `address` (host:port, set by `start`). An internal error ends the
-    store: `check_health` and `wait_ended` raise it, and the process must end, to be restarted.
+    Other owners and remote admins connect to `address` (host:port, set by `start`). An internal error ends
+    the store: `check_health` and `wait_ended` raise it, and the process must end, to be restarted.
     """
 
     def __init__(
@@ -99,8 +107,8 @@ class StoreServer:
     # -------------------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Listen at the node's socket and over TCP; `OSError` when one of them is taken. The NVMe tier is read in
-        the background."""
+        """Listen at the node's socket and over TCP; `OSError` when one of them is taken. The NVMe tier is
+        read in the background."""
         remote = socket.create_server((self._settings.host, 0), backlog=_BACKLOG)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.bind(f"\0{self._settings.name}")
