@@ -107,11 +107,8 @@ class Gateway:
         )
         history = RequestHistory(block_tokens, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
-        observers: list[Observer | None] = [
-            history.ended,
-            log_access if config.logs.access else None,
-            self._tracer,
-        ]
+        log = log_access if config.logs.access else None
+        observers: list[Observer | None] = [history.ended, log, self._tracer]
         self.requests = RequestManager(
             preprocessor=self._preprocessor,
             connections=self.connections,
