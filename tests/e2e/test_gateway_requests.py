@@ -1,4 +1,5 @@
-"""Real requests through the real gateway, engine cores and ranks: the model's own tokens, each to its asker."""
+"""Real requests through the real gateway, engine cores and ranks: the model's own tokens, each to its
+asker."""
 
 from __future__ import annotations
 
