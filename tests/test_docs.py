@@ -120,6 +120,18 @@ def test_the_paths_that_a_page_names_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_rows_of_folders_name_files_in_them(page: Path) -> None:
+    """In a table, a bare file name stands in the row of the folder that holds it."""
+    missing = []
+    for number, line in prose(page):
+        row = re.match(r"\| \[?`(\w+)/`", line)
+        if row and (page.parent / row[1]).is_dir():
+            names = [span for span in _CODE_SPAN.findall(line) if re.fullmatch(r"\w+\.py", span)]
+            missing += [f"{number}: {name}" for name in names if not list((page.parent / row[1]).rglob(name))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_classes_that_a_page_names_exist(page: Path) -> None:
     missing = []
     for number, span in code_spans(page):

@@ -67,11 +67,11 @@ def a_redis_that_does_not_take_its_settings(patch: pytest.MonkeyPatch, folder: P
 def a_replica_that_nobody_reaches(patch: pytest.MonkeyPatch, folder: Path) -> None:
     async def start() -> None:
         write_random_checkpoint(folder, "llama", seed=3)
-        before = ranks_of_the_nursery()
+        before = ranks_of_the_fork_server()
         with pytest.raises(ExceptionGroup) as failed:
             async with E2eHarness(folder) as house:
                 await house.add_all({"a": "prefill", "b": "decode"})
-        assert_ended(ranks_of_the_nursery() - before, timeout_s=10)
+        assert_ended(ranks_of_the_fork_server() - before, timeout_s=10)
         raise failed.value.exceptions[0]
 
     patch.setattr(Replica, "connect", fail)
@@ -83,7 +83,7 @@ def a_rank_that_gets_no_order(patch: pytest.MonkeyPatch, folder: Path) -> None:
     RankProcess(MODEL, seed=1)
 
 
-def ranks_of_the_nursery() -> set[psutil.Process]:
+def ranks_of_the_fork_server() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True)) - children()
 
 

@@ -17,8 +17,7 @@ from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import Preprocessor
-from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
+from cluster.text.preprocess import Preprocessor, ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
 

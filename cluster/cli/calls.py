@@ -18,7 +18,7 @@ from cluster.api.json_text import as_dict, status_json
 from cluster.cli.store import members_table, tiers_table
 from cluster.cli.terminal import NONE, made_table, traffic_line
 from cluster.proto import tandem_pb2 as pb
-from cluster.text.validation import check_values
+from cluster.text.preprocess import check_values
 
 
 async def generate(

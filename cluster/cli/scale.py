@@ -408,7 +408,11 @@ def _notes(plan: ScalePlan) -> list[str]:
                 f"{it.pool} has this target already: without a gateway's console it cannot be pinned"
             )
         elif it.after < it.before:
-            fate = "finish there or start elsewhere" if it.role == "prefill" else "move to other replicas"
+            fate = (
+                "finish there or start at another replica"
+                if it.role == "prefill"
+                else "move to other replicas"
+            )
             lines.append(f"{it.pool}: requests of the replicas that leave {fate}")
     lines += [f"{replica} plays another role and is recalled first" for replica in plan.recalled]
     if not plan.has_status:

@@ -190,7 +190,7 @@ def device_memory(context: CheckContext) -> Iterator[CheckResult]:
 CHECKS = (
     Check("open-files", GROUP, "Limit of open files against connections of clients and replicas", open_files),
     Check("processes", GROUP, "Limit of processes and threads", processes),
-    Check("shared-memory", GROUP, "Room in /dev/shm for Ray's object store", shared_memory),
+    Check("shared-memory", GROUP, "Space in /dev/shm for Ray's object store", shared_memory),
     Check("memory", GROUP, "Free memory, or the container's limit, against all that is configured", memory),
     Check("huge-pages", GROUP, "Huge pages for the store's host tier", huge_pages),
     Check("locked-memory", GROUP, "How much memory RDMA may register", locked_memory),

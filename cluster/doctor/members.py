@@ -56,7 +56,7 @@ def flapping(live: Live) -> Iterator[CheckResult]:
     if came and live.status.uptime_s > _SETTLED_S:
         yield warning(
             f"{', '.join(came)} came while we looked",
-            "a replica that ends again and again makes its requests start anew elsewhere",
+            "a replica that ends again and again makes its requests start anew at others",
             "the reason is the last line of the ended one's worker-*.err",
         )
     if live.status.wall_time_s and live.status.uptime_s >= _SETTLED_S:
@@ -187,7 +187,7 @@ def traffic(live: Live) -> Iterator[CheckResult]:
 
 CHECKS = (
     Check("replicas", GROUP, "Replicas that are refused, unreachable or late", replicas),
-    Check("flapping", GROUP, "Replicas that were replaced lately", flapping),
+    Check("flapping", GROUP, "Replicas that were replaced recently", flapping),
     Check("pools", GROUP, "Pools below what is desired, pinned or lent", pools),
     Check("gateways", GROUP, "Gateways that do not answer, or only one", gateways),
     Check("clocks", GROUP, "Clocks of the gateways' hosts against this one", clocks),

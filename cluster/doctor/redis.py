@@ -193,7 +193,7 @@ CHECKS = (
     Check(
         "redis",
         GROUP,
-        "The index's server: reached, version, look-ups against `lookup_budget_ms`, room to grow, its clock",
+        "The index's server: reached, version, look-ups against `lookup_budget_ms`, memory to grow, clock",
         server,
     ),
 )

@@ -23,7 +23,7 @@ def paths(live: Live) -> Iterator[CheckResult]:
             if not path.transport:
                 yield error(
                     f"there is no path from {replica.replica_id} to {path.peer_replica_id}",
-                    f"each transport was passed over: {path.instead_of}. Their requests go elsewhere, or the "
+                    f"each transport was passed over: {path.instead_of}. Their requests go to others, or the "
                     "decode replica computes the prompts itself",
                     "allow a transport that both ends have (transfer.transports), open the ports between the "
                     "nodes, or lower transfer.min_gb_s",
@@ -108,5 +108,5 @@ CHECKS = (
     ),
     Check("checksums", GROUP, "Pieces whose bytes changed on the way", checksums),
     Check("blocks", GROUP, "Blocks that stay in quarantine, or leak", blocks),
-    Check("landings", GROUP, "Landings that wait for room at a decode replica", landings),
+    Check("landings", GROUP, "Landings that wait for free blocks at a decode replica", landings),
 )

@@ -27,9 +27,8 @@ from cluster.gateway.request_task import RequestTask, Router
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import PreparedRequest, Preprocessor
+from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
 from cluster.text.tokenizer import SampleText
-from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import Cancel, StepFrame

@@ -159,8 +159,8 @@ class TrafficSplitter:
     async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
         """Return True when another application answered the call to its end; False: answer it here.
 
-        The request gets an id if it has none. Ends by `context.abort` where the other application answers with
-        an error.
+        The request gets an id if it has none. Ends by `context.abort` where the other application answers
+        with an error.
         """
         shares = self._connections.roster_view.traffic
         if not shares or self._open_roster is None or self._is_leaving:

@@ -264,12 +264,12 @@ class SimulatedCluster:
     def _begin_prompt(self, replica: SimulatedReplica) -> None:
         """The next one that has space is computed; the one after it asks for space meanwhile."""
         if replica.granted is None:
-            self._ask_for_room(replica)
+            self._request_space(replica)
         if replica.computing is None and replica.granted is not None:
             replica.computing, replica.granted = replica.granted, None
-            self._ask_for_room(replica)
+            self._request_space(replica)
 
-    def _ask_for_room(self, replica: SimulatedReplica) -> None:
+    def _request_space(self, replica: SimulatedReplica) -> None:
         """For the first in line; it waits at the decode replica that has most."""
         able = self._of_kinds(DECODE, BOTH)
         if not replica.prompts or not able:

@@ -349,10 +349,10 @@ class Channel(ABC):
         return first
 
 
-# ---------------------------------------------------------------------------------------------- The stream
-# sockets of a channel. Each starts with the proof of the secret, `ChannelHello` and `ChannelWelcome` (or a
-# refusal); what the transport needs follows. The writer sends requests, which the target answers in order
-# with `Ack`.
+# ----------------------------------------------------------------------------------------------
+# The stream sockets of a channel. Each starts with the proof of the secret, `ChannelHello` and
+# `ChannelWelcome` (or a refusal); what the transport needs follows. The writer sends requests, which the
+# target answers in order with `Ack`.
 
 # A stopped push waits this long for a target that neither reads nor answers before it gives up.
 STALLED_S = 1.0

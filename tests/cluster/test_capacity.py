@@ -73,7 +73,7 @@ def test_a_missing_gpu_is_named_with_its_count() -> None:
     assert lines == ["GPU: 2 wanted, 0 free of 0 in the cluster"]
 
 
-def test_resources_in_use_are_told_from_resources_there() -> None:
+def test_resources_in_use_are_distinguished_from_resources_there() -> None:
     pools = [pool("decode", cpus_per_rank=2)]
     lines = shortages(demands(pools, {"decode": 2.0}), [{"CPU": 0.5}], [{"CPU": 4.0}])
     assert lines == ["CPU: 2.05 wanted, 0.5 free of 4 in the cluster"]
@@ -91,7 +91,7 @@ def test_large_replicas_are_placed_before_small_ones() -> None:
     assert shortages(demands(pools, {"small": 1.0, "large": 3.0}), nodes, nodes) == []
 
 
-def test_bundles_are_the_brain_then_its_stages() -> None:
+def test_bundles_are_the_engine_core_then_its_stages() -> None:
     assert bundles(pool("g", device="cuda"), 0.5) == [{"CPU": ENGINE_CORE_CPUS}, {"CPU": 0.5, "GPU": 1.0}]
     assert bundles(pool("c"), 0.5) == [{"CPU": ENGINE_CORE_CPUS}, {"CPU": 0.5}]
     split = pool("s", tp=2, pp=2, devices=["cuda", "cpu"])

@@ -152,17 +152,17 @@ def test_an_unreachable_gateway_comes_with_a_hint() -> None:
     assert "does `tandem serve` run there?" in done.stderr
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     done = tandem("--version")
     assert done.stdout == f"tandem {importlib.metadata.version('tandem-serve')}\n"
     assert done.returncode == 0
 
 
-def test_values_that_no_gateway_accepts_are_told_before_a_connection() -> None:
+def test_values_that_no_gateway_accepts_are_refused_before_a_connection() -> None:
     done = tandem("generate", "x", "--temperature", "-1", "--n", "0", "--address", f"127.0.0.1:{free_port()}")
     assert done.returncode == 1
-    told = " ".join(done.stderr.split())
-    assert told == "tandem: temperature: is -1; must be 0 (greedy) or more; n: is 0; must be 1 or more"
+    reported = " ".join(done.stderr.split())
+    assert reported == "tandem: temperature: is -1; must be 0 (greedy) or more; n: is 0; must be 1 or more"
 
 
 def test_where_the_gateway_listens_is_an_option_with_and_without_a_file(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ async def test_a_resumed_call_takes_over_the_old_one(pair: Pair) -> None:
     assert first.request_id != second.request_id
 
 
-async def test_without_resume_the_loss_is_told(harness: GatewayHarness) -> None:
+async def test_without_resume_the_loss_is_reported(harness: GatewayHarness) -> None:
     replica = await harness.add_replica("d0", "decode")
     replica.script.stop_after = 3
     gateway, address = await harness.add_gateway()

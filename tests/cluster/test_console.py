@@ -47,13 +47,13 @@ async def test_the_status_is_that_of_the_command_line(
     await until(lambda: any(view.paths for view in front.gateway.connections.views()), "the path is known")
     await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
     await calls.status(front.address, Terminal(), as_json=True)
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     shown = await page.get("/console/api/status")
-    told_paths = told.pop("paths")
-    assert await page.get("/console/api/paths") == {"replicas": told_paths, "num_left_out": 0}
-    assert [replica["paths"][0]["gb_s"] for replica in told_paths if replica["paths"]] == [5.5]
+    reported_paths = reported.pop("paths")
+    assert await page.get("/console/api/paths") == {"replicas": reported_paths, "num_left_out": 0}
+    assert [replica["paths"][0]["gb_s"] for replica in reported_paths if replica["paths"]] == [5.5]
     assert shown["num_finished_requests"] == 1
-    assert _without_ages(shown) == _without_ages(told)
+    assert _without_ages(shown) == _without_ages(reported)
 
 
 async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
@@ -135,7 +135,7 @@ async def test_the_curves_are_of_what_clients_see(front: ConsoleHarness, page: P
     assert curves["minute"]["num_output_tokens"] == 20
 
 
-async def test_the_page_is_told_where_it_is(front: ConsoleHarness, page: Page) -> None:
+async def test_the_page_is_found_from_the_root(front: ConsoleHarness, page: Page) -> None:
     about = await page.get("/console/api/about")
     assert (about["gateway_id"], about["app"], about["dashboard"]) == ("g0", "tandem", front.dashboard.url)
     assert (about["ttft_slo_s"], about["itl_slo_s"]) == (1.0, 0.1)
@@ -213,18 +213,18 @@ async def test_what_cannot_be_reached_is_named(harness: GatewayHarness) -> None:
 
     dashboard = FakeDashboard()
     await dashboard.start()
-    told = []
+    reported = []
     for operations in (None, Operations(unreachable, away, away), Operations(known, away, away)):
         gateway, _ = await harness.add_gateway(harness.config(console_port=0), operations)
         async with aiohttp.ClientSession() as session:
             page = Page(f"http://127.0.0.1:{gateway.console_port}", session)
             status, fields = await page.order("release", {"pool": "decode"})
             assert status == 503
-            told.append(fields["error"])
+            reported.append(fields["error"])
             assert (await page.get("/console/api/about"))["app"] == "tandem"
     await dashboard.stop()
-    assert "without Ray" in told[0]
-    assert told[1:] == ["the GCS is away", "the roster is away"]
+    assert "without Ray" in reported[0]
+    assert reported[1:] == ["the GCS is away", "the roster is away"]
 
 
 # ------------------------------------------------------------------------------------------------ listening

@@ -147,16 +147,16 @@ def test_the_page_shows_what_the_command_line_says(cluster: RunningCluster, brow
     browser.open(url)
     browser.wait_text("#requests", "one")
     cluster.wait_for(lambda status: all(it.load.num_running == 0 for it in status.replicas))
-    told = status_json(cluster)
-    expected = rows_of(told)
+    reported = status_json(cluster)
+    expected = rows_of(reported)
     browser.wait(lambda: shown_rows(browser) == expected, f"{shown_rows(browser)} becomes {expected}")
-    assert {it["name"]: it["desired"] for it in told["pools"]} == {"prefill": 1, "decode": 1}
+    assert {it["name"]: it["desired"] for it in reported["pools"]} == {"prefill": 1, "decode": 1}
     assert browser.texts(".desired") == ["1", "1"]
     figures = dict(zip(browser.texts("#figures dt"), browser.texts("#figures dd"), strict=True))
-    assert int(figures["finished"]) == told["num_finished_requests"]
-    tiers = [tier["tier"] for node in told["store_stats"] for tier in node["tiers"]]
+    assert int(figures["finished"]) == reported["num_finished_requests"]
+    tiers = [tier["tier"] for node in reported["store_stats"] for tier in node["tiers"]]
     assert browser.texts("#tiers tr td:nth-child(2)") == tiers
-    (path,) = (path for replica in told["paths"] for path in replica["paths"])
+    (path,) = (path for replica in reported["paths"] for path in replica["paths"])
     assert path["transport"] in browser.text("#paths tbody td")
     assert f"{path['gb_s']:.2f} GB/s" in browser.text("#paths tbody td")
     cells = browser.texts("#requests tr:first-child > *")

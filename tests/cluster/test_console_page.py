@@ -203,13 +203,15 @@ async def test_a_request_is_explained_by_keyboard(front: ConsoleHarness, browser
     await look(check)
 
 
-async def test_a_gateway_that_is_away_is_told_and_waited_for(front: ConsoleHarness, browser: Browser) -> None:
+async def test_a_gateway_that_is_away_is_shown_and_waited_for(
+    front: ConsoleHarness, browser: Browser
+) -> None:
     await look(browser.open, f"{front.page.url}/console")
     await look(browser.wait_text, "#ready", "ready")
     await front.gateway.stop()
-    told = await look(browser.wait_text, "#away", "The gateway does not answer")
-    assert "last update" in told
-    assert "s ago" in told
+    reported = await look(browser.wait_text, "#away", "The gateway does not answer")
+    assert "last update" in reported
+    assert "s ago" in reported
     await look(browser.wait_text, "#freshness", "last update 4 s ago")
     config = front.harness.config(console_port=front.gateway.console_port)
     again, _ = await front.harness.add_gateway(config)

@@ -109,7 +109,7 @@ def test_bf16_needs_capability_8(tmp_path: Path) -> None:
     assert not said(hardware.gpu_capability, context_of(old, fp16))
 
 
-def test_a_gpu_far_from_every_fast_network_device_is_told(tmp_path: Path) -> None:
+def test_a_gpu_far_from_every_fast_network_device_is_reported(tmp_path: Path) -> None:
     near = FakeMachine(tmp_path / "a", gpu(numa=1) | nic(numa=1)).view()
     far = FakeMachine(tmp_path / "b", gpu(numa=0) | nic(numa=1)).view()
     unknown = FakeMachine(tmp_path / "c", gpu(numa=-1) | nic(numa=-1)).view()

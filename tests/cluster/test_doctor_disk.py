@@ -44,7 +44,7 @@ def test_without_the_tier_nothing_is_looked_at() -> None:
         assert not said(check.look, context_of(Machine()))
 
 
-def test_room_counts_what_the_store_has_already(tmp_path: Path) -> None:
+def test_free_space_counts_what_the_store_has_already(tmp_path: Path) -> None:
     free_gb = shutil.disk_usage(tmp_path).free / 1e9
     assert only(storage.free_space, real(tmp_path, 0.6)).severity is OK
     too_much = only(storage.free_space, real(tmp_path / "later", free_gb + 5))
@@ -72,7 +72,7 @@ def test_memory_file_systems_are_no_disks(memory_folder: Path) -> None:
     assert list(memory_folder.iterdir()) == []
 
 
-def test_a_file_system_without_direct_io_is_told(tmp_path: Path) -> None:
+def test_a_file_system_without_direct_io_is_reported(tmp_path: Path) -> None:
     """/proc takes none; nothing can be made there either, which is told first."""
     result = only(storage.direct_io, real(Path("/proc/self")))
     assert result.severity is ERROR
@@ -109,13 +109,15 @@ def test_a_disk_that_changes_bytes_is_an_error(tmp_path: Path, monkeypatch: pyte
         ("/layer/kv", NOTE, "container"),
     ],
 )
-def test_the_kind_of_file_system_is_told(tmp_path: Path, folder: str, severity: Severity, word: str) -> None:
+def test_the_kind_of_file_system_is_reported(
+    tmp_path: Path, folder: str, severity: Severity, word: str
+) -> None:
     result = only(storage.kind, context_of(FakeMachine(tmp_path).view(), store(Path(folder))))
     assert result.severity is severity
     assert word in result.seen
 
 
-def test_a_turning_disk_is_told_also_below_a_partition(tmp_path: Path) -> None:
+def test_a_turning_disk_is_reported_also_below_a_partition(tmp_path: Path) -> None:
     turning = {"sys/dev/block/259:1/queue/rotational": "1\n"}
     machine = FakeMachine(tmp_path, turning)
     assert only(storage.kind, context_of(machine.view(), store(Path("/fast/kv")))).severity is WARNING

@@ -47,7 +47,7 @@ def test_a_good_server_is_well(server: RawRedis) -> None:
     assert server.client().dbsize() == 0
 
 
-def test_look_ups_beyond_the_budget_are_told(server: RawRedis) -> None:
+def test_look_ups_beyond_the_budget_are_reported(server: RawRedis) -> None:
     slow = next(
         result for result in look(given(server.url, lookup_budget_ms=0.001)) if "look-up" in result.seen
     )
@@ -55,7 +55,7 @@ def test_look_ups_beyond_the_budget_are_told(server: RawRedis) -> None:
     assert "lookup_budget_ms" in slow.remedy
 
 
-def test_an_index_that_grows_is_given_room_and_never_an_eviction_policy(server: RawRedis) -> None:
+def test_an_index_that_grows_is_given_memory_and_never_an_eviction_policy(server: RawRedis) -> None:
     """Ray's control state may be on the same server, and an eviction would drop it."""
     client = server.client()
 

@@ -24,7 +24,7 @@ def test_a_good_cluster_has_no_symptom() -> None:
     }
 
 
-def test_no_route_is_an_error_that_tells_the_states() -> None:
+def test_no_route_is_an_error_that_names_the_states() -> None:
     def broken(status: pb.StatusResponse) -> None:
         status.ready = False
         status.replicas[1].state = "connecting"
@@ -67,7 +67,7 @@ def ttft_result(*changes: Callable[[pb.StatusResponse], object]) -> CheckResult:
     return results[0]
 
 
-def test_a_queue_at_prefill_is_told_from_a_lack_of_room_at_decode() -> None:
+def test_a_queue_at_prefill_is_distinguished_from_a_lack_of_blocks_at_decode() -> None:
     def backlog(status: pb.StatusResponse) -> None:
         status.replicas[0].load.num_waiting = 7
         status.replicas[0].load.num_backlog_tokens = 9000
@@ -96,7 +96,7 @@ def test_slow_transfers_that_hold_landings_open_are_the_cause() -> None:
     assert "2500 ms" in result.why
 
 
-def test_computing_retries_and_the_gateway_are_told_apart() -> None:
+def test_computing_retries_and_the_gateway_are_distinguished() -> None:
     assert "computing" in str(ttft_result(slow(slow_prefill_ms=3000)).figures["cause"])
     assert "600 of 1000 tokens" in ttft_result(slow(slow_prefill_ms=3000)).why
     assert "attempts" in str(ttft_result(slow(num_retried=60)).figures["cause"])
@@ -153,7 +153,7 @@ def test_other_causes_of_slow_decoding() -> None:
     assert pace(away).figures["cause"] == "no decode replica is ready"
 
 
-def test_what_grows_now_is_told_from_what_grew_once() -> None:
+def test_what_grows_now_is_distinguished_from_what_grew_once() -> None:
     def preempted(status: pb.StatusResponse) -> None:
         status.replicas[1].load.num_preemptions = 5
 
@@ -255,7 +255,7 @@ def test_paths_are_there_fast_enough_and_preferred() -> None:
     assert only(transfer.paths, live(min_gb_s=4.0)).severity is OK
 
 
-def test_blocks_in_quarantine_or_leaked_are_told_when_they_stay() -> None:
+def test_blocks_in_quarantine_or_leaked_are_reported_when_they_stay() -> None:
     def held(status: pb.StatusResponse) -> None:
         status.replicas[1].load.num_quarantined_blocks = 4
         status.replicas[1].load.num_leaked_blocks = 2
@@ -272,7 +272,7 @@ def test_landings_that_wait_are_noted() -> None:
     assert not said(transfer.landings, live())
 
 
-def test_an_older_gateway_that_tells_less_breaks_nothing() -> None:
+def test_an_older_gateway_that_reports_less_breaks_nothing() -> None:
     """Without the fields that came later, and before anything happened."""
 
     def bare(status: pb.StatusResponse) -> None:

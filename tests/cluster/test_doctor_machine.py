@@ -180,7 +180,7 @@ def test_a_store_in_reserved_huge_pages_takes_none_of_the_free_memory(tmp_path: 
         assert only(limits.memory, context_of(machine, config)).severity is severity
 
 
-def test_transparent_huge_pages_are_told_apart(tmp_path: Path) -> None:
+def test_transparent_huge_pages_are_distinguished(tmp_path: Path) -> None:
     setting = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     advise = FakeMachine(tmp_path / "a", {setting: "always within_size [advise] never deny force\n"}).view()
     never = FakeMachine(tmp_path / "b", {setting: "always within_size advise [never] deny force\n"}).view()
@@ -252,7 +252,7 @@ def test_the_cpu_can_what_the_dtype_wants(tmp_path: Path, flags: str, dtype: str
     ("flags", "dtype", "better", "factor"),
     [("avx2", "bf16", "fp32", 6.6), ("avx2 amx_bf16", "fp16", "bf16", 12.0), ("avx2", "fp16", "fp32", 5.5)],
 )
-def test_a_dtype_that_the_cpu_emulates_is_told_with_the_measured_factor(
+def test_a_dtype_that_the_cpu_emulates_is_reported_with_the_measured_factor(
     tmp_path: Path, flags: str, dtype: str, better: str, factor: float
 ) -> None:
     rates = {dtype: 10e9, better: factor * 10e9}
@@ -299,7 +299,7 @@ def test_a_governor_that_saves_power_is_slow_unless_the_processor_decides(tmp_pa
     assert not said(hardware.governor, context_of(FakeMachine(tmp_path / "d").view()))
 
 
-def test_numa_nodes_are_told(tmp_path: Path) -> None:
+def test_numa_nodes_are_reported(tmp_path: Path) -> None:
     one = FakeMachine(tmp_path / "a").view()
     two = FakeMachine(tmp_path / "b", {"sys/devices/system/node/node1/cpulist": "16-31\n"}).view()
     assert only(hardware.numa, context_of(one)).severity is OK
@@ -320,7 +320,7 @@ def test_commands_that_fail_or_are_missing_say_nothing() -> None:
     assert run_command(["no-such-command-here"]) is None
 
 
-def test_a_machine_that_tells_nothing_breaks_nothing(tmp_path: Path) -> None:
+def test_a_machine_that_reports_nothing_breaks_nothing(tmp_path: Path) -> None:
     """Other systems, and containers that hide /proc or /sys."""
     context = context_of(Machine(root=tmp_path, run=lambda _: None, home=tmp_path))
     for check in (*limits.CHECKS, *hardware.CHECKS):

@@ -24,7 +24,7 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("state", "severity"), [("slow", WARNING), ("down", WARNING), ("up", OK)])
-def test_the_state_of_the_index_is_told(state: str, severity: Severity) -> None:
+def test_the_state_of_the_index_is_reported(state: str, severity: Severity) -> None:
     def change(node: pb.StoreNodeStat) -> None:
         node.index.state = state
         node.index.note = "start it, or correct tiers.redis_url" if state == "down" else ""
@@ -57,7 +57,7 @@ def test_late_look_ups_count_while_we_look() -> None:
         ("note", "the file system refuses O_DIRECT", WARNING, WARNING),
     ],
 )
-def test_tiers_tell_what_fails(
+def test_tiers_report_what_fails(
     field: str, value: object, grown: Severity | None, lasting: Severity | None
 ) -> None:
     def change(node: pb.StoreNodeStat) -> None:
@@ -94,7 +94,7 @@ def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
         ("ready", 9.0, WARNING),
     ],
 )
-def test_replicas_that_are_not_ready_are_told(state: str, age_s: float, severity: Severity) -> None:
+def test_replicas_that_are_not_ready_are_reported(state: str, age_s: float, severity: Severity) -> None:
     def change(status: pb.StatusResponse) -> None:
         status.replicas[1].state = state
         status.replicas[1].load.age_s = age_s
@@ -102,7 +102,7 @@ def test_replicas_that_are_not_ready_are_told(state: str, age_s: float, severity
     assert [each for each, _ in said(members.replicas, live(change))] == [severity, OK]
 
 
-def test_replicas_that_are_replaced_again_and_again_are_told() -> None:
+def test_replicas_that_are_replaced_again_and_again_are_reported() -> None:
     def young(status: pb.StatusResponse) -> None:
         status.replicas[1].epoch = int((NOW - 40) * 1000)
 
@@ -123,7 +123,7 @@ def test_replicas_that_are_replaced_again_and_again_are_told() -> None:
     assert not said(members.flapping, live())
 
 
-def test_a_replica_that_comes_while_we_look_is_told_once() -> None:
+def test_a_replica_that_comes_while_we_look_is_reported_once() -> None:
     def came(status: pb.StatusResponse) -> None:
         status.replicas[1].epoch = int(NOW * 1000)
 

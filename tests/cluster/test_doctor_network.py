@@ -67,9 +67,9 @@ def test_free_ports_of_the_systems_choice_are_not_looked_at() -> None:
 
 
 def test_addresses_must_be_of_this_machine() -> None:
-    elsewhere = "192.0.2.7"  # of no network, by RFC 5737
-    assert only(network.ports, context_of(Machine(), with_port(8780, host=elsewhere))).severity is ERROR
-    config = config_of(gateway={"port": 0, "console_port": None}, transfer={"data_host": elsewhere})
+    other_place = "192.0.2.7"  # of no network, by RFC 5737
+    assert only(network.ports, context_of(Machine(), with_port(8780, host=other_place))).severity is ERROR
+    config = config_of(gateway={"port": 0, "console_port": None}, transfer={"data_host": other_place})
     result = only(network.ports, context_of(Machine(), config))
     assert result.severity is ERROR
     assert result.seen.startswith("transfer.data_host")

@@ -67,7 +67,7 @@ LOAD = LoadReport(
 
 
 class Recorder:
-    """What a board told: of each series the values that were set, or the sum of increments."""
+    """What a registry exported: of each series the values that were set, or the sum of increments."""
 
     def __init__(self) -> None:
         self.help: dict[str, str] = {}
@@ -75,7 +75,7 @@ class Recorder:
         self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self.increments: list[float] = []
 
-    def board(self, **common: str) -> MetricsRegistry:
+    def registry(self, **common: str) -> MetricsRegistry:
         return MetricsRegistry(
             lambda name, text, labels: _Instrument(self, name, text, labels),
             lambda name, text, labels: _Instrument(self, f"{name}_total", text, labels),
@@ -117,7 +117,7 @@ class _Instrument:
 
 
 def replica_metrics(recorder: Recorder) -> ReplicaMetrics:
-    return ReplicaMetrics(recorder.board(app="a", pool="decode", replica="decode-a", model="m"), 16)
+    return ReplicaMetrics(recorder.registry(app="a", pool="decode", replica="decode-a", model="m"), 16)
 
 
 def gateway_status(*moves: pb.ScalingMove) -> pb.StatusResponse:
@@ -132,7 +132,7 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     recorder = Recorder()
     replica_metrics(recorder).update(LOAD, "decode")
     tiers = TierStat("dram", 1, 2, 3), TierStat("nvme", 1, 2, 3)
-    StoreMetrics(recorder.board(app="a", node="n")).update(StoreStat(HERE, tiers, IndexStat("up")))
+    StoreMetrics(recorder.registry(app="a", node="n")).update(StoreStat(HERE, tiers, IndexStat("up")))
     counters = GatewayCounters(lambda replica_id: "decode", lambda: 1)
     counters.num_hand_overs["shm"] = counters.num_hand_over_bytes["shm"] = 1
     counters.attempt_failed("decode-a", "refused", 0.0)
@@ -140,7 +140,7 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     replica.num_routed["decode"] = 1
     for histogram in replica.histograms.values():
         histogram.observe(0.1)
-    gateway = GatewayMetrics(recorder.board(app="a", gateway="g", model="m"), 1.0)
+    gateway = GatewayMetrics(recorder.registry(app="a", gateway="g", model="m"), 1.0)
     list(gateway.update(counters, gateway_status(), 0.0))
     declared = {name for metric in METRICS.values() for name in series_names(metric)}
     assert recorder.names() == declared
@@ -161,24 +161,24 @@ def test_names_are_unique_and_say_their_unit() -> None:
             assert "bytes" in metric.name
 
 
-def test_a_board_refuses_what_is_not_declared() -> None:
-    board = Recorder().board()
+def test_a_registry_refuses_what_is_not_declared() -> None:
+    registry = Recorder().registry()
     with pytest.raises(KeyError):
-        board.set("surprises", 1.0)
+        registry.set("surprises", 1.0)
 
 
 def test_a_counter_begins_at_nothing_and_follows_its_total() -> None:
     recorder = Recorder()
-    board = recorder.board(app="a", gateway="g", model="m")
-    board.total("output_tokens_total", 0)
+    registry = recorder.registry(app="a", gateway="g", model="m")
+    registry.total("output_tokens_total", 0)
     assert 0 < recorder.value("output_tokens_total") < 1e-300
     for total in (3, 3, 2, 10):
-        board.total("output_tokens_total", total)
+        registry.total("output_tokens_total", total)
     assert recorder.value("output_tokens_total") == 10.0
     assert recorder.increments[1:] == [3.0, 7.0]
 
 
-def test_a_histogram_is_told_as_totals_by_bucket() -> None:
+def test_a_histogram_is_exported_as_totals_by_bucket() -> None:
     recorder = Recorder()
     replica_metrics(recorder).update(LOAD, "decode")
     counts = range(len(BATCH_BOUNDS) + 1)
@@ -209,7 +209,7 @@ def test_a_path_and_a_role_that_are_gone_are_zero() -> None:
 
 def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     recorder = Recorder()
-    metrics = GatewayMetrics(recorder.board(app="a", gateway="g", model="m"), 0.0)
+    metrics = GatewayMetrics(recorder.registry(app="a", gateway="g", model="m"), 0.0)
     counters = GatewayCounters(lambda replica_id: "", lambda: 0)
     old = pb.ScalingMove(at=10.0, pool="decode", by="operator")
     new = pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")

@@ -223,7 +223,7 @@ def test_replicas_that_start_already_are_waited_for() -> None:
         ({"num_running": 30, "decode_step_s": 0.06, "num_free_blocks": 500}, "steps take 60 ms at 30.0"),
     ],
 )
-def test_decode_grows_when_its_room_or_its_steps_run_short(load: dict[str, int], words: str) -> None:
+def test_decode_grows_when_its_blocks_or_its_steps_run_short(load: dict[str, int], words: str) -> None:
     plan = decided((prefilling(), decoding(**load)), PAIR)
     assert set(counts(plan)) == {"decode"}
     assert words in plan.moves[0].reason
@@ -247,7 +247,7 @@ def test_decode_grows_when_its_blocks_move_to_host_memory() -> None:
     assert decided((prefilling(), still), PAIR).moves == ()
 
 
-def test_room_that_comes_and_goes_is_not_short() -> None:
+def test_free_blocks_that_come_and_go_are_no_shortage() -> None:
     def replicas(at: float) -> Sequence[ReplicaSample]:
         return prefilling(), decoding(num_running=30, num_free_blocks=60 if at != NOW - 2 else 200)
 
@@ -300,7 +300,7 @@ def test_decode_grows_and_prefill_does_not_while_prompts_wait_for_decode() -> No
     assert set(counts(decided((queue, decoding()), PAIR, demand(1)))) == {"prefill"}
 
 
-def test_decode_makes_room_for_the_prompts_that_are_on_their_way() -> None:
+def test_decode_grows_for_the_prompts_that_are_on_their_way() -> None:
     # 40 sequences hold 980 blocks, 24.5 each, and 900 of a replica's 1000 may be in use. With the 9 prompts
     # in the prefill side 1200 are needed, with 90 of them 3185.
     full = decoding(num_running=40, num_free_blocks=20)

@@ -108,7 +108,7 @@ def test_what_was_late_at_times_does_not_shrink() -> None:
 
 
 @pytest.mark.parametrize(("each", "after"), [(32, 2), (33, 3)])
-def test_a_pool_shrinks_only_where_batches_have_room_for_all_that_go_on(each: int, after: int) -> None:
+def test_a_pool_shrinks_only_where_batches_have_space_for_all_that_continue(each: int, after: int) -> None:
     # Two replicas take 64 each, three quarters of it 96 together.
     going_on = {"num_running": each, "num_free_blocks": 900}
     replicas = (prefilling(), *(decoding(number, **going_on) for number in range(3)))

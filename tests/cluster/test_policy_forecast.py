@@ -144,7 +144,7 @@ def test_a_crowd_is_the_quantile_of_poisson(mean: float) -> None:
     assert tail_crowd(mean) == pytest.approx(float(np.quantile(counts, 0.9)), abs=1.0)
 
 
-def test_a_crowd_of_unequal_members_needs_more_room() -> None:
+def test_a_crowd_of_unequal_members_needs_more_space() -> None:
     """The 90th percentile of sums of a Poisson number of exponential sizes (variation 1)."""
     generator = np.random.default_rng(6)
     sums = [generator.exponential(1.0, generator.poisson(50.0)).sum() for _ in range(20_000)]

@@ -74,7 +74,7 @@ def test_a_tighter_objective_has_smaller_batches_and_more_replicas() -> None:
     assert need.num_replicas == math.ceil(20 * 200 * 0.02 / 20 / 0.75)
 
 
-def test_decode_is_by_room_where_the_cache_is_what_runs_out() -> None:
+def test_decode_is_by_kv_blocks_where_the_cache_is_what_runs_out() -> None:
     rates = RATES._replace(blocks_per_sequence=50.0)
     need = decode_need(load(10.0, rates), config())
     present = 10 * 200 * 0.0376
@@ -110,7 +110,7 @@ def waited_s(per_s: float, mean_s: float, variation: float, num_servers: int) ->
     return float(np.quantile(waits, 0.9))
 
 
-def test_a_heavy_tail_of_outputs_needs_more_room() -> None:
+def test_a_heavy_tail_of_outputs_needs_more_blocks() -> None:
     rates = RATES._replace(blocks_per_sequence=50.0)
     heavy = SIZES._replace(output=Moments(200.0, 20.0))
     even = decode_need(load(10.0, rates), config()).num_replicas
@@ -295,7 +295,7 @@ def test_sizes_and_demand_are_those_of_the_samples() -> None:
     assert work.lasting_per_s == pytest.approx(3.0)
 
 
-def test_what_came_lately_counts_although_it_gets_less() -> None:
+def test_what_came_last_counts_although_it_gets_less() -> None:
     """Falling to nothing by the horizon; the last 120 s still had (0.6 + 0)/2 a second."""
     history = history_of(config(), lambda at: ([], Demand(num_arrived=round(4000 - 10 * at))))
     work = measured_arrivals(history, config(), 150.0, 400.0)

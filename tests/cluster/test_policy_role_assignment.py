@@ -56,7 +56,7 @@ def test_nobody_is_lent_without_leave() -> None:
     assert decided(IDLE_PAIR, pinned, settings=LENDING).role_changes == ()
 
 
-def test_who_worked_lately_is_not_lent() -> None:
+def test_who_worked_a_moment_ago_keeps_its_role() -> None:
     def replicas(at: float) -> Sequence[ReplicaSample]:
         busy = {"num_running": int(at == NOW - 18)}
         return prefilling(0, **busy), prefilling(1, **busy), decoding(0, **FULL)

@@ -43,8 +43,8 @@ class Head:
             text=True,
         )
         with closed_on_error(self._redis), killed_on_error(self._process):
-            told = self._hear()
-        self.address, self.dashboard = told["ray"], told["dashboard"]
+            reported = self._hear()
+        self.address, self.dashboard = reported["ray"], reported["dashboard"]
 
     def restart_gcs(self) -> None:
         assert self._process.stdin is not None
@@ -70,8 +70,8 @@ class Head:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the head has ended"
-        told: dict[str, str] = json.loads(line)
-        return told
+        reported: dict[str, str] = json.loads(line)
+        return reported
 
 
 @pytest.fixture

@@ -78,14 +78,14 @@ def test_a_deployment_takes_a_version_from_within() -> None:
 
 
 def behaves(test: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Mark a test that needs the Ray cluster of `told`."""
+    """Mark a test that needs the Ray cluster of `reported`."""
     for mark in (pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)):
         test = mark(test)
     return test
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
+def reported() -> Any:
     """What the probe's process found in a Ray cluster of its own."""
     support = str(Path(ray_probe.__file__).parent)
     done = subprocess.run(
@@ -106,49 +106,51 @@ def told() -> Any:
 
 
 @behaves
-def test_free_resources_are_those_that_nobody_holds(told: Any) -> None:
-    assert told["free_cpus"] == [2.0]
+def test_free_resources_are_those_that_nobody_holds(reported: Any) -> None:
+    assert reported["free_cpus"] == [2.0]
 
 
 @behaves
-def test_the_sessions_logs_are_found_once_ray_runs(told: Any) -> None:
-    assert told["logs_before"] == ""
-    assert told["logs"].endswith("/logs")
+def test_the_sessions_logs_are_found_once_ray_runs(reported: Any) -> None:
+    assert reported["logs_before"] == ""
+    assert reported["logs"].endswith("/logs")
 
 
 @behaves
-def test_the_head_node_has_a_resource_of_its_own(told: Any) -> None:
-    assert HEAD_RESOURCE in told["node_resources"]
+def test_the_head_node_has_a_resource_of_its_own(reported: Any) -> None:
+    assert HEAD_RESOURCE in reported["node_resources"]
 
 
 @behaves
-def test_the_dashboard_is_where_ray_says(told: Any) -> None:
-    assert told["dashboard"] == told["dashboard_of_init"]
+def test_the_dashboard_is_where_ray_says(reported: Any) -> None:
+    assert reported["dashboard"] == reported["dashboard_of_init"]
 
 
 @behaves
-def test_the_token_is_that_of_the_process(told: Any) -> None:
-    assert told["token"] == TOKEN
+def test_the_token_is_that_of_the_process(reported: Any) -> None:
+    assert reported["token"] == TOKEN
 
 
 @behaves
-def test_values_are_stored_replaced_and_removed(told: Any) -> None:
-    assert told["values"] == ["one", "two", None]
+def test_values_are_stored_replaced_and_removed(reported: Any) -> None:
+    assert reported["values"] == ["one", "two", None]
 
 
 @behaves
-def test_replicas_are_replaced_when_their_version_changes_and_only_then(told: Any) -> None:
-    first, same, other = told["versions"]
+def test_replicas_are_replaced_when_their_version_changes_and_only_then(reported: Any) -> None:
+    first, same, other = reported["versions"]
     assert first == same
     assert first != other
 
 
 @behaves
-def test_a_build_sees_the_configuration_that_it_belongs_to(told: Any) -> None:
-    seen = told["config"]
+def test_a_build_sees_the_configuration_that_it_belongs_to(reported: Any) -> None:
+    seen = reported["config"]
     assert {key: seen[key] for key in ray_probe.DECLARED} == ray_probe.DECLARED
 
 
 @behaves
-def test_there_is_no_configuration_without_serve_or_of_what_was_not_declared(told: Any) -> None:
-    assert told["config_before"] is told["config_without_serve"] is told["config_of_another"] is None
+def test_there_is_no_configuration_without_serve_or_of_what_was_not_declared(reported: Any) -> None:
+    assert (
+        reported["config_before"] is reported["config_without_serve"] is reported["config_of_another"] is None
+    )

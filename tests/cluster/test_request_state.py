@@ -1,4 +1,4 @@
-"""The walk of one request without I/O: what each event leads to."""
+"""The state machine of one request: what each event leads to."""
 
 from __future__ import annotations
 

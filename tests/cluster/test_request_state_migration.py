@@ -53,7 +53,7 @@ def decoding(max_tokens: int = 9, n: int = 1) -> RecordedRequest:
     return request
 
 
-def moving(max_tokens: int = 9) -> RecordedRequest:
+def in_migration(max_tokens: int = 9) -> RecordedRequest:
     """It decodes at d0, and is on its way to d1."""
     request = decoding(max_tokens)
     assert request.on_streams(D0, False, 2.0) == [ScheduleMove()]
@@ -72,7 +72,7 @@ def emitted(effects: list[Effect]) -> list[int]:
 
 @pytest.mark.parametrize("source_first", [True, False])
 def test_a_move_is_one_attempt_whoever_tells_of_it_first(source_first: bool) -> None:
-    request = moving()
+    request = in_migration()
     assert emitted(request.on_delta(D0, delta(0, 2, 2, 9), 4.0)) == truth(0, 4)[2:]
     ended, report = MoveEnded("r", 1, D1), replace(handed_over(), first_index=4)
     first = request.on_move_ended(D0, ended, 5.0) if source_first else request.on_handed_over(D1, report, 5.0)
@@ -93,14 +93,14 @@ def test_a_move_is_one_attempt_whoever_tells_of_it_first(source_first: bool) -> 
 
 
 def test_tokens_of_the_new_replica_wait_for_those_of_the_old_one() -> None:
-    request = moving()
+    request = in_migration()
     request.on_handed_over(D1, replace(handed_over(), first_index=4), 4.0)
     assert request.on_delta(D1, delta(0, 4, 2, 9), 4.0) == []
     assert emitted(request.on_delta(D0, delta(0, 2, 2, 9), 4.0)) == truth(0, 6)[2:]
 
 
 def test_an_old_replica_that_dies_with_tokens_that_it_owes_means_a_new_attempt() -> None:
-    request = moving()
+    request = in_migration()
     request.on_handed_over(D1, replace(handed_over(), first_index=4), 4.0)
     request.on_delta(D0, delta(0, 2, 1, 9), 4.0)
     assert kinds(request.on_lost(D0, "reset", 5.0)) == ["CancelAt", "CancelAt", "Release", "Route"]
@@ -111,7 +111,7 @@ def test_an_old_replica_that_dies_with_tokens_that_it_owes_means_a_new_attempt()
 
 def test_a_target_that_dies_is_missed_only_if_it_had_the_stream() -> None:
     for has_stream in (False, True):
-        request = moving()
+        request = in_migration()
         assert request.on_lost(D1, "reset", 4.0) == [ScheduleMove(OVERDUE_S)]
         error = "" if has_stream else "the way was lost"
         effects = request.on_move_ended(D0, MoveEnded("r", 1, D1, error), 5.0)
@@ -126,20 +126,20 @@ def test_a_target_that_dies_is_missed_only_if_it_had_the_stream() -> None:
 
 def test_a_target_that_is_lost_is_not_waited_for_without_end() -> None:
     """Its old replica may hang in the move as well."""
-    request = moving()
+    request = in_migration()
     request.on_lost(D1, "reset", 4.0)
     assert request.on_move_time(4.0 + OVERDUE_S - 0.1) == []
     effects = request.on_move_time(4.0 + OVERDUE_S)
     assert kinds(effects) == ["CancelAt", "CancelAt", "Release", "Route"]
     assert request.on_move_time(100.0) == []
-    reported = moving()
+    reported = in_migration()
     reported.on_lost(D1, "reset", 4.0)
     reported.on_move_ended(D0, MoveEnded("r", 1, D1, "the way was lost"), 5.0)
     assert kinds(reported.on_move_time(100.0)) == ["RouteMove"], "nothing but another target is asked for"
 
 
 def test_after_a_move_that_failed_another_target_is_asked_for() -> None:
-    request = moving()
+    request = in_migration()
     release, again = request.on_move_ended(D0, MoveEnded("r", 1, D1, "no room"), 4.0)
     assert release == Release()
     assert isinstance(again, ScheduleMove)
@@ -157,14 +157,14 @@ def test_after_a_move_that_failed_another_target_is_asked_for() -> None:
 
 
 def test_what_a_replica_says_after_the_stream_has_left_it_is_old() -> None:
-    request = moving()
+    request = in_migration()
     request.on_handed_over(D1, replace(handed_over(), first_index=2), 4.0)
     lost = RequestFailed("r", 1, "leaving", "the way to d1 was lost with its state on it")
     assert request.on_failed(D0, lost, 5.0) == []
 
 
 def test_a_source_that_dies_means_a_new_attempt_and_stops_the_target_too() -> None:
-    request = moving()
+    request = in_migration()
     effects = request.on_lost(D0, "reset", 4.0)
     assert [it.replica for it in effects if isinstance(it, CancelAt)] == [P0, D1]
     assert kinds(effects)[-2:] == ["Release", "Route"]
@@ -173,7 +173,7 @@ def test_a_source_that_dies_means_a_new_attempt_and_stops_the_target_too() -> No
 
 
 def test_there_and_back() -> None:
-    request = moving()
+    request = in_migration()
     assert request.on_move_ended(D0, MoveEnded("r", 1, D1), 4.0) == [Confirm()]
     request.on_streams(D0, True, 2.0)
     assert request.on_streams(D1, False, 2.0) == [ScheduleMove()]
@@ -216,7 +216,7 @@ def test_a_replica_that_may_keep_its_streams_after_all_keeps_them() -> None:
     assert request.on_streams(D0, False, 2.0) == [ScheduleMove()]
 
 
-def test_what_a_leaving_replica_hands_back_costs_no_attempt_but_once() -> None:
+def test_what_a_leaving_replica_returns_costs_no_attempt_but_once() -> None:
     request = make_request(max_attempts=1)
     request.start(0.0)
     route(request, P0, D0)

@@ -179,11 +179,11 @@ def test_the_index_server_of_the_start_is_kept_and_no_other_is_taken() -> None:
         carried_over(running, moved)
 
 
-def test_changes_are_told_by_their_path() -> None:
+def test_changes_are_named_by_their_path() -> None:
     new = make(decode={"engine": {"max_sequences": 8}}, gateway={"port": 9000})
-    told = changes(make(), new)
-    assert SettingChange("pools.decode.engine.max_sequences", 64, 8) in told
-    assert SettingChange("gateway.port", 8780, 9000) in told
+    reported = changes(make(), new)
+    assert SettingChange("pools.decode.engine.max_sequences", 64, 8) in reported
+    assert SettingChange("gateway.port", 8780, 9000) in reported
 
 
 def test_the_deployed_application_carries_the_versions() -> None:
@@ -207,13 +207,13 @@ def test_the_deployed_application_carries_the_versions() -> None:
     assert with_replicas(config, {"decode": 5}).pools[1].replicas == 5
 
 
-def test_a_plan_is_shown_and_told_as_json() -> None:
+def test_a_plan_is_shown_and_printed_as_json() -> None:
     old, new = make(), make(decode={"engine": {"max_sequences": 8}})
     plan = UpdatePlan(tuple(changes(old, new)), tuple(plan_rolls(old, new, (CPUS, CPUS), {"decode": 3})))
-    told = plan_json(plan, applied=True)
-    assert told["applied"] is True
-    assert told["changes"] == [{"path": "pools.decode.engine.max_sequences", "before": 64, "after": 8}]
-    assert [(it["pool"], it["action"]) for it in told["deployments"]] == [
+    reported = plan_json(plan, applied=True)
+    assert reported["applied"] is True
+    assert reported["changes"] == [{"path": "pools.decode.engine.max_sequences", "before": 64, "after": 8}]
+    assert [(it["pool"], it["action"]) for it in reported["deployments"]] == [
         ("prefill", "stay"),
         ("decode", "roll"),
         ("gateways", "stay"),

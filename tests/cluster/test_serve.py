@@ -107,7 +107,7 @@ def test_a_long_prompt_is_prefilled_here_and_decoded_there(client: BlockingClien
     assert second.token_ids == first.token_ids
 
 
-def test_every_path_is_logged_and_figures_are_exported_to_prometheus(
+def test_every_path_is_logged_and_metrics_are_exported_to_prometheus(
     cluster: RunningCluster, client: BlockingClient
 ) -> None:
     """Ray hands the figures on some seconds later."""
@@ -297,7 +297,7 @@ def test_a_killed_gateway_comes_back_and_the_stream_completes(
 
 
 @pytest.mark.slow
-def test_the_operators_lever_scales_a_pool_up_and_down(
+def test_the_operators_scale_api_scales_a_pool_up_and_down(
     cluster: RunningCluster, client: BlockingClient
 ) -> None:
     token = Path(cluster.addresses["Ray token"].removeprefix("in ")).read_text().strip()

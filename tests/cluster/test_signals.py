@@ -61,8 +61,10 @@ def test_a_signal_during_the_imports_ends_it_quietly(
         check=False,
     )
     assert done.returncode == 128 + number, done.stderr
-    told = [line for line in (done.stdout + done.stderr).splitlines() if line not in ("starting", "stopping")]
-    assert told == ([f"tandem: {says}"] if says else [])
+    reported = [
+        line for line in (done.stdout + done.stderr).splitlines() if line not in ("starting", "stopping")
+    ]
+    assert reported == ([f"tandem: {says}"] if says else [])
 
 
 def test_rays_processes_are_out_of_reach_of_a_signal_to_our_group() -> None:

@@ -86,7 +86,7 @@ async def shown(command: Callable[[Console], Awaitable[None]]) -> str:
     return text
 
 
-async def test_every_node_tells_its_tiers(stores: Nodes) -> None:
+async def test_every_node_reports_its_tiers(stores: Nodes) -> None:
     reply = await stores.client.store_stat()
     assert [(node.member.node_id, node.member.address, node.error) for node in reply.nodes] == [
         ("a", stores.a.address, ""),

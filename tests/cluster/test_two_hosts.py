@@ -60,9 +60,9 @@ class TwoHosts:
             assert process.stdout.readline() == "begun\n"
             if cut_s:
                 self._cut(cut_s)
-            told = process.stdout.readline()
+            reported = process.stdout.readline()
         assert process.returncode == 0
-        streams: list[dict[str, Any]] = json.loads(told)
+        streams: list[dict[str, Any]] = json.loads(reported)
         return streams
 
     def _cut(self, cut_s: float) -> None:

@@ -55,8 +55,8 @@ class Setup:
         """What `tandem update --json` says."""
         done = self.command("update", "-f", str(self.file), "--port", self.port, "--json", *arguments)
         assert done.returncode == 0, done.stderr
-        told: dict[str, Any] = json.loads(done.stdout)
-        return told
+        reported: dict[str, Any] = json.loads(done.stdout)
+        return reported
 
     def command(self, *arguments: str) -> Any:
         return tandem(*arguments, "--ray-address", self.cluster.addresses["Ray"], timeout_s=UPDATE_S)
@@ -184,10 +184,10 @@ def reference(setup: Setup) -> tuple[int, ...]:
 def test_a_dry_run_says_what_would_happen_and_does_nothing(setup: Setup) -> None:
     before = setup.cluster.status()
     setup.write(engine=", max_sequences: 8")
-    told = setup.update("--dry-run")
-    assert told["applied"] is False
-    assert told["changes"] == [{"path": "pools.decode.engine.max_sequences", "before": 64, "after": 8}]
-    assert {it["pool"]: it["action"] for it in told["deployments"]} == {
+    reported = setup.update("--dry-run")
+    assert reported["applied"] is False
+    assert reported["changes"] == [{"path": "pools.decode.engine.max_sequences", "before": 64, "after": 8}]
+    assert {it["pool"]: it["action"] for it in reported["deployments"]} == {
         "prefill": "stay",
         "decode": "roll",
         "gateways": "stay",
@@ -236,8 +236,8 @@ def test_gateways_are_rolled_and_no_client_notices(setup: Setup, reference: tupl
     before = setup.cluster.status()
     setup.write(engine=", max_sequences: 8", rest="logs: {format: json}")
     with Load(setup.cluster.address) as load:
-        told = setup.update()
-    assert {it["action"] for it in told["deployments"]} == {"roll"}
+        reported = setup.update()
+    assert {it["action"] for it in reported["deployments"]} == {"roll"}
     load.check(reference)
     after = setup.cluster.status()
     assert {it.gateway_id for it in after.gateways}.isdisjoint({it.gateway_id for it in before.gateways})
@@ -277,8 +277,8 @@ def test_counts_change_without_any_restart(setup: Setup) -> None:
     before = setup.cluster.status()
     text = setup.file.read_text()
     setup.file.write_text(text.replace("replicas: 2", "replicas: 1"))
-    told = setup.update()
-    assert {it["action"] for it in told["deployments"]} == {"stay"}
+    reported = setup.update()
+    assert {it["action"] for it in reported["deployments"]} == {"stay"}
     after = setup.cluster.wait_for(lambda status: status.pools[1].configured == 1)
     assert len(ready(after, "decode")) == 1
     assert lives(after, "decode") < lives(before, "decode")

@@ -15,7 +15,7 @@ from gateway_model import MAX_CONTEXT, PROMPT, expected
 from cluster.api.client import GenerateOptions
 from cluster.errors import STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
 from cluster.proto import tandem_pb2 as pb
-from cluster.text.validation import ServingLimits, check_request, max_tokens_of, sampling_of
+from cluster.text.preprocess import ServingLimits, check_request, max_tokens_of, sampling_of
 from workers.messages import SamplingParams
 
 LIMITS = ServingLimits(

@@ -252,12 +252,12 @@ class RandomCall:
     delay_s: float
 
 
-def draw_asks(num_asks: int) -> list[RandomCall]:
+def draw_requests(num_requests: int) -> list[RandomCall]:
     draw = random.Random(2024)
     tenants = ("", "a", "b")
     prefixes = {tenant: prompt(2000 + i, 96) for i, tenant in enumerate(tenants)}
-    asks = []
-    for number in range(num_asks):
+    requests = []
+    for number in range(num_requests):
         tenant = draw.choice(tenants)
         shared = prefixes[tenant][: draw.choice((0, 0, 32, 96))]
         tokens = (*shared, *prompt(3000 + number, draw.randrange(1, 180)))
@@ -274,14 +274,14 @@ def draw_asks(num_asks: int) -> list[RandomCall]:
             options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
         cancel_at = draw.choice((0, 1, 5)) if draw.random() < 0.15 else None
         timeout_s = draw.uniform(0.05, 1.5) if draw.random() < 0.1 else None
-        asks.append(RandomCall(number, tokens, options, cancel_at, timeout_s, draw.expovariate(8.0)))
-    return asks
+        requests.append(RandomCall(number, tokens, options, cancel_at, timeout_s, draw.expovariate(8.0)))
+    return requests
 
 
-async def run_ask(front: Front, ask: RandomCall) -> Call:
-    call = front.call(list(ask.tokens), timeout_s=ask.timeout_s, **ask.options)
-    if ask.cancel_at is not None:
-        wanted = ask.cancel_at
+async def run_request(front: Front, random_call: RandomCall) -> Call:
+    call = front.call(list(random_call.tokens), timeout_s=random_call.timeout_s, **random_call.options)
+    if random_call.cancel_at is not None:
+        wanted = random_call.cancel_at
         await until(lambda: call.num_tokens >= wanted or call.task.done(), "the moment to cancel", 90.0)
         call.stream.cancel()
     return await call.ended(90.0)
@@ -305,36 +305,36 @@ async def test_soak(stage: Stage, tmp_path: Path) -> None:
     fault = rule("rank.step.decode", "kill", tmp_path, 150)
     async with soak_front(stage, fault) as (front, survivors):
         running = []
-        asks = draw_asks(200)
-        for ask in asks:
-            await front.clock.sleep(ask.delay_s)
-            running.append(asyncio.create_task(run_ask(front, ask)))
+        requests = draw_requests(200)
+        for random_call in requests:
+            await front.clock.sleep(random_call.delay_s)
+            running.append(asyncio.create_task(run_request(front, random_call)))
         calls = await asyncio.gather(*running)
         assert fired(fault), "the rank must die for the test to mean anything"
         await stage.harness.quiet(*survivors)
         num_finished = 0
-        for ask, call in zip(asks, calls, strict=True):
+        for random_call, call in zip(requests, calls, strict=True):
             num_finished += call.finished is not None
-            await check_ask(stage, ask, call)
+            await check_request(stage, random_call, call)
         assert num_finished >= 150
         assert front.gateway.requests.num_running == 0
 
 
-async def check_ask(stage: Stage, ask: RandomCall, call: Call) -> None:
+async def check_request(stage: Stage, random_call: RandomCall, call: Call) -> None:
     """The tokens, all of a finished stream and the first of any other, are those of one engine."""
     if call.error is not None:
-        allowed = {grpc.StatusCode.CANCELLED} if ask.cancel_at is not None else set()
-        allowed |= {grpc.StatusCode.DEADLINE_EXCEEDED} if ask.timeout_s is not None else set()
-        assert call.error.code in allowed, f"request {ask.number}: {call.error}"
+        allowed = {grpc.StatusCode.CANCELLED} if random_call.cancel_at is not None else set()
+        allowed |= {grpc.StatusCode.DEADLINE_EXCEEDED} if random_call.timeout_s is not None else set()
+        assert call.error.code in allowed, f"request {random_call.number}: {call.error}"
     elif call.finished is not None:
         num_tokens = [end.num_tokens for end in call.finished.samples]
-        assert num_tokens == [ask.options["max_tokens"]] * ask.options["n"]
-    alone, sampling = stage.harness.replicas["b0"], dict(ask.options)
+        assert num_tokens == [random_call.options["max_tokens"]] * random_call.options["n"]
+    alone, sampling = stage.harness.replicas["b0"], dict(random_call.options)
     max_tokens, seed = sampling.pop("max_tokens"), sampling.pop("seed")
     for name in ("n", "priority", "tenant"):
         del sampling[name]
     for sample, tokens in call.tokens.items():
         wanted = await tokens_alone(
-            alone, stage.harness, list(ask.tokens), seed, max_tokens, sample=sample, **sampling
+            alone, stage.harness, list(random_call.tokens), seed, max_tokens, sample=sample, **sampling
         )
-        assert tokens == wanted[: len(tokens)], f"request {ask.number}, sample {sample}"
+        assert tokens == wanted[: len(tokens)], f"request {random_call.number}, sample {sample}"

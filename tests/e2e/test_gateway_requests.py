@@ -1,5 +1,4 @@
-"""Real requests through the real gateway, engine cores and ranks: the model's own tokens, each to its
-asker."""
+"""Real requests through the real gateway, engine cores and ranks: each client gets the tokens of the model."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_tiny(tmp_path_factory.mktemp("walk"))
+    return copy_tiny(tmp_path_factory.mktemp("e2e"))
 
 
 @pytest.fixture(scope="module")

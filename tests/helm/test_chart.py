@@ -74,8 +74,8 @@ def known() -> set[str]:
 def test_helm_lints_it() -> None:
     for case in CASES.values():
         report = helm_python.lint(str(CHART), case, strict=True)
-        told = [message["error"] for message in report["messages"]]
-        assert told == ["icon is recommended"]
+        reported = [message["error"] for message in report["messages"]]
+        assert reported == ["icon is recommended"]
         assert report["errors"] == []
 
 

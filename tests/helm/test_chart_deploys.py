@@ -66,7 +66,7 @@ def nodes(service: Object) -> Iterator[RayGroups]:
         started.close()
 
 
-def test_a_wrong_field_is_told_where_kuberay_looks(nodes: RayGroups, config: Object) -> None:
+def test_a_wrong_field_is_reported_where_kuberay_looks(nodes: RayGroups, config: Object) -> None:
     wrong = with_value(config, "applications", [with_value(config["applications"][0], "name", "wrong")])
     wrong["applications"][0]["args"]["config"]["router"]["polcy"] = "cost"
     nodes.deploy(wrong)

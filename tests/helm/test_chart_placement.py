@@ -85,14 +85,16 @@ def test_every_replica_has_a_place_in_its_own_group(shape: str, files: tuple[Pat
     for name, group in groups(service).items():
         nodes = [types[name]["resources"]] * group["replicas"]
         assert shortages(wanted[name], nodes, nodes) == [], name
-        elsewhere = [kind["resources"] for other, kind in types.items() if other != name] * 100
+        other_place = [kind["resources"] for other, kind in types.items() if other != name] * 100
         for replica in wanted[name]:
             for bundle in replica.bundles:
-                assert shortages([ReplicaDemand(name, (bundle,))], elsewhere, elsewhere), f"{name}: {bundle}"
+                assert shortages([ReplicaDemand(name, (bundle,))], other_place, other_place), (
+                    f"{name}: {bundle}"
+                )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pods_have_the_gpus_that_ray_is_told_of(shape: str) -> None:
+def test_pods_have_the_gpus_that_ray_counts(shape: str) -> None:
     service = ray_service(SHAPES[shape])
     for name, group in groups(service).items():
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -127,8 +129,8 @@ def test_another_count_is_no_other_configuration() -> None:
         changed = {"pools": {"decode": {"config": {"replicas": replicas}}}, "gateway": {"replicas": replicas}}
         (app,) = serve_config(ray_service(changed))["applications"]
         # Of the pools alone: a num_replicas of theirs would go before what was ordered since.
-        told = {"replicas": {"decode": replicas, "prefill": 1}}
-        assert app["deployments"] == [{"name": "Gateway", "num_replicas": replicas, "user_config": told}]
+        reported = {"replicas": {"decode": replicas, "prefill": 1}}
+        assert app["deployments"] == [{"name": "Gateway", "num_replicas": replicas, "user_config": reported}]
         found: Object = app["args"]
         return found
 
@@ -207,7 +209,7 @@ def test_the_kubelet_asks_the_gateway_over_grpc_without_tls() -> None:
     assert asked["port"] == gateway["health_port"] != gateway["port"]
 
 
-def test_nvme_is_mounted_where_the_store_is_told_and_found_again() -> None:
+def test_nvme_is_mounted_where_the_store_expects_it_and_found_again() -> None:
     on = {"config": {"store": {"nvme_gb": 10}}}
     host = {"poolDefaults": {"nvme": {"volume": {"hostPath": {"path": "/mnt/nvme"}}}}}
     for values, hostname in ((on, None), (merged(on, host), "tandem-decode")):

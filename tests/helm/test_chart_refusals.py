@@ -139,7 +139,7 @@ def test_the_memory_of_a_pod_is_reckoned_as_the_doctor_does() -> None:
     render({"pools": {"decode": huge}})
 
 
-def test_room_for_the_autoscaler_is_asked_for_only_where_it_may_use_it() -> None:
+def test_headroom_for_the_autoscaler_is_required_only_where_it_may_use_it() -> None:
     limits = {"pools": {"decode": {"max": 8}}}
     render({"config": {"scaling": limits}})
     render({"config": {"scaling": {"autoscale": True, **limits}}, "autoscaler": {"enabled": True}})

@@ -63,8 +63,8 @@ def test_counts_come_from_the_entry_of_the_gateways_which_may_change_without_a_b
 ) -> None:
     config = declared_config(args)
     entry = {"name": "Gateway", "user_config": {"replicas": {"decode": 3, "gone": 2, "prefill": "two"}}}
-    told = with_declared_counts(config, {"name": "tandem", "deployments": [entry]})
-    assert [(pool.name, pool.replicas) for pool in told.pools] == [("prefill", 1), ("decode", 3)]
+    reported = with_declared_counts(config, {"name": "tandem", "deployments": [entry]})
+    assert [(pool.name, pool.replicas) for pool in reported.pools] == [("prefill", 1), ("decode", 3)]
     for nothing in (None, {"name": "tandem"}, {"deployments": [{"name": "Gateway"}]}):
         assert with_declared_counts(config, nothing) == config
 
@@ -77,7 +77,7 @@ def test_a_count_that_would_go_before_what_was_ordered_is_refused(args: dict[str
         with_declared_counts(declared_config(args), entry)
 
 
-def test_what_was_ordered_is_bound_and_what_is_declared_is_told(args: dict[str, Any]) -> None:
+def test_what_was_ordered_is_bound_and_what_is_declared_is_reported(args: dict[str, Any]) -> None:
     config = with_value(args["config"], "scaling", {})
     application = build_application(
         declared_config({**args, "config": config}),

@@ -244,5 +244,5 @@ async def test_a_change_of_state_is_logged_once(server: RawRedis, caplog: pytest
         server.start()
         await until(lambda: index.stat().state == "up")
     texts = [entry.getMessage() for entry in caplog.records]
-    assert len([text for text in texts if "not asked any more" in text]) == 1
-    assert len([text for text in texts if "the index is asked" in text]) == 2
+    assert len([text for text in texts if "not queried any more" in text]) == 1
+    assert len([text for text in texts if "the index is queried" in text]) == 2

@@ -233,7 +233,7 @@ def front_config(model_dir: Path, router: dict[str, Any]) -> ClusterConfig:
             "router": router,
             "debug": {"allow_pins": True},
         },
-        "walk",
+        "e2e",
     )
 
 

@@ -89,7 +89,7 @@ class Script:
 
 
 class ScriptedReplica:
-    """Answers Submissions as a brain would, with `truth`."""
+    """Answers Submissions as an engine core would, with `truth`."""
 
     def __init__(self, harness: GatewayHarness, replica_id: str, role: str, epoch: int = 1) -> None:
         self.harness = harness

@@ -1,6 +1,7 @@
 """Ranks of the tests, as forks of one process that has imported everything: a start costs no import of torch.
 
-test process --specs--> nursery (one thread, computes nothing) --fork--> ranks; births and ends are told back
+The test process sends specs to a fork server (one thread, computes nothing), which forks a rank for each and
+reports when ranks start and end.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ Loop = asyncio.AbstractEventLoop
 
 
 class NurseryLauncher:
-    """A `RankLauncher` whose ranks are forks of the nursery, of which this process has one."""
+    """A `RankLauncher` whose ranks are forked by the only fork server of this process."""
 
     async def launch(self, spec: RankSpec) -> RankHandle:
         loop = asyncio.get_running_loop()
         born: asyncio.Future[int] = loop.create_future()
         ended: asyncio.Future[int] = loop.create_future()
-        birth = _Birth(functools.partial(_resolve, loop, born), functools.partial(_resolve, loop, ended))
-        _nursery().order(birth, RANK_SPEC_CODEC.encode(spec))
+        launch = _Launch(functools.partial(_resolve, loop, born), functools.partial(_resolve, loop, ended))
+        _fork_server().order(launch, RANK_SPEC_CODEC.encode(spec))
         return _Rank(await born, ended, spec.rank)
 
 
 class ForkedRank:
-    """A rank that is a fork of the nursery, with what tests without a loop use of `subprocess.Popen`."""
+    """A rank that the fork server forked, with what tests without a loop use of `subprocess.Popen`."""
 
     def __init__(self, spec: RankSpec) -> None:
         born: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
-        birth = _Birth(born.set_result, self._ended.set_result)
-        _nursery().order(birth, RANK_SPEC_CODEC.encode(spec))
+        launch = _Launch(born.set_result, self._ended.set_result)
+        _fork_server().order(launch, RANK_SPEC_CODEC.encode(spec))
         self.pid = born.result(_START_S)
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -80,7 +81,7 @@ class _Rank:
                 os.kill(self._process_id, signal.SIGKILL)
 
 
-class _Birth(NamedTuple):
+class _Launch(NamedTuple):
     """What is called, in the reading thread, with the process id and with the exit status."""
 
     on_born: Callable[[int], None]
@@ -99,24 +100,24 @@ class _Ended(msgspec.Struct, tag=True):
 _NEWS = msgspec.msgpack.Decoder(_Born | _Ended)
 
 
-class _Nursery:
-    """The test process's end; the nursery ends with it."""
+class _ForkServer:
+    """The test process's side of the fork server, which ends with it."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
-        self._births: list[_Birth] = []
-        self._alive: dict[int, _Birth] = {}
+        self._launches: list[_Launch] = []
+        self._alive: dict[int, _Launch] = {}
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         atexit.register(self._close)
 
-    def order(self, birth: _Birth, frame: bytes) -> None:
+    def order(self, launch: _Launch, frame: bytes) -> None:
         assert self._process.stdin is not None
         with self._lock:
-            self._births.append(birth)
+            self._launches.append(launch)
             self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
 
     def _close(self) -> None:
@@ -131,17 +132,17 @@ class _Nursery:
             match _NEWS.decode(frame):
                 case _Born(process_id):
                     with self._lock:
-                        birth = self._births.pop(0)
-                        self._alive[process_id] = birth
-                    birth.on_born(process_id)
+                        launch = self._launches.pop(0)
+                        self._alive[process_id] = launch
+                    launch.on_born(process_id)
                 case _Ended(process_id, status):
-                    birth = self._alive.pop(process_id)
-                    birth.on_ended(status)
+                    launch = self._alive.pop(process_id)
+                    launch.on_ended(status)
 
 
 @functools.cache
-def _nursery() -> _Nursery:
-    return _Nursery()
+def _fork_server() -> _ForkServer:
+    return _ForkServer()
 
 
 def _resolve(loop: Loop, future: asyncio.Future[int], value: int) -> None:
@@ -169,7 +170,7 @@ def _exactly(stream: IO[bytes], num_bytes: int) -> bytes | None:
     return data
 
 
-# --------------------------------------------------------------------------- the nursery's own process
+# --------------------------------------------------------------------------- the fork server's own process
 
 
 def _tell(news: _Born | _Ended) -> None:

@@ -118,9 +118,9 @@ class RayGroups:
 
         def look() -> bool:
             applications = (self.ask("/api/serve/applications/") or {}).get("applications", {})
-            told = applications.get(name, {}).get("deployments", {}).get(deployment, {"replicas": []})
-            found[:] = places_of(told)
-            return len(found) == len(told["replicas"]) and condition(found)
+            reported = applications.get(name, {}).get("deployments", {}).get(deployment, {"replicas": []})
+            found[:] = places_of(reported)
+            return len(found) == len(reported["replicas"]) and condition(found)
 
         self.until(look, timeout_s, lambda: f"replicas of {deployment} are where they shall be: {found}")
         return found

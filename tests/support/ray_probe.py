@@ -101,7 +101,7 @@ def main() -> None:
     (node,) = ray.nodes()
     holder = ray.remote(Probe).options(num_cpus=1).remote()
     ray.get(holder.process_id.remote())
-    told = {
+    reported = {
         **before,
         "config_without_serve": ray_private.deployed_config("declared"),
         "free_cpus": [free["CPU"] for free in ray_private.free_resources()],
@@ -114,10 +114,10 @@ def main() -> None:
     }
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled")
-    told["versions"] = versions()
-    told["config_of_another"] = ray_private.deployed_config("default")
-    told["config"] = declared(context.dashboard_url)
-    print(json.dumps(told), flush=True)
+    reported["versions"] = versions()
+    reported["config_of_another"] = ray_private.deployed_config("default")
+    reported["config"] = declared(context.dashboard_url)
+    print(json.dumps(reported), flush=True)
     ray.shutdown()
 
 

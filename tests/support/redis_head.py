@@ -28,16 +28,16 @@ def main() -> None:
         _redis_password=sys.argv[1],
     )
     serve.start(proxy_location="HeadOnly", http_options={"port": port, "host": "127.0.0.1"})
-    tell({"ray": context.address_info["gcs_address"], "dashboard": f"http://{context.dashboard_url}"})
+    send({"ray": context.address_info["gcs_address"], "dashboard": f"http://{context.dashboard_url}"})
     node = ray._private.worker._global_node
     assert node is not None
     for _ in sys.stdin:
         node.kill_gcs_server()
         node.start_gcs_server()
-        tell({"gcs": "restarted"})
+        send({"gcs": "restarted"})
 
 
-def tell(fields: dict[str, str]) -> None:
+def send(fields: dict[str, str]) -> None:
     print(json.dumps(fields), flush=True)
 
 

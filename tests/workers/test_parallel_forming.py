@@ -26,7 +26,7 @@ WAIT_S = 30.0
 
 
 def test_a_rank_that_died_before_its_links_were_made_is_an_error_of_that_kind() -> None:
-    """It has told where it listens, and does not listen any more."""
+    """A peer that has published its address and no longer listens."""
     store = HashStore()
     store.set("device 0", "cpu")
     store.set("local 0", f"here {secrets.token_hex(16)}")

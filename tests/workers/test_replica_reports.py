@@ -1,4 +1,4 @@
-"""What a replica tells of itself: leaked blocks are counted, and books that do not balance are noticed."""
+"""What a replica reports of itself: leaked blocks are counted, and blocks unaccounted for are noticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.replica.replica_reports import ReplicaReports
 from workers.replica.step_loop import StepLoop
 
 
-class Told(ReplicaHarness):
+class Reporting(ReplicaHarness):
     """ReplicaHarness with their reports; steps go through the step loop."""
 
     def __init__(self) -> None:
@@ -32,63 +32,63 @@ class Told(ReplicaHarness):
 
 
 async def test_blocks_of_sequences_and_landings_are_not_leaked_and_others_are() -> None:
-    told = Told()
-    told.requests.submit(GATEWAY, told.submission("a", [1, 2, 3]))
-    told.pump()
-    told.kv_receiver.message(PEER, LandingRequest(bytes(16), "r", 1, "", 0, (), 9, 1, None))
-    load = told.reports.load()
+    reporting = Reporting()
+    reporting.requests.submit(GATEWAY, reporting.submission("a", [1, 2, 3]))
+    reporting.pump()
+    reporting.kv_receiver.message(PEER, LandingRequest(bytes(16), "r", 1, "", 0, (), 9, 1, None))
+    load = reporting.reports.load()
     assert (load.num_running, load.num_landings, load.num_leaked_blocks) == (1, 1, 0)
-    assert told.pool.num_references == 4
-    told.pool.allocate(2)
-    assert told.reports.load().num_leaked_blocks == 2
+    assert reporting.pool.num_references == 4
+    reporting.pool.allocate(2)
+    assert reporting.reports.load().num_leaked_blocks == 2
 
 
 async def test_what_was_moved_is_told_by_class_also_of_pushes_that_are_forgotten() -> None:
-    told = Told()
+    reporting = Reporting()
     for number, traffic in enumerate(("hand_over", "prefetch", "hand_over")):
         done = PushDone(number, bytes(16), (), 10 + number, 0.1, 1.0, "shm", traffic)  # type: ignore[arg-type]
-        told.kv_sender.report(0, done)
-    assert told.reports.load().num_moved_bytes == {"hand_over": 22, "prefetch": 11}
+        reporting.kv_sender.report(0, done)
+    assert reporting.reports.load().num_moved_bytes == {"hand_over": 22, "prefetch": 11}
 
 
 async def test_what_was_moved_is_told_by_transport_with_the_time_it_took() -> None:
-    told = Told()
+    reporting = Reporting()
     for number, (num_bytes, transport) in enumerate(((10, "shm"), (20, "tcp"), (5, "shm"), (0, "shm"))):
-        told.kv_sender.report(0, PushDone(number, bytes(16), (), num_bytes, 0.25, 1.0, transport))
-    load = told.reports.load()
+        reporting.kv_sender.report(0, PushDone(number, bytes(16), (), num_bytes, 0.25, 1.0, transport))
+    load = reporting.reports.load()
     assert load.num_transport_bytes == {"shm": 15, "tcp": 20}
     assert load.transport_s == {"shm": 0.5, "tcp": 0.25}
 
 
 async def test_slots_of_running_sequences_without_a_token_are_told() -> None:
-    told = Told()
-    told.requests.submit(GATEWAY, told.submission("a", [1, 2, 3]))
-    assert told.reports.load().num_unfilled_tokens == 0, "it waits and holds nothing"
-    told.pump()
-    num_blocks = told.pool.num_referenced
-    assert told.reports.load().num_unfilled_tokens == num_blocks * told.pool.block_tokens - 3
+    reporting = Reporting()
+    reporting.requests.submit(GATEWAY, reporting.submission("a", [1, 2, 3]))
+    assert reporting.reports.load().num_unfilled_tokens == 0, "it waits and holds nothing"
+    reporting.pump()
+    num_blocks = reporting.pool.num_referenced
+    assert reporting.reports.load().num_unfilled_tokens == num_blocks * reporting.pool.block_tokens - 3
 
 
 async def test_an_idle_replica_checks_its_books_once_after_work() -> None:
-    told = Told()
-    told.reports.check_when_idle()
-    told.requests.submit(GATEWAY, told.submission("a", [1, 2, 3]))
-    told.pool.allocate(1)  # nobody's
-    told.steps.num_steps = 1
-    told.reports.check_when_idle()  # not idle
-    told.requests.cancel(("a", 1))
+    reporting = Reporting()
+    reporting.reports.check_when_idle()
+    reporting.requests.submit(GATEWAY, reporting.submission("a", [1, 2, 3]))
+    reporting.pool.allocate(1)  # nobody's
+    reporting.steps.num_steps = 1
+    reporting.reports.check_when_idle()  # not idle
+    reporting.requests.cancel(("a", 1))
     with pytest.raises(AssertionError, match="1 references in the pool, 0 of sequences"):
-        told.reports.check_when_idle()
-    told.reports.check_when_idle()  # only once
+        reporting.reports.check_when_idle()
+    reporting.reports.check_when_idle()  # only once
 
 
 async def test_events_are_numbered_without_gaps() -> None:
-    told = Told()
+    reporting = Reporting()
     for number, prompt in enumerate(([1] * 4, [2] * 4), 1):
-        told.requests.submit(GATEWAY, told.submission(f"r{number}", prompt))
-        told.pump()
-        events = told.reports.kv_events()
+        reporting.requests.submit(GATEWAY, reporting.submission(f"r{number}", prompt))
+        reporting.pump()
+        events = reporting.reports.kv_events()
         assert events is not None
         assert events.sequence == number
-        assert told.reports.kv_events() is None
-    assert told.reports.kv_snapshot().sequence == 2
+        assert reporting.reports.kv_events() is None
+    assert reporting.reports.kv_snapshot().sequence == 2

@@ -1,7 +1,8 @@
-"""Telling the index what this node holds: queued, coalesced, batched, and told anew when Redis forgot.
+"""Announces to the index what this node holds: queued, coalesced, batched, and repeated when Redis lost it.
 
-Whoever announces never waits. What finds no room in the queue is dropped and counted, and everything is told
-anew later; what could not be written goes back into the queue, unless a newer state of that record is there.
+Callers that announce never wait. What does not fit in the queue is dropped and counted, and a rebuild
+announces everything later; what could not be written returns to the queue, unless a newer state of the record
+is there.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ _UPDATE = Script(UPDATE_SCRIPT)
 
 
 class AnnounceLimits(NamedTuple):
-    """How much is told how fast."""
+    """Limits and periods of announcements."""
 
     max_queued: int = 1 << 16
     # Records in one round trip, so that packing them does not hold up the loop.
     batch: int = 128
     # What is announced so soon after another goes with it.
     linger_s: float = 0.002
-    # Between two batches when all is told anew: many nodes may do so at once.
+    # Between two batches of a rebuild: many nodes may rebuild at once.
     rebuild_pause_s: float = 0.05
     entry_ttl_s: float = 3600.0
-    # How often all is told again, so that what is held stays known and what is not dies out.
+    # How often everything is announced again, so that valid entries stay and stale ones expire.
     refresh_s: float = 1200.0
     retry_s: float = 1.0
 
@@ -69,7 +70,7 @@ class Announcer:
         records: Callable[[], Iterable[tuple[RecordInfo, Tier]]],
         wrote: Callable[[IndexAwayError | None], None],
     ) -> None:
-        """`records`: all that is held now; `wrote` hears how each batch went."""
+        """`records` returns all that is held now; `wrote` receives the outcome of each batch."""
         self._link = link
         self._namespace = namespace
         self._number = node_number(identity.replica_id)
@@ -168,7 +169,7 @@ class Announcer:
         return True
 
     async def _is_wanted_within(self, delay_s: float) -> bool:
-        """Whether everything must be told anew; returns as soon as it must."""
+        """Wait for at most `delay_s` until a rebuild is wanted; return whether it is."""
         if not delay_s:
             return self._rebuild_is_wanted.is_set()
         await wait_first(self._rebuild_is_wanted.wait(), self._clock.sleep(delay_s))
@@ -218,7 +219,7 @@ class Renewal(Enum):
 
     GOOD = auto()
     # Our record was not there, or an older state of it: Redis was flushed, restarted or restored, or evicted
-    # it, or we were paused for longer than the lease. What we told may be lost too.
+    # it, or we were paused for longer than the lease. Our announcements may be lost too.
     LOST = auto()
     # A later owner of this node has its record there: ours is not written any more.
     SUPERSEDED = auto()

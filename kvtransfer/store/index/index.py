@@ -1,6 +1,6 @@
-"""The cluster-wide index: which nodes have which record, in Redis, which nobody ever waits for.
+"""The cluster-wide index: which nodes have which record, in Redis, for which no request ever waits.
 
-A look-up is cut off after its budget, and after five of those in a row Redis is not asked at all until a
+A look-up is cut off after its budget, and after five of those in a row Redis is not queried at all until a
 probe in the background was answered in time. Whatever becomes of Redis, `find` and `announce` never fail.
 """
 
@@ -120,7 +120,7 @@ class Index:
 
     async def find(self, space: bytes, chain: bytes, keys: Sequence[bytes]) -> list[tuple[Holder, ...]]:
         """The holders of each block on other nodes, in order of the keys. () where none is known: also for
-        what was not answered within the budget, and for all when Redis is not asked. Never fails."""
+        what was not answered within the budget, and for all when Redis is not queried. Never fails."""
         lookup = Lookup(space, chain, keys)
         if keys and not self._breaker.is_open:
             self._num_lookups += 1
@@ -189,7 +189,7 @@ class Index:
             self._has_opened.set()
             if is_late:
                 self._note = f"{redacted(self._url)} does not answer within {self._budget_s * 1e3:g} ms"
-            _LOG.warning("the index is not asked any more: %s", self._note)
+            _LOG.warning("the index is not queried any more: %s", self._note)
 
     def _broke(self, error: IndexAwayError) -> None:
         """Something in the background failed: when that was the connection, look-ups would, too."""
@@ -213,7 +213,7 @@ class Index:
                 self._note = ""
                 self._has_opened.clear()
                 self._has_closed.set()
-                _LOG.info("the index is asked: %s answers", redacted(self._url))
+                _LOG.info("the index is queried again: %s answers", redacted(self._url))
 
     async def _probe(self) -> bool:
         """Whether Redis answers within the budget; connects first where that is needed."""
@@ -241,7 +241,7 @@ class Index:
     # ------------------------------------------------------------------------------ announcements
 
     async def _renew(self) -> None:
-        """Keep this node's lease, and notice when Redis forgot what we told."""
+        """Keep this node's lease, and notice when Redis lost our announcements."""
         while not self._is_superseded:
             if self._link.is_connected:
                 try:
@@ -268,7 +268,7 @@ class Index:
             self._tasks.spawn(self._announcer.drain(), "index-announce")
             self._tasks.spawn(self._announcer.reannounce(), "index-rebuild")
         elif renewal is Renewal.LOST:
-            _LOG.info("the index forgot this node: everything is told anew")
+            _LOG.info("the index lost this node: everything is announced again")
             self._announcer.rebuild()
 
     def _wrote(self, error: IndexAwayError | None) -> None:
@@ -302,7 +302,7 @@ class Holder(NamedTuple):
 
 
 class Lookup:
-    """One question: `found` grows, a chunk at a time, until `is_over` is set by whoever asked."""
+    """One question: `found` grows, a chunk at a time, until `is_over` is set by the caller."""
 
     def __init__(self, space: bytes, chain: bytes, keys: Sequence[bytes]) -> None:
         self.space = space

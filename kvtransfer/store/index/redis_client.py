@@ -29,7 +29,7 @@ _FAILURES = (redis.RedisError, redis.exceptions.RedisClusterException, OSError, 
 
 
 class IndexAwayError(StoreError):
-    """Redis did not do what was asked; the text says why, and what to do where that is known. `is_late`: it
+    """Redis did not execute a command; the text says why, and what to do where that is known. `is_late`: it
     may be there, but did not answer; `is_refusal`: it answered, and is there."""
 
     def __init__(self, note: str, is_late: bool = False, is_refusal: bool = False) -> None:
@@ -108,7 +108,7 @@ class RedisLink:
             raise self._away(error) from None
 
     async def info(self) -> dict[str, Any]:
-        """What the server (of a cluster: any of its servers) tells of itself. `IndexAwayError`."""
+        """Return the INFO of the server (of a cluster: any of its servers). `IndexAwayError`."""
         return dict(await self._ask("INFO"))
 
     async def wall_s(self) -> float:
@@ -253,7 +253,7 @@ def _pack_mget(prefix: bytes, keys: Sequence[bytes]) -> bytes:
 
 def _target(client: Redis | RedisCluster, key: bytes) -> dict[str, Any]:
     """Which server has the key: the client would compute the slot of every key, far longer than the answer
-    takes. A server that has it no more tells where it is now."""
+    takes. A server that no longer has it redirects the client."""
     return {"target_nodes": client.get_node_from_key(key)} if isinstance(client, RedisCluster) else {}  # type: ignore[arg-type]
 
 
@@ -312,7 +312,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Nothing may be asked but by a probe."""
+        """Whether only probes may query the server."""
         return self._num_failures >= self._budget
 
     def succeeded(self) -> None:

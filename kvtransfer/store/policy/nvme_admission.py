@@ -18,7 +18,7 @@ SAMPLED = 32
 MIN_TRIALS = 64
 # When so many of a class have ended, what was counted weighs half: workloads change.
 MEMORY_TRIALS = 4000
-# Records remembered, for each that the tier has room for.
+# Records remembered, for each that fits in the tier.
 SEEN_FACTOR = 4
 # Bounds of the above; the upper one is about 80 MB.
 MIN_SEEN, MAX_SEEN = 1024, 1 << 19
@@ -40,7 +40,7 @@ class _History(NamedTuple):
     @property
     def kind(self) -> int:
         """The class it is judged with: how often it was seen; of a first history, turn and depth (in steps of
-        4 x) tell apart a new conversation's beginning and the end of an old one."""
+        4 x) distinguish a new conversation's beginning from the end of an old one."""
         if self.num_times_seen > 1:
             return self.num_times_seen
         depth_class = min((self.depth + 1).bit_length() // 2, _MAX_DEPTH_CLASS)
@@ -78,10 +78,10 @@ class _Trials:
 class Admission:
     """Told of every record of one node; says which are worth writing to its NVMe tier.
 
-    A yes is an offer: the caller tells `written` when the record is on NVMe, and asks again at the next hit
+    A yes is an offer: the caller calls `written` when the record is on NVMe, and `hit` again at the next hit
     when it is not. `is_full`: a write now displaces other records.
 
-    *Adaptive*: while there is room everything is written, which wears the disk by once its size. After that
+    *Adaptive*: while there is space everything is written, which wears the disk by once its size. After that
     a record has to be worth it. A record written in class c is a trial of c. It succeeds when the record is
     read from NVMe; it fails when the record is dropped unread, and also when it is found in the host tier, as
     it could have been written only then. Either way a record seen once more goes on in its next class. The
@@ -124,7 +124,7 @@ class Admission:
         return self._is_worth(history, is_full)
 
     def written(self, info: RecordInfo) -> None:
-        """The record is on NVMe now. Of those found there at the start nothing need be told."""
+        """The record is on NVMe now. Records found there at the start need no call."""
         number = hash(info.id)
         packed = self._seen.get(number)
         self._on_nvme[number] = 1 if packed is None else _unpack(packed).kind
@@ -135,7 +135,7 @@ class Admission:
         self._next_trial(number, self._see_again(number), was_read=True)
 
     def dropped(self, record_id: RecordId) -> None:
-        """The record left NVMe to make room."""
+        """The record left NVMe to free space."""
         kind = self._on_nvme.pop(hash(record_id), None)
         if kind is not None:
             self._end(kind, was_read=False)
