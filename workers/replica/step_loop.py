@@ -10,6 +10,7 @@ with other clocks: their times are only compared with times of the same rank.
 from __future__ import annotations
 
 import bisect
+import operator
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -232,7 +233,10 @@ class StepStats:
 
     def totals(self) -> dict[str, Any]:
         """The fields of `ReplicaStats` that are kept here."""
-        return {name: _copy(getattr(self, name)) for name in _NAMES}
+        totals: dict[str, Any] = dict(zip(_NAMES, _values_of(self), strict=True))
+        totals["num_steps_by_batch"] = tuple(self.num_steps_by_batch)
+        totals["num_hit_tokens"] = dict(self.num_hit_tokens)
+        return totals
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -261,9 +265,4 @@ class StepStats:
 
 
 _NAMES = tuple(name for name in ReplicaStats.__struct_fields__ if hasattr(StepStats, name))
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return dict(value) if isinstance(value, Counter) else value
+_values_of = operator.attrgetter(*_NAMES)
