@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from cluster.api.client import Client, GenerateOptions
-from cluster.metrics.demand import Demand
+from cluster.metrics.gateway_counters import Demand
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import MeasuredRates, measured_rates
 from cluster.scaling.samples import GatewayReports, History

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # the stubs lack one
 from torch.distributed.distributed_c10d import PrefixStore
 
-from kvtransfer.rpc.framing import receive_frame, send_frame
+from kvtransfer.rpc.handshake import receive_frame, send_frame
 
 _TIMEOUT = timedelta(minutes=2)
 _SLOT_BYTES = 1 << 16

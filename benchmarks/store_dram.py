@@ -34,8 +34,7 @@ from kvtransfer.blocks.runs import ByteRegion, copy_runs
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.rpc.framing import prove_as_server, receive_frame, send_frame
-from kvtransfer.rpc.handshake import draw_id, draw_secret
+from kvtransfer.rpc.handshake import draw_id, draw_secret, prove_as_server, receive_frame, send_frame
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,

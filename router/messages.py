@@ -77,7 +77,7 @@ class Decision(Part, frozen=True):
 
     `prefill_cached_tokens` need not be computed where the prompt is prefilled (they are on the device or in
     the node's store), `decode_cached_tokens` are on the decode replica's device. The choice can be recomputed
-    from `candidates` alone (`router.cost.recompute`): the least cost of all pairs of two replicas and all
+    from `candidates` alone (`router.policies.recompute`): the least cost of all pairs of two replicas and all
     "local" candidates wins. Ties go to "local", then to the first in `candidates`."""
 
     request_id: str

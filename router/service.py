@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.cost import (
+from router.errors import NoReplicaError
+from router.load import LoadTracker, Placement
+from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
+from router.policies import (
     NEVER_FITS_TOKENS,
     Choice,
     ReplicaCost,
     RouteQuery,
     choose,
     decode_candidate,
+    make_policy,
     replica_cost,
 )
-from router.errors import NoReplicaError
-from router.load import LoadTracker, Placement
-from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
-from router.policies import make_policy
 from router.radix import NOT_IN_STORE, Match, PrefixTree
 
 ROLES = ("prefill", "decode", "both")

@@ -246,7 +246,8 @@ RETIRED_NAME = re.compile(
     "|intake|placing|moving|stream_moves|outbound|inbound|books|segment_books|asking|sending|ahead|page_taker"
     "|lending|board|catalogue|figures|meters|recent|examination|declared"
 )
-# Words of the old vocabulary: none is part of the name of a module, class or function, in the product or in tests.
+# Words of the old vocabulary: none is part of the name of a module, class or function, in the product or in
+# tests.
 RETIRED_WORD = re.compile(
     "house|rooms?|desk|journey|walk|hall|door|visitor|sight|shelf|hands|wishes|lever|keeper|brain|tally|phantom"
     "|elsewhere|lately"

@@ -48,7 +48,8 @@ class ReplicaStats(Part, frozen=True):
     num_moved_streams: int = 0
     num_failed_moves: int = 0
 
-    # KV blocks. Free ones include cached blocks that nobody uses; leaked ones are referenced by nothing known.
+    # KV blocks. Free ones include cached blocks that nobody uses; leaked ones are referenced by nothing
+    # known.
     num_total_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -94,7 +95,8 @@ class ReplicaStats(Part, frozen=True):
     # By cause (`kvtransfer.protocol.actions.Lost`): landings that ended without hand-over.
     num_lost_landings: dict[str, int] = {}
     num_checksum_failures: int = 0
-    # KV written to other replicas: the rate of recent pushes, bytes by traffic class, bytes and time by transport.
+    # KV written to other replicas: the rate of recent pushes, bytes by traffic class, bytes and time by
+    # transport.
     transfer_gb_s: float = 0.0
     num_moved_bytes: dict[str, int] = {}
     num_transport_bytes: dict[str, int] = {}
@@ -104,8 +106,8 @@ class ReplicaStats(Part, frozen=True):
     # The node's store. Rates and loaded tokens by tier.
     load_tok_s: dict[str, float] = {}
     num_loaded_tokens: dict[str, int] = {}
-    # Blocks written through to the host tier, and finished blocks that were not, by cause ("queue", "refused",
-    # "failed").
+    # Blocks written through to the host tier, and finished blocks that were not, by cause ("queue",
+    # "refused", "failed").
     num_stored_blocks: int = 0
     num_unstored_blocks: dict[str, int] = {}
     # Records that failed their checksum when they were read: their blocks were computed.

@@ -17,9 +17,8 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestInfo, RequestManager
 from cluster.gateway.sample_output import OutputDelta
-from cluster.metrics.demand import demand_message
 from cluster.metrics.ended_request import Summary
-from cluster.metrics.gateway_counters import cached_by_tier
+from cluster.metrics.gateway_counters import cached_by_tier, demand_message
 from cluster.metrics.replica_stats import load_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView

@@ -41,8 +41,8 @@ def about(request_id: str, more: Mapping[str, object]) -> dict[str, object]:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00,123 INFO cluster.gateway.request_manager: message`; an id that the message does not
-    name follows it."""
+    """`2026-01-31 12:00:00,123 INFO cluster.gateway.request_manager: message`; an id that the message does
+    not name follows it."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

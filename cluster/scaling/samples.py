@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig
-from cluster.metrics.demand import Demand, demand_of
+from cluster.metrics.gateway_counters import Demand, demand_of
 from cluster.metrics.replica_stats import stats_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import RosterView, ScalingMove

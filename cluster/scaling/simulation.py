@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol
 
-from cluster.metrics.demand import Demand
+from cluster.metrics.gateway_counters import Demand
 from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import StepCost

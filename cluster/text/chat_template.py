@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cluster.errors import TemplateError
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.framing import receive_frame, send_frame
+from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import CheckpointError
 

@@ -11,12 +11,15 @@ Neither side sends its proof before the other has committed to a nonce, so neith
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
+import socket
+import struct
 
-from kvtransfer.codec import Codec, Message
-from kvtransfer.errors import ProofError
+from kvtransfer.codec import MAX_FRAME_BYTES, Codec, Message
+from kvtransfer.errors import PeerGoneError, ProofError, WireError
 
 NONCE_BYTES = 16
 
@@ -119,3 +122,136 @@ class ServerHandshake:
 def _mac(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, name: str) -> bytes:
     text = b"|".join((b"tandem-1", role, client_nonce, server_nonce, name.encode()))
     return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+# Frames on a byte stream: a uint32 little-endian length, then that many bytes; blocking and asyncio. Both
+# sides exchange the proof on the bare socket: nothing is read ahead of it, so that an unproven peer takes no
+# more memory than one frame.
+
+_LENGTH = struct.Struct("<I")
+HANDSHAKE_TIMEOUT_S = 10.0
+# No frame of the proof is longer: a stranger must not make us take memory.
+_HANDSHAKE_BYTES = 4096
+
+
+def send_frame(sock: socket.socket, frame: bytes) -> None:
+    """Write one frame; `PeerGoneError` when the connection is closed."""
+    try:
+        sock.sendall(_LENGTH.pack(len(frame)) + frame)
+    except OSError as error:
+        raise PeerGoneError(f"connection lost while sending: {error}") from error
+
+
+def receive_frame(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Read one frame; `PeerGoneError` when the connection ends, `WireError` when the frame is longer."""
+    return receive_exactly(sock, _checked_length(receive_exactly(sock, _LENGTH.size), max_bytes))
+
+
+def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    """Read exactly `num_bytes`; `PeerGoneError` when the connection ends before."""
+    buffer = bytearray(num_bytes)
+    view = memoryview(buffer)
+    while view:
+        try:
+            count = sock.recv_into(view)
+        except OSError as error:
+            raise PeerGoneError(f"connection lost while receiving: {error}") from error
+        if count == 0:
+            raise PeerGoneError("connection closed by the other side")
+        view = view[count:]
+    return bytes(buffer)
+
+
+def prove_as_client(sock: socket.socket, secret: bytes, name: str) -> None:
+    """The connecting side's handshake; `ProofError` or `PeerGoneError` when it fails."""
+    handshake = ClientHandshake(secret, name)
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    send_frame(sock, handshake.hello())
+    send_frame(sock, handshake.answer(receive_frame(sock, _HANDSHAKE_BYTES)))
+    handshake.finish(receive_frame(sock, _HANDSHAKE_BYTES))
+    sock.settimeout(None)
+
+
+def prove_as_server(sock: socket.socket, secret: bytes) -> str:
+    """The accepting side's handshake; returns the client's name."""
+    handshake = ServerHandshake(secret)
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    send_frame(sock, handshake.challenge(receive_frame(sock, _HANDSHAKE_BYTES)))
+    send_frame(sock, handshake.welcome(receive_frame(sock, _HANDSHAKE_BYTES)))
+    sock.settimeout(None)
+    return handshake.client_name
+
+
+async def send_to(sock: socket.socket, frame: bytes) -> None:
+    """Send one frame on a non-blocking socket; `PeerGoneError` when the connection is closed."""
+    try:
+        await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(frame)) + frame)
+    except OSError as error:
+        raise PeerGoneError(f"connection lost while sending: {error}") from error
+
+
+async def receive_from(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Receive one frame on a non-blocking socket, and not a byte beyond it; `PeerGoneError` when the
+    connection ends, `WireError` when the frame is longer."""
+    length = _checked_length(await _receive_bytes(sock, _LENGTH.size), max_bytes)
+    return await _receive_bytes(sock, length)
+
+
+async def prove_as_async_client(sock: socket.socket, secret: bytes, name: str) -> None:
+    """Run the connecting side's handshake on a non-blocking socket."""
+    handshake = ClientHandshake(secret, name)
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        await send_to(sock, handshake.hello())
+        await send_to(sock, handshake.answer(await receive_from(sock, _HANDSHAKE_BYTES)))
+        handshake.finish(await receive_from(sock, _HANDSHAKE_BYTES))
+
+
+async def prove_as_async_server(sock: socket.socket, secret: bytes) -> str:
+    """Run the accepting side's handshake on a non-blocking socket; returns the client's name."""
+    handshake = ServerHandshake(secret)
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):  # as a whole: also for who sends byte by byte
+        await send_to(sock, handshake.challenge(await receive_from(sock, _HANDSHAKE_BYTES)))
+        await send_to(sock, handshake.welcome(await receive_from(sock, _HANDSHAKE_BYTES)))
+    return handshake.client_name
+
+
+async def connect_tcp(address: str) -> socket.socket:
+    """Connect to "host:port"; the non-blocking socket. `OSError` or `ValueError` when that cannot be."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    error = OSError(f"{host} has no address")
+    for family, kind, protocol, _, where in await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(sock, where)
+            return sock
+        except OSError as failure:
+            sock.close()
+            error = failure
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+    raise error
+
+
+async def _receive_bytes(sock: socket.socket, num_bytes: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    received = bytearray()
+    while len(received) < num_bytes:
+        try:
+            part = await loop.sock_recv(sock, num_bytes - len(received))
+        except OSError as error:
+            raise PeerGoneError(f"connection lost while receiving: {error}") from error
+        if not part:
+            raise PeerGoneError("connection closed by the other side")
+        received += part
+    return bytes(received)
+
+
+def _checked_length(header: bytes, max_bytes: int) -> int:
+    (length,) = _LENGTH.unpack(header)
+    if length > max_bytes:
+        raise WireError(f"frame of {length} bytes exceeds the limit of {max_bytes}")
+    return int(length)

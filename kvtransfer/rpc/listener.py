@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.tasks import Spawn, SupervisedTasks
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.rpc.framing import prove_as_async_server
+from kvtransfer.rpc.handshake import prove_as_async_server
 
 MAX_UNPROVEN = 64
 _ACCEPT_PAUSE_S = 0.1

@@ -25,7 +25,7 @@ from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
 from kvtransfer.rpc.listener import ProvenListener
 
 LinkKind = Literal["link", "peer"]

@@ -32,7 +32,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.messages import Shard, TrafficClass
-from kvtransfer.rpc.framing import (
+from kvtransfer.rpc.handshake import (
     HANDSHAKE_TIMEOUT_S,
     prove_as_client,
     receive_exactly,

@@ -38,7 +38,7 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.protocol.fence import Gate, RecentIds
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.listener import ListeningThread, shut_down
 
 _NUM_ROUND_TRIPS = 8

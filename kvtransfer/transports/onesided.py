@@ -19,7 +19,7 @@ from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.protocol.fence import RecentIds
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
 from kvtransfer.transports.base import (
     ACK_CODEC,
     Ack,

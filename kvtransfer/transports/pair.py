@@ -26,7 +26,7 @@ from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.rpc.framing import receive_frame, send_frame
+from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transports.base import (
     ACK_CODEC,

@@ -36,7 +36,7 @@ from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.rpc.framing import receive_frame, send_frame
+from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.transports.base import (
     ACK_CODEC,
     HELLO_CODEC,

@@ -26,7 +26,7 @@ from kvtransfer.blocks.pool import HostPool, KvPool, piece_table
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
 from kvtransfer.messages import BlockMove, Lane, ReplicaIdentity, Shard
 from kvtransfer.protocol.fence import Gate, OpenedLanding
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_exactly, send_frame
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_exactly, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transports.base import (
     ACK_CODEC,

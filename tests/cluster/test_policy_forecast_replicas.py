@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scaling_harness import config, decoding, demand, history_of, prefilling
 
-from cluster.metrics.demand import Demand
+from cluster.metrics.gateway_counters import Demand
 from cluster.roster.messages import ScalingMove
 from cluster.scaling.forecast import (
     MeasuredRates,

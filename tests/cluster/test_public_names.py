@@ -1,4 +1,5 @@
-"""The Python API: what `cluster` offers, and the same objects under the old import paths, kept until API v1."""
+"""The Python API: what `cluster` offers, and the same objects under the old import paths, kept until API
+v1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Running a request: buffers, timers, links that vanish, no re-entry. Router and connections are stand-ins."""
+"""Running a request: buffers, timers, links that vanish, no re-entry. Router and connections are
+stand-ins."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import DashboardError
-from cluster.metrics.demand import Demand
+from cluster.metrics.gateway_counters import Demand
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster

@@ -1,4 +1,5 @@
-"""Real requests through the real gateway, engine cores and ranks: each client gets the tokens of the model."""
+"""Real requests through the real gateway, engine cores and ranks: each client gets the tokens of the
+model."""
 
 from __future__ import annotations
 

@@ -17,8 +17,14 @@ from service_harness import BOTH, LAYOUT, NUM_BLOCKS, SECRET, TARGET, WHOLE, WRI
 from kvtransfer.blocks.pool import mapping_bytes
 from kvtransfer.common.host import host_id
 from kvtransfer.messages import Endpoint, Lane, PeerConnectFailed, RankEndpoints
-from kvtransfer.rpc.framing import prove_as_client, prove_as_server, receive_frame, send_frame
-from kvtransfer.rpc.handshake import HANDSHAKE_CODEC, Hello
+from kvtransfer.rpc.handshake import (
+    HANDSHAKE_CODEC,
+    Hello,
+    prove_as_client,
+    prove_as_server,
+    receive_frame,
+    send_frame,
+)
 from kvtransfer.transports.base import HELLO_CODEC, ChannelWelcome
 
 Serve = Callable[[socket.socket], object]
@@ -47,7 +53,7 @@ def test_a_stranger_that_sends_byte_by_byte_is_cut_off_in_time(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte comes before the socket's own patience is over."""
-    monkeypatch.setattr("kvtransfer.rpc.framing.HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvtransfer.rpc.handshake.HANDSHAKE_TIMEOUT_S", 0.3)
     frame = HANDSHAKE_CODEC.encode(Hello("slow" * 50, bytes(16)))
     pause = threading.Event()
 

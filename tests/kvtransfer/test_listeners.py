@@ -11,8 +11,7 @@ import pytest
 from listeners import KINDS, SECRET, ListenerProcess
 
 from kvtransfer.errors import ProofError
-from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
-from kvtransfer.rpc.handshake import ClientHandshake
+from kvtransfer.rpc.handshake import ClientHandshake, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.listener import MAX_UNPROVEN
 
 UNPROVEN_BYTES = 64 << 10

@@ -22,7 +22,7 @@ from transfer_harness import (
 
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
-from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.transports.base import HELLO_CODEC, ChannelHello, ChannelRefusal
 
 

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.messages import ReplicaIdentity
-from router.cost import (
+from router.load import CurrentLoad
+from router.messages import Candidate, Decision, ReplicaLoad
+from router.policies import (
     DEFAULT_LOAD_RATIO,
     DEFAULT_TRANSFER_RATIO,
     NEVER_FITS_TOKENS,
@@ -27,8 +29,6 @@ from router.cost import (
     space_penalty_tokens,
     transfer_ratio,
 )
-from router.load import CurrentLoad
-from router.messages import Candidate, Decision, ReplicaLoad
 
 QUERY = RouteQuery(1000, 200, 1, 64, 64, True)
 

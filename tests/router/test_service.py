@@ -11,8 +11,8 @@ from router_harness import BLOCK_TOKENS, RouterHarness, Tier, keys_of
 
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
-from router.cost import WORK_PART
 from router.errors import NoReplicaError
+from router.policies import WORK_PART
 from router.service import NUM_DECISIONS_KEPT
 
 TIERS: tuple[Tier, ...] = ("device", "dram", "nvme")

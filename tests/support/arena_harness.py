@@ -27,7 +27,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.rpc.framing import prove_as_server, receive_exactly, receive_frame, send_frame
+from kvtransfer.rpc.handshake import prove_as_server, receive_exactly, receive_frame, send_frame
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HEADER_BYTES,

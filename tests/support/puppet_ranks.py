@@ -6,7 +6,7 @@ import asyncio
 import socket
 from dataclasses import dataclass, field
 
-from kvtransfer.rpc.framing import prove_as_client, send_frame
+from kvtransfer.rpc.handshake import prove_as_client, send_frame
 from workers.messages import RANK_UP_CODEC, RankJoined, RankSpec, RankUp, StageCost
 from workers.replica.rank_group import RankHandle
 

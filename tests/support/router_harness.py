@@ -7,8 +7,8 @@ from typing import Literal
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.cost import recompute
 from router.messages import Decision, ReplicaLoad, RouteRequest
+from router.policies import recompute
 from router.service import RouterService
 
 BLOCK_TOKENS = 16

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cluster.metrics.demand import Demand
+from cluster.metrics.gateway_counters import Demand
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
 from cluster.scaling.samples import History, PoolView, ReplicaSample, ScalingSample

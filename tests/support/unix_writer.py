@@ -11,7 +11,7 @@ import socket
 import sys
 
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.framing import receive_frame, send_frame
+from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.transports.base import HELLO_CODEC, ChannelHello, greet
 
 

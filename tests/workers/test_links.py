@@ -16,8 +16,7 @@ from patience import WAIT_S
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.errors import TransferError
 from kvtransfer.rpc import stream
-from kvtransfer.rpc.framing import connect_tcp, prove_as_async_client, send_to
-from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.handshake import connect_tcp, draw_secret, prove_as_async_client, send_to
 from kvtransfer.rpc.stream import FrameStream, LinkServer, open_link
 
 SECRET = draw_secret()

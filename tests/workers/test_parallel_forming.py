@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # the type stubs leave it out
 
-from kvtransfer.rpc.framing import send_frame
-from kvtransfer.rpc.handshake import ClientHandshake
+from kvtransfer.rpc.handshake import ClientHandshake, send_frame
 from kvtransfer.rpc.listener import MAX_UNPROVEN
 from workers.errors import RankDiedError
 from workers.rank.collectives import RankGroups

@@ -24,7 +24,7 @@ from rank_processes import ForkedRank
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
-from kvtransfer.rpc.framing import prove_as_server, receive_frame, send_frame
+from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
 from workers.messages import (
     RANK_DOWN_CODEC,
     RANK_SPEC_CODEC,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.errors import TransferError
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, prove_as_client
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client
 from kvtransfer.rpc.listener import ListeningThread
 from workers.errors import RankDiedError
 

@@ -32,7 +32,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.host import host_id
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import RankEndpoints
-from kvtransfer.rpc.framing import prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import StoreOrder
 from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError

@@ -22,7 +22,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, StoreError, WireError
-from kvtransfer.rpc.framing import HANDSHAKE_TIMEOUT_S, receive_from, send_to
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_from, send_to
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.store.dram.arena import Arena, Prefault, arena_bytes
 from kvtransfer.store.messages import (
