@@ -50,7 +50,7 @@ class EngineConfig(BaseModel):
     start_stall_s: float = Field(default=600.0, gt=0)
 
     # KV capacity in host memory beyond `kv_tokens`, where running sequences keep older blocks (0: none, a
-    # sequence that finds no room is preempted).
+    # sequence that finds no free block is preempted).
     offload_tokens: int = Field(default=0, ge=0)
     # Blocks move there when more than this share of `kv_tokens` is in use.
     offload_at: float = Field(default=0.95, gt=0, le=1)

@@ -3,7 +3,7 @@
 WorkerError
 ├── CheckpointError       the model folder cannot be served: the text names the file, key or tensor
 ├── CapacityError         the request can never fit this replica: do not retry it here
-├── QueueFullError        no room now: try another replica, or later
+├── QueueFullError        no capacity now: try another replica, or later
 ├── OutOfBlocksError      the block pool has fewer free blocks than asked: preempt or wait
 └── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
 """
@@ -32,4 +32,4 @@ class OutOfBlocksError(WorkerError):
 
 
 class RankDiedError(WorkerError):
-    """A rank ended, hung or reported that it cannot go on."""
+    """A rank ended, hung or reported that it cannot continue."""

@@ -1,8 +1,8 @@
-"""Everything that crosses the walls of a replica.
+"""Messages that enter or leave a replica, or pass between its engine core and its ranks.
 
-Link: gateway <-> engine core, one frame per engine step upward. Peer link: engine core <-> engine core (KV messages of
-`kvtransfer.messages` plus `HandOver`). Rank channel: engine core <-> rank, one plan down and one report up a
-step. Token ids travel as uint32 little-endian bytes; no tensors.
+Link: gateway <-> engine core, one frame per engine step upward. Peer link: engine core <-> engine core (KV
+messages of `kvtransfer.messages` plus `HandOver`). Rank channel: engine core <-> rank, one plan down and one
+report up a step. Token ids travel as uint32 little-endian bytes; no tensors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Submission(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     """Gateway to engine core: stop the request and free everything of it within one step. Always answered by
-    nothing: the gateway has already told its client."""
+    nothing: the gateway has already answered its client."""
 
     request_id: str
     attempt: int
@@ -188,8 +188,8 @@ class HandOverReport(Part, frozen=True):
 
 
 class MoveEnded(Part, frozen=True):
-    """Answer to `Move`, unless the request ended first. `error` "": it goes on at `target`, and all its
-    tokens from here are told; else it goes on here, because of that."""
+    """Answer to `Move`, unless the request ended first. `error` "": it continues at `target`, and all its
+    tokens from here have been sent; else it continues here, for that reason."""
 
     request_id: str
     attempt: int
@@ -198,12 +198,12 @@ class MoveEnded(Part, frozen=True):
 
 
 class RequestFailed(Part, frozen=True):
-    """The attempt is over without a finish. `code`: "refused" (no room or queue full: route again),
+    """The attempt is over without a finish. `code`: "refused" (no capacity or queue full: route again),
     "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
     fault: route again), "leaving" (it leaves, nobody's fault: route again), "invalid" (never retry).
     `retry_after_s` goes with "refused", and so does `refused_by`: the replica id of the hand-over's other
-    side when that has no room, "" when the sender. With "internal", `suspect` tells whether this request may
-    have caused the fault: it was in flight, or the fault was found to be its own."""
+    side when that has no capacity, "" when the sender. With "internal", `suspect` tells whether this request
+    may have caused the fault: it was in flight, or the fault was found to be its own."""
 
     request_id: str
     attempt: int
@@ -272,14 +272,14 @@ class Leaving(Message, frozen=True):
 
 
 class RoleChanged(Message, frozen=True):
-    """Engine core to gateway: from now on it plays this role. What it no longer should do finishes or moves."""
+    """Engine core to gateway: from now on it plays this role. Requests of the old role finish or migrate."""
 
     role: str
     epoch: int
 
 
 class Move(Message, frozen=True):
-    """Gateway to engine core: go on with this request at `target`: its finished KV first, then its state."""
+    """Gateway to engine core: migrate this request to `target`: its finished KV first, then its state."""
 
     request_id: str
     attempt: int
@@ -333,7 +333,7 @@ class RankSpec(Message, frozen=True):
     Rank `stage * tp + tp_rank` is the `tp_rank`-th of the `tp` ranks that share every layer of `stage`. The
     first of the last stage samples. `probe_rows` above 0: before it loads, the rank measures what a layer and
     the head cost on its device for a step of so many tokens, `probe_sampled_rows` of which sample (0: all),
-    and tells it in `RankJoined`.
+    and reports it in `RankJoined`.
     """
 
     replica: ReplicaIdentity
@@ -380,9 +380,10 @@ class StageCost(Part, frozen=True):
 
 
 class RankJoined(Message, frozen=True):
-    """Rank to engine core, first of all: it is alive, and has not loaded anything yet. `store_address` is where the
-    ranks of a replica of several find each other; rank 0 opens it, the others say "". `attention_ratio` is
-    the measured cost of attending to one earlier token, in units of the cost of one token's products."""
+    """Rank to engine core, first of all: it is alive, and has not loaded anything yet. `store_address` is
+    where the ranks of a replica of several find each other; rank 0 opens it, the others say "".
+    `attention_ratio` is the measured cost of attending to one earlier token, in units of the cost of one
+    token's products."""
 
     rank: int
     process_id: int
@@ -399,8 +400,8 @@ class RankProgress(Message, frozen=True):
 
 
 class FormGroup(Message, frozen=True):
-    """Engine core to every rank, when all have joined: load your part. `stages[i]` are the layers [start, end) of
-    stage i."""
+    """Engine core to every rank, when all have joined: load your part. `stages[i]` are the layers [start,
+    end) of stage i."""
 
     store_address: str
     stages: tuple[tuple[int, int], ...]
@@ -428,8 +429,8 @@ class RankReady(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """Rank to engine core: it cannot go on (bad checkpoint, out of memory, a kernel's error); it exits. With
-    `lost_peer` its connection to another rank broke: a consequence, not the first cause."""
+    """Rank to engine core: it cannot continue (bad checkpoint, out of memory, a kernel's error); it exits.
+    With `lost_peer` its connection to another rank broke: a consequence, not the first cause."""
 
     rank: int
     reason: str
@@ -460,10 +461,10 @@ class SlotStart(Part, frozen=True):
 class BatchEntry(Part, frozen=True):
     """Compute `num_tokens` tokens of one sequence from position `start`.
 
-    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the engine core
-    may not know it yet). `block_ids` is the sequence's whole block table, enough for start + num_tokens.
-    `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not
-    the prompt's last, one normally, n when n samples fork from one prompt.
+    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the
+    engine core may not know it yet). `block_ids` is the sequence's whole block table, enough for start +
+    num_tokens. `sample_slots` are the slots that sample from the last position's logits: none for a chunk
+    that is not the prompt's last, one normally, n when n samples fork from one prompt.
     """
 
     slot: int
@@ -511,9 +512,9 @@ class FailedEntry(Part, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed` entries.
-    Only the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was there, and
-    when its part was done."""
+    """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
+    entries. Only the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was
+    there, and when its part was done."""
 
     step: int
     tokens: tuple[SampledToken, ...]
@@ -527,8 +528,8 @@ class StepReport(Message, frozen=True):
 
 
 class StepProgress(Message, frozen=True):
-    """Rank to engine core, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for longer
-    than that, and a piece of it was completed since."""
+    """Rank to engine core, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for
+    longer than that, and a piece of it was completed since."""
 
     step: int
 

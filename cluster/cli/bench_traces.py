@@ -168,8 +168,8 @@ def bench_store(
         Path, typer.Option(help="Requests with their blocks, in Mooncake's format (JSON lines).")
     ],
     device_blocks: Annotated[int, typer.Option(min=0, help="What the replicas hold.")] = _DEVICE_BLOCKS,
-    dram_blocks: Annotated[str, typer.Option(help="TierSizes of the host tier.")] = _DRAM_BLOCKS,
-    nvme_blocks: Annotated[str, typer.Option(help="TierSizes of the NVMe tier.")] = _NVME_BLOCKS,
+    dram_blocks: Annotated[str, typer.Option(help="Sizes of the host tier.")] = _DRAM_BLOCKS,
+    nvme_blocks: Annotated[str, typer.Option(help="Sizes of the NVMe tier.")] = _NVME_BLOCKS,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace through the store's policies, without a cluster: hit rates against the ideal, writes."""

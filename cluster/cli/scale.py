@@ -77,8 +77,7 @@ def scale(
     token: Token = "",
     as_json: AsJson = False,
 ) -> None:
-    """Set how many replicas pools have; the counts hold over deploys and restarts until somebody changes
-    them."""
+    """Set how many replicas pools have; the counts hold over deploys and restarts."""
     if not orders and not release:
         raise typer.BadParameter("name a pool and its count, as in decode=3", param_hint="POOL=REPLICAS")
 

@@ -107,11 +107,8 @@ class Gateway:
         )
         history = RequestHistory(block_tokens, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
-        observers: list[Observer] = [history.ended]
-        if config.logs.access:
-            observers.append(log_access)
-        if self._tracer is not None:
-            observers.append(self._tracer)
+        log = log_access if config.logs.access else None
+        observers: list[Observer | None] = [history.ended, log, self._tracer]
         self.requests = RequestManager(
             preprocessor=self._preprocessor,
             connections=self.connections,
@@ -119,7 +116,7 @@ class Gateway:
             clock=clock,
             max_requests=config.gateway.max_requests,
             on_members=self._on_members,
-            observers=observers,
+            observers=[observer for observer in observers if observer is not None],
             counters=GatewayCounters(
                 self._pool_of,
                 self._token_bytes,
@@ -132,8 +129,7 @@ class Gateway:
             config, self.requests, self.connections, self._preprocessor, stores, clock, history
         )
         self._console = open_console(gateway_id, config, status, self.requests, stores, operations, clock)
-        # Where the console listens after `start`; 0: there is none.
-        self.console_port = 0
+        self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._status = status
         self._traffic = TrafficSplitter(
             app=config.app,

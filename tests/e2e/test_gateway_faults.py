@@ -197,7 +197,7 @@ async def test_a_flipped_bit_reaches_no_client(stage: Stage, tmp_path: Path, tra
 async def test_a_stopped_writer_is_killed_and_its_streams_move(
     stage: Stage, tmp_path: Path, transport: str
 ) -> None:
-    """SIGSTOP inside the copy loop: its step never ends, its engine core notices, and the blocks come back."""
+    """SIGSTOP inside the copy loop: its step never ends, the engine core notices, the blocks return."""
     seed = {"shm": 800, "tcp": 850}[transport]
     fault = rule("push.half", "stop", tmp_path, 3)
     victim = await stage.guest("prefill", fault, transfer={"transports": (transport,)}, stall_s=2.0)

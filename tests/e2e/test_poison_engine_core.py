@@ -1,4 +1,5 @@
-"""Errors of the engine core itself: the request that it was at is told apart from those that merely run there."""
+"""Errors of the engine core itself: the request that it was at is told apart from those that merely run
+there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The declared application with replicas that do nothing, and a Ray cluster to deploy it to.
 
-`build` is `cluster.serve.entrypoint:build` with another class for the replicas of the pools: gateway, roster, scaler
-and every count are real. Run as a process, it is a Ray cluster that ends with its input.
+`build` is `cluster.serve.entrypoint:build` with another class for the replicas of the pools: gateway, roster,
+scaler and every count are real. Run as a process, it is a Ray cluster that ends with its input.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A real gateway in front of a `e2e_harness.Harness`: a roster, replicas that live in it as `cluster.serve.app` lets
-them, and clients whose streams are recorded.
+"""A real gateway in front of a `e2e_harness.Harness`: a roster, replicas that live in it as
+`cluster.serve.app` lets them, and clients whose streams are recorded.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Front:
         return self._clients[-1]
 
     async def register(self, *replicas: Replica) -> None:
-        """Into the roster, as `cluster.serve.app.ReplicaActor` does; returns when all are connected and joined."""
+        """Into the roster, as `cluster.serve.app.ReplicaActor` does; returns when all are connected and
+        joined."""
         for replica in replicas:
             await self.roster.register_replica(_record(replica))
             self._registered.append(replica)
@@ -185,7 +186,8 @@ class Front:
         }
 
     async def _live(self, replica: Replica) -> None:
-        """As `cluster.serve.app.ReplicaActor`: an engine core that cannot go on leaves the roster and ends."""
+        """As `cluster.serve.app.ReplicaActor`: an engine core that cannot go on leaves the roster and
+        ends."""
         try:
             while True:
                 await self.clock.sleep(HEALTH_PERIOD_S)

@@ -1,4 +1,5 @@
-"""A harness in one process: real engine cores on loopback, real rank processes, a bare Link in place of a gateway."""
+"""A harness in one process: real engine cores on loopback, real rank processes, a bare Link in place of a
+gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Migrate a stream between two real replicas by hand, as a gateway would have it, and what must come of it."""
+"""Migrate a stream between two real replicas by hand, as a gateway would have it, and what must come of
+it."""
 
 from __future__ import annotations
 

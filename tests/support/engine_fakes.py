@@ -1,4 +1,5 @@
-"""Fakes of what the parts of an engine core are given: ranks, the engine core itself, the store's two ends."""
+"""Fakes of what the parts of an engine core are given: ranks, the engine core itself, the store's two
+ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `cluster.serve.ray_private` returns in a real Ray cluster, as one JSON line. A process with RAY_AUTH_TOKEN.
+"""What `cluster.serve.ray_private` returns in a real Ray cluster, as one JSON line. A process with
+RAY_AUTH_TOKEN.
 
 `build` is the application that it declares to Ray Serve.
 """

@@ -1,4 +1,5 @@
-"""The rooms of an engine core around hand-overs: which news reach the gateway, and what peers may not break."""
+"""The rooms of an engine core around hand-overs: which news reach the gateway, and what peers may not
+break."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The decode side of hand-overs: sequences that were computed elsewhere, up to now, and that continue here.
+"""Receives KV from other replicas: sequences that were computed there up to now and that continue here.
 
-Joins the sans-I/O `kvtransfer.protocol.receiver.LandingTable` to the scheduler, the Peer links and the ranks. Nothing
-here blocks; everything runs on the engine core's loop.
+Joins the sans-I/O `kvtransfer.protocol.receiver.LandingTable` to the scheduler, the Peer links and the ranks.
+Nothing here blocks; everything runs on the engine core's loop.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ class KvSender:
         *,
         is_growing: bool = False,
     ) -> None:
-        """Ask `target` for a landing of `num_tokens` until `deadline` (None: without limit); there is a path to
-        it. `is_growing`: the sequence decodes meanwhile and may end with fewer."""
+        """Ask `target` for a landing of `num_tokens` until `deadline` (None: without limit); there is a path
+        to it. `is_growing`: the sequence decodes meanwhile and may end with fewer."""
         connection_id = self._peers.connection(target.identity)
         assert connection_id is not None
         request = LandingRequest(

@@ -1,16 +1,17 @@
 """Migration of running streams to another replica: finished blocks first, then the state.
 
-    Move --> QUEUED --in turn--> ASKED --granted--> COPYING --held, all is written--> HANDED --joined--> migrated
-               ^                   |                   |                                |
-               +--- once more -----+-- too late, preempted, part of it in host memory   +-- target lost:
-                                   |                   |                                |   fails, "leaving"
-                                   +-- no capacity, aborted, push failed, peer lost ----+-- aborted there
+    Move --> QUEUED --in turn--> ASKED --granted--> COPYING --held, all written--> HANDED --joined--> migrated
+               ^                   |                   |                              |
+               +--- once more -----+-- too late, preempted, part of it in host memory +-- target lost:
+                                   |                   |                              |   fails, "leaving"
+                                   +-- no capacity, aborted, push failed, peer lost --+-- aborted there
                                                        v
-                                     (it continues here, its gateway hears why)
+                                     (it continues here, the gateway is sent the reason)
 
 The sequence decodes until what is finished has been written; then it is held with its next token, so that it
-pauses only while its last blocks and its state are on their way. Which token that is follows from the speed of
-the transfer: the landing has capacity for more tokens than that takes. Called by the engine core, on its loop.
+pauses only while its last blocks and its state are on their way. Which token that is follows from the speed
+of the transfer: the landing has capacity for more tokens than that takes. Called by the engine core, on its
+loop.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class MigrationManager:
 
     def start(self, move: Move) -> None:
         """Migrate this request when its turn comes. One that is not here (any more) has been answered
-        already, and one that is being handed over will run elsewhere anyway."""
+        already, and one that is being handed over will leave anyway."""
         record = self.requests.get((move.request_id, move.attempt))
         if record is None or record.push is not None:
             return
@@ -119,7 +120,8 @@ class MigrationManager:
             record.push.progress(chunk)
 
     def capacity(self, position: Position, num_tries: int) -> int:
-        """Return how many tokens a landing must hold: those of now, and those decoded until they are written."""
+        """Return how many tokens a landing must hold: those of now, and those decoded until they are
+        written."""
         gb_s = self.sender.sends.counters.gb_s or _ASSUMED_GB_S
         copy_s = position.num_tokens * self._token_bytes * self._max_active / gb_s / 1e9
         wanted_s = (AHEAD_S + copy_s) * (1 << (num_tries - 1))

@@ -1,14 +1,15 @@
-"""Peer links: the engine core-to-engine core streams and, under them, the measured data connections between ranks.
+"""Peer links: the engine core-to-engine core streams and, under them, the measured data connections between
+ranks.
 
-A replica opens one link to each decode replica it writes to (`outbound`) and accepts one from each replica
-that writes to it (`inbound`). An outbound link is usable when the compatibility records agree and every rank
-has connected and measured its lanes; until then, and when it fails, whoever asked for it is told.
+A replica opens one link to each decode replica it writes to, and accepts one from each replica that writes to
+it. A link to a decode replica is usable when the compatibility records agree and every rank
+has connected and measured its lanes; its `PrefillSide` is notified then, and when the link fails.
 
     unknown --ensure--> connecting --PeerHello equal--> measuring --PeerConnected of every rank--> ready
        ^                    |                               |                                       |
        +-- cooling down <---+-------------------------------+------ link or path lost --------------+
 
-While it cools down, whoever asks is told the last reason at once; each failure in a row doubles the time.
+While it cools down, `ensure` reports the last reason at once; each failure in a row doubles the time.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class _PeerFailure:
 
 
 class PrefillSide(Protocol):
-    """Whoever writes to peers: hears their messages, and the fate of `ensure`."""
+    """The writer of KV (`KvSender`): receives the messages of decode replicas, and the outcome of
+    `ensure`."""
 
     def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None: ...
     def peer_ready(self, peer: ReplicaIdentity) -> None: ...
@@ -82,8 +84,8 @@ class PrefillSide(Protocol):
 
 
 class DecodeSide(Protocol):
-    """Whoever peers write to: hears when a writer's link opens (and which pieces of every block it will write
-    into which of our ranks), its messages, and when the link ends."""
+    """The receiver of KV (`KvReceiver`): is notified when a writer's link opens (and which pieces of every
+    block it will write into which of our ranks), its messages, and when the link ends."""
 
     def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None: ...
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None: ...
@@ -119,7 +121,7 @@ class Peers:
         self._writers: dict[ReplicaIdentity, FrameStream] = {}
         self._tasks = SupervisedTasks(control.fail)
 
-    # ------------------------------------------------------------------------------------- outbound
+    # ------------------------------------------------------------------------ links to decode replicas
 
     def ensure(self, target: HandOverTarget, side: PrefillSide) -> None:
         """Open a link to `target` unless there is one (or one is being opened). `peer_failed` is called at
@@ -170,7 +172,7 @@ class Peers:
 
     def paths(self) -> tuple[PathMeasure, ...]:
         """The measured paths, one for each lane, for reports; for a peer that no way leads to now, one that
-        has no transport and tells why."""
+        has no transport but the reason."""
         measured = tuple(
             PathMeasure(
                 peer=peer.target.identity,
@@ -292,7 +294,7 @@ class Peers:
         self._cooling = {key: it for key, it in self._cooling.items() if now < it.ends_at + longest_s}
         self._cooling[identity] = _PeerFailure(reason, num_failures, delay_s, now + delay_s)
 
-    # -------------------------------------------------------------------------------------- inbound
+    # ------------------------------------------------------------------------------ links of writers
 
     async def serve(self, stream: FrameStream, side: DecodeSide) -> None:
         """Handler of an accepted Peer link; runs until it ends."""
@@ -349,7 +351,7 @@ class Peers:
         return PeerHello(self._identity, self._compatibility, self._ranks)
 
     async def close(self) -> None:
-        """Close all links; the writers are told that this is the end."""
+        """Close all links, after a `PeerStopping` to the writers."""
         for stream in self._writers.values():
             stream.send(PEER_CODEC.encode(PeerStopping()))
         for stream in [*self._writers.values(), *(p.stream for p in self._decode_peers.values() if p.stream)]:

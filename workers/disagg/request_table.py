@@ -1,8 +1,8 @@
 """One record for each request on a replica, which the stages of the request extend.
 
 The record exists from the `Submission` (or from the hand-over that joined here) until the last sample ends,
-the attempt fails or is cancelled, or the request continues at another replica. `Scheduler` keeps apart what it
-computes, because the simulator runs it without a replica.
+the attempt fails or is cancelled, or the request continues at another replica. `Scheduler` keeps apart what
+it computes, because the simulator runs it without a replica.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class RequestTable:
         return record
 
     def remove(self, key: RequestKey) -> ActiveRequest | None:
-        """Forget the request, which is over here or continues at another replica; return it if it was here."""
+        """Forget the request, which is over here or continues at another replica; return it if it was
+        here."""
         record = self._records.pop(key, None)
         self._control.wake()
         return record

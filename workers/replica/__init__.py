@@ -1,1 +1,2 @@
-"""The engine core process of a replica: requests, step loop, rank group and the links of gateways. No torch."""
+"""The engine core process of a replica: requests, step loop, rank group and the links of gateways. No
+torch."""

@@ -1,4 +1,5 @@
-"""The engine core of a replica: every decision of its engine, and its Links. It never imports torch, never blocks.
+"""The engine core of a replica: every decision of its engine, and its Links. It never imports torch, never
+blocks.
 
 Queues and who empties them:
 
@@ -235,7 +236,8 @@ class EngineCore:
 
     async def drain(self, drain_s: float) -> None:
         """Take no new work, hand back what has not begun, and return when all that runs has finished or
-        moved, or `drain_s` is over; what is left then is resumed elsewhere, its KV computed again."""
+        migrated, or `drain_s` is over; what is left then resumes at another replica, its KV computed
+        again."""
         self._gateways.broadcast(Leaving(drain_s))
         self.requests.leave(_LEAVES)
         self.kv_receiver.leave(_LEAVES)

@@ -1,7 +1,8 @@
 """The links that gateways open to an engine core: who they are first, then their messages, until they end.
 
-News are collected during a step and sent as one `StepFrame` per gateway by `flush`. The engine core waits for a
-gateway without a link (not yet, or not any more) during a short grace period; then its requests are cancelled.
+News are collected during a step and sent as one `StepFrame` per gateway by `flush`. The engine core waits for
+a gateway without a link (not yet, or not any more) during a short grace period; then its requests are
+cancelled.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class GatewayLinks:
         hello: Callable[[], ReplicaHello],
         on_message: Callable[[GatewayKey, LinkDown], None],
     ) -> None:
-        """Serve one link until it ends, passing on its messages. A gateway that sends nonsense loses its link."""
+        """Serve one link until it ends, passing on its messages. A gateway that sends nonsense loses its
+        link."""
         frame = await stream.receive()
         greeting = None if frame is None else LINK_DOWN_CODEC.decode(frame)
         if not isinstance(greeting, GatewayHello):

@@ -127,7 +127,7 @@ def _layer_s(cost: StageCost) -> float:
 # ----------------------------------------------------------------------------------------------
 # Which layers each stage of a pipeline gets, so that the slowest stage is as fast as it can be. No torch.
 #
-# Called by the engine core when its ranks have joined and told what a layer costs on their devices.
+# Called by the engine core when its ranks have joined and reported what a layer costs on their devices.
 
 # The layers [start, end) of each stage.
 Stages = tuple[tuple[int, int], ...]

@@ -1,9 +1,9 @@
-"""The engine core's side of its ranks: start them together, send plans and orders, receive reports, notice their
-death.
+"""The engine core's side of its ranks: start them together, send plans and orders, receive reports, notice
+their death.
 
-A rank connects back to the engine core over TCP and proves the secret; one framed connection carries `RankDown`
-and `RankUp`. Who starts the process is a `RankLauncher`: Ray actors in the cluster, plain processes in tests
-and benchmarks.
+A rank connects back to the engine core over TCP and proves the secret; one framed connection carries
+`RankDown` and `RankUp`. Who starts the process is a `RankLauncher`: Ray actors in the cluster, plain
+processes in tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CULPRIT_S = 0.5
 
 _SYSTEM_CLOCK = SystemClock()
 
-# From what the ranks told when they joined, in rank order, to the layers [start, end) of each stage.
+# From what the ranks reported when they joined, in rank order, to the layers [start, end) of each stage.
 PlanStages = Callable[[Sequence[RankJoined]], tuple[tuple[int, int], ...]]
 
 _log = logging.getLogger("tandem.ranks")
@@ -146,8 +146,8 @@ class RankGroup:
         self._stopping = False
 
     async def start(self, specs: Sequence[RankSpec], host: str, plan_stages: PlanStages) -> list[RankReady]:
-        """Launch the ranks (their `engine_core_address` is filled in here), let `plan_stages` decide the layers of
-        each stage when all have joined, and wait until all are ready.
+        """Launch the ranks (their `engine_core_address` is filled in here), let `plan_stages` decide the
+        layers of each stage when all have joined, and wait until all are ready.
 
         Raises `RankDiedError` with the rank's own reason when one cannot serve, or with the ranks that have
         not arrived and their phases when none makes progress, and whatever `plan_stages` raises; then all

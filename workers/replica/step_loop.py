@@ -80,7 +80,8 @@ class StepLoop:
             self._issue(plan, now)
 
     def probe(self, idle_s: float) -> bool:
-        """Send a canary, and tell so, when nothing was reported for `idle_s` and nothing is on its way."""
+        """Send a canary, and return True, when nothing was reported for `idle_s` and nothing is on its
+        way."""
         now = self._clock.now()
         is_due = not self._unreported and now > self._last_settled_at + idle_s
         if is_due:

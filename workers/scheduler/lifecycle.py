@@ -22,11 +22,11 @@ class Lifecycle:
 
         submit --> WAITING --run--> RUNNING --token: end, or limit--> ENDED --last plan reported--> gone
                       ^              |  ^ \\
-                      |           no free space  \\--outbound prompt done--> HELD --finish_outbound--> gone
+                      |           no free space  \\--prompt handed over--> HELD --finish_hand_over--> gone
                       |              v   \\
                       +--reported-- PREEMPTING adopt
 
-    A running sequence that moves to another replica is HELD with its last token here, and runs again
+    A running sequence that migrates to another replica is HELD with its last token here, and runs again
     (`resume`) when the move does not come about.
     Cancel and deadline lead from every state to ENDED. A sequence that ends or is preempted while an
     unreported plan names it is `leaving`: it keeps blocks and slot until that plan is reported. A preempted
@@ -174,14 +174,14 @@ class Lifecycle:
         self._leave(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """An outbound prompt is done, or a sequence moves: no plan names it any more, its blocks stay for the
+        """A prompt is handed over, or a sequence migrates: no plan names it any more, its blocks stay for the
         hand-over."""
         self.running.remove(sequence)
         sequence.phase = Phase.HELD
         self._free_slot(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """A held sequence goes on here after all, where it was."""
+        """Continue a held sequence here after all, where it was."""
         sequence.hold_at = 0
         self.run(sequence)
 
@@ -234,7 +234,7 @@ class Lifecycle:
         sequence.slot = self._free_slots.pop()
 
     def take_freed_slots(self) -> tuple[int, ...]:
-        """Slots freed since the last plan: the next one tells the ranks, before its starts."""
+        """Slots freed since the last plan: the next plan names them, before its starts."""
         freed, self._slots_to_free = tuple(self._slots_to_free), []
         return freed
 
@@ -294,7 +294,7 @@ class Lifecycle:
             offloaded = [index for index, it in enumerate(sequence.block_ids) if host.holds(it)]
             assert len(offloaded) == sequence.num_offloaded
             assert not (offloaded and sequence.request.decodes_remotely), (
-                "an outbound prompt is not on the device"
+                "a prompt to hand over is not on the device"
             )
             settled = sequence.num_settled // self._pool.block_tokens
             assert all(index < settled for index in offloaded), "what is still computed has left the device"
@@ -311,7 +311,7 @@ def _queue_rank(sequence: Sequence) -> tuple[int, bool, Rank]:
 
 
 # ----------------------------------------------------------------------------------------------
-# Which sequences can move to another replica while they run, and how they stop and go on here.
+# Which sequences can migrate to another replica while they run, and how they stop and continue here.
 #
 # Part of the scheduler; `workers.disagg.migration` asks, so that nobody outside touches a sequence.
 
@@ -380,7 +380,7 @@ class SequenceMigration:
         return sequence is not None and sequence.hold_at > 0
 
     def resume(self, key: RequestKey) -> None:
-        """The move is off: it goes on here, if it is still here."""
+        """Continue the sequence here, if it is still here: the migration has ended."""
         sequence = self._only(key)
         if sequence is None:
             return

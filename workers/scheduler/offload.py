@@ -1,7 +1,8 @@
 """Which blocks of running sequences lie in the ranks' host memory: the context beyond the device's.
 
 Called by the planner before it preempts anyone. A moved block is read by every step of its sequence, so older
-blocks go first (a sliding window never reads them again), and they come back when there is room for long.
+blocks go first (a sliding window never reads them again), and they come back when there is free space for
+long.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class Offloader:
                     num_blocks -= 1
 
     def admits(self, running: Seq[Sequence], sequence: Sequence, demand: BlockDemand, num_spare: int) -> bool:
-        """Whether device and host memory together have room for a waiting sequence, as much as those that run
-        will still take for the tokens that they have, and `num_spare` blocks more."""
+        """Whether device and host memory together have space for a waiting sequence, as much as those that
+        run will still take for the tokens that they have, and `num_spare` blocks more."""
         num_wanted = demand.num_new + demand.num_idle + num_spare
         num_wanted += sum(self._num_blocks(each) - len(each.block_ids) for each in running)
         if num_wanted <= self._pool.num_free:

@@ -1,4 +1,4 @@
-"""Planner: fills a step. Decodes first, then prompt chunks, then what waits; makes room where it lacks."""
+"""Planner: fills a step. Decodes first, then prompt chunks, then what waits; frees blocks where they lack."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class Planner:
             self._life.fork(sequence)
 
     def _free_blocks(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
-        """Make room for the sequence's tokens up to `end`, or to where is returned: less far where the device
-        is small, 0 when blocks come back anyway or when the sequence itself was preempted.
+        """Free blocks for the sequence's tokens up to `end`, or to where is returned: less far where the
+        device is small, 0 when blocks come back anyway or when the sequence itself was preempted.
 
         Blocks move to host memory where that is enough; else others are preempted, the last in rank first.
         """
@@ -172,7 +172,7 @@ class Planner:
         return (num_tokens // self._pool.block_tokens + 1) * self._pool.block_tokens
 
     def _shorter(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
-        """The most of the chunk for which moving blocks to host memory makes room; 0: nothing of it."""
+        """The most of the chunk for which moving blocks to host memory frees enough; 0: nothing of it."""
         if self._offloader is None:
             return 0
         block_tokens = self._pool.block_tokens
@@ -236,9 +236,9 @@ class Planner:
 # ----------------------------------------------------------------------------------------------
 # Micro-batches: which sequences a plan may take when several stages compute several plans at once.
 #
-# A plan visits the stages one after another, so P stages are busy only while P plans are under way that do not
-# wait for each other. Decoding sequences are therefore dealt out over P plans in turn, and a prompt's chunks,
-# which wait for no token, go into one plan after another. Used by the scheduler.
+# A plan visits the stages one after another, so P stages are busy only while P plans are under way that do
+# not wait for each other. Decoding sequences are therefore dealt out over P plans in turn, and a prompt's
+# chunks, which wait for no token, go into one plan after another. Used by the scheduler.
 
 
 class MicroBatches:
@@ -287,7 +287,8 @@ class MicroBatches:
 
 
 # ----------------------------------------------------------------------------------------------
-# The way into the engine: what can fit at all, and when an outbound request asks for its landing.
+# Admission: what can fit at all, when a prompt that is handed over asks for its landing, what is loaded
+# first.
 
 _WAIT_S = 1.0
 
@@ -295,7 +296,8 @@ _WAIT_S = 1.0
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples. That with
-    `max_local_kv_tokens` stays here, some of its KV in host memory; an outbound one is on the device."""
+    `max_local_kv_tokens` stays here, some of its KV in host memory; one that is handed over is on the
+    device."""
 
     max_context_tokens: int
     max_kv_tokens: int
@@ -305,7 +307,7 @@ class EngineLimits:
 
     def output_limit(self, submission: Submission) -> int:
         """Tokens a sample may have in all: `max_tokens`, clipped to what context and KV leave it. The KV of
-        an outbound request grows elsewhere."""
+        a request that is handed over grows at its decode replica."""
         num_prompt_tokens = _num_tokens(submission.prompt)
         limit = min(submission.sampling.max_tokens, self.max_context_tokens - num_prompt_tokens)
         return limit if submission.decode else min(limit, self.max_local_kv_tokens - num_prompt_tokens)
@@ -342,7 +344,8 @@ class EngineLimits:
         self._check_plan(submission, limit)
 
     def _check_plan(self, submission: Submission, output_limit: int) -> None:
-        """Whatever becomes of the request, here or where it goes on, what a plan says of it fits a frame."""
+        """Whatever becomes of the request, here or where it continues, what a plan says of it fits a
+        frame."""
         sampling, num_prompt_tokens = submission.sampling, _num_tokens(submission.prompt)
         num_tokens = num_prompt_tokens + output_limit
         num_bytes = (
@@ -369,8 +372,8 @@ def landing_needs(
 
     A request that waits for its landing holds back only those behind it that go to the same replica, so that
     one full decode replica does not idle the others. The first of them holds nobody back after `_WAIT_S`: it
-    may need more room than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one asks,
-    when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
+    may need more blocks than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one
+    asks, when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
     """
     needs: list[LandingNeed] = []
     if not waiting:

@@ -1,5 +1,6 @@
-"""Scheduler: decides what each step computes. The engine core calls it between steps; the simulator runs this very
-class. It never touches a clock, a device or a socket: time is an argument, plans and outcomes are messages.
+"""Scheduler: decides what each step computes. The engine core calls it between steps; the simulator runs this
+very class. It never touches a clock, a device or a socket: time is an argument, plans and outcomes are
+messages.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ class Scheduler:
         """Join a handed-over request. `block_ids` cover its prompt, and their references pass to it.
 
         KV of the first `num_valid_tokens` tokens is right, the rest is computed again. Every sample's output
-        holds at least its first token, which is not told again. Returned are the ends, without tokens, of
-        samples that have no free space to go on here.
+        holds at least its first token, which is not sent again. Return the ends, without tokens, of
+        samples that have no capacity to continue here.
         """
         submission = replace(submission, decode=None)
         self._life.handled = submission.request_id, submission.attempt
@@ -247,7 +248,8 @@ class Scheduler:
         return failures
 
     def landings_wanted(self, now: float) -> list[LandingNeed]:
-        """KvSender requests about one step (of all stages) ahead of being scheduled; each is named once."""
+        """Prompts to hand over that are about one step (of all stages) ahead of being scheduled; each is
+        named once."""
         life, window_tokens = self._life, self._landing_window_tokens
         return landing_needs(life.running, life.waiting, window_tokens, now, self.isolation.is_busy)
 
@@ -257,13 +259,13 @@ class Scheduler:
         return load_needs(self._life.waiting, self._life.tables, self._config.max_loading)
 
     def has_new_load_needs(self) -> bool:
-        """Whether, since the last call, a plan found that `loads_wanted` has more to tell."""
+        """Whether, since the last call, a plan found that `loads_wanted` has more to return."""
         has_new, self._life.has_new_load_needs = self._life.has_new_load_needs, False
         return has_new
 
     def hold_others(self, need: LoadNeed, is_held: bool) -> None:
-        """What is loaded for this sequence has waited long for room: until it has it, or `end_load`, nobody
-        behind the sequence is admitted, as nobody would be if it waited for blocks to compute into."""
+        """What is loaded for this sequence has waited long for free blocks: until it has them, or `end_load`,
+        nobody behind the sequence is admitted, as nobody would be if it waited for blocks to compute into."""
         for sequence in self._loading(need):
             sequence.holds_others = is_held
 
@@ -375,7 +377,7 @@ class Scheduler:
         return delta_of(sequence, token, sampled)
 
     def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
-        """The prompt is done: an outbound request stops here, and its leader holds the blocks."""
+        """The prompt is done: a request that is handed over stops here, and its leader holds the blocks."""
         request = leader.request
         request.prompt_done = True
         samples = request.unfinished_samples

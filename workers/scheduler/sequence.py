@@ -19,7 +19,7 @@ class Phase(Enum):
 
 
 class LandingState(Enum):
-    """Whether the KV of an outbound request has a place to go."""
+    """Whether the KV of a request that is handed over has a place to go."""
 
     NEEDED = "needed"
     ASKED = "asked"
@@ -107,7 +107,7 @@ class Request:
         return f"after {sum(sequence.num_output_tokens for sequence in self.sequences)} tokens of output"
 
     def finish_of(self, sequence: Sequence, end_token_ids: frozenset[int]) -> str:
-        """What the sequence's last token means: "stop", "length", or "" (it goes on)."""
+        """What the sequence's last token means: "stop", "length", or "" (it continues)."""
         sampling = self.submission.sampling
         num_output_tokens = sequence.num_tokens - self.num_prompt_tokens
         token = sequence.token_at(sequence.num_tokens - 1)
@@ -162,7 +162,7 @@ class Sequence:
         self.phase = Phase.WAITING
         self.preempted = False
         self.load = StoreLoad.DONE
-        # Nobody behind it in line is admitted: what it loads lacks room.
+        # Nobody behind it in line is admitted: what it loads lacks free blocks.
         self.holds_others = False
         self.finish = ""
         self.slot = -1
@@ -175,7 +175,7 @@ class Sequence:
         self.num_expected_cached_tokens = 0
         # Of `block_ids`: those in the ranks' host memory.
         self.num_offloaded = 0
-        # While it moves to another replica: no plan goes beyond so many tokens, and with them it is held.
+        # While it migrates to another replica: no plan goes beyond so many tokens, and with them it is held.
         self.hold_at = 0
 
     @property

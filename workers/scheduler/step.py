@@ -68,10 +68,10 @@ class FinishedBlock:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """KV of the first `num_computed_tokens` tokens of an outbound prompt, or of a sequence that moves, is in
-    `block_ids` (the last block may be partial), at every rank. The first one of a request includes what was
-    cached. Times are of the sampling rank's clock, for traces: the end of its part, and that less what all
-    stages took."""
+    """KV of the first `num_computed_tokens` tokens of a prompt to hand over, or of a sequence that migrates,
+    is in `block_ids` (the last block may be partial), at every rank. The first one of a request includes what
+    was cached. Times are of the sampling rank's clock, for traces: the end of its part, and that less what
+    all stages took."""
 
     request_id: str
     attempt: int

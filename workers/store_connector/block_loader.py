@@ -35,7 +35,8 @@ FIND_PATIENCE_S = 0.2
 # A fetch of which nothing has come for this long is given up. The owner need not hang for that: it may wait
 # for a disk or for another node, and what hangs leaves the next look-up without answer.
 FETCH_PATIENCE_S = 5.0
-# After waiting for room for so long, a load has those behind it in line wait too: they would take it all.
+# After waiting for free blocks for so long, a load has those behind it in line wait too: they would take it
+# all.
 SPACE_PATIENCE_S = 1.0
 
 
@@ -56,7 +57,7 @@ class _Load:
     began_at: float
     heard_at: float
     tiers: tuple[str, ...] = ()
-    # From when on it waits for room, if there is none.
+    # From when on it waits for free blocks, if there are none.
     found_at: float = 0.0
     holds_others: bool = False
     held_ids: list[int] = field(default_factory=list)
@@ -135,7 +136,7 @@ class BlockLoader:
         self._client.fetch(FetchRequest(self._number, keys[0], keys, to_device=False))
 
     def found(self, answer: FindAnswer) -> None:
-        """The owner has looked: fetch what is worth it, once there is room (`pump`)."""
+        """The owner has looked: fetch what is worth it, once there are free blocks (`pump`)."""
         load = self._loads.get(answer.number)
         if load is None or load.tiers or load.is_fetching:
             return
@@ -147,13 +148,13 @@ class BlockLoader:
         self.pump()
 
     def pump(self) -> None:
-        """Begin to fetch what has room now."""
+        """Begin to fetch what fits now."""
         for number, load in list(self._loads.items()):
             if load.tiers and not load.is_fetching:
                 self._begin(number, load)
 
     def cannot_copy(self) -> None:
-        """The ranks do not reach the store now: what still waits for room is computed."""
+        """The ranks do not reach the store now: what still waits for free blocks is computed."""
         for number, load in list(self._loads.items()):
             if load.tiers and not load.is_fetching:
                 self._end(number)
@@ -163,7 +164,7 @@ class BlockLoader:
         if len(held_ids) < load.need.num_held:  # evicted since: what was found does not follow on them
             self._end(number)
             return
-        # A context that reaches into host memory is longer than the pool; and room for the sequence's last,
+        # A context that reaches into host memory is longer than the pool; and space for the sequence's last,
         # computed block must be left, or the load could not be used.
         num_most = self._pool.num_total - self._pool.num_quarantined - 1 - len(held_ids)
         load.tiers = load.tiers[: max(0, num_most)]

@@ -92,7 +92,7 @@ class BlockSaver:
         return not self._queue and not self._batches
 
     def finished(self, blocks: Iterable[FinishedBlock]) -> None:
-        """Queue them; what finds no room is not stored."""
+        """Queue them; what exceeds the queue is not stored."""
         for block in blocks:
             if len(self._queue) < self._max_queued:
                 self._queue.append(block)
@@ -100,7 +100,7 @@ class BlockSaver:
                 self.num_unstored["queue"] += 1
 
     def pump(self) -> None:
-        """Ask for room for the next blocks, while few are under way."""
+        """Ask for slots for the next blocks, while few are under way."""
         while self._queue and len(self._batches) < _MAX_BATCHES:
             self._request()
 
@@ -134,7 +134,7 @@ class BlockSaver:
         self._batches[self._number] = _Batch(block_ids, places, first.tenant)
 
     def granted(self, grant: PutGrant) -> None:
-        """The owner has answered: the ranks copy what it gave room for."""
+        """The owner has answered: the ranks copy what it gave slots for."""
         batch = self._batches.get(grant.number)
         if batch is None:
             return

@@ -59,7 +59,8 @@ _log = logging.getLogger("tandem.tiers")
 
 
 class StoreConnector:
-    """See the module's text. Implements `kvtransfer.store.store_client.StoreEvents`; all on the engine core's loop."""
+    """See the module's text. Implements `kvtransfer.store.store_client.StoreEvents`; all on the engine core's
+    loop."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class StoreConnector:
         self._is_answering = True
         # By rank: the arena it has mapped; while there is none it is missing.
         self._arenas: dict[int, bytes] = {}
-        # When ranks without an arena are told again to map it.
+        # When ranks without an arena are ordered again to map it.
         self._attach_at = 0.0
         # When an owner that does not answer is asked again whether it does.
         self._ask_at = 0.0
@@ -143,7 +144,8 @@ class StoreConnector:
         """Nothing is on its way in or out."""
         return self.saver.is_idle and self.loader.is_idle
 
-    # ------------------------------------------------------------------------------------ from the engine core
+    # ------------------------------------------------------------------------------------ from the engine
+    # core
 
     def arrived(self, submission: Submission) -> None:
         """A request was queued. One that will wait for a while has its blocks brought near meanwhile."""
@@ -188,7 +190,7 @@ class StoreConnector:
             self._client.find(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that it is back
         if not self.loader.tick() and self._is_answering:
             self._is_answering = False
-            _log.warning("the store does not answer; serving goes on without it")
+            _log.warning("the store does not answer; serving continues without it")
 
     def report(self, rank: int, report: StoreReport) -> None:
         """From a rank."""
@@ -278,10 +280,10 @@ def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:
     """Whether there is a store, and every rank reaches it: ranks copy between their memory and its arena."""
     if name is None:
         return False
-    elsewhere = [rank.rank for rank in ranks if rank.host_id != host_id()]
-    if elsewhere:
-        _log.warning("ranks %s are on other hosts: this replica does not use the store", elsewhere)
-    return not elsewhere
+    remote_ranks = [rank.rank for rank in ranks if rank.host_id != host_id()]
+    if remote_ranks:
+        _log.warning("ranks %s are on other hosts: this replica does not use the store", remote_ranks)
+    return not remote_ranks
 
 
 def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
@@ -291,7 +293,7 @@ def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
 
 
 # ----------------------------------------------------------------------------------------------
-# What the store of this node holds, as its owner tells, for the replica's KV events. Called by `tiers`.
+# What the store of this node holds, as its owner reports, for the replica's KV events.
 
 
 class TierView:
@@ -307,15 +309,15 @@ class TierView:
         return len(self._held)
 
     def restart(self) -> None:
-        """The owner is gone: what it holds is told anew."""
+        """Expect the whole content anew: the owner is gone."""
         self._is_whole = True
 
     def apply(self, events: TierEvents) -> None:
         """Take in what changed."""
         gone = list(events.removed)
         if self._is_whole:
-            told = {key for stored in events.stored for key in stored.keys}
-            gone += [key for key in self._held if key not in told]
+            reported = {key for stored in events.stored for key in stored.keys}
+            gone += [key for key in self._held if key not in reported]
             self._is_whole = False
         for key in gone:
             if self._held.pop(key, None) is not None:
