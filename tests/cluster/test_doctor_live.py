@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from doctor_harness import only, said
-from doctor_live import live, replica
+from doctor_harness import live, only, replica, said
 
 from cluster.doctor import serving, transfer
 from cluster.doctor.checks import CheckResult, GatewayReply, Severity

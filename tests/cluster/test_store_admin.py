@@ -11,8 +11,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+from gateway_harness import FINGERPRINT as SERVED
 from gateway_harness import GatewayHarness, until
-from gateway_model import FINGERPRINT as SERVED
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem

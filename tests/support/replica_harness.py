@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from engine_fakes import FakeControl, FakeRanks
+from engine_fakes import FakeControl, FakeRanks, LinkEnd
 from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, VOCABULARY, HashRank, pack
-from link_ends import LinkEnd
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
