@@ -1,4 +1,6 @@
-"""The chart, rendered by Helm itself, and what Kubernetes and KubeRay would make of the result."""
+"""The chart, rendered by Helm itself, and what Kubernetes and KubeRay make of the result: objects that
+are checked, and groups that start as Ray nodes on loopback with the parameters that KubeRay would give
+them."""
 
 from __future__ import annotations
 

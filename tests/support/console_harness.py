@@ -1,4 +1,5 @@
-"""A gateway with its console over scripted replicas, and what stands in for Ray's dashboard."""
+"""A gateway with its console over scripted replicas, a stand-in for Ray's dashboard, and a headless
+Chromium that waits for what a test looks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A machine that is made of files below a folder, and configurations to look at on it."""
+"""Machines made of files below a folder, configurations, and answers of gateways, for the doctor to
+check."""
 
 from __future__ import annotations
 

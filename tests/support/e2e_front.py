@@ -1,6 +1,6 @@
-"""A real gateway in front of a `e2e_harness.Harness`: a roster, replicas that live in it as
-`cluster.serve.app` lets them, and clients whose streams are recorded.
-"""
+"""A real gateway in front of an `e2e_harness.E2eHarness`: a roster, replicas that live in it as
+`cluster.serve.app` lets them, and clients whose streams are recorded. A stage keeps its replicas for a
+module of tests; guests stay for one test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A harness in one process: real engine cores on loopback, real rank processes, a bare Link in place of a
-gateway."""
+gateway, and the migration of a stream between two of its replicas."""
 
 from __future__ import annotations
 

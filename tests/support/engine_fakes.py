@@ -1,5 +1,5 @@
 """Fakes of what the parts of an engine core are given: ranks, the engine core itself, the store's two
-ends."""
+ends, and a link's stream without a network."""
 
 from __future__ import annotations
 

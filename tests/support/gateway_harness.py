@@ -1,4 +1,5 @@
-"""A gateway on loopback and scripted replicas: real Links and real gRPC, tokens that a hash decides."""
+"""A gateway on loopback and scripted replicas: real Links and real gRPC, a small tokenizer and chat
+template, and tokens that a hash decides."""
 
 from __future__ import annotations
 

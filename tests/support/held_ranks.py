@@ -1,4 +1,5 @@
-"""Rank processes as an engine core holds them, and ranks that a test plays while they start."""
+"""Rank processes as an engine core holds them, and ranks without processes that a test plays: only their
+connections to the engine core are real."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from local_engine import BLOCK
 from patience import WAIT_S
 from rank_processes import NurseryLauncher
-from step_plans import BLOCK
 
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule

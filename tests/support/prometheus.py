@@ -1,4 +1,6 @@
-"""A real Prometheus that scrapes a running cluster, asked over its API."""
+"""What Prometheus sees: a real one that scrapes a running cluster, the queries of the dashboards and
+alert rules in the repository, and the metric tables of docs/observability.md. Run this file to print the
+tables."""
 
 from __future__ import annotations
 

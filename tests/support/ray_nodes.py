@@ -1,4 +1,12 @@
-"""Ray nodes started by hand, as `ray start` does it: on this host, or on hosts of a network of their own."""
+"""Ray nodes started by hand, as `ray start` does it: on this host, or on hosts of a network of their own.
+
+Such hosts are network namespaces that share no memory, no loopback and no sockets:
+
+    host a -- veth -- router -- veth -- host b
+
+The router forwards between the hosts until a test calls `cut`, and then drops every packet silently, as a
+broken network does. This needs root, and the program `ip`, with which tests are marked.
+"""
 
 from __future__ import annotations
 
