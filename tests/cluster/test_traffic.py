@@ -193,8 +193,8 @@ async def test_the_trace_context_goes_with_the_request(
     caplog.set_level(logging.INFO, ACCESS_LOGGER)
     await apps.split(tandem=0.0, tandem_v2=1.0)
     seen: list[Any] = []
-    desk = apps.behind.gateways[0].requests
-    desk._observers = (*desk._observers, seen.append)
+    manager = apps.behind.gateways[0].requests
+    manager._observers = (*manager._observers, seen.append)
     async with grpc.aio.insecure_channel(apps.address) as channel:
         stub: Any = tandem_pb2_grpc.InferenceStub(channel)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=encode(PROMPT)), max_tokens=2, request_id="r")

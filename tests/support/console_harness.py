@@ -19,7 +19,8 @@ TOKEN = "the-operators-token"
 
 @dataclass
 class FakeDashboard:
-    """The two routes that the lever uses, for the application `tandem` and the pools of the harness."""
+    """The two routes that the Serve client uses, for the application `tandem` and the pools of the
+    harness."""
 
     # Deployment and count, as they were obeyed.
     orders: list[tuple[str, int]] = field(default_factory=list)
