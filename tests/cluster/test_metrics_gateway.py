@@ -73,7 +73,7 @@ async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(harness: G
     counters = gateway.requests.counters
     record = leaving.record()
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    await harness.roster.register_replica(type(record)(**fields | {"leaving": True}))
+    await harness.roster.register(type(record)(**fields | {"leaving": True}))
     await until(lambda: any(it.record.leaving for it in gateway.connections.views()), "the roster says so")
     for replica in (dying, leaving):
         await replica.die()

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     needs_prometheus,
 ]
-# With room for three prompts on a device, so that the store is asked for the others.
+# With space for three prompts on a device, so that the store is asked for the others.
 FILE = f"""
 model: {TINY}
 pools:

@@ -86,7 +86,7 @@ class ScalerHarness:
             home_role=pool,
             role_epoch=role_epoch,
         )
-        assert await self.roster.register_replica(record)
+        assert await self.roster.register(record)
 
 
 def _config(**scaling: object) -> ClusterConfig:

@@ -56,7 +56,7 @@ class Nodes:
     async def start(self) -> None:
         for number, store in enumerate((self.a, self.b)):
             await store.start()
-            await self.harness.roster.register_store(
+            await self.harness.roster.register(
                 StoreRecord(store.node_id, 1, store.address, 100 + number, "host")
             )
         gateway, self.address = await self.harness.add_gateway()
@@ -270,7 +270,7 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
 
     async def register() -> Gateway:
         record = StoreRecord("node-1", store.settings.epoch, store.address, store.pid, "host")
-        assert await harness.roster.register_store(record)
+        assert await harness.roster.register(record)
         return harness.gateways[0]
 
     _, address = await harness.add_gateway()

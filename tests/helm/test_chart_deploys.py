@@ -140,7 +140,7 @@ def replica_ids(nodes: RayGroups) -> set[str]:
     return {replica["replica_id"] for each in deployments.values() for replica in each["replicas"]}
 
 
-def test_a_pod_that_ends_hands_over_first(nodes: RayGroups, config: Object) -> None:
+def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object) -> None:
     """What the `preStop` hook asks for: the replica is started elsewhere, and no stream is cut."""
     assert nodes.ask(SCALE, {"target_num_replicas": 1}, "POST") is not None
     before = nodes.replicas("tandem", "Pool-decode", lambda places: len(places) == 1, START_S)

@@ -25,6 +25,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from cluster.console.orders import Operations
+from cluster.roster.messages import ReleasePool, RosterOrder, SetDesired
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.common.clock import SystemClock
 
@@ -33,7 +34,8 @@ TOKEN = "the-operators-token"
 
 @dataclass
 class FakeDashboard:
-    """The two routes that the lever uses, for the application `tandem` and the pools of the harness."""
+    """The two routes that the Serve client uses, for the application `tandem` and the pools of the
+    harness."""
 
     # Deployment and count, as they were obeyed.
     orders: list[tuple[str, int]] = field(default_factory=list)
@@ -62,13 +64,17 @@ class FakeDashboard:
         async def dashboard_url() -> str:
             return self.url
 
-        async def pin(pool: str, num_replicas: int) -> None:
-            self.pinned.append((pool, num_replicas))
+        async def record(order: RosterOrder) -> None:
+            match order:
+                case SetDesired(pool, num_replicas, pinned):
+                    assert pinned
+                    self.pinned.append((pool, num_replicas))
+                case ReleasePool(pool):
+                    self.released.append(pool)
+                case _:
+                    raise AssertionError(f"no operator gives this order: {order}")
 
-        async def release(pool: str) -> None:
-            self.released.append(pool)
-
-        return Operations(dashboard_url, pin, release)
+        return Operations(dashboard_url, record)
 
     def _refused(self, request: web.Request) -> web.Response | None:
         """As Ray 2.60 does: 401 without a token, 403 with another one."""

@@ -140,7 +140,7 @@ class Front:
         """Into the roster, as `cluster.serve.app.ReplicaActor` does; returns when all are connected and
         joined."""
         for replica in replicas:
-            await self.roster.register_replica(_record(replica))
+            await self.roster.register(_record(replica))
             self._registered.append(replica)
             self._lives.append(asyncio.create_task(self._live(replica)))
         targets = [

@@ -117,7 +117,7 @@ class ScriptedReplica:
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{await self._server.start('127.0.0.1')}"
-        await self.harness.roster.register_replica(self.record())
+        await self.harness.roster.register(self.record())
 
     async def die(self) -> None:
         """As by SIGKILL: every Link breaks; the roster learns of it later."""

@@ -35,7 +35,7 @@ class RayNodes:
     def start(
         self, *, is_head: bool, host: Host | None = None, resources: Mapping[str, float] | None = None
     ) -> None:
-        """One with room for one replica, and the head for the gateway too."""
+        """One with resources for one replica, and the head for the gateway too."""
         place = (
             ("--head", "--port", self.address.rpartition(":")[2]) if is_head else ("--address", self.address)
         )

@@ -276,7 +276,7 @@ class Stream:
 
 
 class Side:
-    """One replica: its rooms, its one rank, and what is on its way to the other."""
+    """One replica: its components, its one rank, and what is on its way to the other."""
 
     def __init__(
         self, identity: ReplicaIdentity, peer: ReplicaIdentity, num_blocks: int, num_offload_blocks: int
@@ -450,7 +450,9 @@ class MigrationPair:
                 stream = self.streams[failure.request_id, failure.attempt]
                 assert not stream.finish
                 stream.failure = failure
-                if not stream.is_cancelled:  # as a journey does: it stops the attempt wherever it may be
+                if (
+                    not stream.is_cancelled
+                ):  # as a request at the gateway does: it stops the attempt wherever it may be
                     for member in self.sides:
                         member.replica.requests.cancel(stream.key)
             for ended in replica.moves:

@@ -19,12 +19,8 @@ from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import (
     Action,
-    Forget,
-    Observed,
     Reconciler,
-    RecordMove,
     RestoreRoles,
-    SetDesired,
     SetTarget,
 )
 from cluster.scaling.samples import History, PoolView, ReplicaSample, ScalingSample
@@ -218,19 +214,14 @@ class ReconcilerHarness:
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SetDesired(pool, count, pinned):
-                    self.state.set_desired(pool, count, pinned=pinned)
-                case Forget(pool):
-                    self.state.forget(pool)
-                case RecordMove(move):
-                    self.state.add_move(move)
-                    self.recorded.append((move.pool, move.before, move.after, move.by))
                 case RestoreRoles():
                     self.num_restored += 1
-                case Observed():
-                    self.state.set_observed(*action)
                 case SetTarget(pool, count):
                     self.pull(action, pool, count)
+                case _:
+                    self.state.change(action)
+                    if isinstance(action, ScalingMove):
+                        self.recorded.append((action.pool, action.before, action.after, action.by))
 
     def pull(self, action: SetTarget, pool: str, count: int) -> None:
         self.orders.append((pool, count))
@@ -238,7 +229,7 @@ class ReconcilerHarness:
             self.reconciler.failed(action, self.now)
             return
         self.targets[pool] = count
-        self.state.set_observed(*self.reconciler.pulled(action))
+        self.state.change(self.reconciler.pulled(action))
 
     def autoscale(self, pool: str, count: int) -> None:
         """As the scaler does: only after a look that found nothing to do."""

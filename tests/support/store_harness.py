@@ -368,7 +368,7 @@ class Replica:
         return [index for index in indices if index not in lost]
 
     async def grant(self, chain: Chain, indices: Iterable[int]) -> PutGrant | None:
-        """Ask for room; None: the owner went away."""
+        """Ask for space; None when the owner went away."""
         records = tuple(
             NewRecord(chain.keys[index], chain.parent(index), shard, block_bytes(shard))
             for index in indices

@@ -1,4 +1,4 @@
-"""The rooms of an engine core around hand-overs: which news reach the gateway, and what peers may not
+"""The components of an engine core around hand-overs: which news reach the gateway, and what peers may not
 break."""
 
 from __future__ import annotations

@@ -296,7 +296,8 @@ def test_landings_are_asked_one_step_ahead_and_a_full_target_holds_back_its_own_
 
 
 def test_one_that_waits_long_for_its_landing_is_passed_by_those_behind_it() -> None:
-    """It may need nearly all of the target's room; one at a time, or a full target would be asked by all."""
+    """It may need nearly all of the target's blocks; one at a time, or a full target would be asked by
+    all."""
     side = engine(max_batch_tokens=8)
     for name in "abcd":
         side.scheduler.submit(ask(name, [ord(name)] * 9, decode="d"), 0.0)
