@@ -69,8 +69,8 @@ def a_replica_that_nobody_reaches(patch: pytest.MonkeyPatch, folder: Path) -> No
         write_random_checkpoint(folder, "llama", seed=3)
         before = ranks_of_the_fork_server()
         with pytest.raises(ExceptionGroup) as failed:
-            async with E2eHarness(folder) as house:
-                await house.add_all({"a": "prefill", "b": "decode"})
+            async with E2eHarness(folder) as harness:
+                await harness.add_all({"a": "prefill", "b": "decode"})
         assert_ended(ranks_of_the_fork_server() - before, timeout_s=10)
         raise failed.value.exceptions[0]
 

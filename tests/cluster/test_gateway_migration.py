@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway_harness import GatewayHarness, ScriptedReplica, until
-from gateway_model import PROMPT, expected
+from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, expected, until
 
 from cluster.api.client import Completion, GenerateOptions
 from cluster.serve.gateway_server import Gateway
@@ -67,7 +66,7 @@ async def test_a_move_that_fails_is_tried_again_on_another_replica(harness: Gate
     for name in ("d1", "d2"):
         await harness.add_replica(name, "decode")
     await until(lambda: harness.is_connected(harness.gateways[0]), "all are connected")
-    first.script.moves_fail = "no room"
+    first.script.moves_fail = "no free blocks"
     first.leave()
     await until(lambda: len(first.moves) == 1, "it is asked to move")
     first.script.moves_fail = ""

@@ -20,7 +20,7 @@ KV_BYTES = 100
 
 
 class Front:
-    """A gateway's counters, told what a desk tells them."""
+    """A gateway's counters, given what a request manager reports."""
 
     def __init__(self) -> None:
         self.pools = {"prefill-a": "prefill", "decode-a": "decode", "decode-b": "decode"}

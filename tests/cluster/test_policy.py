@@ -296,7 +296,7 @@ def test_decode_grows_and_prefill_does_not_while_prompts_wait_for_decode() -> No
     plan = decided((queue, full), PAIR, demand(1))
     assert set(counts(plan)) == {"decode"}
     assert any("prefill does not grow for its queue" in note for note in plan.notes)
-    # The same queue with room at the decode side is prefill's own.
+    # The same queue with free blocks at the decode side is prefill's own.
     assert set(counts(decided((queue, decoding()), PAIR, demand(1)))) == {"prefill"}
 
 

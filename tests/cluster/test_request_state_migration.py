@@ -140,7 +140,7 @@ def test_a_target_that_is_lost_is_not_waited_for_without_end() -> None:
 
 def test_after_a_move_that_failed_another_target_is_asked_for() -> None:
     request = in_migration()
-    release, again = request.on_move_ended(D0, MoveEnded("r", 1, D1, "no room"), 4.0)
+    release, again = request.on_move_ended(D0, MoveEnded("r", 1, D1, "no free blocks"), 4.0)
     assert release == Release()
     assert isinstance(again, ScheduleMove)
     assert again.delay_s > 0

@@ -130,7 +130,7 @@ class World:
             if it[0] == source and isinstance(it[1], TokenDelta) and it[1].attempt == order.attempt
         ]
         if not rest or self.data.draw(st.booleans()):
-            self.wires.append((source, MoveEnded(*name, target, "no room")))
+            self.wires.append((source, MoveEnded(*name, target, "no free blocks")))
             return
         rest.sort(key=lambda it: it[1].first_index)  # type: ignore[union-attr]
         moved = rest[self.data.draw(st.integers(0, len(rest) - 1)) :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import io
 import json
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import typer
 from gateway_harness import GatewayHarness, until
 from rich.console import Console
-from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
+from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
 from typer.testing import CliRunner
 
@@ -102,19 +101,19 @@ def test_orders_are_read_and_a_pool_is_ordered_once() -> None:
 
 
 def test_free_resources_are_what_nodes_have_less_what_groups_and_actors_take() -> None:
-    room = make_headroom("tandem", *rows())
-    assert room.total_free("CPU") == pytest.approx(2.0 - 0.55 - 0.05 - 0.1)
-    assert room.total == ({"CPU": 2.0},)
-    assert room.needed("decode", 2) == {"CPU": pytest.approx(1.1)}
-    assert room.shortages({"decode": 2}) == []
-    assert room.shortages({"decode": 3}) == ["CPU: 1.65 wanted, 1.3 free of 2 in the cluster"]
-    assert room.needed("prefill", 1) == {}
+    headroom = make_headroom("tandem", *rows())
+    assert headroom.total_free("CPU") == pytest.approx(2.0 - 0.55 - 0.05 - 0.1)
+    assert headroom.total == ({"CPU": 2.0},)
+    assert headroom.needed("decode", 2) == {"CPU": pytest.approx(1.1)}
+    assert headroom.shortages({"decode": 2}) == []
+    assert headroom.shortages({"decode": 3}) == ["CPU: 1.65 wanted, 1.3 free of 2 in the cluster"]
+    assert headroom.needed("prefill", 1) == {}
     assert make_headroom("other", *rows()).needed("prefill", 1) == {"CPU": 0.05}
 
 
 def test_a_plan_says_what_is_needed_and_what_does_not_fit() -> None:
-    room = make_headroom("tandem", *rows())
-    plan = plan_scale(targets(decode=1, prefill=1), status(), room, {"decode": 4}, ())
+    headroom = make_headroom("tandem", *rows())
+    plan = plan_scale(targets(decode=1, prefill=1), status(), headroom, {"decode": 4}, ())
     text = shown(plan_view(plan))
     assert "CPU: 1.65 needed, 1.3 free" in text
     assert "does not fit now: CPU: 1.65 wanted" in text
@@ -263,12 +262,11 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(
         async def url() -> str:
             return dashboard.url
 
-        pin = functools.partial(harness.roster.set_desired, pinned=True)
-        operations = Operations(url, pin, harness.roster.release)
+        operations = Operations(url, harness.roster.change)
         gateway, address = await harness.add_gateway(harness.config(console_port=0), operations)
         view = await harness.roster.view(-1, 0.0)
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
-        await harness.roster.register_gateway(record)
+        await harness.roster.register(record)
         await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
         text = await CommandHarness(dashboard, address).scale("decode=1", dry_run=True)
         assert "decode has this target already, and is pinned to it" in text

@@ -28,10 +28,10 @@ async def test_one_request_enters_the_documented_files(tmp_path: Path) -> None:
     entered = EnteredFiles()
     model = copy_tiny(tmp_path)
     with entered.watching():
-        async with E2eHarness(model) as house:
+        async with E2eHarness(model) as harness:
             roles = {"p0": "prefill", "d0": "decode"}
-            replicas = await house.add_all(roles, engine={"kv_tokens": 8192, "chunk_tokens": 64})
-            front = Front(house, model)
+            replicas = await harness.add_all(roles, engine={"kv_tokens": 8192, "chunk_tokens": 64})
+            front = Front(harness, model)
             await front.open()
             try:
                 await front.register(*replicas)

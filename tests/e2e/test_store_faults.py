@@ -243,7 +243,7 @@ def make_mutable(folder: Path) -> None:
 
 
 def fill(folder: Path) -> None:
-    """All the room there is."""
+    """Take all the free space."""
     with suppress(OSError), (folder.parent / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))

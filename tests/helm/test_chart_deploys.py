@@ -11,9 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from chart_harness import EXAMPLES, Object, merged, ray_service, serve_config, with_value
+from chart_harness import (
+    EXAMPLES,
+    Object,
+    RayGroups,
+    merged,
+    places_of,
+    ray_service,
+    serve_config,
+    with_value,
+)
 from optional_programs import uses_redis_or_valkey
-from ray_groups import RayGroups, places_of
 from serving import TINY, free_port
 
 from cluster.api.blocking_client import BlockingClient
@@ -132,7 +140,7 @@ def replica_ids(nodes: RayGroups) -> set[str]:
     return {replica["replica_id"] for each in deployments.values() for replica in each["replicas"]}
 
 
-def test_a_pod_that_ends_hands_over_first(nodes: RayGroups, config: Object) -> None:
+def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object) -> None:
     """What the `preStop` hook asks for: the replica is started elsewhere, and no stream is cut."""
     assert nodes.ask(SCALE, {"target_num_replicas": 1}, "POST") is not None
     before = nodes.replicas("tandem", "Pool-decode", lambda places: len(places) == 1, START_S)

@@ -1,5 +1,5 @@
-"""The rendered groups have room for the rendered application: read by the product's own configuration and by
-Ray's own autoscaler, which know nothing of the chart."""
+"""The rendered groups have resources for the rendered application: read by the product's own configuration
+and by Ray's own autoscaler, which know nothing of the chart."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_seen_twice() -> None:
     assert node.put(record(2)) == [True], "computed again, as it was in no tier any more"
     assert node.admission.hit(record(1), False), "found in the host tier"
     assert not node.admission.hit(record(2), False), "it is there"
-    assert not node.admission.put(record(3), False), "room or not"
+    assert not node.admission.put(record(3), False), "with free space or without"
 
 
 # ------------------------------------------------------------------------------------------- adaptive
@@ -336,12 +336,12 @@ def naive_device_hits(trace: list[list[int]], capacity: int) -> int:
     return num_hits
 
 
-@given(trace=traces(), room=st.integers(0, 2))
+@given(trace=traces(), large=st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
-def test_any_tier_with_space_for_all_is_ideal(trace: list[list[int]], room: int) -> None:
+def test_any_tier_with_space_for_all_is_ideal(trace: list[list[int]], large: int) -> None:
     sizes = [3, 3, 3]
-    sizes[room] = 2000
-    policies: tuple[Policy, ...] = ("lru", "all", "adaptive") if room == 2 else POLICIES
+    sizes[large] = 2000
+    policies: tuple[Policy, ...] = ("lru", "all", "adaptive") if large == 2 else POLICIES
     for policy in policies:
         outcome = simulate(trace, TierSizes(*sizes), policy)
         assert outcome.hit_rate == outcome.ideal_hit_rate
@@ -366,7 +366,7 @@ def conversations(num_requests: int) -> Iterator[list[int]]:
 
 def test_adaptive_is_on_the_frontier() -> None:
     """More hits than the seen-twice filter; at a part of the bytes, about the hits of writing all where there
-    is room for what is reused, and far more where there is not."""
+    is space for what is reused, and far more where there is not."""
     trace = list(conversations(1500))
     for num_nvme, share_of_all in ((600, 2.0), (4000, 1.0)):
         sizes = TierSizes(60, 300, num_nvme)

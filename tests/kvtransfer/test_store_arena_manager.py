@@ -25,17 +25,17 @@ from kvtransfer.store.server.arena_manager import (
 
 
 class Entrance:
-    """A hall whose clock stands still, and what it told."""
+    """An arena manager whose clock stands still, and what it told."""
 
     def __init__(self, folder: Path) -> None:
         self.settings = StoreHarness(folder).settings
         self.clock = ManualClock()
         self.told: list[Arena] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.hall = ArenaManager(
+        self.manager = ArenaManager(
             self.settings, self.clock, 1.0, self._on_arena, lambda rank: None, self.spawn
         )
-        self.lonely = self.spawn(self.hall.make_without_ranks(), "lonely")
+        self.lonely = self.spawn(self.manager.make_without_ranks(), "lonely")
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         self.tasks.append(asyncio.create_task(work, name=name))
@@ -57,7 +57,7 @@ class Entrance:
         if arena is not None:
             send_descriptor(ranks, arena.fd)
         try:
-            yield self.spawn(self.hall.serve(PeerConnection(ours, "rank 0", hello, True), hello), "rank")
+            yield self.spawn(self.manager.serve(PeerConnection(ours, "rank 0", hello, True), hello), "rank")
         finally:
             ranks.close()
             ours.close()
@@ -66,7 +66,7 @@ class Entrance:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.hall.close()
+        self.manager.close()
         for arena in self.told:
             arena.close()
 
@@ -91,7 +91,7 @@ async def test_a_spare_is_used_when_nobody_has_come(tmp_path: Path) -> None:
     await entrance.pass_time(SPARE_WAIT_S / 2)
     assert (len(arenas() - before), entrance.told) == (1, []), "made, and nobody is told of it"
     await entrance.pass_time(UNUSED_WAIT_S - SPARE_WAIT_S)
-    assert (len(arenas() - before), entrance.told) == (1, [entrance.hall.arena])
+    assert (len(arenas() - before), entrance.told) == (1, [entrance.manager.arena])
     await entrance.close()
     assert arenas() <= before
 
@@ -105,7 +105,7 @@ async def test_a_rank_without_an_arena_gets_a_new_one_or_the_spare(tmp_path: Pat
         await eventually(lambda: len(entrance.told) == 1, "there is one")
         assert len(arenas() - before) == 1
         await entrance.pass_time(UNUSED_WAIT_S)
-    assert entrance.told == [entrance.hall.arena]
+    assert entrance.told == [entrance.manager.arena]
     await entrance.close()
     assert arenas() <= before
 
@@ -136,6 +136,6 @@ async def test_after_the_wait_the_new_arena_stays(tmp_path: Path) -> None:
     (ours,) = entrance.told
     with entrance.rank(old):
         await entrance.pass_time(0.0)
-        assert entrance.hall.arena is ours
+        assert entrance.manager.arena is ours
     await entrance.close()
     old.close()

@@ -372,7 +372,7 @@ class CatalogMachine(RuleBasedStateMachine):
                 writable.append((held.offset, self.harness.arena.record_bytes(held.info.num_bytes)))
         writable.sort()
         for (offset, num_bytes), (following, _) in pairwise(writable):
-            assert offset + num_bytes <= following, "two have the same room"
+            assert offset + num_bytes <= following, "two have the same bytes"
 
     def teardown(self) -> None:
         """When all have ended, everything is free."""

@@ -1,4 +1,4 @@
-"""Compaction: it makes room, what is wanted survives, the capacity always holds, readers notice nothing."""
+"""Compaction: it frees space, what is wanted survives, the capacity always holds, readers notice nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORD = 20_000
 
 
 def fill(harness: NvmeHarness, first: int = 0) -> list[RecordInfo]:
-    """Write records until there is no room."""
+    """Write records until there is no free space."""
     infos: list[RecordInfo] = []
     while True:
         try:

@@ -9,8 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
-from store_harness import StoreHarness, eventually
-from store_replica import COMPATIBILITY
+from store_harness import COMPATIBILITY, StoreHarness, eventually
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
@@ -54,11 +53,11 @@ async def connected(tmp_path: Path) -> tuple[StoreNode, EngineSession, FrameStre
     """A node, an engine core's session with it, and the two ends of their connection."""
     settings, clock = StoreHarness(tmp_path).settings, ManualClock()
     node = StoreNode(settings, clock, Faults(), spawn)
-    hall = ArenaManager(settings, clock, 0, node.attach, lambda rank: None, spawn)
+    arena_manager = ArenaManager(settings, clock, 0, node.attach, lambda rank: None, spawn)
     ours, engine_cores = socket.socketpair()
     stream = await frame_stream(ours, "test")
     hello = EngineHello(STORE_PROTOCOL, SESSION, ReplicaIdentity("replica", 1), COMPATIBILITY, (SHARD,))
-    return node, EngineSession(hello, stream, hall, node, spawn), stream, engine_cores
+    return node, EngineSession(hello, stream, arena_manager, node, spawn), stream, engine_cores
 
 
 async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:

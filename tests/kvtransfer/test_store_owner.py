@@ -12,8 +12,19 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from patience import WAIT_S
-from store_harness import SECRET, StoreHarness, eventually
-from store_replica import BOTTOM, LEFT, MODEL, RIGHT, TOP, Chain, Replica, block_bytes
+from store_harness import (
+    BOTTOM,
+    LEFT,
+    MODEL,
+    RIGHT,
+    SECRET,
+    TOP,
+    Chain,
+    Replica,
+    StoreHarness,
+    block_bytes,
+    eventually,
+)
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults

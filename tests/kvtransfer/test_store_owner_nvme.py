@@ -9,8 +9,18 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from store_harness import StoreHarness, eventually
-from store_replica import BOTTOM, LEFT, MODEL, RIGHT, TOP, Chain, Replica, block_bytes
+from store_harness import (
+    BOTTOM,
+    LEFT,
+    MODEL,
+    RIGHT,
+    TOP,
+    Chain,
+    Replica,
+    StoreHarness,
+    block_bytes,
+    eventually,
+)
 
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard

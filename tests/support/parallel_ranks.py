@@ -1,4 +1,5 @@
-"""The ranks of a replica in processes of their own, without brain or runner: model, groups, greedy choice.
+"""The ranks of a replica in processes of their own, without engine core or runner: model, groups, greedy
+choice.
 
 `python parallel_ranks.py RANK STORE_ADDRESS` runs the cases it reads from standard input, one JSON line each.
 """

@@ -56,7 +56,7 @@ def versions() -> list[int]:
     return process_ids
 
 
-def declared(dashboard: str) -> Any:
+def declared_config(dashboard: str) -> Any:
     """What `build` saw when Serve called it."""
     request = urllib.request.Request(
         f"http://{dashboard}/api/serve/applications/",
@@ -116,7 +116,7 @@ def main() -> None:
     serve.start(proxy_location="Disabled")
     reported["versions"] = versions()
     reported["config_of_another"] = ray_private.deployed_config("default")
-    reported["config"] = declared(context.dashboard_url)
+    reported["config"] = declared_config(context.dashboard_url)
     print(json.dumps(reported), flush=True)
     ray.shutdown()
 

@@ -1,11 +1,11 @@
-"""The rooms of an engine core around hand-overs: which news reach the gateway, and what peers may not
+"""The components of an engine core around hand-overs: which news reach the gateway, and what peers may not
 break."""
 
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, pack
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
+from staged_engine import BLOCK_TOKENS, pack
 
 from kvtransfer.messages import (
     LandingAbort,

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from migration_pair import MigrationPair, Side, Stream
+from replica_harness import MigrationPair, Side, Stream
 
 from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
 from workers.disagg.migration import AHEAD_S, MAX_TRIES
@@ -185,7 +185,7 @@ async def test_a_target_without_capacity_in_time_is_asked_a_few_times_and_left()
 
 
 async def test_a_stream_with_blocks_in_host_memory_waits_until_they_are_back() -> None:
-    """It runs beside another one that needs the room; when that is over it moves, with all its blocks."""
+    """It runs beside another one that needs the blocks; when that is over it moves, with all its blocks."""
     pair = MigrationPair((8, 16), num_offload_blocks=8)
     other = pair.submit([1, 2, 3], 17, pair.a)
     stream = pair.submit(PROMPT, 30, pair.a)
@@ -207,7 +207,7 @@ async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> No
         pair.submit([1, 2, 3, 4], 24, pair.a)
     stream = pair.submit(PROMPT, 30 if num_offload_blocks else 24, pair.a)
     replica = pair.a.replica
-    replica.rates.decode_step_s = AHEAD_S / 10  # a landing has room for ten tokens
+    replica.rates.decode_step_s = AHEAD_S / 10  # a landing has blocks for ten tokens
     while replica.pool.num_free > 1:
         step(pair.a)
         pair.listen()

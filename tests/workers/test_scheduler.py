@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, alone, pack, unpack
 from msgspec.structs import replace
-from staged_engine import PROMPT, ask, engine, finish, plan, right, step
+from staged_engine import (
+    BLOCK_TOKENS,
+    END,
+    FINGERPRINT,
+    MAX_CONTEXT,
+    PROMPT,
+    alone,
+    ask,
+    engine,
+    finish,
+    pack,
+    plan,
+    right,
+    step,
+    unpack,
+)
 
 from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError, QueueFullError
@@ -282,7 +296,8 @@ def test_landings_are_asked_one_step_ahead_and_a_full_target_holds_back_its_own_
 
 
 def test_one_that_waits_long_for_its_landing_is_passed_by_those_behind_it() -> None:
-    """It may need nearly all of the target's room; one at a time, or a full target would be asked by all."""
+    """It may need nearly all of the target's blocks; one at a time, or a full target would be asked by
+    all."""
     side = engine(max_batch_tokens=8)
     for name in "abcd":
         side.scheduler.submit(ask(name, [ord(name)] * 9, decode="d"), 0.0)

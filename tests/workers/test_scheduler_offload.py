@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, unpack
-from staged_engine import StagedEngine, ask, engine, finish, plan, right, step
+from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, step, unpack
 
 from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError
@@ -174,7 +173,7 @@ def test_a_prompt_to_hand_over_stays_on_the_device() -> None:
 
 
 def test_a_prompt_to_hand_over_waits_for_what_runs_and_reserves_its_blocks() -> None:
-    """Room of the device that a prompt in chunks will still need is not given away."""
+    """Device blocks that a prompt in chunks will still need are not given away."""
     side = engine(num_blocks=4, offload=4, chunk_tokens=4, offload_share=0.5)
     local = ask("local", list(range(1, 25)), max_tokens=2)
     side.scheduler.submit(local, 0.0)
@@ -343,7 +342,7 @@ def test_those_behind_a_load_overtake_it_until_it_lacks_blocks_for_long() -> Non
     first, second = side.scheduler.loads_wanted()
     side.scheduler.end_load(second, {})
     side.scheduler.hold_others(first, True)
-    assert not side.plan(0.0), "b would take the room that a waits for"
+    assert not side.plan(0.0), "b would take the blocks that a waits for"
     side.scheduler.hold_others(first, False)
     assert [delta.request_id for delta in step(side).tokens] == ["b"]
     side.scheduler.hold_others(first, True)

@@ -124,7 +124,7 @@ def test_what_a_purged_tenant_has_not_stored_yet_is_never_stored() -> None:
         harness.saver.copied(rank, StorePutDone(copied.number, (1,), 512, 0.1))
     assert harness.wires.take(PutCommit) == PutCommit((), (0, 4096)), "it was being copied"
     harness.saver.granted(PutGrant(asked.number, b"a", (8192, HELD)))
-    assert harness.wires.take(PutCommit) == PutCommit((), (8192,)), "room was asked for; the other was there"
+    assert harness.wires.take(PutCommit) == PutCommit((), (8192,)), "space was requested; the other was there"
     assert harness.wires.orders[2:] == []
     assert harness.request().tenant == "u"
     harness.saver.pump()

@@ -3,7 +3,7 @@
 Part of the scheduler. Each such request, a *suspect*, is in plans by itself, and no other plan is out beside
 them: what breaks then is due to it, and a neighbour of the culprit is soon cleared::
 
-    WAITING --room, no other suspect runs--> RUNNING --its turn--> alone in its plans --survived--> cleared
+    WAITING --blocks, no other suspect runs--> RUNNING --its turn--> alone in its plans --survived--> cleared
                                                                         |
              the next suspect <--- ended, preempted, handed over -------+
 
