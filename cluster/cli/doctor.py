@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,23 @@ from rich.text import Text
 
 from cluster.cli.terminal import BUNDLED_MODEL, AsJson, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
-from cluster.doctor.checks import Finding, Severity, as_json, exit_status, worst_first
+from cluster.doctor.checks import (
+    C,
+    Check,
+    CheckContext,
+    Expected,
+    Finding,
+    Live,
+    Severity,
+    as_json,
+    error,
+    exit_status,
+    look,
+    worst_first,
+)
 from cluster.errors import CallError, ConfigError
+from cluster.serve.machine import Machine
+from cluster.serve.memory import needs_of
 from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
 from workers.model.model_config import read_model_config
@@ -34,6 +49,12 @@ _PLURALS = {
     Severity.NOTE: ("note", "notes"),
     Severity.OK: ("ok", "ok"),
 }
+
+
+# Before all others: the file itself, one finding for each field that is wrong.
+CONFIG_CHECK = "config"
+# Before all others of a running cluster: that the gateway answers.
+REACH_CHECK = "gateway"
 
 
 def doctor(
@@ -113,8 +134,6 @@ def _add(table: Table, finding: Finding) -> None:
 def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfig | None, list[Finding]]:
     """Return the configuration with the index server of the environment, or findings when it cannot be
     read."""
-    from cluster.doctor.run_checks import config_findings  # here: only this command needs the checks
-
     try:
         if file is not None:
             config = load_config(file)
@@ -133,11 +152,6 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
 def _machine(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
 ) -> list[Finding]:
-    from cluster.doctor.checks import CheckContext
-    from cluster.doctor.run_checks import run_machine_checks
-    from cluster.serve.machine import Machine
-    from cluster.serve.memory import needs_of
-
     try:
         needs = needs_of(config)
     except CheckpointError:
@@ -151,16 +165,13 @@ def _machine(
         ray_address=ray_address,
         is_running=is_running,
     )
-    return run_machine_checks(context)
+    return run_checks(machine_checks(), context)
 
 
 async def _cluster(
     address: str, seconds: float, config: ClusterConfig | None, findings: list[Finding]
 ) -> None:
     """Add the findings of the running cluster to `findings`."""
-    from cluster.doctor.checks import Expected, look
-    from cluster.doctor.run_checks import run_cluster_checks, unreachable
-
     try:
         version = importlib.metadata.version("tandem-serve")
     except importlib.metadata.PackageNotFoundError:
@@ -170,6 +181,49 @@ async def _cluster(
     try:
         live = await look(address, seconds, Expected.of(config), version, SystemClock())
     except CallError as problem:
-        findings.append(unreachable(address, str(problem)))
+        why = "nothing can be said of the cluster behind it"
+        remedy = (
+            "does `tandem serve` run there? Is its port open from here? tls:// where it has a certificate"
+        )
+        result = error(f"no gateway answers at {address}: {problem}", why, remedy)
+        findings.append(Finding(REACH_CHECK, "members", result))
         return
-    findings += run_cluster_checks(live)
+    findings += run_checks(cluster_checks(), live)
+
+
+# ----------------------------------------------------------------------------------------------
+# The list of all checks, and running them. What they import, no other command needs.
+
+
+def machine_checks() -> tuple[Check[CheckContext], ...]:
+    """Return the checks of a machine, in the order in which they run."""
+    from cluster.doctor import hardware, limits, model, network, redis, storage
+
+    return (
+        *model.CHECKS,
+        *limits.CHECKS,
+        *hardware.CHECKS,
+        *storage.CHECKS,
+        *network.CHECKS,
+        *redis.CHECKS,
+    )
+
+
+def cluster_checks() -> tuple[Check[Live], ...]:
+    """Return the checks of a running cluster, in the order in which they run."""
+    from cluster.doctor import kv_cache, members, serving
+
+    return (*serving.CHECKS, *kv_cache.CHECKS, *members.CHECKS)
+
+
+def run_checks(checks: Iterable[Check[C]], context: C) -> list[Finding]:
+    """Run the checks, and return what they find."""
+    return [finding for check in checks for finding in check.findings(context)]
+
+
+def config_findings(problem: str) -> list[Finding]:
+    """Return what `load_config` refused, line by line."""
+    why = "`tandem serve` refuses the file; nothing that depends on it was looked at"
+    remedy = "correct that field; docs/operating.md has them"
+    lines = problem.splitlines()
+    return [Finding(CONFIG_CHECK, "configuration", error(line, why, remedy)) for line in lines]

@@ -99,13 +99,8 @@ def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
     counts = {str(severity): 0 for severity in Severity}
     for finding in ordered:
         counts[finding.severity] += 1
-    listed = [{"check": item.check, "group": item.group, **_fields(item.result)} for item in ordered]
+    listed = [{"check": item.check, "group": item.group, **asdict(item.result)} for item in ordered]
     return {"ok": not exit_status(ordered), "counts": counts, "findings": listed}
-
-
-def _fields(result: CheckResult) -> dict[str, Any]:
-    fields = asdict(result)
-    return {**fields, "severity": str(result.severity), "figures": dict(result.figures)}
 
 
 # ----------------------------------------------------------------------------------------------

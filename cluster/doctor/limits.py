@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.doctor.network import LOOPBACK
 from cluster.serve.machine import read
-from cluster.serve.memory import RAY_BYTES, Needs, PoolNeed, gb, huge_pages_suffice
+from cluster.serve.memory import RAY_BYTES, Needs, gb, huge_pages_suffice
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 
 GROUP = "limits and memory"
@@ -156,7 +156,11 @@ def locked_memory(context: CheckContext) -> Iterator[CheckResult]:
 def device_memory(context: CheckContext) -> Iterator[CheckResult]:
     """Compare a rank's weights and KV with the memory of the smallest GPU. Activations, the CUDA context and
     NCCL's buffers are not counted."""
-    pools = [] if context.needs is None else [pool for pool in context.needs.pools if _is_on_gpu(pool)]
+    pools = (
+        []
+        if context.needs is None
+        else [pool for pool in context.needs.pools if "cuda" in {rank.device for rank in pool.ranks}]
+    )
     shown = context.machine.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) << 20 for line in (shown or "").split() if line.isdecimal()]
     for pool in pools:
@@ -196,10 +200,6 @@ CHECKS = (
     Check("locked-memory", GROUP, "How much memory RDMA may register", locked_memory),
     Check("device-memory", GROUP, "Weights and KV of a rank against 90 % of a GPU's memory", device_memory),
 )
-
-
-def _is_on_gpu(pool: PoolNeed) -> bool:
-    return any(rank.device == "cuda" for rank in pool.ranks)
 
 
 def _breakdown(needs: Needs) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
-from cluster.proto import tandem_pb2 as pb
 
 GROUP = "members"
 # Replicas report several times a second.
@@ -60,7 +59,8 @@ def flapping(live: Live) -> Iterator[CheckResult]:
             "the reason is the last line of the ended one's worker-*.err",
         )
     if live.status.wall_time_s and live.status.uptime_s >= _SETTLED_S:
-        for pool in sorted({item.pool for item in live.status.replicas} - _pools_of(live, came)):
+        renewed = {item.pool for item in live.status.replicas if item.replica_id in came}
+        for pool in sorted({item.pool for item in live.status.replicas} - renewed):
             yield from _young(live, pool)
 
 
@@ -78,10 +78,6 @@ def _young(live: Live, pool: str) -> Iterator[CheckResult]:
         )
 
 
-def _pools_of(live: Live, replica_ids: list[str]) -> set[str]:
-    return {item.pool for item in live.status.replicas if item.replica_id in replica_ids}
-
-
 def pools(live: Live) -> Iterator[CheckResult]:
     for pool in live.status.pools:
         seen = f"pool {pool.name}: {pool.num_ready} of {pool.desired} replicas are ready"
@@ -95,19 +91,14 @@ def pools(live: Live) -> Iterator[CheckResult]:
             )
         else:
             yield ok(seen, **figures)
-        if pool.pinned and live_autoscales(pool):
+        if pool.pinned and pool.max > 0:  # else the autoscaler does not move it
             yield note(
                 f"pool {pool.name} is pinned at {pool.desired} by an operator",
                 "the autoscaler leaves it alone",
-                f"`tandem scale release {pool.name}` gives it back",
+                f"`tandem scale --release {pool.name}` gives it back",
             )
         if pool.num_lent:
             yield note(f"pool {pool.name}: {pool.num_lent} replicas play another role for now")
-
-
-def live_autoscales(pool: pb.Pool) -> bool:
-    """Return whether the autoscaler moves the pool: only then its limits are reported."""
-    return pool.max > 0
 
 
 def gateways(live: Live) -> Iterator[CheckResult]:

@@ -19,6 +19,7 @@ GROUP = "network and Ray"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _REACH_S = 5.0
 MIN_TOKEN_CHARS = 16
+_ERRORS = {errno.EADDRNOTAVAIL: "no such address here", errno.EACCES: "not allowed to this user"}
 
 
 def ports(context: CheckContext) -> Iterator[CheckResult]:
@@ -56,8 +57,9 @@ def _port(context: CheckContext, field: str, host: str, port: int) -> Iterator[C
             port=port,
         )
     else:
+        reason = _ERRORS.get(problem, errno.errorcode.get(problem, str(problem)))
         yield error(
-            f"{field}: cannot listen on {host}:{port}: {_error_text(problem)}",
+            f"{field}: cannot listen on {host}:{port}: {reason}",
             "a gateway does not start on this machine",
             "set gateway.host to an address of this machine, or to auto",
             port=port,
@@ -211,12 +213,6 @@ def _bind(host: str, port: int) -> int:
         except OSError as problem:
             return problem.errno or errno.EADDRNOTAVAIL
     return 0
-
-
-def _error_text(number: int) -> str:
-    return {errno.EADDRNOTAVAIL: "no such address here", errno.EACCES: "not allowed to this user"}.get(
-        number, errno.errorcode.get(number, str(number))
-    )
 
 
 # ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from cluster.errors import PoisonRequestError
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.tokenizer import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
-from kvtransfer.common.backoff import backoff_s
+from kvtransfer.common.health import backoff_s
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
 from workers.messages import (

@@ -16,7 +16,15 @@ from rich.console import Console
 from serving import ROOT, TINY, RunningCluster, free_port, tandem
 from typer.testing import CliRunner
 
-from cluster.cli.doctor import findings_view, summary
+from cluster.cli.doctor import (
+    CONFIG_CHECK,
+    REACH_CHECK,
+    cluster_checks,
+    config_findings,
+    findings_view,
+    machine_checks,
+    summary,
+)
 from cluster.cli.main import cli
 from cluster.doctor.checks import (
     Check,
@@ -30,10 +38,9 @@ from cluster.doctor.checks import (
     warning,
     worst_first,
 )
-from cluster.doctor.run_checks import CONFIG_CHECK, LIVE_CHECKS, MACHINE_CHECKS, REACH_CHECK, config_findings
 
 KEYS = {"check", "group", "severity", "seen", "why", "remedy", "figures"}
-CHECKS: list[Check[Any]] = [*MACHINE_CHECKS, *LIVE_CHECKS]
+CHECKS: list[Check[Any]] = [*machine_checks(), *cluster_checks()]
 NAMES = [check.name for check in CHECKS]
 
 
@@ -151,7 +158,7 @@ async def test_a_gateway_that_is_there_is_looked_at(pair: Pair) -> None:
     assert status == 0
     named = {item["check"] for item in answer["findings"]}
     assert {"route", "ttft", "replicas", "gateways", "clocks", "versions"} <= named
-    assert not named & {check.name for check in MACHINE_CHECKS}
+    assert not named & {check.name for check in machine_checks()}
 
 
 @pytest.mark.slow

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from doctor_harness import only, said
-from doctor_live import live, replica
+from doctor_harness import live, only, replica, said
 
-from cluster.doctor import serving, transfer
+from cluster.cli.doctor import cluster_checks, run_checks
+from cluster.doctor import kv_cache, serving
 from cluster.doctor.checks import CheckResult, GatewayReply, Severity
-from cluster.doctor.run_checks import LIVE_CHECKS, run_cluster_checks
 from cluster.proto import tandem_pb2 as pb
 
 OK, NOTE, WARNING, ERROR = Severity
 
 
 def test_a_good_cluster_has_no_symptom() -> None:
-    found = run_cluster_checks(live())
+    found = run_checks(cluster_checks(), live())
     assert {finding.severity for finding in found} == {OK}
     assert {"route", "ttft", "decode-pace", "paths", "stores", "store-index", "replicas"} <= {
         finding.check for finding in found
@@ -168,8 +167,8 @@ def test_what_grows_now_is_distinguished_from_what_grew_once() -> None:
     assert not said(serving.preemptions, live(preempted))
     assert only(serving.failures, live(failed, before=clean)).severity is ERROR
     assert only(serving.failures, live(failed)).severity is NOTE
-    assert only(transfer.checksums, live(bad_sums, before=clean)).severity is ERROR
-    assert only(transfer.checksums, live(bad_sums)).severity is WARNING
+    assert only(kv_cache.checksums, live(bad_sums, before=clean)).severity is ERROR
+    assert only(kv_cache.checksums, live(bad_sums)).severity is WARNING
 
 
 def test_a_counter_of_a_replica_that_is_new_has_not_grown() -> None:
@@ -244,15 +243,15 @@ def test_paths_are_there_fast_enough_and_preferred() -> None:
         return change
 
     refused = having(transport="", gb_s=0.0, instead_of="shm: other host; tcp: refused")
-    none = only(transfer.paths, live(path=refused))
+    none = only(kv_cache.paths, live(path=refused))
     assert none.severity is ERROR
     assert "tcp: refused" in none.why
-    slow_path = only(transfer.paths, live(min_gb_s=8.0))
+    slow_path = only(kv_cache.paths, live(min_gb_s=8.0))
     assert slow_path.severity is WARNING
     assert "5.00 GB/s" in slow_path.seen
     by_tcp = having(transport="tcp", instead_of="shm: 0.1 GB/s")
-    assert only(transfer.paths, live(path=by_tcp)).severity is WARNING
-    assert only(transfer.paths, live(min_gb_s=4.0)).severity is OK
+    assert only(kv_cache.paths, live(path=by_tcp)).severity is WARNING
+    assert only(kv_cache.paths, live(min_gb_s=4.0)).severity is OK
 
 
 def test_blocks_in_quarantine_or_leaked_are_reported_when_they_stay() -> None:
@@ -260,16 +259,16 @@ def test_blocks_in_quarantine_or_leaked_are_reported_when_they_stay() -> None:
         status.replicas[1].load.num_quarantined_blocks = 4
         status.replicas[1].load.num_leaked_blocks = 2
 
-    assert [severity for severity, _ in said(transfer.blocks, live(held))] == [WARNING, WARNING]
-    assert not said(transfer.blocks, live(held, before=lambda status: None))
+    assert [severity for severity, _ in said(kv_cache.blocks, live(held))] == [WARNING, WARNING]
+    assert not said(kv_cache.blocks, live(held, before=lambda status: None))
 
 
 def test_landings_that_wait_are_noted() -> None:
     def waiting(status: pb.StatusResponse) -> None:
         status.replicas[1].load.num_waiting_landings = 2
 
-    assert only(transfer.landings, live(waiting)).severity is NOTE
-    assert not said(transfer.landings, live())
+    assert only(kv_cache.landings, live(waiting)).severity is NOTE
+    assert not said(kv_cache.landings, live())
 
 
 def test_an_older_gateway_that_reports_less_breaks_nothing() -> None:
@@ -279,5 +278,5 @@ def test_an_older_gateway_that_reports_less_breaks_nothing() -> None:
         status.CopyFrom(pb.StatusResponse(ready=True, replicas=[replica("b0", "both")]))
 
     seen = live(bare, replies=(GatewayReply("h:1", pb.StatusResponse(ready=True)),))
-    for check in LIVE_CHECKS:
+    for check in cluster_checks():
         assert all(severity in (OK, NOTE) for severity, _ in said(check.look, seen)), check.name

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from doctor_harness import only, said
-from doctor_live import NOW, live
+from doctor_harness import NOW, live, only, said
 
-from cluster.doctor import members, tiers
+from cluster.doctor import kv_cache, members
 from cluster.doctor.checks import GatewayReply, Severity
 from cluster.proto import tandem_pb2 as pb
 
@@ -17,10 +16,10 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
     def away(node: pb.StoreNodeStat) -> None:
         node.error = "not reached, nothing was done: refused"
 
-    result = only(tiers.stores, live(store=away))
+    result = only(kv_cache.stores, live(store=away))
     assert result.severity is ERROR
     assert "node-a (process 77)" in result.seen
-    assert not said(tiers.index, live(store=away))
+    assert not said(kv_cache.index, live(store=away))
 
 
 @pytest.mark.parametrize(("state", "severity"), [("slow", WARNING), ("down", WARNING), ("up", OK)])
@@ -29,22 +28,22 @@ def test_the_state_of_the_index_is_reported(state: str, severity: Severity) -> N
         node.index.state = state
         node.index.note = "start it, or correct tiers.redis_url" if state == "down" else ""
 
-    assert only(tiers.index, live(store=change)).severity is severity
+    assert only(kv_cache.index, live(store=change)).severity is severity
 
 
 def test_no_index_is_wanted_where_it_is_off() -> None:
     def off(node: pb.StoreNodeStat) -> None:
         node.index.state = "off"
 
-    assert not said(tiers.index, live(store=off))
+    assert not said(kv_cache.index, live(store=off))
 
 
 def test_late_look_ups_count_while_we_look() -> None:
     def late(node: pb.StoreNodeStat) -> None:
         node.index.num_late = 9
 
-    assert only(tiers.index, live(store=late, store_before=lambda node: None)).severity is WARNING
-    assert only(tiers.index, live(store=late)).severity is OK
+    assert only(kv_cache.index, live(store=late, store_before=lambda node: None)).severity is WARNING
+    assert only(kv_cache.index, live(store=late)).severity is OK
 
 
 @pytest.mark.parametrize(
@@ -67,19 +66,19 @@ def test_tiers_report_what_fails(
         (live(store=change, store_before=lambda node: None), grown),
         (live(store=change), lasting),
     ):
-        assert [severity for severity, _ in said(tiers.tiers, seen)] == ([expected] if expected else [])
-    assert not said(tiers.tiers, live())
+        assert [severity for severity, _ in said(kv_cache.tiers, seen)] == ([expected] if expected else [])
+    assert not said(kv_cache.tiers, live())
 
 
 def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
     def unstored(status: pb.StatusResponse) -> None:
         status.replicas[1].load.num_unstored_blocks["queue"] = 12
 
-    result = only(tiers.unstored, live(unstored, before=lambda status: None))
+    result = only(kv_cache.unstored, live(unstored, before=lambda status: None))
     assert result.severity is NOTE
     assert result.seen.startswith("d0: 12 finished blocks")
     assert "engine.write_queue" in result.why
-    assert not said(tiers.unstored, live(unstored))
+    assert not said(kv_cache.unstored, live(unstored))
 
 
 # ---------------------------------------------------------------------------------------------- members
