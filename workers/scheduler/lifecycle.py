@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as Seq
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -138,7 +139,7 @@ class Lifecycle:
         sequence.phase = Phase.WAITING
         sequence.load = StoreLoad.WANTED if self.has_store else StoreLoad.DONE
         sequence.num_expected_cached_tokens = self.tables.num_cached_tokens(sequence)
-        insort(self.waiting, sequence, key=_queue_rank)
+        insort(self.waiting, sequence, key=attrgetter("queue_rank"))
 
     def has_lost_blocks(self, sequence: Sequence, num_cached: int) -> bool:
         """Whether blocks that it could have reused were evicted while it waited: the store is asked again."""
@@ -306,10 +307,6 @@ class Lifecycle:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
-
-
-def _queue_rank(sequence: Sequence) -> tuple[int, bool, Rank]:
-    return sequence.queue_rank
 
 
 # ----------------------------------------------------------------------------------------------
