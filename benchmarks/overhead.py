@@ -292,7 +292,7 @@ async def play_gateway(order: dict[str, Any]) -> None:
     roster = LocalRoster(CLOCK)
     for view in order["views"]:
         for record in VIEW_CODEC.decode(bytes.fromhex(view)).replicas:
-            await roster.register_replica(record)
+            await roster.register(record)
     engine = {"block_tokens": BLOCK_TOKENS}
     config = parse_config(
         {

@@ -18,6 +18,7 @@ from cluster.errors import (
     TokenRefusedError,
     UnknownPoolError,
 )
+from cluster.roster.messages import ReleasePool, RosterOrder, SetDesired
 from cluster.scaling.serve_client import ServeClient
 
 MAX_REPLICAS = 1000
@@ -52,10 +53,8 @@ class Operations(NamedTuple):
 
     # Such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`.
     dashboard_url: Callable[[], Awaitable[str]]
-    # Pin the pool at so many replicas, so that the autoscaler leaves it alone; `RosterAwayError` likewise.
-    pin: Callable[[str, int], Awaitable[None]]
-    # Unpin the pool; `RosterAwayError` when that could not be recorded.
-    release: Callable[[str], Awaitable[None]]
+    # Pin or release a pool in the roster; `RosterAwayError` when that could not be recorded.
+    record: Callable[[RosterOrder], Awaitable[None]]
 
 
 class Orders:
@@ -74,7 +73,7 @@ class Orders:
             noun = "replica" if order.replicas == 1 else "replicas"
             pool = seen.pools.get(order.pool) if seen is not None else None
             if pool is not None and pool.target == order.replicas:  # Serve would not notify the scaler
-                await operations.pin(order.pool, order.replicas)
+                await operations.record(SetDesired(order.pool, order.replicas, pinned=True))
                 return f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"
             await client.scale(order.pool, order.replicas)
             return f"pool {order.pool} will have {order.replicas} {noun}"
@@ -87,7 +86,7 @@ class Orders:
 
         async def unpin(client: ServeClient, operations: Operations) -> str:
             await client.application()
-            await operations.release(order.pool)
+            await operations.record(ReleasePool(order.pool))
             return f"pool {order.pool} is released"
 
         return await self._obey(order.pool, token, unpin)

@@ -14,18 +14,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from cluster.errors import RosterAwayError
-from cluster.roster.messages import (
-    GatewayRecord,
-    ReplicaRecord,
-    RoleLease,
-    RosterView,
-    ScalingMove,
-    StoreRecord,
-)
+from cluster.roster.messages import MemberRecord, RosterOrder, RosterView
 from cluster.roster.state import EXPIRE_S, REBUILD_S, RENEW_S, LocalRoster
 from kvtransfer.codec import Codec
 from kvtransfer.common.clock import Clock, SystemClock
-from kvtransfer.messages import ReplicaIdentity
 
 # Of all our named actors.
 NAMESPACE = "tandem"
@@ -46,41 +38,14 @@ class RosterActor:
         self._roster = LocalRoster(clock, first_version=first_version, expire_s=EXPIRE_S)
         self._complete_at = clock.now() + (REBUILD_S if restarted else 0.0)
 
-    async def register_replica(self, frame: bytes) -> bool:
-        return await self._roster.register_replica(_REPLICA_CODEC.decode(frame))
-
-    async def register_gateway(self, frame: bytes) -> bool:
-        return await self._roster.register_gateway(_GATEWAY_CODEC.decode(frame))
-
-    async def register_store(self, frame: bytes) -> bool:
-        return await self._roster.register_store(_STORE_CODEC.decode(frame))
+    async def register(self, frame: bytes) -> bool:
+        return await self._roster.register(_MEMBER_CODEC.decode(frame))
 
     async def remove(self, member_id: str, epoch: int) -> None:
         await self._roster.remove(member_id, epoch)
 
-    async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
-        await self._roster.set_desired(pool, num_replicas, pinned)
-
-    async def release(self, pool: str) -> None:
-        await self._roster.release(pool)
-
-    async def forget(self, pool: str) -> None:
-        await self._roster.forget(pool)
-
-    async def set_lease(self, frame: bytes) -> None:
-        await self._roster.set_lease(_LEASE_CODEC.decode(frame))
-
-    async def drop_lease(self, replica_id: str, epoch: int) -> None:
-        await self._roster.drop_lease(ReplicaIdentity(replica_id, epoch))
-
-    async def add_move(self, frame: bytes) -> None:
-        await self._roster.add_move(_MOVE_CODEC.decode(frame))
-
-    async def set_traffic(self, shares: dict[str, float]) -> None:
-        await self._roster.set_traffic(shares)
-
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
-        await self._roster.set_observed(deploy_mark, targets, declared)
+    async def change(self, frame: bytes) -> None:
+        await self._roster.change(_ORDER_CODEC.decode(frame))
 
     async def restore(self, frame: bytes) -> bytes:
         return VIEW_CODEC.encode(await self._roster.restore(VIEW_CODEC.decode(frame)))
@@ -107,42 +72,18 @@ class RemoteRoster:
         self._restores = restores
         self._last = RosterView(version=0)
 
-    async def register_replica(self, record: ReplicaRecord) -> bool:
-        return await self._register("register_replica", _REPLICA_CODEC.encode(record))
-
-    async def register_gateway(self, record: GatewayRecord) -> bool:
-        return await self._register("register_gateway", _GATEWAY_CODEC.encode(record))
-
-    async def register_store(self, record: StoreRecord) -> bool:
-        return await self._register("register_store", _STORE_CODEC.encode(record))
+    async def register(self, record: MemberRecord) -> bool:
+        try:
+            return bool(await self._call("register", _MEMBER_CODEC.encode(record)))
+        except RosterAwayError:
+            return True
 
     async def remove(self, member_id: str, epoch: int) -> None:
         with contextlib.suppress(RosterAwayError):
             await self._call("remove", member_id, epoch)
 
-    async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
-        await self._call("set_desired", pool, num_replicas, pinned)
-
-    async def release(self, pool: str) -> None:
-        await self._call("release", pool)
-
-    async def forget(self, pool: str) -> None:
-        await self._call("forget", pool)
-
-    async def set_lease(self, lease: RoleLease) -> None:
-        await self._call("set_lease", _LEASE_CODEC.encode(lease))
-
-    async def drop_lease(self, replica: ReplicaIdentity) -> None:
-        await self._call("drop_lease", replica.replica_id, replica.epoch)
-
-    async def add_move(self, move: ScalingMove) -> None:
-        await self._call("add_move", _MOVE_CODEC.encode(move))
-
-    async def set_traffic(self, shares: dict[str, float]) -> None:
-        await self._call("set_traffic", shares)
-
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
-        await self._call("set_observed", deploy_mark, targets, declared)
+    async def change(self, order: RosterOrder) -> None:
+        await self._call("change", _ORDER_CODEC.encode(order))
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
         """The last view when the actor is away or rebuilding, after a wait, so that callers do not spin."""
@@ -161,23 +102,14 @@ class RemoteRoster:
             self._last = view
         return self._last
 
-    async def _register(self, method: str, frame: bytes) -> bool:
-        try:
-            return bool(await self._call(method, frame))
-        except RosterAwayError:
-            return True
-
 
 def _as_view(frame: object) -> RosterView:
     assert isinstance(frame, bytes)
     return VIEW_CODEC.decode(frame)
 
 
-_REPLICA_CODEC: Codec[ReplicaRecord] = Codec(ReplicaRecord)
-_GATEWAY_CODEC: Codec[GatewayRecord] = Codec(GatewayRecord)
-_STORE_CODEC: Codec[StoreRecord] = Codec(StoreRecord)
-_LEASE_CODEC: Codec[RoleLease] = Codec(RoleLease)
-_MOVE_CODEC: Codec[ScalingMove] = Codec(ScalingMove)
+_MEMBER_CODEC: Codec[MemberRecord] = Codec(MemberRecord)
+_ORDER_CODEC: Codec[RosterOrder] = Codec(RosterOrder)
 VIEW_CODEC: Codec[RosterView] = Codec(RosterView)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvtransfer.codec import Part
+from kvtransfer.codec import Message, Part
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
 
-class ReplicaRecord(Part, frozen=True):
+class ReplicaRecord(Message, frozen=True):
     """A replica that serves: where its Links connect and what it is. Registered when it is ready."""
 
     identity: ReplicaIdentity
@@ -29,8 +29,18 @@ class ReplicaRecord(Part, frozen=True):
     # Of the lease that `role` follows; 0: none yet.
     role_epoch: int = 0
 
+    @property
+    def member_id(self) -> str:
+        """The id under which the roster lists the replica."""
+        return self.identity.replica_id
 
-class GatewayRecord(Part, frozen=True):
+    @property
+    def epoch(self) -> int:
+        """Orders the lives of the replica."""
+        return self.identity.epoch
+
+
+class GatewayRecord(Message, frozen=True):
     """A gateway that accepts clients."""
 
     gateway_id: str
@@ -40,8 +50,13 @@ class GatewayRecord(Part, frozen=True):
     # host:port of its console; "": none.
     console: str = ""
 
+    @property
+    def member_id(self) -> str:
+        """The id under which the roster lists the gateway."""
+        return self.gateway_id
 
-class StoreRecord(Part, frozen=True):
+
+class StoreRecord(Message, frozen=True):
     """The store process of a node."""
 
     node_id: str
@@ -54,12 +69,16 @@ class StoreRecord(Part, frozen=True):
 
     @property
     def member_id(self) -> str:
-        """Under which the roster knows it."""
+        """The id under which the roster lists the store."""
         return f"store-{self.node_id}"
 
 
-class RoleLease(Part, frozen=True):
-    """The role that a replica shall play now. Each change has a higher epoch; the highest holds."""
+MemberRecord = ReplicaRecord | GatewayRecord | StoreRecord
+
+
+class RoleLease(Message, frozen=True):
+    """The role that a replica shall play now. Each change has a higher epoch; the highest holds, in this life
+    of the roster or another."""
 
     replica: ReplicaIdentity
     role: str
@@ -67,7 +86,7 @@ class RoleLease(Part, frozen=True):
     reason: str
 
 
-class ScalingMove(Part, frozen=True):
+class ScalingMove(Message, frozen=True):
     """One change of a desired count or of a role, as it was decided."""
 
     # Unix time.
@@ -78,6 +97,52 @@ class ScalingMove(Part, frozen=True):
     # "operator", "autoscaler" or "deploy" (a config deploy had reset the count, which was restored).
     by: str
     reason: str
+
+
+class SetDesired(Message, frozen=True):
+    """Sets the desired count of a pool; `pinned`: an operator wants it, so the autoscaler leaves it alone."""
+
+    pool: str
+    num_replicas: int
+    pinned: bool
+
+
+class ReleasePool(Message, frozen=True):
+    """Unpins a pool: the autoscaler may move it again. Its count stays until somebody changes it."""
+
+    pool: str
+
+
+class ForgetPool(Message, frozen=True):
+    """Drops the desired count of a pool: the configuration's count is right."""
+
+    pool: str
+
+
+class DropLease(Message, frozen=True):
+    """Drops the lease of this life of a replica, or of an earlier one."""
+
+    replica: ReplicaIdentity
+
+
+class SetTraffic(Message, frozen=True):
+    """Sets the share of this application's requests that each application gets; empty: all stay."""
+
+    shares: dict[str, float]
+
+
+class Observed(Message, frozen=True):
+    """Records what the scaler saw of Ray Serve, for its next life."""
+
+    deploy_mark: str
+    targets: dict[str, int]
+    declared: dict[str, int]
+
+
+# What the roster remembers when it is ordered to; a lease and a move are orders themselves.
+RosterOrder = (
+    SetDesired | ReleasePool | ForgetPool | RoleLease | DropLease | ScalingMove | SetTraffic | Observed
+)
 
 
 class RosterView(Part, frozen=True):

@@ -12,11 +12,19 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
 from cluster.roster.messages import (
+    DropLease,
+    ForgetPool,
     GatewayRecord,
+    MemberRecord,
+    Observed,
+    ReleasePool,
     ReplicaRecord,
     RoleLease,
+    RosterOrder,
     RosterView,
     ScalingMove,
+    SetDesired,
+    SetTraffic,
     StoreRecord,
 )
 from kvtransfer.common.clock import Clock
@@ -36,14 +44,8 @@ REBUILD_S = 6.0
 class RosterClient(Protocol):
     """What a replica or a gateway sees of the roster."""
 
-    async def register_replica(self, record: ReplicaRecord) -> bool:
+    async def register(self, record: MemberRecord) -> bool:
         """Register, update or renew. False: a newer life of this id is registered, so the caller is over."""
-
-    async def register_gateway(self, record: GatewayRecord) -> bool:
-        """As `register_replica`."""
-
-    async def register_store(self, record: StoreRecord) -> bool:
-        """As `register_replica`."""
 
     async def remove(self, member_id: str, epoch: int) -> None:
         """Remove the member in this life or an earlier one; that life cannot register again."""
@@ -53,32 +55,10 @@ class RosterClient(Protocol):
 
 
 class ScalingRoster(RosterClient, Protocol):
-    """What the scaler and the commands see of the roster: each of these raises `RosterAwayError` when it
-    could not be recorded."""
+    """What the scaler and the commands see of the roster."""
 
-    async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
-        """What somebody wants of the pool; `pinned`: an operator, so the autoscaler leaves it alone."""
-
-    async def release(self, pool: str) -> None:
-        """Unpin: the autoscaler may move it again."""
-
-    async def forget(self, pool: str) -> None:
-        """Nothing is wanted of the pool: the configuration's count is right."""
-
-    async def set_lease(self, lease: RoleLease) -> None:
-        """Taken when its epoch is higher than that of the replica's lease so far."""
-
-    async def drop_lease(self, replica: ReplicaIdentity) -> None:
-        """The replica of this life is gone."""
-
-    async def add_move(self, move: ScalingMove) -> None:
-        """Remember it with the latest."""
-
-    async def set_traffic(self, shares: dict[str, float]) -> None:
-        """The share of this application's requests that each application gets; empty: all stay."""
-
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
-        """What the scaler saw of Ray Serve, for its next life."""
+    async def change(self, order: RosterOrder) -> None:
+        """Remember the order; `RosterAwayError` when it could not be recorded."""
 
 
 class Roster:
@@ -90,9 +70,7 @@ class Roster:
 
     def __init__(self, first_version: int = 0) -> None:
         self._version = first_version
-        self._replicas: dict[str, ReplicaRecord] = {}
-        self._gateways: dict[str, GatewayRecord] = {}
-        self._stores: dict[str, StoreRecord] = {}
+        self._members: dict[str, MemberRecord] = {}
         self._renewed_at: dict[str, float] = {}
         self._removed_epoch: dict[str, int] = {}
         self._desired = DesiredState(first_version)
@@ -104,43 +82,23 @@ class Roster:
     def view(self) -> RosterView:
         members = RosterView(
             version=self._version,
-            replicas=tuple(self._replicas[key] for key in sorted(self._replicas)),
-            gateways=tuple(self._gateways[key] for key in sorted(self._gateways)),
-            stores=tuple(self._stores[key] for key in sorted(self._stores)),
+            replicas=self._of(ReplicaRecord),
+            gateways=self._of(GatewayRecord),
+            stores=self._of(StoreRecord),
         )
         return self._desired.fill(members)
 
-    def register_replica(self, record: ReplicaRecord, now: float) -> bool:
+    def register(self, record: MemberRecord, now: float) -> bool:
         """False when the record's epoch is over: a newer one is registered, or this one was removed."""
-        replica_id, epoch = record.identity.replica_id, record.identity.epoch
-        known = self._replicas.get(replica_id)
-        if self._is_over(replica_id, epoch, known.identity.epoch if known else None):
+        known = self._members.get(record.member_id)
+        removed_epoch = self._removed_epoch.get(record.member_id)
+        if known is not None and record.epoch < known.epoch:
             return False
-        self._renewed_at[replica_id] = now
-        if known != record:
-            self._replicas[replica_id] = record
-            self._version += 1
-        return True
-
-    def register_gateway(self, record: GatewayRecord, now: float) -> bool:
-        """As `register_replica`."""
-        known = self._gateways.get(record.gateway_id)
-        if self._is_over(record.gateway_id, record.epoch, known.epoch if known else None):
-            return False
-        self._renewed_at[record.gateway_id] = now
-        if known != record:
-            self._gateways[record.gateway_id] = record
-            self._version += 1
-        return True
-
-    def register_store(self, record: StoreRecord, now: float) -> bool:
-        """As `register_replica`."""
-        known = self._stores.get(record.member_id)
-        if self._is_over(record.member_id, record.epoch, known.epoch if known else None):
+        if removed_epoch is not None and record.epoch <= removed_epoch:
             return False
         self._renewed_at[record.member_id] = now
         if known != record:
-            self._stores[record.member_id] = record
+            self._members[record.member_id] = record
             self._version += 1
         return True
 
@@ -149,10 +107,8 @@ class Roster:
         self._removed_epoch[member_id] = max(epoch, self._removed_epoch.pop(member_id, epoch))
         if len(self._removed_epoch) > NUM_REMOVED:
             del self._removed_epoch[next(iter(self._removed_epoch))]
-        replica = self._replicas.get(member_id)
-        other = self._gateways.get(member_id) or self._stores.get(member_id)
-        registered = replica.identity.epoch if replica else other.epoch if other else None
-        if registered is None or registered > epoch:
+        known = self._members.get(member_id)
+        if known is None or known.epoch > epoch:
             return False
         self._forget(member_id)
         return True
@@ -164,20 +120,19 @@ class Roster:
             self._forget(member_id)
         return gone
 
-    def change(self, change: Callable[[DesiredState], bool]) -> None:
-        """Change what is remembered."""
-        if change(self._desired):
-            self._version += 1
+    def change(self, order: RosterOrder) -> None:
+        """Remember the order."""
+        self._version += self._desired.change(order)
 
-    def _is_over(self, member_id: str, epoch: int, registered: int | None) -> bool:
-        removed = self._removed_epoch.get(member_id)
-        return (registered is not None and epoch < registered) or (removed is not None and epoch <= removed)
+    def restore(self, memory: RosterView) -> None:
+        """Take back what an earlier life of the roster remembered."""
+        self._version += self._desired.restore(memory)
+
+    def _of(self, kind: type[T]) -> tuple[T, ...]:
+        return tuple(record for _, record in sorted(self._members.items()) if isinstance(record, kind))
 
     def _forget(self, member_id: str) -> None:
-        self._replicas.pop(member_id, None)
-        self._gateways.pop(member_id, None)
-        self._stores.pop(member_id, None)
-        self._renewed_at.pop(member_id, None)
+        del self._members[member_id], self._renewed_at[member_id]
         self._version += 1
 
 
@@ -190,45 +145,18 @@ class LocalRoster:
         self._roster = Roster(first_version)
         self._changed = asyncio.Condition()
 
-    async def register_replica(self, record: ReplicaRecord) -> bool:
-        return await self._apply(lambda: self._roster.register_replica(record, self._clock.now()))
-
-    async def register_gateway(self, record: GatewayRecord) -> bool:
-        return await self._apply(lambda: self._roster.register_gateway(record, self._clock.now()))
-
-    async def register_store(self, record: StoreRecord) -> bool:
-        return await self._apply(lambda: self._roster.register_store(record, self._clock.now()))
+    async def register(self, record: MemberRecord) -> bool:
+        return await self._apply(lambda: self._roster.register(record, self._clock.now()))
 
     async def remove(self, member_id: str, epoch: int) -> None:
         await self._apply(lambda: self._roster.remove(member_id, epoch))
 
-    async def set_desired(self, pool: str, num_replicas: int, pinned: bool) -> None:
-        await self._change(lambda state: state.set_desired(pool, num_replicas, pinned=pinned))
-
-    async def release(self, pool: str) -> None:
-        await self._change(lambda state: state.release(pool))
-
-    async def forget(self, pool: str) -> None:
-        await self._change(lambda state: state.forget(pool))
-
-    async def set_lease(self, lease: RoleLease) -> None:
-        await self._change(lambda state: state.set_lease(lease))
-
-    async def drop_lease(self, replica: ReplicaIdentity) -> None:
-        await self._change(lambda state: state.drop_lease(replica))
-
-    async def add_move(self, move: ScalingMove) -> None:
-        await self._change(lambda state: state.add_move(move))
-
-    async def set_traffic(self, shares: dict[str, float]) -> None:
-        await self._change(lambda state: state.set_traffic(shares))
-
-    async def set_observed(self, deploy_mark: str, targets: dict[str, int], declared: dict[str, int]) -> None:
-        await self._change(lambda state: state.set_observed(deploy_mark, targets, declared))
+    async def change(self, order: RosterOrder) -> None:
+        await self._apply(lambda: self._roster.change(order))
 
     async def restore(self, memory: RosterView) -> RosterView:
         """Restore the orders that an earlier life of the roster had; returns the view with them."""
-        await self._change(lambda state: state.restore(memory))
+        await self._apply(lambda: self._roster.restore(memory))
         return self._roster.view()
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
@@ -240,9 +168,6 @@ class LocalRoster:
             except TimeoutError:
                 self._expire()
             return self._roster.view()
-
-    async def _change(self, change: Callable[[DesiredState], bool]) -> None:
-        await self._apply(lambda: self._roster.change(change))
 
     async def _apply(self, change: Callable[[], T]) -> T:
         async with self._changed:
@@ -273,6 +198,7 @@ async def keep_registered(
 
 # Moves that are remembered; the oldest are forgotten first.
 NUM_MOVES = 100
+_NOBODY = RosterView(version=0)
 
 
 class DesiredPool(NamedTuple):
@@ -283,7 +209,7 @@ class DesiredPool(NamedTuple):
 
 
 class DesiredState:
-    """The state. Every method that changes something says whether it did.
+    """Represents what was ordered. `change` and `restore` return whether the view of it changed.
 
     `first_version` is that of this life of the roster. What was ordered in this life is never overridden by a
     memory, and of several memories the latest counts.
@@ -320,65 +246,34 @@ class DesiredState:
             incarnation=self._first_version,
         )
 
-    def set_desired(self, pool: str, num_replicas: int, *, pinned: bool) -> bool:
-        wanted = DesiredPool(num_replicas, pinned)
-        self._own.add(("pool", pool))
-        changed = self._pools.get(pool) != wanted
-        self._pools[pool] = wanted
-        return changed
-
-    def release(self, pool: str) -> bool:
-        """The pool is nobody's choice any more; its count stays until somebody changes it."""
-        known = self._pools.get(pool)
-        if known is None or not known.pinned:
-            return False
-        return self.set_desired(pool, known.num_replicas, pinned=False)
-
-    def forget(self, pool: str) -> bool:
-        """Nothing is wanted of the pool: the configuration's count is right."""
-        self._own.add(("pool", pool))
-        return self._pools.pop(pool, None) is not None
-
-    def set_lease(self, lease: RoleLease) -> bool:
-        """Taken when its epoch is higher than that of the replica's lease so far, in this life or another."""
-        key = lease.replica.replica_id
-        known = self._leases.get(key)
-        if known is not None and (lease.epoch, lease.replica.epoch) <= (known.epoch, known.replica.epoch):
-            return False
-        self._own.add(("lease", key))
-        self._leases[key] = lease
-        return True
-
-    def drop_lease(self, replica: ReplicaIdentity) -> bool:
-        """The lease of this life of the replica, or of an earlier one, is over."""
-        key = replica.replica_id
-        known = self._leases.get(key)
-        if known is None or known.replica.epoch > replica.epoch:
-            return False
-        self._own.add(("lease", key))
-        del self._leases[key]
-        return True
-
-    def add_move(self, move: ScalingMove) -> bool:
-        """False when it is known already."""
-        if move in self._moves:
-            return False
-        self._moves = _latest((*self._moves, move))
-        return True
-
-    def set_traffic(self, shares: Mapping[str, float]) -> bool:
-        """Shares by application; empty: all requests stay."""
-        self._own.add(("traffic", ""))
-        changed = self._traffic != shares
-        self._traffic = dict(shares)
-        return changed
-
-    def set_observed(self, deploy_mark: str, targets: Mapping[str, int], declared: Mapping[str, int]) -> bool:
-        """What the scaler saw of Ray Serve."""
-        self._own.add(("observed", ""))
-        before = self._deploy_mark, self._targets, self._declared
-        self._deploy_mark, self._targets, self._declared = deploy_mark, dict(targets), dict(declared)
-        return before != (deploy_mark, self._targets, self._declared)
+    def change(self, order: RosterOrder) -> bool:
+        """Carry out an order."""
+        before = self.fill(_NOBODY)
+        match order:
+            case SetDesired(pool, num_replicas, pinned):
+                self._own.add(("pool", pool))
+                self._pools[pool] = DesiredPool(num_replicas, pinned)
+            case ReleasePool(pool):
+                known = self._pools.get(pool)
+                if known is not None and known.pinned:
+                    self._own.add(("pool", pool))
+                    self._pools[pool] = known._replace(pinned=False)
+            case ForgetPool(pool):
+                self._own.add(("pool", pool))
+                self._pools.pop(pool, None)
+            case RoleLease():
+                self._set_lease(order)
+            case DropLease(replica):
+                self._drop_lease(replica)
+            case ScalingMove():
+                self._moves = _latest({move: None for move in (*self._moves, order)})
+            case SetTraffic(shares):
+                self._own.add(("traffic", ""))
+                self._traffic = dict(shares)
+            case Observed(deploy_mark, targets, declared):
+                self._own.add(("observed", ""))
+                self._deploy_mark, self._targets, self._declared = deploy_mark, dict(targets), dict(declared)
+        return self.fill(_NOBODY) != before
 
     def restore(self, memory: RosterView) -> bool:
         """Take what was not ordered in this life from what a watcher saw of an earlier one."""
@@ -403,6 +298,20 @@ class DesiredState:
             self._deploy_mark, self._targets = memory.deploy_mark, dict(memory.targets)
             self._declared = dict(memory.declared)
         return self.fill(memory) != before
+
+    def _set_lease(self, lease: RoleLease) -> None:
+        key = lease.replica.replica_id
+        known = self._leases.get(key)
+        if known is None or (lease.epoch, lease.replica.epoch) > (known.epoch, known.replica.epoch):
+            self._own.add(("lease", key))
+            self._leases[key] = lease
+
+    def _drop_lease(self, replica: ReplicaIdentity) -> None:
+        key = replica.replica_id
+        known = self._leases.get(key)
+        if known is not None and known.replica.epoch <= replica.epoch:
+            self._own.add(("lease", key))
+            del self._leases[key]
 
     def _with_own(self, kind: str, own: dict[str, T], remembered: Mapping[str, T]) -> dict[str, T]:
         kept = {key: value for key, value in own.items() if (kind, key) in self._own}

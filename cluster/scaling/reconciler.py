@@ -23,9 +23,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.roster.messages import RosterView, ScalingMove
+from cluster.roster.messages import ForgetPool, Observed, RosterOrder, RosterView, ScalingMove, SetDesired
 from cluster.scaling.serve_client import AppTargets, PoolTarget
-from kvtransfer.common.backoff import Backoff
+from kvtransfer.common.health import Backoff
 
 # For so long after a deploy was seen its resets may come.
 SETTLE_S = 5.0
@@ -35,38 +35,10 @@ _DELETING = "DELETING"
 _RUNNING = "RUNNING"
 
 
-class SetDesired(NamedTuple):
-    """Tell the roster what is wanted of a pool."""
-
-    pool: str
-    num_replicas: int
-    pinned: bool
-
-
-class Forget(NamedTuple):
-    """Tell the roster that nothing is wanted of a pool."""
-
-    pool: str
-
-
-class RecordMove(NamedTuple):
-    """Remember the move."""
-
-    move: ScalingMove
-
-
 class RestoreRoles(NamedTuple):
     """Return every replica to its pool's role."""
 
     reason: str
-
-
-class Observed(NamedTuple):
-    """Tell the roster what was seen of Serve; comes before any client is pulled."""
-
-    deploy_mark: str
-    targets: dict[str, int]
-    declared: dict[str, int]
 
 
 class SetTarget(NamedTuple):
@@ -76,7 +48,8 @@ class SetTarget(NamedTuple):
     num_replicas: int
 
 
-Action = SetDesired | Forget | RecordMove | RestoreRoles | Observed | SetTarget
+# `Observed` comes before any client is pulled.
+Action = RosterOrder | RestoreRoles | SetTarget
 
 
 @dataclass(slots=True)
@@ -125,7 +98,7 @@ class Reconciler:
         mark = seen.deploy_mark if is_settled else roster.deploy_mark
         self._observed = Observed(mark, targets, declared)
         before: list[Action] = list(judge.actions)
-        if self._observed != (roster.deploy_mark, roster.targets, roster.declared):
+        if self._observed != Observed(roster.deploy_mark, roster.targets, roster.declared):
             before.append(self._observed)
         return before + [pull for pull in judge.pulls if self._may_pull(pull.pool, now)]
 
@@ -134,7 +107,7 @@ class Reconciler:
         return [
             RestoreRoles(f"pool {move.pool} goes from {move.before} to {move.after}"),
             SetDesired(move.pool, move.after, pinned=False),
-            RecordMove(move),
+            move,
             SetTarget(move.pool, move.after),
         ]
 
@@ -142,7 +115,7 @@ class Reconciler:
         """Serve has taken the order: from now on another target is somebody else's."""
         self._retries.pop(pull.pool, None)
         targets = {**self._observed.targets, pull.pool: pull.num_replicas}
-        self._observed = self._observed._replace(targets=targets)
+        self._observed = Observed(self._observed.deploy_mark, targets, self._observed.declared)
         return self._observed
 
     def failed(self, pull: SetTarget, now: float) -> None:
@@ -194,7 +167,7 @@ class _Comparison:
 
     def forget_removed(self, there: Mapping[str, PoolTarget]) -> None:
         """A pool that a deploy removed shall not be remembered when another adds one of its name."""
-        self.actions += [Forget(pool) for pool in self._roster.desired if pool not in there]
+        self.actions += [ForgetPool(pool) for pool in self._roster.desired if pool not in there]
 
     def _follows_the_file(self, pool: str) -> bool:
         return pool not in self._roster.pinned and pool not in self._autoscaled
@@ -226,7 +199,7 @@ class _Comparison:
             self._tell(pool, seen.target, desired, "deploy", reason)
             self.pulls.append(SetTarget(pool, desired))
             return
-        self.actions.append(Forget(pool))
+        self.actions.append(ForgetPool(pool))
         reason = "a deploy set it to the configured count, and nobody has pinned the pool"
         self._tell(pool, desired, seen.target, "deploy", reason)
 
@@ -236,4 +209,4 @@ class _Comparison:
         self._tell(pool, before, after, "operator", "ordered through Ray Serve's scale endpoint")
 
     def _tell(self, pool: str, before: int, after: int, by: str, reason: str) -> None:
-        self.actions.append(RecordMove(ScalingMove(self._wall, pool, before, after, by, reason)))
+        self.actions.append(ScalingMove(self._wall, pool, before, after, by, reason))

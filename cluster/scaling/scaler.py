@@ -9,21 +9,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardError, RosterAwayError
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import RoleLease, RosterView, ScalingMove
+from cluster.roster.messages import DropLease, Observed, RoleLease, RosterView, ScalingMove, SetDesired
 from cluster.roster.state import ScalingRoster
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.counts import KeptCounts
 from cluster.scaling.policy import RoleAssignment, ScalingPlan, decide, history_span_s
-from cluster.scaling.reconciler import (
-    Action,
-    Forget,
-    Observed,
-    Reconciler,
-    RecordMove,
-    RestoreRoles,
-    SetDesired,
-    SetTarget,
-)
+from cluster.scaling.reconciler import Action, Reconciler, RestoreRoles, SetTarget
 from cluster.scaling.roles import RoleTable
 from cluster.scaling.samples import GatewayReports, History, PoolView, pool_views
 from cluster.scaling.serve_client import AppTargets, ServeClient
@@ -105,7 +96,7 @@ class Scaler:
         """Take over what was ordered in an earlier Ray cluster: the roster of this one is new."""
         left = await kept.left(self._config, seen, view)
         for pool, num_replicas in left.desired.items():
-            await self._roster.set_desired(pool, num_replicas, pool in left.pinned)
+            await self._roster.change(SetDesired(pool, num_replicas, pool in left.pinned))
         return await self._roster.view(0, 0.0) if left.desired else view
 
     def _autoscaled(self) -> frozenset[str]:
@@ -114,7 +105,7 @@ class Scaler:
     async def _end_leases(self, view: RosterView) -> None:
         roles = RoleTable(view, self._clock.wall())
         for replica in roles.expired():
-            await self._roster.drop_lease(replica)
+            await self._roster.change(DropLease(replica))
         await self._set_leases(roles.strays(), view)
 
     async def _follow_policy(self, view: RosterView, seen: AppTargets, client: ServeClient) -> None:
@@ -153,30 +144,25 @@ class Scaler:
     async def _set_leases(self, leases: Sequence[RoleLease], view: RosterView) -> None:
         pool_of = {record.identity: record.pool for record in view.replicas}
         for lease in leases:
-            await self._roster.set_lease(lease)
+            await self._roster.change(lease)
             pool = pool_of[lease.replica]
             count = view.desired.get(pool, view.targets.get(pool, 0))
             reason = f"{lease.replica.replica_id} plays {lease.role}: {lease.reason}"
             move = ScalingMove(self._clock.wall(), pool, count, count, "autoscaler", reason)
-            await self._roster.add_move(move)
+            await self._roster.change(move)
 
     async def _carry_out(self, actions: Sequence[Action], client: ServeClient) -> None:
         for action in actions:
             match action:
-                case SetDesired(pool, num_replicas, pinned):
-                    await self._roster.set_desired(pool, num_replicas, pinned)
-                case Forget(pool):
-                    await self._roster.forget(pool)
-                case RecordMove(move):
-                    _log.warning("pool %s: %d -> %d by %s: %s", *move_fields(move))
-                    await self._roster.add_move(move)
                 case RestoreRoles(reason):
                     view = await self._roster.view(0, 0.0)
                     await self._set_leases(RoleTable(view, self._clock.wall()).restore_all(reason), view)
-                case Observed():
-                    await self._roster.set_observed(*action)
                 case SetTarget():
                     await self._pull(action, client)
+                case _:
+                    if isinstance(action, ScalingMove):
+                        _log.warning("pool %s: %d -> %d by %s: %s", *move_fields(action))
+                    await self._roster.change(action)
 
     async def _pull(self, pull: SetTarget, client: ServeClient) -> None:
         try:
@@ -185,8 +171,7 @@ class Scaler:
             self._reconciler.failed(pull, self._clock.now())
             _log.warning("pool %s cannot be set to %d now: %s", pull.pool, pull.num_replicas, error)
             return
-        observed = self._reconciler.pulled(pull)
-        await self._roster.set_observed(*observed)
+        await self._roster.change(self._reconciler.pulled(pull))
 
 
 def move_fields(move: ScalingMove) -> tuple[str, int, int, str, str]:

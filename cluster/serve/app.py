@@ -11,7 +11,6 @@ watches, replaces and counts them; no request passes through it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -228,7 +227,7 @@ class ReplicaActor:
             await self._clock.sleep(_METRICS_S)
 
     async def _register(self) -> bool:
-        return await self._roster.register_replica(
+        return await self._roster.register(
             ReplicaRecord(
                 identity=self._identity,
                 pool=self._pool.name,
@@ -271,9 +270,7 @@ class GatewayActor:
             roster=self._roster,
             secret=secret,
             clock=self._clock,
-            operations=Operations(
-                dashboard_url, functools.partial(self._roster.set_desired, pinned=True), self._roster.release
-            ),
+            operations=Operations(dashboard_url, self._roster.change),
             open_roster=find_roster,
             advertised_host=self._host,
         )
@@ -325,7 +322,7 @@ class GatewayActor:
 
     async def _register(self) -> bool:
         console = f"{self._host}:{port}" if (port := self._gateway.console_port) else ""
-        return await self._roster.register_gateway(
+        return await self._roster.register(
             GatewayRecord(
                 gateway_id=self._gateway_id,
                 epoch=self._epoch,

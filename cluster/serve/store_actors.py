@@ -101,7 +101,7 @@ class StoreActor:
             self._folder.close()
 
     async def _register(self) -> bool:
-        return await self._roster.register_store(self._record())
+        return await self._roster.register(self._record())
 
     async def _export_metrics(self) -> None:
         while True:

@@ -23,7 +23,7 @@ from cluster.config import ClusterConfig, PoolConfig, read_cluster_secret
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, find_roster, read_roster
-from cluster.roster.messages import RosterView
+from cluster.roster.messages import RosterView, SetTraffic
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
 from cluster.serve.app import check_model, deploy
@@ -247,7 +247,7 @@ def set_shares(app: str, shares: Mapping[str, float]) -> dict[str, float]:
         _check_runs(name)
     before = [name for name in read_roster(app).traffic if read_roster(name).gateways]
     complete = {name: shares.get(name, 0.0) for name in sorted({*before, *shares, app})}
-    asyncio.run(find_roster(app).set_traffic(complete))
+    asyncio.run(find_roster(app).change(SetTraffic(complete)))
     return complete
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from console_harness import TOKEN, ConsoleHarness, FakeDashboard, Page
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, encode
+from gateway_harness import PROMPT, GatewayHarness, encode, until
 from google.protobuf.json_format import ParseDict
 from rich.console import Console as Terminal
 
@@ -214,7 +213,7 @@ async def test_what_cannot_be_reached_is_named(harness: GatewayHarness) -> None:
     dashboard = FakeDashboard()
     await dashboard.start()
     reported = []
-    for operations in (None, Operations(unreachable, away, away), Operations(known, away, away)):
+    for operations in (None, Operations(unreachable, away), Operations(known, away)):
         gateway, _ = await harness.add_gateway(harness.config(console_port=0), operations)
         async with aiohttp.ClientSession() as session:
             page = Page(f"http://127.0.0.1:{gateway.console_port}", session)

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser import Browser
-from console_harness import TOKEN, ConsoleHarness
-from gateway_harness import until
-from gateway_model import PROMPT
+from console_harness import TOKEN, Browser, ConsoleHarness
+from gateway_harness import PROMPT, until
 from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
 
@@ -42,7 +40,7 @@ async def test_the_page_shows_the_cluster_and_breaks_none_of_its_rules(
     path = PathMeasure(d0, 0, 0, "tcp", 2.5, 30.0, "lo", "shm: another user")
     front.harness.replicas["p0"].report([path])
     record = GatewayRecord("g0", 1, front.address, 7, f"127.0.0.1:{front.gateway.console_port}")
-    await front.harness.roster.register_gateway(record)
+    await front.harness.roster.register(record)
     client = front.harness.client(front.address)
     await client.complete(PROMPT, GenerateOptions(max_tokens=20, request_id="first", tenant="them"))
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from doctor_harness import said
-from gateway_harness import GatewayHarness, Pair, until
-from gateway_model import BLOCK_TOKENS
+from gateway_harness import BLOCK_TOKENS, GatewayHarness, Pair, until
 
 from cluster.api.client import GenerateOptions
 from cluster.doctor import members, serving
@@ -298,7 +297,7 @@ async def test_every_gateway_is_asked_and_one_that_is_gone_is_told(harness: Gate
     await harness.add_replica("b0", "both")
     gateway, address = await harness.add_gateway()
     for gateway_id, where in (("g0", address), ("g1", "127.0.0.1:1")):
-        await harness.roster.register_gateway(GatewayRecord(gateway_id, 1, where, 1))
+        await harness.roster.register(GatewayRecord(gateway_id, 1, where, 1))
     await until(lambda: len(gateway.connections.gateways) == 2, "both gateways are known")
     live = await look(address, 0.0, Expected.of(None), "", SystemClock())
     assert [reply.status is not None for reply in live.gateways] == [True, False]

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, expected
+from gateway_harness import PROMPT, GatewayHarness, expected, until
 from serving import free_port
 
 from cluster.api.client import GenerateOptions, generate_request
@@ -70,7 +69,7 @@ class Rolling:
         name = f"rolled-{self.num_gateways}"
         gateway = self.harness.gateway(name, self.config)
         await gateway.start()
-        await self.harness.roster.register_gateway(GatewayRecord(name, 1, self.address, process_id=1))
+        await self.harness.roster.register(GatewayRecord(name, 1, self.address, process_id=1))
         if self.num_gateways == 1:  # those that follow wait by themselves
             await until(gateway.connections.has_route, "the replica is connected")
         await until(lambda: any(it.gateway_id == name for it in gateway.connections.gateways), "it is listed")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from metric_docs import table
-from promql import (
+from prometheus import (
     DASHBOARDS,
     ROOT,
     SERIES,
@@ -18,6 +17,7 @@ from promql import (
     rule_queries,
     rules,
     series_of,
+    table,
 )
 
 from cluster.metrics.definitions import METRICS, SECTIONS, series_names
@@ -227,7 +227,7 @@ def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
 def test_the_page_lists_every_metric_as_it_is(section: str) -> None:
     page = (ROOT / "docs" / "observability.md").read_text()
     expected = f"### {section}\n\n{table(SECTIONS[section])}"
-    assert expected in page, "tests/support/metric_docs.py prints the tables"
+    assert expected in page, "tests/support/prometheus.py prints the tables"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

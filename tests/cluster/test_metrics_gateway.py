@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_harness import GatewayHarness, Pair, until
-from gateway_model import PROMPT, encode
+from gateway_harness import PROMPT, GatewayHarness, Pair, encode, until
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
@@ -74,7 +73,7 @@ async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(harness: G
     counters = gateway.requests.counters
     record = leaving.record()
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    await harness.roster.register_replica(type(record)(**fields | {"leaving": True}))
+    await harness.roster.register(type(record)(**fields | {"leaving": True}))
     await until(lambda: any(it.record.leaving for it in gateway.connections.views()), "the roster says so")
     for replica in (dying, leaving):
         await replica.die()

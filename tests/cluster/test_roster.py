@@ -11,7 +11,7 @@ from patience import WAIT_S
 
 from cluster.errors import RosterAwayError
 from cluster.roster.actor import RemoteRoster, RosterActor
-from cluster.roster.messages import GatewayRecord, ReplicaRecord, StoreRecord
+from cluster.roster.messages import GatewayRecord, ReplicaRecord, SetDesired, StoreRecord
 from cluster.roster.state import (
     EXPIRE_S,
     REBUILD_S,
@@ -50,33 +50,33 @@ def store(epoch: int = 1) -> StoreRecord:
 
 def test_a_newer_life_replaces_an_older_and_never_the_reverse() -> None:
     roster = Roster()
-    assert roster.register_replica(replica(epoch=2), 0.0)
-    assert not roster.register_replica(replica(epoch=1), 0.0)
-    assert roster.register_replica(replica(epoch=3), 0.0)
+    assert roster.register(replica(epoch=2), 0.0)
+    assert not roster.register(replica(epoch=1), 0.0)
+    assert roster.register(replica(epoch=3), 0.0)
     assert [record.identity.epoch for record in roster.view().replicas] == [3]
 
 
 def test_a_removed_life_cannot_come_back_and_a_newer_can() -> None:
     roster = Roster()
-    roster.register_gateway(gateway(5), 0.0)
+    roster.register(gateway(5), 0.0)
     assert not roster.remove("gateway-a", 4)
     assert roster.remove("gateway-a", 5)
     assert roster.view().gateways == ()
-    assert not roster.register_gateway(gateway(5), 0.0)
-    assert roster.register_gateway(gateway(6), 0.0)
+    assert not roster.register(gateway(5), 0.0)
+    assert roster.register(gateway(6), 0.0)
 
 
 def test_a_restarted_store_takes_the_place_of_its_older_life() -> None:
     roster = Roster()
-    assert roster.register_store(store(5), 0.0)
-    assert roster.register_store(store(6), 0.0)
-    assert not roster.register_store(store(5), 0.0)
+    assert roster.register(store(5), 0.0)
+    assert roster.register(store(6), 0.0)
+    assert not roster.register(store(5), 0.0)
     assert roster.view().stores == (store(6),)
     assert roster.expire(20.0, EXPIRE_S) == ["store-node-a"]
     assert roster.view().stores == ()
-    assert roster.register_store(store(6), 20.0)
+    assert roster.register(store(6), 20.0)
     assert roster.remove("store-node-a", 6)
-    assert not roster.register_store(store(6), 21.0)
+    assert not roster.register(store(6), 21.0)
 
 
 def test_only_so_many_removed_members_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,32 +84,32 @@ def test_only_so_many_removed_members_are_remembered(monkeypatch: pytest.MonkeyP
     roster = Roster()
     for number in range(5):
         roster.remove(f"decode-{number}", 1)
-    accepted = [roster.register_replica(replica(f"decode-{number}", 1), 0.0) for number in range(5)]
+    accepted = [roster.register(replica(f"decode-{number}", 1), 0.0) for number in range(5)]
     assert accepted == [True, True, False, False, False]
 
 
 def test_the_version_grows_with_changes_and_only_with_them() -> None:
     roster = Roster(first_version=100)
-    roster.register_replica(replica(), 0.0)
+    roster.register(replica(), 0.0)
     assert roster.version == 101
-    roster.register_replica(replica(), 1.0)
+    roster.register(replica(), 1.0)
     assert roster.version == 101
-    roster.register_replica(replica(leaving=True), 2.0)
+    roster.register(replica(leaving=True), 2.0)
     assert roster.version == 102
-    roster.change(lambda state: state.set_desired("decode", 2, pinned=False))
-    roster.change(lambda state: state.set_desired("decode", 2, pinned=False))
+    roster.change(SetDesired("decode", 2, pinned=False))
+    roster.change(SetDesired("decode", 2, pinned=False))
     assert roster.version == 103
     assert roster.view().desired == {"decode": 2}
 
 
 def test_members_that_do_not_renew_expire_and_may_return() -> None:
     roster = Roster()
-    roster.register_replica(replica("a"), 0.0)
-    roster.register_replica(replica("b"), 0.0)
-    roster.register_replica(replica("b"), 8.0)
+    roster.register(replica("a"), 0.0)
+    roster.register(replica("b"), 0.0)
+    roster.register(replica("b"), 8.0)
     assert roster.expire(10.5, 10.0) == ["a"]
     assert [record.identity.replica_id for record in roster.view().replicas] == ["b"]
-    assert roster.register_replica(replica("a"), 11.0)
+    assert roster.register(replica("a"), 11.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["register", "remove"]), st.integers(1, 6)), max_size=30))
@@ -118,7 +118,7 @@ def test_only_the_newest_life_that_was_not_removed_is_shown(actions: list[tuple[
     shown, removed = 0, 0
     for action, epoch in actions:
         if action == "register":
-            accepted = roster.register_replica(replica(epoch=epoch), 0.0)
+            accepted = roster.register(replica(epoch=epoch), 0.0)
             assert accepted == (epoch >= shown and epoch > removed)
             shown = epoch if accepted else shown
         else:
@@ -131,7 +131,7 @@ def test_only_the_newest_life_that_was_not_removed_is_shown(actions: list[tuple[
 async def test_a_long_poll_wakes_on_change() -> None:
     roster = LocalRoster(ManualClock())
     waiting = asyncio.create_task(roster.view(0, 60.0))
-    await roster.register_replica(replica())
+    await roster.register(replica())
     view = await waiting
     assert view.version == 1
     assert [record.identity.replica_id for record in view.replicas] == ["decode-a"]
@@ -139,7 +139,7 @@ async def test_a_long_poll_wakes_on_change() -> None:
 
 async def test_a_long_poll_without_change_returns_the_same_view() -> None:
     roster = LocalRoster(ManualClock())
-    await roster.register_gateway(gateway())
+    await roster.register(gateway())
     assert (await roster.view(1, 0.01)).version == 1
     assert (await roster.view(0, 60.0)).version == 1
 
@@ -164,10 +164,10 @@ async def test_the_remote_roster_behaves_as_the_local_one() -> None:
         RemoteRoster(Wire(RosterActor(clock, restarted=False)), clock),
     ]
     for client in clients:
-        assert await client.register_replica(replica(epoch=2))
-        assert await client.register_gateway(gateway())
-        assert await client.register_store(store())
-        assert not await client.register_replica(replica(epoch=1))
+        assert await client.register(replica(epoch=2))
+        assert await client.register(gateway())
+        assert await client.register(store())
+        assert not await client.register(replica(epoch=1))
         view = await client.view(0, 1.0)
         assert (view.gateways, view.stores) == ((gateway(),), (store(),))
         assert [record.identity for record in view.replicas] == [ReplicaIdentity("decode-a", 2)]
@@ -180,10 +180,10 @@ async def test_the_last_view_stays_while_the_actor_is_away() -> None:
     clock = ManualClock()
     wire = Wire(RosterActor(clock, restarted=False))
     client = RemoteRoster(wire, clock)
-    await client.register_replica(replica())
+    await client.register(replica())
     view = await client.view(0, 1.0)
     wire.actor = None
-    assert await client.register_replica(replica())
+    assert await client.register(replica())
     waiting = asyncio.create_task(client.view(view.version, 1.0))
     await asyncio.sleep(0)
     clock.advance(1.0)
@@ -194,20 +194,20 @@ async def test_a_restarted_actor_shows_its_view_only_when_filled() -> None:
     clock = ManualClock(start_s=1000.0)
     wire = Wire(RosterActor(clock, restarted=False))
     client = RemoteRoster(wire, clock)
-    await client.register_replica(replica("a"))
-    await client.register_replica(replica("b"))
-    await client.set_desired("decode", 3, True)
+    await client.register(replica("a"))
+    await client.register(replica("b"))
+    await client.change(SetDesired("decode", 3, True))
     before = await client.view(0, 1.0)
 
     clock.advance(1.0)
     wire.actor = RosterActor(clock, restarted=True)
-    await client.register_replica(replica("a"))
+    await client.register(replica("a"))
     early = asyncio.create_task(client.view(before.version, 1.0))
     await asyncio.sleep(0)
     clock.advance(1.0)
     assert await early == before
 
-    await client.register_replica(replica("b"))
+    await client.register(replica("b"))
     late = asyncio.create_task(client.view(before.version, 30.0))
     await asyncio.sleep(0)
     clock.advance(REBUILD_S)
@@ -220,7 +220,7 @@ async def test_a_restarted_actor_shows_its_view_only_when_filled() -> None:
 async def test_an_expired_member_disappears_from_the_view() -> None:
     clock = ManualClock()
     roster = LocalRoster(clock, expire_s=EXPIRE_S)
-    await roster.register_replica(replica())
+    await roster.register(replica())
     clock.advance(EXPIRE_S + 1)
     assert (await roster.view(0, 0.01)).replicas == ()
 
@@ -228,9 +228,9 @@ async def test_an_expired_member_disappears_from_the_view() -> None:
 async def test_a_registration_is_renewed_until_its_life_is_over() -> None:
     clock = ManualClock()
     roster = LocalRoster(clock)
-    renewing = asyncio.create_task(keep_registered(lambda: roster.register_replica(replica()), clock, 2.0))
+    renewing = asyncio.create_task(keep_registered(lambda: roster.register(replica()), clock, 2.0))
     await roster.view(0, 5.0)
-    await roster.register_replica(replica(epoch=2))
+    await roster.register(replica(epoch=2))
     clock.advance(2.0)
     await asyncio.wait_for(renewing, WAIT_S)
 
@@ -238,4 +238,4 @@ async def test_a_registration_is_renewed_until_its_life_is_over() -> None:
 async def test_setting_a_count_while_the_actor_is_away_is_told() -> None:
     client = RemoteRoster(Wire(None), ManualClock())
     with pytest.raises(RosterAwayError):
-        await client.set_desired("decode", 2, True)
+        await client.change(SetDesired("decode", 2, True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import io
 import json
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import typer
 from gateway_harness import GatewayHarness, until
 from rich.console import Console
-from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
+from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
 from typer.testing import CliRunner
 
@@ -263,12 +262,11 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(
         async def url() -> str:
             return dashboard.url
 
-        pin = functools.partial(harness.roster.set_desired, pinned=True)
-        operations = Operations(url, pin, harness.roster.release)
+        operations = Operations(url, harness.roster.change)
         gateway, address = await harness.add_gateway(harness.config(console_port=0), operations)
         view = await harness.roster.view(-1, 0.0)
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
-        await harness.roster.register_gateway(record)
+        await harness.roster.register(record)
         await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
         text = await CommandHarness(dashboard, address).scale("decode=1", dry_run=True)
         assert "decode has this target already, and is pinned to it" in text

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from reconciler_harness import NOBODY, ReconcilerHarness
+from scaling_harness import NOBODY, ReconcilerHarness
 
+from cluster.roster.messages import ReleasePool, SetDesired
 from cluster.roster.state import DesiredState
 from cluster.scaling.reconciler import SETTLE_S, Reconciler
 
@@ -79,7 +80,7 @@ def test_a_deploy_that_says_another_count_does_not_move_a_pinned_pool_and_moves_
     harness = ReconcilerHarness({"decode": 1, "prefill": 1})
     harness.targets |= {"decode": 3, "prefill": 4}
     harness.look()
-    harness.state.release("prefill")
+    harness.state.change(ReleasePool("prefill"))
     harness.deploy("m1", {"decode": 2, "prefill": 2})
     harness.look()
     assert harness.targets == {"decode": 3, "prefill": 2}
@@ -135,7 +136,7 @@ def test_an_order_that_fails_is_repeated_ever_more_rarely_and_the_count_stays_wa
 def test_a_scaler_that_died_between_record_and_order_goes_on_in_its_next_life() -> None:
     harness = ReconcilerHarness({"decode": 1}, frozenset({"decode"}))
     harness.look()
-    harness.state.set_desired("decode", 3, pinned=False)
+    harness.state.change(SetDesired("decode", 3, pinned=False))
     harness.reconciler = Reconciler()
     harness.look()
     assert (harness.targets, harness.pinned) == ({"decode": 3}, ())
@@ -224,7 +225,7 @@ class ReconcilerMachine(RuleBasedStateMachine):
     @rule(pool=pools)
     @precondition(lambda self: self.is_fresh)
     def release(self, pool: str) -> None:
-        self.harness.state.release(pool)
+        self.harness.state.change(ReleasePool(pool))
         self.ordered[pool].is_pinned = False
 
     @rule(count=st.integers(1, 3), waits=st.booleans())

@@ -135,11 +135,11 @@ def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
         if what == "lose":  # a roster that forgot everything; strays are sent home
             state = DesiredState()
             for lease in RoleTable(view(), WALL).strays():
-                state.set_lease(lease)
+                state.change(lease)
             ordered = dict.fromkeys(ordered, "prefill")
         else:
             granted = chosen.assign(name, "decode", "") if what == "lend" else chosen.restore(name, "")
-            assert granted is None or state.set_lease(granted)
+            assert granted is None or state.change(granted)
             ordered[name] = "decode" if what == "lend" else "prefill"
         if looks:
             look(name)

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
 from cluster.roster.actor import RemoteRoster, RosterActor
-from cluster.roster.messages import RoleLease, RosterView, ScalingMove
+from cluster.roster.messages import (
+    DropLease,
+    ForgetPool,
+    Observed,
+    ReleasePool,
+    RoleLease,
+    RosterView,
+    ScalingMove,
+    SetDesired,
+    SetTraffic,
+)
 from cluster.roster.state import NUM_MOVES, DesiredState, LocalRoster, ScalingRoster
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
@@ -43,12 +53,12 @@ class Wire:
 
 
 async def tell_everything(roster: ScalingRoster) -> None:
-    await roster.set_desired("decode", 3, True)
-    await roster.set_desired("prefill", 2, False)
-    await roster.set_lease(lease(5))
-    await roster.add_move(move(1.0))
-    await roster.set_traffic({"tandem": 0.9, "tandem-v2": 0.1})
-    await roster.set_observed("mark", {"decode": 3, "prefill": 1}, {"decode": 1})
+    await roster.change(SetDesired("decode", 3, True))
+    await roster.change(SetDesired("prefill", 2, False))
+    await roster.change(lease(5))
+    await roster.change(move(1.0))
+    await roster.change(SetTraffic({"tandem": 0.9, "tandem-v2": 0.1}))
+    await roster.change(Observed("mark", {"decode": 3, "prefill": 1}, {"decode": 1}))
 
 
 def assert_everything(view: RosterView) -> None:
@@ -70,9 +80,9 @@ async def test_local_and_remote_rosters_remember_what_they_are_told() -> None:
         assert_everything(view)
         await tell_everything(roster)
         assert (await roster.view(0, 0.0)).version == view.version
-        await roster.release("decode")
-        await roster.forget("prefill")
-        await roster.drop_lease(P0)
+        await roster.change(ReleasePool("decode"))
+        await roster.change(ForgetPool("prefill"))
+        await roster.change(DropLease(P0))
         after = await roster.view(0, 0.0)
         assert (after.desired, after.pinned, after.leases) == ({"decode": 3}, (), ())
         assert after.version > view.version
@@ -119,17 +129,17 @@ async def test_a_roster_that_goes_away_again_is_not_shown_half_filled() -> None:
 
 def test_what_a_new_life_was_told_goes_before_any_memory() -> None:
     old = DesiredState(0)
-    old.set_desired("decode", 3, pinned=True)
-    old.set_desired("prefill", 2, pinned=True)
-    old.set_lease(lease(5))
-    old.set_traffic({"a": 1.0})
-    old.set_observed("old", {"decode": 3}, {"decode": 1})
+    old.change(SetDesired("decode", 3, pinned=True))
+    old.change(SetDesired("prefill", 2, pinned=True))
+    old.change(lease(5))
+    old.change(SetTraffic({"a": 1.0}))
+    old.change(Observed("old", {"decode": 3}, {"decode": 1}))
     new = DesiredState(100)
-    new.set_desired("decode", 1, pinned=False)
-    new.forget("prefill")
-    new.set_lease(lease(6, role="prefill"))
-    new.set_traffic({})
-    new.set_observed("new", {}, {})
+    new.change(SetDesired("decode", 1, pinned=False))
+    new.change(ForgetPool("prefill"))
+    new.change(lease(6, role="prefill"))
+    new.change(SetTraffic({}))
+    new.change(Observed("new", {}, {}))
     assert not new.restore(state_view(old, 50))
     view = state_view(new, 101)
     assert (view.desired, view.pinned, view.traffic) == ({"decode": 1}, (), {})
@@ -138,14 +148,14 @@ def test_what_a_new_life_was_told_goes_before_any_memory() -> None:
 
 def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
     old = DesiredState(0)
-    old.set_desired("decode", 3, pinned=True)
-    old.set_desired("extra", 9, pinned=True)
-    old.add_move(move(1.0))
+    old.change(SetDesired("decode", 3, pinned=True))
+    old.change(SetDesired("extra", 9, pinned=True))
+    old.change(move(1.0))
     early = state_view(old, 10)
-    old.set_desired("decode", 4, pinned=True)
-    old.forget("extra")
-    old.set_lease(lease(5))
-    old.add_move(move(2.0))
+    old.change(SetDesired("decode", 4, pinned=True))
+    old.change(ForgetPool("extra"))
+    old.change(lease(5))
+    old.change(move(2.0))
     late = state_view(old, 20)
     for memories in ((early, late), (late, early), (late, early, late)):
         new = DesiredState(100)
@@ -158,9 +168,9 @@ def test_the_latest_memory_counts_whatever_the_order_of_arrival() -> None:
 
 def test_a_roster_is_never_restored_from_its_own_life() -> None:
     roster = DesiredState(100)
-    roster.set_desired("decode", 3, pinned=True)
+    roster.change(SetDesired("decode", 3, pinned=True))
     memory = state_view(roster, 100)
-    roster.forget("decode")
+    roster.change(ForgetPool("decode"))
     assert not roster.restore(memory)
     assert state_view(roster, 101).desired == {}
 
@@ -168,21 +178,21 @@ def test_a_roster_is_never_restored_from_its_own_life() -> None:
 def test_only_the_latest_moves_are_remembered() -> None:
     state = DesiredState()
     for number in range(NUM_MOVES + 5):
-        state.add_move(move(float(number)))
+        state.change(move(float(number)))
     moves = state_view(state, 1).moves
     assert [item.at for item in moves] == [float(number) for number in range(5, NUM_MOVES + 5)]
 
 
 def test_a_lease_gives_way_to_higher_epochs_and_newer_lives_alone() -> None:
     state = DesiredState()
-    assert state.set_lease(lease(5))
-    assert not state.set_lease(lease(5, role="prefill"))
-    assert not state.set_lease(lease(4, role="prefill"))
-    assert state.set_lease(lease(6, role="prefill"))
-    assert not state.drop_lease(ReplicaIdentity("p0", 0))
-    assert state.set_lease(lease(7, ReplicaIdentity("p0", 2)))
-    assert not state.drop_lease(P0)
-    assert state.drop_lease(ReplicaIdentity("p0", 2))
+    assert state.change(lease(5))
+    assert not state.change(lease(5, role="prefill"))
+    assert not state.change(lease(4, role="prefill"))
+    assert state.change(lease(6, role="prefill"))
+    assert not state.change(DropLease(ReplicaIdentity("p0", 0)))
+    assert state.change(lease(7, ReplicaIdentity("p0", 2)))
+    assert not state.change(DropLease(P0))
+    assert state.change(DropLease(ReplicaIdentity("p0", 2)))
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,16 +219,16 @@ def test_after_a_restart_every_order_that_a_watcher_saw_is_there_again(
         version += 1
         match step:
             case ("set", str(pool), int(count), bool(pinned)):
-                state.set_desired(pool, count, pinned=pinned)
+                state.change(SetDesired(pool, count, pinned=pinned))
                 truth[pool] = (count, pinned)
                 told.add(pool)
             case ("release", str(pool)):
-                state.release(pool)
+                state.change(ReleasePool(pool))
                 if pool in truth and truth[pool][1]:
                     truth[pool] = (truth[pool][0], False)
                     told.add(pool)
             case ("forget", str(pool)):
-                state.forget(pool)
+                state.change(ForgetPool(pool))
                 truth.pop(pool, None)
                 told.add(pool)
             case ("watch", int(number)):

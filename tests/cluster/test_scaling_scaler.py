@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from gateway_harness import until
-from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
+from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
@@ -86,7 +86,7 @@ class ScalerHarness:
             home_role=pool,
             role_epoch=role_epoch,
         )
-        assert await self.roster.register_replica(record)
+        assert await self.roster.register(record)
 
 
 def _config(**scaling: object) -> ClusterConfig:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from gateway_harness import FINGERPRINT as SERVED
 from gateway_harness import GatewayHarness, until
-from gateway_model import FINGERPRINT as SERVED
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem
-from store_harness import SECRET, StoreHarness
-from store_replica import COMPATIBILITY, Chain, Replica
+from store_harness import COMPATIBILITY, SECRET, Chain, Replica, StoreHarness
 from typer.testing import CliRunner
 
 from cluster.api.client import Client
@@ -57,7 +56,7 @@ class Nodes:
     async def start(self) -> None:
         for number, store in enumerate((self.a, self.b)):
             await store.start()
-            await self.harness.roster.register_store(
+            await self.harness.roster.register(
                 StoreRecord(store.node_id, 1, store.address, 100 + number, "host")
             )
         gateway, self.address = await self.harness.add_gateway()
@@ -271,7 +270,7 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
 
     async def register() -> Gateway:
         record = StoreRecord("node-1", store.settings.epoch, store.address, store.pid, "host")
-        assert await harness.roster.register_store(record)
+        assert await harness.roster.register(record)
         return harness.gateways[0]
 
     _, address = await harness.add_gateway()

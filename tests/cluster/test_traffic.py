@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, encode
+from gateway_harness import PROMPT, GatewayHarness, encode, until
 
 from cluster.api.client import Client, GenerateOptions
 from cluster.cli.terminal import traffic_line
@@ -22,7 +21,7 @@ from cluster.gateway.traffic_splitter import RELAYED_KEY, application_of
 from cluster.metrics.logs import ACCESS_LOGGER
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import GatewayRecord
+from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import LocalRoster, RosterClient
 from cluster.serve.gateway_server import Gateway
 from cluster.serve.update import parse_shares
@@ -59,7 +58,7 @@ class TwoApps:
         )
         harness.gateways.append(gateway)
         address = f"127.0.0.1:{await gateway.start()}"
-        await harness.roster.register_gateway(GatewayRecord(name, 1, address, 1))
+        await harness.roster.register(GatewayRecord(name, 1, address, 1))
         await until(lambda: harness.is_connected(gateway), "its replicas are connected")
         return address
 
@@ -68,7 +67,7 @@ class TwoApps:
 
     async def split(self, **shares: float) -> None:
         named = {name.replace("_", "-"): share for name, share in shares.items()}
-        await self.front.roster.set_traffic(named)
+        await self.front.roster.change(SetTraffic(named))
         links = self.front.gateways[0].connections
         await until(lambda: links.roster_view.traffic == named, "the gateway knows")
 
@@ -180,7 +179,7 @@ async def test_deadline_and_cancellation_reach_the_other_application(apps: TwoAp
 async def test_what_a_gateway_passed_on_is_not_passed_on_again(apps: TwoApps) -> None:
     """Both send everything to each other."""
     await apps.split(tandem=0.0, tandem_v2=1.0)
-    await apps.behind.roster.set_traffic({OWN: 1.0})
+    await apps.behind.roster.change(SetTraffic({OWN: 1.0}))
     links = apps.behind.gateways[0].connections
     await until(lambda: bool(links.roster_view.traffic), "the other gateway knows")
     assert await apps.letters(apps.front.client(apps.address), ["x"]) == "B"
@@ -239,7 +238,7 @@ async def test_a_stream_goes_on_where_it_began_when_its_gateway_goes_and_the_sha
     while len(tokens) < 3:
         event = await anext(events)
         tokens += list(event.token_ids) if isinstance(event, pb.Delta) else []
-    await apps.front.roster.set_traffic({OWN: 1.0, OTHER: 0.0})
+    await apps.front.roster.change(SetTraffic({OWN: 1.0, OTHER: 0.0}))
     links = apps.front.gateways[1].connections
     await until(lambda: links.roster_view.traffic.get(OWN) == 1.0, "the second gateway knows")
     replica.script.stop_after = None

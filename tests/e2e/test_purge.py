@@ -81,7 +81,7 @@ async def world(tmp_path: Path) -> AsyncIterator[Purged]:
         await front.open()
         ends.push_async_callback(front.close)
         await front.register(*replicas)
-        await front.roster.register_store(StoreRecord("n", 1, store.address, store.pid, "here"))
+        await front.roster.register(StoreRecord("n", 1, store.address, store.pid, "here"))
         for replica in replicas:
             tiers = replica.core.connector
             assert tiers is not None
