@@ -17,10 +17,11 @@ from promql import (
     panels,
     rule_queries,
     rules,
+    series_names,
     series_of,
 )
 
-from cluster.metrics.definitions import METRICS, SECTIONS, series_names
+from cluster.metrics.definitions import METRICS, SECTIONS
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.registry import MetricsRegistry

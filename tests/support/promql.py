@@ -9,11 +9,20 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from cluster.metrics.definitions import METRICS, Metric, series_names
+from cluster.metrics.definitions import METRICS, Metric
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DASHBOARDS = tuple(sorted((ROOT / "helm" / "tandem" / "dashboards").glob("*.json")))
 RULES = ROOT / "helm" / "tandem" / "rules" / "tandem.yaml"
+
+
+def series_names(metric: Metric) -> tuple[str, ...]:
+    """The names that Prometheus has for the metric, without `ray_tandem_`."""
+    if metric.kind == "histogram":
+        return tuple(f"{metric.name}_{part}" for part in ("bucket", "sum", "count"))
+    return (metric.name,)
+
+
 # By the name at Prometheus.
 SERIES: dict[str, Metric] = {
     f"ray_tandem_{name}": metric for metric in METRICS.values() for name in series_names(metric)
