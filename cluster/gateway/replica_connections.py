@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.state import RosterClient
-from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.health import Backoff
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import (
     CompatibilityRecord,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.errors import PoisonRequestError
-from kvtransfer.common.backoff import backoff_s
+from kvtransfer.common.health import backoff_s
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import IsolationReport
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from console_harness import ConsoleHarness
-from gateway_harness import GatewayHarness, Pair
-from gateway_model import write_model
+from gateway_harness import GatewayHarness, Pair, write_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

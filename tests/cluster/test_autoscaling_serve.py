@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster_operator import pool_of
-from request_load import Steady
+from cluster_operator import Steady, pool_of
 from serving import TINY, RunningCluster, free_port
 
 from cluster.proto import tandem_pb2 as pb

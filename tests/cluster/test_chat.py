@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_harness import GatewayHarness
-from gateway_model import TEMPLATE, expected, write_model
+from gateway_harness import TEMPLATE, GatewayHarness, expected, write_model
 from transformers import PreTrainedTokenizerFast
 
 from cluster.api.client import GenerateOptions, Turn

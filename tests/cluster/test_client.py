@@ -14,8 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from gateway_harness import GatewayHarness, Pair, until
-from gateway_model import PROMPT, decode, expected
+from gateway_harness import PROMPT, GatewayHarness, Pair, decode, expected, until
 
 from cluster.api import client as client_module
 from cluster.api.blocking_client import BlockingClient

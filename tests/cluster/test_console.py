@@ -10,8 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from console_harness import TOKEN, ConsoleHarness, FakeDashboard, Page
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, encode
+from gateway_harness import PROMPT, GatewayHarness, encode, until
 from google.protobuf.json_format import ParseDict
 from rich.console import Console as Terminal
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from browser import Browser
+from console_harness import Browser
 from optional_programs import needs_chromium
 from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, tandem

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser import Browser
-from console_harness import TOKEN, ConsoleHarness
-from gateway_harness import until
-from gateway_model import PROMPT
+from console_harness import TOKEN, Browser, ConsoleHarness
+from gateway_harness import PROMPT, until
 from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from doctor_harness import only, said
-from doctor_live import live, replica
+from doctor_harness import live, only, replica, said
 
 from cluster.cli.doctor import cluster_checks, run_checks
 from cluster.doctor import kv_cache, serving

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doctor_harness import only, said
-from doctor_live import NOW, live
+from doctor_harness import NOW, live, only, said
 
 from cluster.doctor import kv_cache, members
 from cluster.doctor.checks import GatewayReply, Severity

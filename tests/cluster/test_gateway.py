@@ -7,8 +7,7 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHarness, Pair, until
-from gateway_model import PROMPT, decode, encode, expected, raw
+from gateway_harness import PROMPT, GatewayHarness, Pair, decode, encode, expected, raw, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from patience import WAIT_S

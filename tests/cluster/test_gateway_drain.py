@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, expected
+from gateway_harness import PROMPT, GatewayHarness, expected, until
 
 from cluster.api.client import Collector, Event, GenerateOptions
 from cluster.errors import CallError

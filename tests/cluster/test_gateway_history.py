@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from doctor_harness import said
-from gateway_harness import GatewayHarness, Pair, until
-from gateway_model import BLOCK_TOKENS
+from gateway_harness import BLOCK_TOKENS, GatewayHarness, Pair, until
 
 from cluster.api.client import GenerateOptions
 from cluster.doctor import members, serving

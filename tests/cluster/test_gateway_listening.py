@@ -11,8 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from certificates import name_of, write_certificate
-from gateway_harness import GatewayHarness
-from gateway_model import PROMPT, expected
+from gateway_harness import PROMPT, GatewayHarness, expected
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from patience import WAIT_S
 from serving import free_port

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway_harness import GatewayHarness, ScriptedReplica, until
-from gateway_model import PROMPT, expected
+from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, expected, until
 
 from cluster.api.client import Completion, GenerateOptions
 from cluster.serve.gateway_server import Gateway

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, expected
+from gateway_harness import PROMPT, GatewayHarness, expected, until
 from serving import free_port
 
 from cluster.api.client import GenerateOptions, generate_request

@@ -9,8 +9,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from gateway_harness import GatewayHarness, Pair, until
-from gateway_model import PROMPT
+from gateway_harness import PROMPT, GatewayHarness, Pair, until
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from optional_programs import find_program, needs_promtool
-from promql import RULES
+from prometheus import RULES
 
 pytestmark = needs_promtool
 

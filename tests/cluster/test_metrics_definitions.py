@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from metric_docs import table
-from promql import (
+from prometheus import (
     DASHBOARDS,
     ROOT,
     SERIES,
@@ -19,6 +18,7 @@ from promql import (
     rules,
     series_names,
     series_of,
+    table,
 )
 
 from cluster.metrics.definitions import METRICS, SECTIONS
@@ -228,7 +228,7 @@ def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
 def test_the_page_lists_every_metric_as_it_is(section: str) -> None:
     page = (ROOT / "docs" / "observability.md").read_text()
     expected = f"### {section}\n\n{table(SECTIONS[section])}"
-    assert expected in page, "tests/support/metric_docs.py prints the tables"
+    assert expected in page, "tests/support/prometheus.py prints the tables"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

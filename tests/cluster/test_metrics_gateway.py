@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_harness import GatewayHarness, Pair, until
-from gateway_model import PROMPT, encode
+from gateway_harness import PROMPT, GatewayHarness, Pair, encode, until
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from optional_programs import needs_prometheus
-from prometheus import Prometheus
-from promql import DASHBOARDS, RULES, SERIES, Query, panel_queries, series_names, series_of
+from prometheus import DASHBOARDS, RULES, SERIES, Prometheus, Query, panel_queries, series_names, series_of
 from serving import TINY, RunningCluster, free_port
 
 from cluster.api.blocking_client import BlockingClient

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_operator import pool_of, ready
-from request_load import Stream
+from cluster_operator import Stream, pool_of, ready
 from serving import RunningCluster, free_port, write_long_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from child_processes import closed_on_error, killed_on_error
-from cluster_operator import Operator, pool_of, ready
+from cluster_operator import Operator, Steady, pool_of, ready
 from optional_programs import uses_redis_or_valkey
 from patience import SETTLE_S
-from request_load import Steady
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
 from kvtransfer.common.clock import SystemClock

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, expected
+from gateway_harness import PROMPT, GatewayHarness, expected, until
 
 from cluster.api.client import GenerateOptions
 from cluster.gateway import replica_connections

@@ -12,7 +12,7 @@ import pytest
 import typer
 from gateway_harness import GatewayHarness, until
 from rich.console import Console
-from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
+from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port, tandem
 from typer.testing import CliRunner
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reconciler_harness import ReconcilerHarness
+from scaling_harness import ReconcilerHarness
 
 
 def test_another_count_in_the_configuration_is_followed_by_a_pool_that_nobody_pinned() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from reconciler_harness import NOBODY, ReconcilerHarness
+from scaling_harness import NOBODY, ReconcilerHarness
 
 from cluster.roster.messages import ReleasePool, SetDesired
 from cluster.roster.state import DesiredState

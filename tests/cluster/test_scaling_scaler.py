@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from gateway_harness import until
-from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
+from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config

@@ -13,9 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from cluster_operator import Operator, pool_of, ready
+from cluster_operator import Operator, Steady, Stream, pool_of, ready
 from patience import SETTLE_S
-from request_load import Steady, Stream
 from serving import RunningCluster, environment, free_port, tandem, write_long_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serve_harness import TOKEN, FakeApp, FakeDashboard, FakePool
+from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import free_port
 
 from cluster.errors import (

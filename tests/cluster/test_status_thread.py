@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gateway_harness import Pair
-from gateway_model import FINGERPRINT
+from gateway_harness import FINGERPRINT, Pair
 
 from cluster.api.replies import STATUS_S, Fresh, StatusThread
 from cluster.gateway.replica_connections import ReplicaState, ReplicaView

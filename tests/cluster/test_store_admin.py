@@ -11,13 +11,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from gateway_harness import FINGERPRINT as SERVED
 from gateway_harness import GatewayHarness, until
-from gateway_model import FINGERPRINT as SERVED
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem
-from store_harness import SECRET, StoreHarness
-from store_replica import COMPATIBILITY, Chain, Replica
+from store_harness import COMPATIBILITY, SECRET, Chain, Replica, StoreHarness
 from typer.testing import CliRunner
 
 from cluster.api.client import Client

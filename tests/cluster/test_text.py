@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_model import train_tokenizer, write_model
+from gateway_harness import train_tokenizer, write_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateway_harness import GatewayHarness, Pair
-from gateway_model import BLOCK_TOKENS, MAX_CONTEXT, encode, write_model
+from gateway_harness import BLOCK_TOKENS, MAX_CONTEXT, GatewayHarness, Pair, encode, write_model
 
 from cluster.api import servicer
 from cluster.api.servicer import MAX_CALLS, TextCalls

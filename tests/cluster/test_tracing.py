@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, encode
+from gateway_harness import PROMPT, GatewayHarness, encode, until
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 

@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import GatewayHarness, until
-from gateway_model import PROMPT, encode
+from gateway_harness import PROMPT, GatewayHarness, encode, until
 
 from cluster.api.client import Client, GenerateOptions
 from cluster.cli.terminal import traffic_line

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import stream_tokens
-from network_hosts import HostNetwork, host_network
 from optional_programs import needs_ip
-from ray_nodes import RayNodes
+from ray_nodes import HostNetwork, RayNodes, host_network
 from serving import TINY, RunningCluster, environment, free_port
 
 pytestmark = [

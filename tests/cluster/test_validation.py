@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_harness import Pair
-from gateway_model import MAX_CONTEXT, PROMPT, expected
+from gateway_harness import MAX_CONTEXT, PROMPT, Pair, expected
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields

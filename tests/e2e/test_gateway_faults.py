@@ -15,9 +15,8 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from e2e_front import Call, Front, prompt, tokens_alone
+from e2e_front import SAMPLINGS, Call, Front, Stage, decoding, prompt, tokens_alone
 from e2e_harness import SHAPES, Replica, until
-from e2e_stage import SAMPLINGS, Stage, decoding
 from tokenizers import Tokenizer
 
 from kvtransfer.common.faults import FaultRule

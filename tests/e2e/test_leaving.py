@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e_front import Call, prompt, tokens_alone
+from e2e_front import Call, Stage, decoding, prompt, tokens_alone
 from e2e_harness import until
-from e2e_stage import Stage, decoding
 
 from kvtransfer.common.faults import FaultRule
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from e2e_harness import BLOCK_TOKENS, E2eHarness, until
-from e2e_migration import NUM_TOKENS, move, moved_and_right, prompt, started
+from e2e_harness import BLOCK_TOKENS, NUM_TOKENS, E2eHarness, move, moved_and_right, prompt, started, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,8 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_harness import SHAPES, SINGLE, E2eHarness, until
-from e2e_migration import NUM_TOKENS, fired, joined, move, moved_and_right, prompt, rule, started
+from e2e_harness import (
+    NUM_TOKENS,
+    SHAPES,
+    SINGLE,
+    E2eHarness,
+    fired,
+    joined,
+    move,
+    moved_and_right,
+    prompt,
+    rule,
+    started,
+    until,
+)
 
 from workers.config import Parallel
 from workers.messages import Cancel

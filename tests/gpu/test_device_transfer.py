@@ -16,8 +16,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from channel_process import BeTarget, BeWriter, RankProcess, RankProcesses
-from channel_ranks import LAYOUT, Setup, eventually, landed, piece_of, pool_data
+from channel_process import (
+    LAYOUT,
+    BeTarget,
+    BeWriter,
+    RankProcess,
+    RankProcesses,
+    Setup,
+    eventually,
+    landed,
+    piece_of,
+    pool_data,
+)
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.device_pool import DevicePool, checksum_torch

@@ -11,9 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from chart_harness import EXAMPLES, Object, merged, ray_service, serve_config, with_value
+from chart_harness import (
+    EXAMPLES,
+    Object,
+    RayGroups,
+    merged,
+    places_of,
+    ray_service,
+    serve_config,
+    with_value,
+)
 from optional_programs import uses_redis_or_valkey
-from ray_groups import RayGroups, places_of
 from serving import TINY, free_port
 
 from cluster.api.blocking_client import BlockingClient

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from channel_ranks import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
+from channel_process import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
 from child_processes import killed_on_error
 
 from kvtransfer.blocks.checksum import checksum

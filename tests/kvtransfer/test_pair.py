@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from channel_process import BeTarget, BeWriter, RankProcess, RankProcesses, RemoteError
-from channel_ranks import (
+from channel_process import (
     LAYOUT,
     SETTINGS,
+    BeTarget,
+    BeWriter,
+    RankProcess,
+    RankProcesses,
+    RemoteError,
     Setup,
     TargetEnd,
     WriterEnd,
@@ -22,7 +26,7 @@ from channel_ranks import (
     landed,
     piece_of,
 )
-from channel_ranks import WRITER as REPLICA
+from channel_process import WRITER as REPLICA
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.pool import HostPool

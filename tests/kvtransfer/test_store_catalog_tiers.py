@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import catalog_process
+import catalog_harness
 import pytest
 from catalog_harness import (
     GRANULE_BYTES,
@@ -369,7 +369,7 @@ def test_an_owner_killed_at_any_point_leaves_right_bytes_or_a_miss(
     harness.put("last")
     fd, marker = str(harness.arena.fd), str(tmp_path / "marker")
     owner = subprocess.run(
-        [sys.executable, catalog_process.__file__, fd, point, marker],
+        [sys.executable, catalog_harness.__file__, fd, point, marker],
         pass_fds=(harness.arena.fd,),
         timeout=60,
         check=False,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from entered_files import EnteredFiles, documented_files
-from store_harness import StoreHarness, eventually
-from store_replica import Chain, Replica
+from store_harness import Chain, Replica, StoreHarness, eventually
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults

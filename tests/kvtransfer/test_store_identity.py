@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from nvme_harness import NvmeHarness, settings_for
-from store_harness import StoreHarness
-from store_replica import COMPATIBILITY, LEFT, Chain, Replica, block_bytes
+from store_harness import COMPATIBILITY, LEFT, Chain, Replica, StoreHarness, block_bytes
 
 from kvtransfer.messages import CompatibilityRecord
 from kvtransfer.store.record import space_id

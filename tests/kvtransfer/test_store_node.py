@@ -9,8 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
-from store_harness import StoreHarness, eventually
-from store_replica import COMPATIBILITY
+from store_harness import COMPATIBILITY, StoreHarness, eventually
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults

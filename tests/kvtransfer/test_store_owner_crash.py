@@ -12,8 +12,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from store_harness import StoreHarness, eventually
-from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
+from store_harness import LEFT, MODEL, RIGHT, Chain, Replica, StoreHarness, block_bytes, eventually
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule

@@ -11,8 +11,7 @@ import pytest
 from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
-from store_harness import StoreHarness, eventually
-from store_replica import LEFT, MODEL, RIGHT, Chain, Replica, block_bytes
+from store_harness import LEFT, MODEL, RIGHT, Chain, Replica, StoreHarness, block_bytes, eventually
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.messages import PurgeRequest, PurgeResult, StatRequest, StoreStat, Tier

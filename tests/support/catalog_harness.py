@@ -1,8 +1,13 @@
-"""A catalog over a small real arena with real bytes, and a listener that writes down what it hears."""
+"""A catalog over a small real arena with real bytes, and a listener that writes down what it hears.
+
+Run as a program, an owner that dies: it adopts the arena whose descriptor it inherits, and works until a
+fault kills it.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 from kvtransfer.blocks.checksum import checksum
@@ -164,3 +169,17 @@ class CatalogHarness:
 
     def close(self) -> None:
         self.arena.close()
+
+
+def main(fd: int, point: str, marker: str) -> None:
+    harness = CatalogHarness(rules=[FaultRule(point, "kill", marker)])
+    harness.adopt(fd)
+    harness.catalog.session_opened(SESSION)
+    harness.put("x")
+    harness.read("x")
+    harness.put("y", "x")
+    harness.catalog.purge("purged", None)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

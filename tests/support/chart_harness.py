@@ -1,16 +1,32 @@
-"""The chart, rendered by Helm itself, and what Kubernetes and KubeRay would make of the result."""
+"""The chart, rendered by Helm itself, and what Kubernetes and KubeRay make of the result: objects that
+are checked, and groups that start as Ray nodes on loopback with the parameters that KubeRay would give
+them."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import helm_python
 import kubernetes_validate
+import psutil
 import yaml
 from chart_schema import CHART
+from patience import START_S
+from serving import environment, free_port
+
+from kvtransfer.common.clock import SystemClock
 
 RELEASE, NAMESPACE = "tandem", "llm"
 KUBERNETES = "1.32"
@@ -115,3 +131,153 @@ def _pod(name: str, template: Object, labels: dict[str, str]) -> Object:
     metadata = {**template["metadata"], "name": name, "namespace": NAMESPACE}
     metadata["labels"] = {**metadata["labels"], **labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+TOKEN = "the-token-of-the-test-cluster"
+_IS_UP = "To terminate the Ray runtime"
+_START_S = START_S
+
+
+class RayGroups:
+    """Call `start` for the head first; `close` ends what was started."""
+
+    def __init__(self, service: Object) -> None:
+        self._cluster = service["spec"]["rayClusterConfig"]
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: sockets lie below it
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._clock = SystemClock()
+        self.address = f"127.0.0.1:{free_port()}"
+        self._dashboard_port = free_port()
+
+    def start(self, group: str) -> None:
+        """One node of it; returns when it is up, since two at once get in each other's way on one host."""
+        given = self._group(group)
+        parameters = {
+            **given["rayStartParams"],
+            "node-ip-address": "127.0.0.1",
+            "dashboard-agent-listen-port": str(free_port()),
+            "metrics-export-port": str(free_port()),
+        }
+        parameters["resources"] = parameters.get("resources", "'{}'").strip("'")
+        if group == "headgroup":
+            parameters |= {
+                "port": self.address.rpartition(":")[2],
+                "dashboard-host": "127.0.0.1",
+                "dashboard-port": str(self._dashboard_port),
+                "ray-client-server-port": str(free_port()),
+            }
+        else:
+            parameters["address"] = self.address
+        container = given["template"]["spec"]["containers"][0]
+        variables = {item["name"]: item["value"] for item in container["env"] if item["name"] != "HOME"}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command += ["--head"] if group == "headgroup" else []
+        command += [f"--{name}={value}" for name, value in parameters.items()]
+        file = self._folder / f"ray-{len(self._processes)}.log"
+        with file.open("wb") as log:
+            process = subprocess.Popen(command, env=self._environment(variables), stdout=log, stderr=log)
+        self._processes.append(process)
+        self.until(
+            lambda: _IS_UP in file.read_text() or process.poll() is not None,
+            _START_S,
+            lambda: f"a node of {group} is up",
+        )
+        assert process.poll() is None, self.logs()
+
+    def ask(self, path: str, body: Any = None, method: str = "GET") -> Any:
+        """What the dashboard answers; None while it does not."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._dashboard_port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                text = reply.read().decode()
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{method} {path}: {error.code} {error.read().decode()}") from error
+        except OSError:
+            return None
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def wait_for_dashboard(self, timeout_s: float) -> None:
+        self.until(lambda: self.ask("/api/version") is not None, timeout_s, lambda: "the dashboard answers")
+
+    def deploy(self, config: Object) -> None:
+        """As KubeRay does."""
+        self.ask("/api/serve/applications/", config, "PUT")
+
+    def application(self, name: str, status: str, timeout_s: float) -> Any:
+        """What Serve tells of it as soon as it has this status."""
+        found: Any = {}
+
+        def look() -> bool:
+            found.update((self.ask("/api/serve/applications/") or {}).get("applications", {}).get(name, {}))
+            return bool(found.get("status") == status)
+
+        self.until(look, timeout_s, lambda: f"{name} is {status}: {found}")
+        return found
+
+    def replicas(
+        self, name: str, deployment: str, condition: Callable[[list[str]], bool], timeout_s: float
+    ) -> list[str]:
+        """The nodes of the deployment's running replicas, as soon as they fulfil the condition and no other
+        replica is starting or stopping."""
+        found: list[str] = []
+
+        def look() -> bool:
+            applications = (self.ask("/api/serve/applications/") or {}).get("applications", {})
+            reported = applications.get(name, {}).get("deployments", {}).get(deployment, {"replicas": []})
+            found[:] = places_of(reported)
+            return len(found) == len(reported["replicas"]) and condition(found)
+
+        self.until(look, timeout_s, lambda: f"replicas of {deployment} are where they shall be: {found}")
+        return found
+
+    def drain(self, node_id: str, deadline_s: int) -> None:
+        """As the `preStop` hook of a pod does for its own node."""
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address]
+        command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+        command += ["--reason-message", "the pod ends", "--deadline-remaining-seconds", str(deadline_s)]
+        subprocess.run(command, env=self._environment({}), check=True, timeout=60, capture_output=True)
+
+    def until(self, condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
+        """Return when `condition` holds; fail with `what` and the logs after `timeout_s`."""
+        pause, end = Event(), self._clock.now() + timeout_s
+        while not condition():
+            assert self._clock.now() < end, f"not within {timeout_s} s: {what()}\n{self.logs()}"
+            pause.wait(0.5)
+
+    def logs(self) -> str:
+        """The last lines of the nodes, and of all processes that complained."""
+        nodes = [file.read_text(errors="replace")[-500:] for file in self._folder.glob("ray-*.log")]
+        texts = [file.read_text(errors="replace")[-2000:] for file in self._folder.rglob("worker-*.err")]
+        return "\n".join([*nodes, *(text for text in texts if "Error" in text)])
+
+    def close(self) -> None:
+        """Kill them: an orderly end is drained for half a minute."""
+        for process in reversed(self._processes):
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            process.wait()
+            for each in family:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            psutil.wait_procs(family, timeout=20)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _group(self, name: str) -> Object:
+        if name == "headgroup":
+            head: Object = self._cluster["headGroupSpec"]
+            return head
+        return next(group for group in self._cluster["workerGroupSpecs"] if group["groupName"] == name)
+
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        return {**environment(), **variables, **token, "RAY_TMPDIR": str(self._folder)}
+
+
+def places_of(deployment: Any) -> list[str]:
+    """The nodes of its running replicas."""
+    return [replica["node_id"] for replica in deployment["replicas"] if replica["state"] == "RUNNING"]

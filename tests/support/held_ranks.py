@@ -1,22 +1,34 @@
-"""Rank processes as an engine core holds them, and ranks that a test plays while they start."""
+"""Rank processes as an engine core holds them, and ranks without processes that a test plays: only their
+connections to the engine core are real."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from local_engine import BLOCK
 from patience import WAIT_S
-from puppet_ranks import SECRET, Puppet, PuppetLauncher
 from rank_processes import NurseryLauncher
-from step_plans import BLOCK
 
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
-from workers.messages import RankJoined, RankReady, RankSpec, RankUp, StepPlan, StepReport
+from kvtransfer.rpc.handshake import prove_as_client, send_frame
+from workers.messages import (
+    RANK_UP_CODEC,
+    RankJoined,
+    RankReady,
+    RankSpec,
+    RankUp,
+    StageCost,
+    StepPlan,
+    StepReport,
+)
 from workers.replica.partition import split_layers
 from workers.replica.rank_group import PlanStages, RankGroup, RankHandle, RankLauncher
 
@@ -146,3 +158,52 @@ async def starting_puppets() -> AsyncIterator[tuple[list[Puppet], asyncio.Task[l
         await puppet.join()
     yield launcher.puppets, task
     await group.stop()
+
+
+SECRET = b"s" * 32
+
+
+@dataclass
+class Puppet:
+    """A rank that a test plays."""
+
+    spec: RankSpec
+    ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_killed: bool = False
+    sock: socket.socket | None = None
+
+    async def wait(self) -> str:
+        return await self.ended
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.leave()
+        if not self.ended.done():
+            self.ended.set_result("killed")
+
+    async def join(self) -> None:
+        await self.connect()
+        self.say(RankJoined(self.spec.rank, 1, "", StageCost(), 0.0))
+
+    async def connect(self) -> None:
+        host, _, port = self.spec.engine_core_address.rpartition(":")
+        self.sock = sock = socket.create_connection((host, int(port)))
+        await asyncio.to_thread(prove_as_client, sock, SECRET, "puppet")
+
+    def say(self, message: RankUp) -> None:
+        assert self.sock is not None
+        send_frame(self.sock, RANK_UP_CODEC.encode(message))
+
+    def leave(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+
+
+class PuppetLauncher:
+    def __init__(self) -> None:
+        self.puppets: list[Puppet] = []
+
+    async def launch(self, spec: RankSpec) -> RankHandle:
+        self.puppets.append(Puppet(spec))
+        return self.puppets[-1]

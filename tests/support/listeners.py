@@ -73,7 +73,7 @@ class ListenerProcess:
 
 
 async def _serve() -> None:
-    from puppet_ranks import PuppetLauncher
+    from held_ranks import PuppetLauncher
     from service_harness import TARGET, Rank
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # the type stubs leave it out
 

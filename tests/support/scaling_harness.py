@@ -1,17 +1,30 @@
-"""Histories and arrivals for the tests of the autoscaling policy."""
+"""What the tests of scaling are made of: histories and arrivals for the policy, a reconciler between
+Serve and the roster as plain values, and Ray Serve's scale API without Ray: its states and refusals, over
+real HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import msgspec
 import numpy as np
+from aiohttp import web
 
 from cluster.metrics.gateway_counters import Demand
+from cluster.roster.messages import RosterView, ScalingMove
+from cluster.roster.state import DesiredState
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
+from cluster.scaling.reconciler import (
+    Action,
+    Reconciler,
+    RestoreRoles,
+    SetTarget,
+)
 from cluster.scaling.samples import History, PoolView, ReplicaSample, ScalingSample
+from cluster.scaling.serve_client import AppTargets, PoolTarget
 from cluster.scaling.simulation import Arrival
 
 PREFILL_TOK_S = 8000.0
@@ -156,3 +169,200 @@ RESTING = (prefilling(), decoding(num_running=1))
 
 def queueing(backlog: int, **load: Any) -> ReplicaSample:
     return prefilling(num_running=1, num_waiting=8, num_backlog_tokens=backlog, **load)
+
+
+NOBODY: frozenset[str] = frozenset()
+
+
+class ReconcilerHarness:
+    """Serve, the roster and a reconciler, as plain values: `look` carries out the actions."""
+
+    def __init__(self, counts: dict[str, int], autoscaled: frozenset[str] = NOBODY) -> None:
+        self.configured = dict(counts)
+        self.targets = dict(counts)
+        self.declared: dict[str, int] = {}
+        self.mark = "m0"
+        self.status = "RUNNING"
+        self.autoscaled = autoscaled
+        self.version = 0
+        self.state = DesiredState(0)
+        self.reconciler = Reconciler()
+        self.now = 100.0
+        self.serve_works = True
+        self.is_there = True
+        self.recorded: list[tuple[str, int, int, str]] = []
+        self.orders: list[tuple[str, int]] = []
+        self.num_restored = 0
+
+    def view(self) -> RosterView:
+        self.version += 1
+        return self.state.fill(RosterView(version=self.version))
+
+    def seen(self) -> AppTargets | None:
+        if not self.is_there:
+            return None
+        pools = {
+            pool: PoolTarget(target, self.configured[pool], declared=self.declared.get(pool))
+            for pool, target in self.targets.items()
+        }
+        return AppTargets(self.status, self.mark, True, pools)
+
+    def look(self, after_s: float = 2.0) -> None:
+        self.now += after_s
+        self.carry_out(self.reconciler.look(self.seen(), self.view(), self.autoscaled, self.now, self.now))
+
+    def carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case RestoreRoles():
+                    self.num_restored += 1
+                case SetTarget(pool, count):
+                    self.pull(action, pool, count)
+                case _:
+                    self.state.change(action)
+                    if isinstance(action, ScalingMove):
+                        self.recorded.append((action.pool, action.before, action.after, action.by))
+
+    def pull(self, action: SetTarget, pool: str, count: int) -> None:
+        self.orders.append((pool, count))
+        if not self.serve_works:
+            self.reconciler.failed(action, self.now)
+            return
+        self.targets[pool] = count
+        self.state.change(self.reconciler.pulled(action))
+
+    def autoscale(self, pool: str, count: int) -> None:
+        """As the scaler does: only after a look that found nothing to do."""
+        before = self.state.fill(RosterView(version=0)).desired.get(pool, self.targets[pool])
+        move = ScalingMove(self.now, pool, before, count, "autoscaler", "more load")
+        self.carry_out(self.reconciler.order(move))
+
+    def deploy(self, mark: str, counts: dict[str, int]) -> None:
+        self.mark, self.configured, self.targets = mark, dict(counts), dict(counts)
+
+    @property
+    def desired(self) -> dict[str, int]:
+        return self.state.fill(RosterView(version=0)).desired
+
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        return self.state.fill(RosterView(version=0)).pinned
+
+
+TOKEN = "the-token"
+
+
+@dataclass
+class FakePool:
+    """One deployment: its target, and what the last deploy set it to."""
+
+    target: int
+    configured: int
+    states: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FakeApp:
+    """One application, as `serve.run` makes it with `external_scaler_enabled`."""
+
+    pools: dict[str, FakePool]
+    mark: str = "m1"
+    status: str = "RUNNING"
+    source: str = "imperative"
+    deployed_at: float = 1.5
+    is_scalable: bool = True
+
+    def deploy(self, mark: str, counts: dict[str, int]) -> None:
+        """Serve sets every target to the configured count."""
+        self.mark = mark
+        self.pools = {pool: FakePool(count, count) for pool, count in counts.items()}
+
+
+class FakeDashboard:
+    """Listens on a free loopback port while entered; `url` is its address."""
+
+    def __init__(self, app: FakeApp | None, name: str = "tandem") -> None:
+        self.app = app
+        self.name = name
+        # Of the next requests, so many are answered with 503.
+        self.failing = 0
+        self.orders: list[tuple[str, int]] = []
+        # Other paths that it answers.
+        self.bodies: dict[str, bytes] = {}
+        self.url = ""
+        self._server = web.Application(middlewares=[self._guard])
+        self._server.add_routes(
+            [
+                web.get("/api/serve/applications/", self._applications),
+                web.post("/api/v1/applications/{app}/deployments/{deployment}/scale", self._scale),
+                web.get("/{tail:.*}", self._other),
+            ]
+        )
+        self._runner = web.AppRunner(self._server, access_log=None)
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if not given:
+            return web.Response(status=401, text="Unauthorized: Missing authentication token")
+        if given != f"Bearer {TOKEN}":
+            return web.Response(status=403, text="Forbidden: Invalid authentication token")
+        if self.failing:
+            self.failing -= 1
+            return web.json_response({"error": "Serve controller is not available"}, status=503)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def _applications(self, request: web.Request) -> web.Response:
+        shown = {} if self.app is None else {self.name: _shown(self.app)}
+        return web.json_response({"applications": shown, "proxies": {}, "target_capacity": None})
+
+    async def _scale(self, request: web.Request) -> web.Response:
+        count = (await request.json())["target_num_replicas"]
+        pool = request.match_info["deployment"].removeprefix("Pool-")
+        if self.app is None or request.match_info["app"] != self.name or pool not in self.app.pools:
+            return web.json_response({"error": "Application or Deployment not found"}, status=404)
+        if not self.app.is_scalable:
+            return web.json_response({"error": "external_scaler_enabled=false"}, status=412)
+        self.app.pools[pool].target = count
+        self.orders.append((pool, count))
+        return web.json_response({"message": "Scaling request received."})
+
+    async def _other(self, request: web.Request) -> web.Response:
+        body = self.bodies.get(request.path)
+        return web.Response(status=200 if body else 404, body=body or b"", content_type="application/json")
+
+
+def _shown(app: FakeApp) -> dict[str, Any]:
+    gateway = _deployment(1, 1, ["RUNNING"], {"deploy_mark": app.mark} if app.mark else None)
+    pools = {
+        f"Pool-{name}": _deployment(pool.target, pool.configured, pool.states, None)
+        for name, pool in app.pools.items()
+    }
+    return {
+        "name": "tandem",
+        "status": app.status,
+        "last_deployed_time_s": app.deployed_at,
+        "source": app.source,
+        "external_scaler_enabled": app.is_scalable,
+        "deployments": {"Gateway": gateway, **pools},
+    }
+
+
+def _deployment(target: int, configured: int, states: list[str], user_config: Any) -> dict[str, Any]:
+    return {
+        "status": "HEALTHY",
+        "target_num_replicas": target,
+        "deployment_config": {"num_replicas": configured, "user_config": user_config, "name": "x"},
+        "replicas": [{"state": state, "replica_id": str(number)} for number, state in enumerate(states)],
+    }

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_engine import LocalEngine
-from step_plans import BLOCK, SEEDED, draw, packed
+from local_engine import BLOCK, SEEDED, LocalEngine, draw, packed
 
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.faults import FaultRule, Faults

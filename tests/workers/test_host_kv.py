@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from step_plans import BLOCK
+from local_engine import BLOCK
 from torch import Tensor
 
 from kvtransfer.common.clock import ManualClock

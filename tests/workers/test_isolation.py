@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hash_rank import unpack
 from msgspec.structs import replace
-from staged_engine import StagedEngine, ask, engine, finish, plan, right, step
+from staged_engine import StagedEngine, ask, engine, finish, plan, right, step, unpack
 
 from workers.messages import IsolationReport, Submission
 from workers.scheduler.isolation import NUM_STEPS_TO_CLEAR

@@ -4,8 +4,8 @@ break."""
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, pack
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
+from staged_engine import BLOCK_TOKENS, pack
 
 from kvtransfer.messages import (
     LandingAbort,

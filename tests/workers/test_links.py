@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from engine_fakes import LinkEnd
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_ends import LinkEnd
 from patience import WAIT_S
 
 from kvtransfer.codec import MAX_FRAME_BYTES

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from migration_pair import MigrationPair, Side, Stream
+from replica_harness import MigrationPair, Side, Stream
 
 from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
 from workers.disagg.migration import AHEAD_S, MAX_TRIES

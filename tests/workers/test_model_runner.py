@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from step_plans import BLOCK, GREEDY, draw, entry, mixed_plans, packed, started, step
+from local_engine import BLOCK, GREEDY, draw, entry, mixed_plans, packed, started, step
 from transformers import AutoModelForCausalLM
 
 from kvtransfer.blocks.device_pool import DevicePool

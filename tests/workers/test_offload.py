@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_engine import LocalEngine
-from step_plans import BLOCK, GREEDY, SEEDED, draw, packed
+from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
 
 from kvtransfer.blocks.keys import block_keys
 from workers.config import EngineConfig

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from e2e_harness import until
-from engine_fakes import FakeControl, FakeRanks
-from link_ends import LinkEnd
+from engine_fakes import FakeControl, FakeRanks, LinkEnd
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import ManualClock

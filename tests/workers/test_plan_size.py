@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hash_rank import VOCABULARY, pack, unpack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from staged_engine import ask, engine, right
+from staged_engine import VOCABULARY, ask, engine, pack, right, unpack
 
 from kvtransfer.codec import MAX_FRAME_BYTES
 from workers.config import EngineConfig

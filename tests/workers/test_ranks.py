@@ -14,8 +14,8 @@ from typing import Protocol
 import pytest
 import torch
 from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
+from local_engine import BLOCK, mixed_plans
 from msgspec.structs import replace
-from step_plans import BLOCK, mixed_plans
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule

@@ -12,14 +12,15 @@ import pytest
 from held_ranks import (
     NUM_LAYERS,
     PATIENCE_S,
+    SECRET,
     START_STALL_S,
+    PuppetLauncher,
     holding,
     make_specs,
     refuse_planning,
     starting_puppets,
 )
 from msgspec.structs import replace
-from puppet_ranks import SECRET, PuppetLauncher
 
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.common.faults import FaultRule

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from step_plans import packed
+from local_engine import packed
 from torch import Tensor
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,

@@ -9,7 +9,7 @@ import torch
 from dense_sampler import DenseSampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from step_plans import packed
+from local_engine import packed
 from torch import Tensor
 
 from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, MAX_CONTEXT, alone, pack, unpack
 from msgspec.structs import replace
-from staged_engine import PROMPT, ask, engine, finish, plan, right, step
+from staged_engine import (
+    BLOCK_TOKENS,
+    END,
+    FINGERPRINT,
+    MAX_CONTEXT,
+    PROMPT,
+    alone,
+    ask,
+    engine,
+    finish,
+    pack,
+    plan,
+    right,
+    step,
+    unpack,
+)
 
 from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError, QueueFullError

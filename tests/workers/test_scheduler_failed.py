@@ -4,8 +4,7 @@ out."""
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, unpack
-from staged_engine import StagedEngine, ask, engine, finish, plan, right
+from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, unpack
 
 from workers.messages import FailedEntry, RequestFailed, SampledToken, StepReport
 from workers.scheduler.step import StepOutcome

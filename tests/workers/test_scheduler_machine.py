@@ -8,12 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from hash_rank import BLOCK_TOKENS, END, FINGERPRINT, VOCABULARY, alone, pack, sample, unpack
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
-from staged_engine import StagedEngine
+from staged_engine import (
+    BLOCK_TOKENS,
+    END,
+    FINGERPRINT,
+    VOCABULARY,
+    StagedEngine,
+    alone,
+    pack,
+    sample,
+    unpack,
+)
 
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity

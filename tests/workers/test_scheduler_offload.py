@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hash_rank import BLOCK_TOKENS, unpack
-from staged_engine import StagedEngine, ask, engine, finish, plan, right, step
+from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, step, unpack
 
 from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError

@@ -6,11 +6,24 @@ from collections import deque
 from collections.abc import Callable
 
 import pytest
-from hash_rank import BLOCK_TOKENS, END, alone, pack, unpack
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from staged_engine import PROMPT, StagedEngine, ask, engine, finish, plan, right, step
+from staged_engine import (
+    BLOCK_TOKENS,
+    END,
+    PROMPT,
+    StagedEngine,
+    alone,
+    ask,
+    engine,
+    finish,
+    pack,
+    plan,
+    right,
+    step,
+    unpack,
+)
 
 from kvtransfer.blocks.keys import block_keys
 from workers.config import EngineConfig
