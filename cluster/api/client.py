@@ -18,8 +18,8 @@ import grpc.aio
 from cluster.errors import CallError, FieldViolation, InvalidRequestError, bad_fields, retry_after_s
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.common.backoff import backoff_s
 from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.health import backoff_s
 
 __all__ = [
     "Client",

@@ -164,13 +164,15 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
 
 
 def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
+    # The role names the own pool's too while a replica plays another's: `decode (of prefill)`.
     numbers = "run/\nwait", "free\nblocks", "cached", "prefill\ntok/s", "step\nms", "moved\nGB/s"
     table = made_table("replicas", "replica", "role", "state", numbers=numbers)
     for replica in replicas:
         load = replica.load
+        home = f" (of {replica.home_role})" if replica.home_role not in ("", replica.role) else ""
         table.add_row(
             replica.replica_id,
-            f"{_roles(replica)}\n{_shape(replica)}".strip(),
+            f"{replica.role}{home}\n{_shape(replica)}".strip(),
             replica.state,
             f"{load.num_running}/{load.num_waiting}",
             f"{load.num_free_blocks}/{load.num_total_blocks}",
@@ -180,12 +182,6 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
             _rate(load.transfer_gb_s, 2),
         )
     return table
-
-
-def _roles(replica: pb.Replica) -> str:
-    """Return `decode`, or `decode (of prefill)` while the replica plays another pool's role."""
-    is_lent = replica.home_role not in ("", replica.role)
-    return f"{replica.role} (of {replica.home_role})" if is_lent else replica.role
 
 
 def _shape(replica: pb.Replica) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
-from cluster.doctor.network import LOOPBACK
 from cluster.serve.machine import read
 from cluster.serve.memory import RAY_BYTES, Needs, gb, huge_pages_suffice
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from cluster.roster.messages import ForgetPool, Observed, RosterOrder, RosterView, ScalingMove, SetDesired
 from cluster.scaling.serve_client import AppTargets, PoolTarget
-from kvtransfer.common.backoff import Backoff
+from kvtransfer.common.health import Backoff
 
 # For so long after a deploy was seen its resets may come.
 SETTLE_S = 5.0

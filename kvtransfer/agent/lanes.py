@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.health import Backoff
 from kvtransfer.errors import PathError, TransferError
 from kvtransfer.messages import ConnectPeer, Lane, LanePath, ReplicaIdentity
 from kvtransfer.transports import TRANSPORTS
@@ -101,7 +101,15 @@ class Paths:
             if is_slow:
                 rejected.pass_over(name, f"{slow}, but used as configured")
             self._log_path(lane, channel, measured, rejected)
-            return OpenLane(lane, channel, _lane_path(lane, channel, measured, rejected))
+            path = LanePath(
+                lane.target.rank,
+                channel.transport,
+                channel.device,
+                measured.gb_s,
+                measured.latency_us,
+                "; ".join(rejected.passed_over),
+            )
+            return OpenLane(lane, channel, path)
         raise PathError(f"no path to rank {lane.target.rank}: {rejected}")
 
     def better(self, opened: OpenLane) -> tuple[str, ...]:
@@ -199,17 +207,6 @@ class Paths:
             f"; instead of {'; '.join(rejected.passed_over)}" if rejected.passed_over else "",
             f"; not applicable: {'; '.join(rejected.not_applicable)}" if rejected.not_applicable else "",
         )
-
-
-def _lane_path(lane: Lane, channel: Channel, measured: Measured, rejected: RejectedPaths) -> LanePath:
-    return LanePath(
-        lane.target.rank,
-        channel.transport,
-        channel.device,
-        measured.gb_s,
-        measured.latency_us,
-        "; ".join(rejected.passed_over),
-    )
 
 
 # ----------------------------------------------------------------------------------------------

@@ -213,7 +213,8 @@ class WriterConnection:
             for opened in self._lanes:
                 opened.channel.drain()
             push.num_failures += 1
-            if self._can_repeat(push, error):
+            # Repeated when a lane was lost. One that breaks all that carries it is no use.
+            if isinstance(error, PeerGoneError) and push.num_failures < self._max_failures:
                 push.start_over()
                 self._park(push)
                 return False
@@ -231,10 +232,6 @@ class WriterConnection:
     def _park(self, push: _Push) -> None:
         if self._fence.park(push.order):
             self._queue.put_first(push.order.traffic, push)
-
-    def _can_repeat(self, push: _Push, error: TransferError) -> bool:
-        """Whether it failed because a lane was lost. One that breaks all that carries it is no use."""
-        return isinstance(error, PeerGoneError) and push.num_failures < self._max_failures
 
     def _move(self, push: _Push) -> bool:
         """Write what is left of it. True when all is visible in the target's memory; False when it gives way

@@ -58,10 +58,6 @@ class ProvenListener:
         self._accepting = spawn(self._accept(), f"{label}-accept")
         self._accepting.add_done_callback(functools.partial(_close, sock))
 
-    @property
-    def num_unproven(self) -> int:
-        return len(self._unproven)
-
     def close(self) -> None:
         """Accept no more connections, and end those that have not proven the secret."""
         self._accepting.cancel()

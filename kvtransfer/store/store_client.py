@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtransfer.common.backoff import Backoff
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.health import Backoff
 from kvtransfer.errors import TransferError, WireError
 from kvtransfer.rpc.stream import FrameStream, open_unix
 from kvtransfer.store.messages import (
@@ -23,14 +23,10 @@ from kvtransfer.store.messages import (
     EngineHello,
     EngineRequest,
     FetchedBlocks,
-    FetchRelease,
-    FetchRequest,
     FindAnswer,
     FindRequest,
     FromOwner,
-    PutCommit,
     PutGrant,
-    PutRequest,
     StoreWelcome,
     TierEvents,
     expect,
@@ -125,30 +121,8 @@ class StoreClient:
         """Whether the owner has sent its welcome and the connection lives."""
         return self._stream is not None
 
-    # Each of these queues one request; False when the owner is away, and there will be no answer.
-
-    def put(self, request: PutRequest) -> bool:
-        return self._send(request)
-
-    def commit(self, commit: PutCommit) -> bool:
-        return self._send(commit)
-
-    def find(self, request: FindRequest) -> bool:
-        return self._send(request)
-
-    def fetch(self, request: FetchRequest) -> bool:
-        return self._send(request)
-
-    def release(self, release: FetchRelease) -> bool:
-        return self._send(release)
-
-    # ------------------------------------------------------------------------------------- the connection
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and self._on_error is not None:
-            self._on_error(error)
-
-    def _send(self, message: EngineRequest) -> bool:
+    def send(self, message: EngineRequest) -> bool:
+        """Queue a request. False: the owner is away, and there will be no answer."""
         stream = self._stream
         if stream is None:
             return False
@@ -156,6 +130,12 @@ class StoreClient:
         if stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
             stream.abort()  # it does not read; the task notices the end
         return True
+
+    # ------------------------------------------------------------------------------------- the connection
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self._on_error is not None:
+            self._on_error(error)
 
     async def _keep_connected(self) -> None:
         backoff = Backoff(_FIRST_DELAY_S, _MAX_DELAY_S)

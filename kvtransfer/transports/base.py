@@ -18,7 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -99,19 +99,15 @@ class Listener(ABC):
     Whatever arrives on a connection that is not of the protocol closes that connection only.
     """
 
-    transport: ClassVar[str]
+    transport: str
 
     def __init__(self, target: TargetRank, sock: socket.socket, address: str) -> None:
         self._target = target
-        self._endpoint = Endpoint(self.transport, address)
+        self.endpoint = Endpoint(self.transport, address)
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._listening = ListeningThread(sock, target.secret, self._accepted, self.transport)
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
 
     def close(self) -> None:
         """Stop listening and end every connection; returns when its threads have ended."""
@@ -187,7 +183,7 @@ class Channel(ABC):
     the size of the target's pool, `device` what carries the bytes ("memory", "lo", "mlx5_0", "cuda:0").
     """
 
-    transport: ClassVar[str]
+    transport: str
 
     def __init__(
         self,
@@ -207,9 +203,10 @@ class Channel(ABC):
         self._piece = lane.piece
         self._num_blocks = num_blocks
         self._connections = tuple(connections)
+        # Why the connection is lost or closed; "" while it is open.
+        self.lost = ""
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._lost = ""
 
     def start(self) -> None:
         """The last act of `connect`: begin to listen for the target's answers."""
@@ -268,13 +265,8 @@ class Channel(ABC):
 
     def check(self) -> None:
         """`PeerGoneError` when the connection is lost."""
-        if self._lost:
-            raise PeerGoneError(self._lost)
-
-    @property
-    def lost(self) -> str:
-        """Why the connection is lost or closed; "" while it is open."""
-        return self._lost
+        if self.lost:
+            raise PeerGoneError(self.lost)
 
     def interrupt(self, reason: str = "closed on request") -> None:
         """From any thread: what waits for the target ends with `PeerGoneError`."""
@@ -342,8 +334,8 @@ class Channel(ABC):
     def _lose(self, reason: str) -> bool:
         """True for the first reason, which stays."""
         with self._lock:
-            first = not self._lost
-            self._lost = self._lost or reason
+            first = not self.lost
+            self.lost = self.lost or reason
         for connection in self._connections:
             connection.lose(reason)
         return first

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import replace
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
@@ -92,7 +92,7 @@ OFFER_CODEC: Codec[PoolOffer] = Codec(PoolOffer)
 class CudaIpcListener(OneSidedListener):
     """Offers the handles of the pool, and knows which processes may have mapped it."""
 
-    transport: ClassVar[str] = "cuda_ipc"
+    transport = "cuda_ipc"
 
     def __init__(self, target: TargetRank, pool: DevicePool, driver: Driver) -> None:
         self._scratch = pool.tensor.new_empty(SCRATCH_BYTES)
@@ -158,8 +158,8 @@ class Mapped:
 class CudaIpcChannel(OneSidedChannel):
     """Copies from device to device; a write returns when they are done."""
 
-    transport: ClassVar[str] = "cuda_ipc"
-    batch_bytes: ClassVar[int] = _BATCH_BYTES
+    transport = "cuda_ipc"
+    batch_bytes = _BATCH_BYTES
 
     def __init__(
         self,

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
 from datetime import timedelta
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.messages import Lane
-from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.pair import (
     ENDLESS,
     STORE_TIMEOUT,
-    PairChannel,
     PairGroup,
-    PairListener,
     PairWork,
     connect_pair,
+    listen_pair,
 )
 
 _BREAK_TAG = 1
@@ -30,7 +26,7 @@ _BREAK_AFTER = timedelta(milliseconds=1)
 class GlooPair(PairGroup):
     """One TCP connection, served by threads of gloo's own."""
 
-    backend: ClassVar[str] = "gloo"
+    backend = "gloo"
 
     @classmethod
     def is_possible(cls, device: str) -> bool:
@@ -57,23 +53,5 @@ class GlooPair(PairGroup):
             self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _BREAK_TAG).wait(_BREAK_AFTER)
 
 
-class GlooListener(PairListener):
-    transport: ClassVar[str] = "gloo"
-    kind = GlooPair
-
-
-class GlooChannel(PairChannel):
-    transport: ClassVar[str] = "gloo"
-    kind = GlooPair
-
-
-def listen(target: TargetRank) -> GlooListener | None:
-    """A listener, or None for a pool that is not in host memory."""
-    return GlooListener(target) if GlooPair.is_possible(target.pool.device) else None
-
-
-def connect(
-    rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
-) -> PairChannel:
-    """Open a channel; `TransferError` says why it could not be."""
-    return connect_pair(GlooChannel, rank, lane, address, connection_id, on_lost)
+listen = functools.partial(listen_pair, GlooPair)
+connect = functools.partial(connect_pair, GlooPair)

@@ -7,25 +7,23 @@ share one device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.messages import Lane
-from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.pair import (
     ENDLESS,
     Group,
-    PairChannel,
     PairGroup,
-    PairListener,
     PairWork,
     connect_pair,
+    listen_pair,
 )
 
 _POLL_S = 0.0002
@@ -37,7 +35,7 @@ _environment = threading.Lock()
 class NcclPair(PairGroup):
     """Works on a stream of its own."""
 
-    backend: ClassVar[str] = "nccl"
+    backend = "nccl"
 
     def __init__(self, group: Group, rank: int, device: torch.device) -> None:
         super().__init__(group, rank)
@@ -68,26 +66,8 @@ class NcclPair(PairGroup):
             self._group.abort()
 
 
-class NcclListener(PairListener):
-    transport: ClassVar[str] = "nccl"
-    kind = NcclPair
-
-
-class NcclChannel(PairChannel):
-    transport: ClassVar[str] = "nccl"
-    kind = NcclPair
-
-
-def listen(target: TargetRank) -> NcclListener | None:
-    """A listener, or None for a pool that is not on a CUDA device."""
-    return NcclListener(target) if NcclPair.is_possible(target.pool.device) else None
-
-
-def connect(
-    rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
-) -> PairChannel:
-    """Open a channel; `TransferError` says why it could not be."""
-    return connect_pair(NcclChannel, rank, lane, address, connection_id, on_lost)
+listen = functools.partial(listen_pair, NcclPair)
+connect = functools.partial(connect_pair, NcclPair)
 
 
 def make_group(store: Store, rank: int, size: int, device: torch.device) -> Any:

@@ -246,7 +246,8 @@ class RegisteredBuffer(StagingArea):
 def pool_region(pool: KvPool) -> Region:
     """Where the pool's blocks lie; `PathError` for memory that cannot be registered."""
     if isinstance(pool, HostPool):
-        return Region(_address(pool.memory.buffer), len(pool.memory.buffer), "DRAM", 0)
+        address = int(np.frombuffer(pool.memory.buffer, dtype=np.uint8).ctypes.data)
+        return Region(address, len(pool.memory.buffer), "DRAM", 0)
     if isinstance(pool, DevicePool):
         return Region(pool.tensor.data_ptr(), pool.tensor.numel(), *_kind(pool.tensor))
     raise PathError(f"the pool on {pool.device} cannot be registered")
@@ -255,10 +256,6 @@ def pool_region(pool: KvPool) -> Region:
 def _kind(memory: torch.Tensor) -> tuple[str, int]:
     device = memory.device
     return ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
-
-
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 
 def _starts(blocks: Sequence[int], block_bytes: int) -> npt.NDArray[np.uint64]:

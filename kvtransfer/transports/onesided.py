@@ -13,7 +13,6 @@ import secrets
 import socket
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PeerGoneError, PushStoppedError
@@ -100,7 +99,7 @@ class OneSidedChannel(Channel):
     """A channel with one connection, over which landings are begun. It writes at most `batch_bytes` between
     two looks at whether it shall stop."""
 
-    batch_bytes: ClassVar[int]
+    batch_bytes: int
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -80,11 +80,11 @@ def staging_bytes(piece_bytes: int) -> int:
 
 
 class PairListener(Listener):
-    """Forms a pair with each writer."""
+    """Forms a pair of this kind with each writer."""
 
-    kind: ClassVar[type[PairGroup]]
-
-    def __init__(self, target: TargetRank) -> None:
+    def __init__(self, kind: type[PairGroup], target: TargetRank) -> None:
+        self.transport = kind.backend
+        self._kind = kind
         super().__init__(target, *listen_tcp(target))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
@@ -92,7 +92,7 @@ class PairListener(Listener):
         store, address = open_store(self._target.settings.data_host)
         self._send_welcome(sock)
         send_frame(sock, OFFER_CODEC.encode(PairOffer(address)))
-        group = form_pair(self.kind, store, TARGET, self._target.pool.device, sock.getsockname()[0])
+        group = form_pair(self._kind, store, TARGET, self._target.pool.device, sock.getsockname()[0])
         _Receiver(self._target, sock, hello, group).run()
 
 
@@ -214,8 +214,6 @@ class _Send(NamedTuple):
 class PairChannel(Channel):
     """The writing thread packs into one staging area while another thread sends the other."""
 
-    kind: ClassVar[type[PairGroup]]
-
     def __init__(
         self,
         rank: WriterRank,
@@ -227,6 +225,7 @@ class PairChannel(Channel):
     ) -> None:
         on_host = rank.pool.device == "cpu"
         device = interface_of(connection.sock.getsockname()[0]) if on_host else rank.pool.device
+        self.transport = group.backend
         super().__init__(rank, lane, (connection,), num_blocks, device, on_lost)
         self._connection = connection
         self._group = group
@@ -322,8 +321,13 @@ class PairChannel(Channel):
         return first
 
 
+def listen_pair(kind: type[PairGroup], target: TargetRank) -> PairListener | None:
+    """Return a listener; None: the pool does not lie where pairs of this kind send from."""
+    return PairListener(kind, target) if kind.is_possible(target.pool.device) else None
+
+
 def connect_pair(
-    channel_type: type[PairChannel],
+    kind: type[PairGroup],
     rank: WriterRank,
     lane: Lane,
     address: str,
@@ -331,15 +335,15 @@ def connect_pair(
     on_lost: Callable[[str], None],
 ) -> PairChannel:
     """Open a channel; `TransferError` says why it could not be."""
-    if not channel_type.kind.is_possible(rank.pool.device):
-        raise PathError(f"{channel_type.transport}: not for KV on {rank.pool.device}")
-    with opening(channel_type.transport, address) as undo:
+    if not kind.is_possible(rank.pool.device):
+        raise PathError(f"{kind.backend}: not for KV on {rank.pool.device}")
+    with opening(kind.backend, address) as undo:
         sock = undo.enter_context(open_socket(address))
         welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
         store = OFFER_CODEC.decode(receive_frame(sock)).store
-        group = form_pair(channel_type.kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
-        connection = Connection(sock, channel_type.transport)
-        channel = channel_type(rank, lane, connection, welcome.num_blocks, group, on_lost)
+        group = form_pair(kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
+        connection = Connection(sock, kind.backend)
+        channel = PairChannel(rank, lane, connection, welcome.num_blocks, group, on_lost)
     channel.start()
     return channel
 
@@ -387,7 +391,7 @@ class Group(Protocol):
 class PairGroup(ABC):
     """Messages arrive in the order of their start. `abort` may come from any thread, the rest from one."""
 
-    backend: ClassVar[str]
+    backend: str
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group = group

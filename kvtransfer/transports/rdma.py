@@ -26,7 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -102,7 +102,7 @@ _REQUEST_CODEC: Codec[Begin | Sync | Writing] = Codec(Begin | Sync | Writing)
 class RdmaListener(Listener):
     """Gives each proven writer an agent to write to, for as long as its connection lasts."""
 
-    transport: ClassVar[str] = "rdma"
+    transport = "rdma"
 
     def __init__(self, target: TargetRank, devices: tuple[str, ...]) -> None:
         self._devices = devices
@@ -163,8 +163,8 @@ class RdmaListener(Listener):
 class RdmaChannel(OneSidedChannel):
     """An agent that writes to the target's."""
 
-    transport: ClassVar[str] = "rdma"
-    batch_bytes: ClassVar[int] = _BATCH_BYTES
+    transport = "rdma"
+    batch_bytes = _BATCH_BYTES
 
     def __init__(
         self,

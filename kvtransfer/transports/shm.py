@@ -20,7 +20,6 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.blocks.pool import HostPool, map_shared, mapping_bytes, scratch_offset
@@ -47,7 +46,7 @@ _BATCH_BYTES = 16 << 20
 class ShmListener(OneSidedListener):
     """Sends the pool's descriptor to proven writers."""
 
-    transport: ClassVar[str] = "shm"
+    transport = "shm"
 
     def __init__(self, target: TargetRank, fd: int) -> None:
         self._fd = fd
@@ -60,8 +59,8 @@ class ShmListener(OneSidedListener):
 class ShmChannel(OneSidedChannel):
     """The target's pool, mapped here."""
 
-    transport: ClassVar[str] = "shm"
-    batch_bytes: ClassVar[int] = _BATCH_BYTES
+    transport = "shm"
+    batch_bytes = _BATCH_BYTES
 
     def __init__(
         self,

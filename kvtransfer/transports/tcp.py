@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import psutil
 
@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 class TcpListener(Listener):
     """Receives blocks into the pool, as far as the gate allows."""
 
-    transport: ClassVar[str] = "tcp"
+    transport = "tcp"
 
     def __init__(self, target: TargetRank) -> None:
         super().__init__(target, *listen_tcp(target))
@@ -110,7 +110,7 @@ class _Job(Generic[Frame, Result]):
 class TcpChannel(Channel):
     """Deals frames out over its streams: the writing thread sends on the first, others on the rest."""
 
-    transport: ClassVar[str] = "tcp"
+    transport = "tcp"
 
     def __init__(
         self,

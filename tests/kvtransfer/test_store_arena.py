@@ -102,7 +102,8 @@ class ExtentsMachine(RuleBasedStateMachine):
     def the_free_ranges_are_those(self) -> None:
         assert self.extents.ranges() == self.ranges()
         assert self.extents.num_free == self.is_taken.count(False)
-        assert self.extents.num_largest == max((size for _, size in self.ranges()), default=0)
+        largest = max((size for _, size in self.ranges()), default=0)
+        assert self.extents.take(largest + 1) is None
 
 
 TestExtents = ExtentsMachine.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,6 @@ from kvtransfer.store.index.values import (
     decode_entries,
     decode_node,
     encode_change,
-    encode_entry,
     encode_epoch,
     encode_node,
     key_prefix,
@@ -43,6 +43,14 @@ ENTRIES = st.builds(
     epoch=EPOCHS,
 )
 WORDS = st.text(st.characters(exclude_categories=("Cs", "Z", "C")), min_size=1)
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """29 bytes of a value, as `UPDATE_SCRIPT` writes them."""
+    shard = entry.shard
+    numbers = shard.layer_start, shard.layer_end, shard.head_start, shard.head_end
+    tier = ("dram", "nvme").index(entry.tier)
+    return struct.pack(">8s4HBIQ", entry.node, *numbers, tier, entry.stamp, entry.epoch)
 
 
 @given(st.lists(ENTRIES))

@@ -100,7 +100,7 @@ async def test_two_replicas_share_records(running: StoreHarness) -> None:
     assert during.offsets == (HELD,) * 3, "what another one is writing needs not be written"
     sums = await first.write(chain, grant, [(index, 0) for index in range(3)])
     written = tuple((offset, sums[index, 0]) for index, offset in enumerate(grant.offsets))
-    assert first.client.commit(PutCommit(written))
+    assert first.client.send(PutCommit(written))
     await eventually(lambda: len(second.tiers) == 3, "the other replica is told")
     assert await second.get(chain) == ("dram",) * 3
     after = await second.grant(chain, [0, 1, 2])
@@ -194,13 +194,13 @@ async def test_only_what_is_its_own_is_granted_and_committed(
     replica, other = await Replica(running, LEFT).start(), await Replica(running).start()
     chain = Chain.of("prompt", 1)
     request = PutRequest(99, "alice", chain.keys[0], (NewRecord(chain.keys[0], b"", RIGHT, 1024),))
-    assert replica.client.put(request)
+    assert replica.client.send(request)
     answer = await replica._answer(type(await other.grant(chain, [0])), 99)
     assert answer is not None
     assert answer.offsets == (REFUSED,)
     granted = await other.grant(Chain.of("more", 1), [0])
     assert granted is not None
-    assert replica.client.commit(PutCommit(((granted.offsets[0], 1),), ()))
+    assert replica.client.send(PutCommit(((granted.offsets[0], 1),), ()))
     assert await other.find(Chain.of("more", 1)) == ()
     await replica.close()
     await other.close()
@@ -248,7 +248,7 @@ async def test_an_engine_core_leaves_an_owner_that_does_not_read(running: StoreH
     running.signal(signal.SIGSTOP)
     offsets = tuple(range(100_000))
     for _ in range(20):
-        replica.client.commit(PutCommit((), offsets))
+        replica.client.send(PutCommit((), offsets))
     async with asyncio.timeout(WAIT_S):
         await replica.client.close()
     running.signal(signal.SIGCONT)

@@ -115,7 +115,7 @@ async def test_what_is_not_wanted_any_more_is_not_read(harness: StoreHarness, ho
     await written(harness, len(chain.keys))
     await push_out(harness, replica)
     request = FetchRequest(1000, chain.keys[0], chain.keys, True)
-    assert replica.client.fetch(request)
+    assert replica.client.send(request)
     if how == "released":
         replica.release(request.number)
         await harness.check_nothing_leaked()
@@ -342,7 +342,7 @@ async def test_a_purge_reaches_what_is_being_read_and_written(harness: StoreHarn
     assert await replica.find(read) == ()
     sums = await replica.write(being_written, grant, [(index, 0) for index in range(4)])
     assert len(sums) == 4
-    replica.client.commit(PutCommit(tuple((grant.offsets[index], sums[index, 0]) for index in range(4))))
+    replica.client.send(PutCommit(tuple((grant.offsets[index], sums[index, 0]) for index in range(4))))
     assert await replica.find(being_written) == ()
     replica.release(number)
     await harness.until("dram", lambda stat: stat.num_bytes == 0, "all is free")

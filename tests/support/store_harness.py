@@ -362,7 +362,7 @@ class Replica:
         sums = await self.write(chain, grant, places)
         failed = [place for place, offset in offsets.items() if offset >= 0 and place not in sums]
         written = tuple((offsets[place], checksum) for place, checksum in sums.items())
-        if not self.client.commit(PutCommit(written, tuple(offsets[place] for place in failed))):
+        if not self.client.send(PutCommit(written, tuple(offsets[place] for place in failed))):
             return []
         lost = {place[0] for place, offset in offsets.items() if offset == REFUSED or place in failed}
         return [index for index in indices if index not in lost]
@@ -375,7 +375,7 @@ class Replica:
             for shard in self.shards
         )
         request = PutRequest(self._number(), chain.tenant, chain.keys[0], records)
-        return await self._answer(PutGrant, request.number) if self.client.put(request) else None
+        return await self._answer(PutGrant, request.number) if self.client.send(request) else None
 
     async def write(
         self, chain: Chain, grant: PutGrant, places: Sequence[tuple[int, int]]
@@ -397,14 +397,14 @@ class Replica:
 
     async def find(self, chain: Chain) -> tuple[Tier, ...]:
         request = FindRequest(self._number(), chain.keys[0], chain.keys)
-        answer = await self._answer(FindAnswer, request.number) if self.client.find(request) else None
+        answer = await self._answer(FindAnswer, request.number) if self.client.send(request) else None
         return () if answer is None else answer.tiers
 
     async def get(self, chain: Chain, *, hold: bool = False) -> tuple[Tier, ...]:
         """Load the chain into the ranks; the tiers of the leading blocks that came, whose bytes are compared.
         With `hold` the leases stay (`release`)."""
         request = FetchRequest(self._number(), chain.keys[0], chain.keys, True)
-        if not self.client.fetch(request):
+        if not self.client.send(request):
             return ()
         tiers: list[Tier] = []
         bad: set[int] = set()
@@ -419,7 +419,7 @@ class Replica:
             tiers += part.tiers
             is_over, self.reason = part.is_last, part.reason
         if bad:
-            self.client.release(FetchRelease(request.number, tuple(bad)))
+            self.client.send(FetchRelease(request.number, tuple(bad)))
             return await self.get(chain)
         self.held = request.number
         if not hold:
@@ -427,10 +427,10 @@ class Replica:
         return tuple(tiers)
 
     def release(self, number: int) -> None:
-        self.client.release(FetchRelease(number))
+        self.client.send(FetchRelease(number))
 
     def prefetch(self, chain: Chain) -> None:
-        self.client.fetch(FetchRequest(self._number(), chain.keys[0], chain.keys, False))
+        self.client.send(FetchRequest(self._number(), chain.keys[0], chain.keys, False))
 
     async def _read(self, key: bytes, arena: bytes, sources: Sequence[Source]) -> set[int]:
         """Have the ranks copy one block; the offsets of the records that were bad. Right bytes, or none."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
-from kvtransfer.common.backoff import backoff_s
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.health import backoff_s
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError

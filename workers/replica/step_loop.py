@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.moving_average import moving_average
+from kvtransfer.common.health import moving_average
 from workers.errors import WorkerError
 from workers.messages import FailedEntry, StepPlan, StepReport
 from workers.model.sizes import ModelWork

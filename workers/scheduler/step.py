@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.codec import MAX_FRAME_BYTES
-from kvtransfer.common.moving_average import moving_average
+from kvtransfer.common.health import moving_average
 from workers.messages import (
     BatchEntry,
     BlockCopy,

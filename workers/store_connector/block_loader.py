@@ -127,13 +127,13 @@ class BlockLoader:
         self._number += 1
         now = self._clock.now()
         load = self._loads[self._number] = _Load(need, now, now)
-        if not self._client.find(FindRequest(self._number, need.keys[0], load.keys)):
+        if not self._client.send(FindRequest(self._number, need.keys[0], load.keys)):
             self._end(self._number)
 
     def prefetch(self, keys: tuple[bytes, ...]) -> None:
         """A request that will want these stands further back: bring them near."""
         self._number += 1
-        self._client.fetch(FetchRequest(self._number, keys[0], keys, to_device=False))
+        self._client.send(FetchRequest(self._number, keys[0], keys, to_device=False))
 
     def found(self, answer: FindAnswer) -> None:
         """The owner has looked: fetch what is worth it, once there are free blocks (`pump`)."""
@@ -179,7 +179,7 @@ class BlockLoader:
                 self._scheduler.hold_others(load.need, True)
             return
         keys = load.keys[: len(load.tiers)]
-        if not self._client.fetch(FetchRequest(number, load.need.keys[0], keys, to_device=True)):
+        if not self._client.send(FetchRequest(number, load.need.keys[0], keys, to_device=True)):
             self._end(number)
             return
         if load.holds_others:
@@ -286,7 +286,7 @@ class BlockLoader:
         for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
             self._pool.register(block_id, parent, key, load.need.tenant)
             parent = key
-        self._client.release(FetchRelease(number, tuple(sorted(load.bad_offsets))))
+        self._client.send(FetchRelease(number, tuple(sorted(load.bad_offsets))))
         self._end(number)
 
     def _end(self, number: int) -> None:

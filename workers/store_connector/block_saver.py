@@ -126,7 +126,7 @@ class BlockSaver:
             for shard, (_, num_bytes) in self._writers.items()
         )
         self._number += 1
-        if not self._client.put(PutRequest(self._number, first.tenant, first.chain, records)):
+        if not self._client.send(PutRequest(self._number, first.tenant, first.chain, records)):
             self.num_unstored["failed"] += len(blocks)
             return
         block_ids = [block_id for _, block_id in blocks]
@@ -139,7 +139,7 @@ class BlockSaver:
         if batch is None:
             return
         if batch.is_void:
-            self._client.commit(PutCommit((), tuple(offset for offset in grant.offsets if offset >= 0)))
+            self._client.send(PutCommit((), tuple(offset for offset in grant.offsets if offset >= 0)))
             self._end(grant.number)
             return
         refused: set[int] = set()
@@ -173,7 +173,7 @@ class BlockSaver:
             else:
                 abandoned += [copy.offset for copy in copies]
                 bad_blocks.update(copy.block_id for copy in copies)
-        self._client.commit(PutCommit(tuple(written), tuple(abandoned)))
+        self._client.send(PutCommit(tuple(written), tuple(abandoned)))
         good = {copy.block_id for copies in batch.copies.values() for copy in copies} - bad_blocks
         self.num_stored += len(good)
         if bad_blocks:

@@ -187,7 +187,7 @@ class StoreConnector:
         now = self._clock.now()
         if not self._is_answering and now >= self._ask_at:
             self._ask_at = now + _ASK_PERIOD_S
-            self._client.find(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that it is back
+            self._client.send(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that it is back
         if not self.loader.tick() and self._is_answering:
             self._is_answering = False
             _log.warning("the store does not answer; serving continues without it")

@@ -157,11 +157,6 @@ class Arena:
     def num_free_bytes(self) -> int:
         return self._extents.num_free * self.granule_bytes
 
-    @property
-    def num_largest_bytes(self) -> int:
-        """The size of the largest free range."""
-        return self._extents.num_largest * self.granule_bytes
-
     # ----------------------------------------------------------------------------------------- records
 
     def write_header(
@@ -342,11 +337,6 @@ class Extents:
             self._remove(start + count, after)
             count += after
         self._insert(start, count)
-
-    @property
-    def num_largest(self) -> int:
-        """The granules of the largest free range."""
-        return self._counts[-1] if self._counts else 0
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return all free ranges as (start, count), ascending."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.moving_average import moving_average
+from kvtransfer.common.health import moving_average
 from kvtransfer.common.tasks import SupervisedTasks, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
@@ -248,12 +248,9 @@ class Index:
                     self._renewed(await self._lease.renew())
                 except IndexAwayError as error:
                     self._broke(error)
-            await self._pause_until_contact(self._lease.period_s)
-
-    async def _pause_until_contact(self, delay_s: float) -> None:
-        """Return after the delay, or as soon as a probe went well."""
-        await wait_first(self._has_closed.wait(), self._clock.sleep(delay_s))
-        self._has_closed.clear()
+            # The next time after the delay, or as soon as a probe went well.
+            await wait_first(self._has_closed.wait(), self._clock.sleep(self._lease.period_s))
+            self._has_closed.clear()
 
     def _renewed(self, renewal: Renewal) -> None:
         if renewal is Renewal.SUPERSEDED:

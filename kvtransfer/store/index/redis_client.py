@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
 from kvtransfer.blocks.keys import KEY_BYTES
-from kvtransfer.common.backoff import Backoff
+from kvtransfer.common.health import Backoff
 from kvtransfer.errors import StoreError
 
 NUM_CONNECTIONS = 16

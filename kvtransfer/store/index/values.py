@@ -136,27 +136,13 @@ def node_key(namespace: str, number: bytes) -> bytes:
 
 def encode_change(shard: Shard, tier: Tier | None) -> bytes:
     """One change of a block's value, as `UPDATE_SCRIPT` takes it."""
-    return _pack_shard(shard) + bytes((_GONE if tier is None else TIERS.index(tier),))
+    packed = _SHARD.pack(shard.layer_start, shard.layer_end, shard.head_start, shard.head_end)
+    return packed + bytes((_GONE if tier is None else TIERS.index(tier),))
 
 
 def encode_epoch(epoch: int) -> bytes:
     """As in entries."""
     return struct.pack(">Q", epoch)
-
-
-def encode_entry(entry: Entry) -> bytes:
-    """29 bytes of a value."""
-    shard = entry.shard
-    return _ENTRY.pack(
-        entry.node,
-        shard.layer_start,
-        shard.layer_end,
-        shard.head_start,
-        shard.head_end,
-        TIERS.index(entry.tier),
-        entry.stamp,
-        entry.epoch,
-    )
 
 
 def decode_entries(value: bytes) -> Iterator[Entry]:
@@ -185,7 +171,3 @@ def decode_node(value: bytes) -> NodeRecord:
 def padded(epoch: int) -> str:
     """As node records begin: 20 digits."""
     return f"{epoch:020d}"
-
-
-def _pack_shard(shard: Shard) -> bytes:
-    return _SHARD.pack(shard.layer_start, shard.layer_end, shard.head_start, shard.head_end)

@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvtransfer.common.backoff import CoolDown
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.common.moving_average import RateMeter
+from kvtransfer.common.health import CoolDown, RateMeter
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo, TierStat
@@ -184,7 +183,7 @@ class NvmeTier:
             raise StoreIoError(f"the record at {ref.offset} of segment {ref.segment} is not held any more")
         segment, ref = found
         num_read = 0
-        began_at = self._counters.begin_read()
+        began_at = self._counters.begin(self._counters.reads)
         try:
             self._read(segment, ref, info, into)
             num_read = ref.num_bytes
@@ -471,7 +470,7 @@ class SegmentWriter:
             num_bytes += ref.num_bytes
         num_written = 0
         self._files.pin(segment)
-        began_at = self._counters.begin_write()
+        began_at = self._counters.begin(self._counters.writes)
         try:
             fd = self._files.fd(segment)
             is_corrupt = self._faults.at("store.nvme.write")
@@ -506,8 +505,8 @@ class NvmeCounters:
         self.note = ""
         self._clock = clock
         self._lock = threading.Lock()
-        self._reads = RateMeter()
-        self._writes = RateMeter()
+        self.reads = RateMeter()
+        self.writes = RateMeter()
         self._cool_down = CoolDown()
         self._counts: dict[str, int] = defaultdict(int)
 
@@ -531,33 +530,26 @@ class NvmeCounters:
         with self._lock:
             return self._cool_down.remaining_s(self._clock.now()), self._cool_down.reason
 
-    def begin_read(self) -> float:
-        """Begin a client's read; return the time, for `end_read`."""
+    def begin(self, meter: RateMeter) -> float:
+        """Begin a client's read (`reads`) or a write of records (`writes`); return the time, for its end."""
         with self._lock:
             now = self._clock.now()
-            self._reads.begin(now)
+            meter.begin(now)
             return now
 
     def end_read(self, began_at: float, num_bytes: int, *, is_hit: bool) -> None:
         """End a read of so many bytes; 0: it failed."""
         with self._lock:
-            self._reads.end(self._clock.now(), began_at, num_bytes)
+            self.reads.end(self._clock.now(), began_at, num_bytes)
             if num_bytes and is_hit:
                 self._counts["num_hits"] += 1
                 self._counts["num_hit_bytes"] += num_bytes
-
-    def begin_write(self) -> float:
-        """Begin a write of records; return the time, for `end_write`."""
-        with self._lock:
-            now = self._clock.now()
-            self._writes.begin(now)
-            return now
 
     def end_write(self, began_at: float, num_bytes: int, *, is_put: bool) -> None:
         """End a write of so many bytes, for a client or by a compaction; 0: it failed."""
         with self._lock:
             now = self._clock.now()
-            self._writes.end(now, began_at, num_bytes)
+            self.writes.end(now, began_at, num_bytes)
             if num_bytes:
                 self._counts["num_written_bytes"] += num_bytes
                 self._counts["num_put_bytes"] += num_bytes if is_put else 0
@@ -575,8 +567,8 @@ class NvmeCounters:
                 capacity_bytes,
                 num_records,
                 **self._counts,
-                read_gb_s=self._reads.gb_s,
-                write_gb_s=self._writes.gb_s,
-                latency_s=self._reads.latency_s,
+                read_gb_s=self.reads.gb_s,
+                write_gb_s=self.writes.gb_s,
+                latency_s=self.reads.latency_s,
                 note="; ".join(filter(None, notes)),
             )

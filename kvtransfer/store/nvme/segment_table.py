@@ -52,14 +52,16 @@ class SegmentTable:
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
-        self._open: Segment | None = None
+        # The one that is written now.
+        self.open_segment: Segment | None = None
         self._ready: list[Segment] = []
         self._next_number = 1
         self._was_refused = False
         self._places: dict[RecordId, NvmeRef] = {}
         # Moved by the last compaction: until its result is known everywhere, the old places are still used.
         self._moved: dict[NvmeRef, NvmeRef] = {}
-        self._num_bytes = 0
+        # The size of all images.
+        self.num_bytes = 0
 
     # -------------------------------------------------------------------------------------- records
 
@@ -96,18 +98,13 @@ class SegmentTable:
     def num_records(self) -> int:
         return len(self._places)
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all images."""
-        return self._num_bytes
-
     # -------------------------------------------------------------------------------------- writing
 
     def reserve(self, infos: Sequence[RecordInfo]) -> Reservation | None:
         """Reserve space for at least the first of the records in the open segment; None when it has none. The
         segment counts one more writer until `leave`."""
         with self._lock:
-            segment = self._open
+            segment = self.open_segment
             if segment is None:
                 return None
             refs = []
@@ -151,10 +148,6 @@ class SegmentTable:
     # ------------------------------------------------------------------------------------- segments
 
     @property
-    def open_segment(self) -> Segment | None:
-        return self._open
-
-    @property
     def newest_segment(self) -> Segment | None:
         with self._lock:
             return self._segments[max(self._segments)] if self._segments else None
@@ -190,7 +183,7 @@ class SegmentTable:
         """Write to this segment from now on (None: to none). Return the previous one if the caller must seal
         it and call `sealed`."""
         with self._lock:
-            before, self._open = self._open, segment
+            before, self.open_segment = self.open_segment, segment
             self._was_refused = False
             if segment is not None:
                 self._segments[segment.number] = segment
@@ -204,8 +197,8 @@ class SegmentTable:
         """Write no more to a segment. Its writers have yet to `leave`."""
         with self._lock:
             segment.is_full = True
-            if self._open is segment:
-                self._open = None
+            if self.open_segment is segment:
+                self.open_segment = None
 
     def removed(self, segment: Segment) -> None:
         """Forget a segment whose file is removed."""
@@ -224,7 +217,7 @@ class SegmentTable:
         """Return the segments without a directory, except the open one and those that are being written."""
         with self._lock:
             found = [each for each in self._segments.values() if not (each.is_sealed or each.is_unread)]
-            return [each for each in found if each is not self._open and each.num_writing == 0]
+            return [each for each in found if each is not self.open_segment and each.num_writing == 0]
 
     # ----------------------------------------------------------------------------------- compaction
 
@@ -241,13 +234,15 @@ class SegmentTable:
             if not self._needs_compaction():
                 return None
             idle = [
-                each for each in self._segments.values() if each.num_writing == 0 and each is not self._open
+                each
+                for each in self._segments.values()
+                if each.num_writing == 0 and each is not self.open_segment
             ]
             if idle:
                 return min(idle, key=lambda each: each.number)
-            if self._open is None or self._open.num_writing or len(self._segments) > 1:
+            if self.open_segment is None or self.open_segment.num_writing or len(self._segments) > 1:
                 return None
-            victim, self._open = self._open, None
+            victim, self.open_segment = self.open_segment, None
             victim.is_full = True
             return victim
 
@@ -298,13 +293,13 @@ class SegmentTable:
         if before is not None:
             self._forget(before)
         self._places[info.id] = ref
-        self._num_bytes += ref.num_bytes
+        self.num_bytes += ref.num_bytes
 
     def _forget(self, ref: NvmeRef) -> None:
         info = self._shed(ref)
         if info is not None and self._places.get(info.id) == ref:
             del self._places[info.id]
-            self._num_bytes -= ref.num_bytes
+            self.num_bytes -= ref.num_bytes
 
     def _shed(self, ref: NvmeRef) -> RecordInfo | None:
         """Of a record that is live there."""
@@ -333,7 +328,7 @@ class SegmentTable:
             free_bytes < self._segment_bytes
         ):  # a compaction's own segment is taken: it failed, or was cut short
             return True
-        unused_bytes = 0 if self._open is None else self._open.num_unused_bytes
+        unused_bytes = 0 if self.open_segment is None else self.open_segment.num_unused_bytes
         return self._was_refused or unused_bytes < EARLY_SHARE * self._segment_bytes
 
 

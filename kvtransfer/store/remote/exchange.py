@@ -24,7 +24,7 @@ from kvtransfer.agent.lanes import PathHealth, PathKey
 from kvtransfer.blocks.pool import HostPool, KvMemory, map_shared, mapping_bytes
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.common.moving_average import RateMeter
+from kvtransfer.common.health import RateMeter
 from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import IncompatibleError, PeerGoneError, TransferError, WireError
@@ -97,7 +97,8 @@ class Exchange:
         self._links: dict[ReplicaIdentity, asyncio.Future[OwnerLink]] = {}
         self._landings: dict[bytes, RecordLanding] = {}
         self._health = PathHealth(1, _COOL_DOWN_S, _MAX_COOL_DOWN_S)
-        self._rate = RateMeter()
+        # Of fetches, from request to last byte.
+        self.rate = RateMeter()
         self._num_hits = self._num_misses = self._num_hit_bytes = self._num_failures = 0
         self._note = ""
         self._agent = TransferAgent(
@@ -114,12 +115,6 @@ class Exchange:
         )
         self._sender = RecordSender(settings, records, self._agent.handle, spawn)
 
-    @property
-    def gb_s(self) -> float:
-        """The measured rate of fetches, from request to last byte (1e9 bytes a second); 0.0: not known
-        yet."""
-        return self._rate.gb_s
-
     def stat(self) -> TierStat:
         """Return statistics of the records that other nodes sent; written bytes are those sent to them, and
         quarantined slots wait for the end of their writers."""
@@ -134,8 +129,8 @@ class Exchange:
             num_written_bytes=self._sender.num_sent_bytes,
             num_io_errors=self._num_failures,
             num_quarantined=sum(len(each.slots) for each in self._landings.values() if each.has_ended),
-            read_gb_s=self._rate.gb_s,
-            latency_s=self._rate.latency_s,
+            read_gb_s=self.rate.gb_s,
+            latency_s=self.rate.latency_s,
             note=self._note,
         )
 
@@ -180,26 +175,23 @@ class Exchange:
         self._agent.handle(landing.open())
         landing.request(self._agent.endpoints())
         started_at = self._clock.now()
-        self._rate.begin(started_at)
+        self.rate.begin(started_at)
         fetched: dict[RecordId, int] = {}
         try:
-            await self._await_answer(landing)
+            # Until it is answered, its link is lost, or it takes too long.
+            patience_s = _PATIENCE_S + landing.num_bytes / _SLOWEST_BYTES_S
+            await wait_first(landing.answered.wait(), self._clock.sleep(patience_s))
         finally:
             # When this returns, the agent accepts nothing more: records that are whole stay as they are.
             self._agent.handle(CloseLanding(landing.id))
             fetched = landing.end()
             num_bytes = sum(image_bytes(each.num_bytes) for each in wanted if each.record in fetched)
-            self._rate.end(self._clock.now(), started_at, num_bytes)
+            self.rate.end(self._clock.now(), started_at, num_bytes)
             self._num_hits += len(fetched)
             self._num_misses += len(wanted) - len(fetched)
             self._num_hit_bytes += num_bytes
         self._note_end(landing, bool(fetched))
         return fetched
-
-    async def _await_answer(self, landing: RecordLanding) -> None:
-        """Return when the landing is answered, its link is lost, or it takes too long."""
-        patience_s = _PATIENCE_S + landing.num_bytes / _SLOWEST_BYTES_S
-        await wait_first(landing.answered.wait(), self._clock.sleep(patience_s))
 
     def _note_end(self, landing: RecordLanding, has_records: bool) -> None:
         if landing.sent is None:

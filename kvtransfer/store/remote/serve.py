@@ -303,7 +303,8 @@ class RecordSender:
         for index, each in zip(indices, leased, strict=True):
             if each is None:
                 continue
-            if len(order.granules[index]) == self._num_granules(each):
+            num_granules = -(-image_bytes(each.num_bytes) // self._settings.granule_bytes)
+            if len(order.granules[index]) == num_granules:
                 pieces.append(_Piece(index, each, order.granules[index]))
             else:  # the requester takes it for another size
                 self._records.release_record(each)
@@ -339,6 +340,3 @@ class RecordSender:
         first = piece.leased.offset // self._settings.granule_bytes
         for number, granule in enumerate(piece.granules):
             yield BlockMove(first + number, granule, granule)
-
-    def _num_granules(self, leased: LeasedRecord) -> int:
-        return -(-image_bytes(leased.num_bytes) // self._settings.granule_bytes)

@@ -190,7 +190,8 @@ class Disk:
         """Drop a record that has left the catalog; a restart may find it again."""
         if self._nvme is not None:
             self._nvme.drop(ref)
-        self._forget(record)
+        self._admission.forgotten(record)
+        self._hit.discard(record)
 
     async def erase(self, refs: Iterable[NvmeRef]) -> str:
         """Drop these durably; return why that failed, or "". This owner does not find them again either
@@ -269,10 +270,6 @@ class Disk:
         self.drop(record, ref)
         self._on_changed(held.info)
         return True
-
-    def _forget(self, record: RecordId) -> None:
-        self._admission.forgotten(record)
-        self._hit.discard(record)
 
     async def _call(self, threads: ThreadPoolExecutor, work: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(threads, work, *args)

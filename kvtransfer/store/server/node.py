@@ -96,7 +96,7 @@ class StoreNode:
 
     def gb_s(self) -> dict[str, float]:
         """Return the measured rates at which records are read into the host tier, by tier."""
-        return {"nvme": self.disk.gb_s, "remote": 0.0 if self.exchange is None else self.exchange.gb_s}
+        return {"nvme": self.disk.gb_s, "remote": 0.0 if self.exchange is None else self.exchange.rate.gb_s}
 
     async def close(self, flush_s: float) -> None:
         """Write admitted records to NVMe for at most `flush_s`, and leave the index."""
@@ -183,7 +183,7 @@ class StoreNode:
         exchange = self.exchange
         if exchange is None:
             return None
-        is_slow = 0 < exchange.gb_s < self.settings.remote_min_gb_s
+        is_slow = 0 < exchange.rate.gb_s < self.settings.remote_min_gb_s
         if is_slow and self._clock.now() % _SLOW_PERIOD_S > _SLOW_TRIAL_S:
             return None
         for each in sorted(holders, key=lambda holder: holder.tier != "dram"):
