@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.messages import BatchEntry, StepPlan
 from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.rank.model_runner import ModelRunner, read_dtype
 
 TARGET = 1.3

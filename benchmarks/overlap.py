@@ -18,11 +18,11 @@ from statistics import median
 import numpy as np
 
 from benchmarks.linked import Heard, LinkedReplicas
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.config import TransferConfig
 from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
 from workers.messages import HandOverReport, PrefillReport
-from workers.model.random_checkpoint import write_random_checkpoint
 
 BLOCK_TOKENS = 32
 MODEL = {

@@ -47,10 +47,10 @@ from benchmarks.delivery import (
     open_store,
     receiver,
 )
+from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.replica import CLOCK, bare_replica
 from workers.config import EngineConfig, Parallel
 from workers.messages import RANK_DOWN_CODEC, BatchEntry, StepPlan
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.rank.collectives import RankGroups
 
 NUM_RANKS = 2

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.replica import CLOCK, BareReplica, Span, bare_replica
 from workers.config import EngineConfig, Parallel
-from workers.model.random_checkpoint import write_random_checkpoint
 
 BLOCK_TOKENS = 16
 TARGET = 0.8

@@ -21,10 +21,10 @@ import numpy as np
 
 from benchmarks.linked import CLOCK, Heard, LinkedReplicas
 from benchmarks.owner_process import owner_settings, running_owner
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.config import StoreSettings
 from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.replica.engine_core import EngineCore
 
 BLOCK_TOKENS = 64

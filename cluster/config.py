@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,6 +31,7 @@ from workers.model.model_config import ModelConfig
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SMALL_CONTEXT_TOKENS = 4096
 _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 
@@ -101,23 +103,15 @@ class PoolConfig(_Settings):
         return self.devices or (self.device,) * self.pp
 
     @model_validator(mode="after")
-    def _cuda_needs_gpu(self) -> Self:
+    def _fields_fit_together(self) -> Self:
         if "cuda" in self.stage_devices and self.gpus_per_rank == 0:
             raise ValueError("device cuda needs gpus_per_rank above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _one_entry_a_stage(self) -> Self:
         for field in ("layers", "devices"):
             entries = getattr(self, field)
             if entries and len(entries) != self.pp:
                 raise ValueError(
                     f"{field} needs one entry for each of the pp = {self.pp} stages, not {len(entries)}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_have_the_dtype(self) -> Self:
         if self.weight_dtype not in ("auto", self.dtype):
             raise ValueError(
                 f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights cannot have another "
@@ -272,7 +266,7 @@ class ClusterConfig(_Settings):
         if unknown := sorted(set(self.scaling.pools) - set(names)):
             raise ValueError(f"scaling.pools.{unknown[0]}: there is no pool of this name")
         for field in ("engine.block_tokens", "dtype", "weight_dtype"):
-            if len(values := {_value(pool, field) for pool in self.pools}) > 1:
+            if len(values := {attrgetter(field)(pool) for pool in self.pools}) > 1:
                 raise ValueError(
                     f"pools: {field} must be equal in all pools, which exchange KV; found {sorted(values)}"
                 )
@@ -286,7 +280,7 @@ class ClusterConfig(_Settings):
             if writer.role == "decode" or target.role == "prefill":
                 continue
             for devices in itertools.product(writer.stage_devices, target.stage_devices):
-                if not _common_transports(self.transfer, devices):
+                if not any(_suits_all(name, devices) for name in self.transfer.transports):
                     raise ValueError(
                         f"transfer.transports: none of {', '.join(self.transfer.transports)} moves KV from "
                         f"{devices[0]} (pool {writer.name}) to {devices[1]} (pool {target.name}); add tcp"
@@ -366,21 +360,9 @@ def default_config(
     return parse_config(raw, "command line")
 
 
-def _common_transports(transfer: TransferConfig, devices: tuple[Device, ...]) -> list[str]:
-    """Return the transports that suit memory on each of the devices, at least on one host."""
-    return [
-        name
-        for name in transfer.transports
-        if not any(TRANSPORTS[name].unsuited(device, is_same_host=True) for device in devices)
-    ]
-
-
-def _value(pool: PoolConfig, field: str) -> str | int:
-    value: Any = pool
-    for name in field.split("."):
-        value = getattr(value, name)
-    assert isinstance(value, str | int)
-    return value
+def _suits_all(transport: str, devices: tuple[Device, ...]) -> bool:
+    """Whether the transport suits memory on each of the devices, at least on one host."""
+    return not any(TRANSPORTS[transport].unsuited(device, is_same_host=True) for device in devices)
 
 
 def _field_path(location: tuple[int | str, ...]) -> str:

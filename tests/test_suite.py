@@ -22,7 +22,7 @@ from serving import RunningCluster
 from store_harness import StoreHarness
 from transfer_harness import AgentProcess, TransferHarness
 
-from workers.model.random_checkpoint import write_random_checkpoint
+from benchmarks.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 

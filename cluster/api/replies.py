@@ -13,10 +13,10 @@ import numpy as np
 
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestInfo, RequestManager
-from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier, demand_message
 from cluster.metrics.replica_stats import load_of

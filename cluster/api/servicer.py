@@ -13,6 +13,7 @@ import numpy as np
 from cluster.api.replies import StatusService, delta_of, finished_of
 from cluster.api.store_admin import StoreAdmin
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError, to_grpc_status
+from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.metrics.ended_request import Caller, Summary
@@ -32,6 +33,7 @@ class InferenceServicer:
         self,
         *,
         requests: RequestManager,
+        connections: ReplicaConnections,
         texts: TextCalls,
         status: StatusService,
         stores: StoreAdmin,
@@ -39,6 +41,7 @@ class InferenceServicer:
         traffic: TrafficSplitter,
     ) -> None:
         self._requests = requests
+        self._connections = connections
         self._traffic = traffic
         self._texts = texts
         self._status = status
@@ -46,7 +49,8 @@ class InferenceServicer:
         self._faults = faults
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        if await self._traffic.answered(request, context):
+        shares = self._connections.roster_view.traffic
+        if shares and await self._traffic.answered(request, context, shares):
             return
         try:
             accepted = await self._requests.accept(request, context.time_remaining(), caller_of(context))

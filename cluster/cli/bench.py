@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -131,14 +132,14 @@ async def run_workload(
     workload: Workload, send: Sender, clock: Clock, on_done: Callable[[BenchRequest], None]
 ) -> list[BenchRequest]:
     """Send everything; returns the records in the order of sending."""
-    slots = asyncio.Semaphore(workload.concurrency) if workload.concurrency > 0 else None
+    slots: AbstractAsyncContextManager[None] = (
+        asyncio.Semaphore(workload.concurrency) if workload.concurrency > 0 else nullcontext()
+    )
     started_at = clock.now()
 
     async def one(prompt: list[int], arrival_s: float) -> BenchRequest:
         if (delay_s := started_at + arrival_s - clock.now()) > 0:
             await clock.sleep(delay_s)
-        if slots is None:
-            return await _record(workload, prompt, send, clock, on_done)
         async with slots:
             return await _record(workload, prompt, send, clock, on_done)
 
@@ -304,12 +305,6 @@ async def _run_one(
         return await run_workload(workload, send, clock, lambda _: progress.advance(task))
 
 
-def engine_line(stats: dict[str, Any]) -> str:
-    """Return a line of the engine's benchmark: `prefill  tokens 512  batch 1  ...`."""
-    rest = "  ".join(f"{name} {value}" for name, value in stats.items() if name != "what")
-    return f"{stats['what']:<8} {rest}"
-
-
 def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """Return one column for each run of `summarize`, headed by its load."""
     table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
@@ -412,6 +407,10 @@ def bench_engine(
     """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits."""
     from workers.rank.engine_bench import run_engine_bench  # here: it imports torch
 
+    def print_stats(stats: dict[str, Any]) -> None:
+        rest = "  ".join(f"{name} {value}" for name, value in stats.items() if name != "what")
+        print(json.dumps(stats) if as_json else f"{stats['what']:<8} {rest}", flush=True)
+
     if peer not in ("", "transformers"):
         raise typer.BadParameter("only transformers", param_hint="--peer")
     run_engine_bench(
@@ -421,7 +420,7 @@ def bench_engine(
         [int(_positive(part)) for part in prefill.split(",")],
         [int(_positive(part)) for part in decode_batch.split(",")],
         context,
-        lambda line: print(json.dumps(line) if as_json else engine_line(line), flush=True),
+        print_stats,
         repeat,
         peer=bool(peer),
         block_tokens=block_tokens,

@@ -33,6 +33,7 @@ from kvtransfer.store.policy.trace_simulation import (
     TRACE_BLOCK_TOKENS,
     Outcome,
     TierSizes,
+    read_lines,
     read_trace,
     simulate,
 )
@@ -282,18 +283,12 @@ class _Line(msgspec.Struct):
 def read_arrivals(path: Path, *, speed: float = 1.0, last_s: float = math.inf) -> list[Arrival]:
     """A trace in Mooncake's format (JSON lines, times in ms), `speed` times as fast, its first `last_s`
     seconds. `BenchError` names the line that is none."""
-    decoder = msgspec.json.Decoder(_Line)
     arrivals = []
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    request = decoder.decode(line)
-                except msgspec.MsgspecError as error:
-                    raise BenchError(f"{path}, line {number}: {error}") from error
-                at = request.timestamp / 1e3 / speed
-                if at <= last_s:
-                    arrivals.append(Arrival(at, max(1, request.input_length), max(1, request.output_length)))
-    except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror}") from error
+        for request in read_lines(path, _Line):
+            at = request.timestamp / 1e3 / speed
+            if at <= last_s:
+                arrivals.append(Arrival(at, max(1, request.input_length), max(1, request.output_length)))
+    except StoreError as error:
+        raise BenchError(str(error)) from error
     return sorted(arrivals)

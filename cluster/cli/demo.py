@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.api.client import Client, Collector, GenerateOptions
-from cluster.cli.store import loaded_text
 from cluster.cli.terminal import NONE, made_table, progress_line, stages
 from cluster.config import default_config
 from cluster.errors import StartError
@@ -180,7 +179,7 @@ def demo_table(rows: Sequence[DemoRow]) -> Table:
         table.caption_justify = "left"
     for number, row in enumerate(rows, 1):
         cached = f"{row.cached_tokens} of {row.prompt_tokens}"
-        loaded = loaded_text(row.loaded)
+        loaded = ", ".join(f"{num} {tier}" for tier, num in row.loaded.items() if num)
         table.add_row(
             str(number),
             row.prefill,

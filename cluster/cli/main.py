@@ -34,7 +34,6 @@ from cluster.cli.terminal import (
     stages,
 )
 from cluster.cli.update import HOST_HELP, serve_config, traffic, update
-from cluster.config import ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
@@ -119,7 +118,8 @@ def serve(
     config = serve_config(
         file, model or (None if file else bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
     )
-    config = _with_redis(config)
+    # The index server comes from the environment where the file names none.
+    config = config.with_redis_url(config.store.redis_url or os.environ.get("REDIS_URL", ""))
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
         with stages(err, "starting") as report:
@@ -224,11 +224,6 @@ def status(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
 def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Where a running or recent request went, and why."""
     run(calls.explain(address, request_id, out, as_json=as_json))
-
-
-def _with_redis(config: ClusterConfig) -> ClusterConfig:
-    """Take the index server from the environment where the file names none."""
-    return config.with_redis_url(config.store.redis_url or os.environ.get("REDIS_URL", ""))
 
 
 def _standard_input() -> str:

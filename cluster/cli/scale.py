@@ -205,6 +205,7 @@ class ScaleWork:
     async def _wait(self, orders: dict[str, int], client: ServeClient, wait_s: float) -> None:
         """Return when Serve runs as many, and no replica starts or stops."""
         deadline = self._clock.now() + wait_s
+        running = {pool: {"RUNNING": num} if num else {} for pool, num in orders.items()}
         with stages(err, "waiting") as report:
             while True:
                 # The dashboard may move or restart meanwhile.
@@ -213,7 +214,7 @@ class ScaleWork:
                     pools = {pool: targets.pools[pool] for pool in orders if pool in targets.pools}
                     ready = {pool: (seen.num_running, orders[pool]) for pool, seen in pools.items()}
                     report(progress_line("waiting", ready))
-                    if all(seen.states == _only_running(orders[pool]) for pool, seen in pools.items()):
+                    if all(seen.states == running[pool] for pool, seen in pools.items()):
                         return
                     if overruled := [pool for pool, seen in pools.items() if seen.target != orders[pool]]:
                         raise ScaleTimeoutError(f"somebody ordered another count of {overruled[0]} meanwhile")
@@ -237,10 +238,6 @@ async def _application(client: ServeClient, app: str) -> AppTargets:
     if targets is None:
         raise UnknownPoolError(f"Ray Serve at {client.url} has no application {app!r}; --app names another")
     return targets
-
-
-def _only_running(num_replicas: int) -> dict[str, int]:
-    return {"RUNNING": num_replicas} if num_replicas else {}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -314,7 +311,11 @@ def plan_scale(
     return ScalePlan(
         changes=changes,
         released=tuple(released),
-        recalled=_in_other_roles(status) if status is not None and has_change else (),
+        recalled=tuple(
+            replica.replica_id
+            for replica in (status.replicas if status is not None and has_change else ())
+            if replica.home_role not in ("", replica.role)
+        ),
         shortages=tuple(headroom.shortages({it.pool: it.num_added for it in changes}) if headroom else ()),
         headroom=headroom,
         consoles=tuple(it.console for it in status.gateways if it.console) if status is not None else (),
@@ -381,14 +382,6 @@ def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusRespons
         num_leaving = max(0, len(loads) - after)
         least, most = sum(loads[:num_leaving]), sum(loads[len(loads) - num_leaving :])
     return PoolChange(pool, role, seen.target, after, seen.num_running, least, most)
-
-
-def _in_other_roles(status: pb.StatusResponse) -> tuple[str, ...]:
-    return tuple(
-        replica.replica_id
-        for replica in status.replicas
-        if replica.home_role and replica.home_role != replica.role
-    )
 
 
 def _affected(change: PoolChange) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -108,7 +108,7 @@ async def show_records(
         asked = pb.StoreListRequest(filter=await _filter(client, selection), limit=limit)
         reply = await client.store_list(asked)
     _show(reply, as_json, console, listing_view)
-    _check(reply.nodes, "not listed")
+    _check(_failures(reply.nodes, "not listed"))
 
 
 async def show_stat(address: str, console: Console, *, as_json: bool) -> None:
@@ -116,7 +116,7 @@ async def show_stat(address: str, console: Console, *, as_json: bool) -> None:
     async with Client(address) as client:
         reply = await client.store_stat()
     _show(reply, as_json, console, stat_view)
-    _check(reply.nodes, "not shown")
+    _check(_failures(reply.nodes, "not shown"))
 
 
 async def verify_records(
@@ -127,7 +127,7 @@ async def verify_records(
         asked = pb.StoreVerifyRequest(filter=await _filter(client, selection))
         reply = await client.store_verify(asked, timeout_s)
     _show(reply, as_json, console, verified_view)
-    _check(reply.nodes, "not verified")
+    _check(_failures(reply.nodes, "not verified"))
     num_bad = sum(sum(node.num_bad.values()) for node in reply.nodes)
     if num_bad:
         raise StoreAwayError(f"{num_bad} records had a wrong checksum and were dropped")
@@ -145,8 +145,7 @@ async def purge_records(
     failures = [f"replica {it.replica_id} {it.error}" for it in reply.replicas if it.error]
     if reply.nodes or not reply.replicas:
         failures += _failures(reply.nodes, "not purged")
-    if failures:
-        raise StoreAwayError("\n".join(failures))
+    _check(failures)
 
 
 async def _filter(client: Client, selection: Selection) -> pb.StoreFilter:
@@ -167,10 +166,10 @@ def _show(reply: Any, as_json: bool, console: Console, view: Any) -> None:
         console.print(view(reply))
 
 
-def _check(nodes: Sequence[Any], what: str) -> None:
-    """Raise `StoreAwayError` with every node whose store did not do what was asked."""
-    if lines := _failures(nodes, what):
-        raise StoreAwayError("\n".join(lines))
+def _check(failures: Sequence[str]) -> None:
+    """Raise `StoreAwayError` with every node or replica that did not do what was asked."""
+    if failures:
+        raise StoreAwayError("\n".join(failures))
 
 
 def _failures(nodes: Sequence[Any], what: str) -> list[str]:
@@ -228,8 +227,8 @@ def stat_view(reply: pb.StoreStatResponse) -> Group:
         "tier",
         numbers=("put", "written\nper put", "read\nGB/s", "write\nGB/s", "ms", "leases"),
     )
-    for node, tier in _each_tier(reply.nodes):
-        place = node.member.node_id, tier.tier
+    for node_id, tier in ((node.member.node_id, tier) for node in reply.nodes for tier in node.tiers):
+        place = node_id, tier.tier
         tiers.add_row(
             *place,
             size(tier.num_bytes),
@@ -372,11 +371,6 @@ def hit_rate(tier: pb.StoreTier) -> str:
     return f"{tier.num_hits / asked:.0%}" if asked else NONE
 
 
-def loaded_text(loaded: Mapping[str, int]) -> str:
-    """Return `1024 dram, 64 nvme`; empty when nothing came from the store."""
-    return ", ".join(f"{num} {tier}" for tier, num in loaded.items() if num)
-
-
 def _group(tables: Iterable[Table], texts: Iterable[str]) -> Group:
     """Join the tables that have a row, then the texts."""
     return Group(*(table for table in tables if table.row_count), *(Text(text) for text in texts))
@@ -397,10 +391,6 @@ def _capacity(tier: pb.StoreTier) -> str:
 def _index_cell(index: pb.StoreIndex) -> str:
     colour = {"up": "green", "slow": "yellow", "down": "red"}.get(index.state)
     return f"[{colour}]{index.state}[/]" if colour else index.state or NONE
-
-
-def _each_tier(nodes: Iterable[pb.StoreNodeStat]) -> Iterable[tuple[pb.StoreNodeStat, pb.StoreTier]]:
-    return ((node, tier) for node in nodes for tier in node.tiers)
 
 
 def _by_tenant(nodes: Iterable[pb.StoreNodeStat]) -> list[tuple[str, int]]:

@@ -11,18 +11,24 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from cluster.cli.terminal import AsJson, JoinedRay, catch_signals, err, made_table, out, progress_line, stages
-from cluster.config import load_config
+from cluster.cli.terminal import (
+    AsJson,
+    JoinedRay,
+    catch_signals,
+    err,
+    made_table,
+    out,
+    progress_line,
+    stages,
+    traffic_line,
+)
+from cluster.config import ClusterConfig, default_config, load_config
 from kvtransfer.common.clock import SystemClock
+from workers.model.model_config import read_model_config
 
 if TYPE_CHECKING:
     from cluster.serve.rollout import Roll
     from cluster.serve.update import UpdatePlan
-
-
-from cluster.cli.terminal import traffic_line
-from cluster.config import ClusterConfig, default_config
-from workers.model.model_config import read_model_config
 
 _GATEWAYS = "gateways"
 
@@ -46,7 +52,7 @@ def update(
     change = Update(config, SystemClock())
     if not as_json:
         out.print(plan_view(change.plan))
-    if not (change.plan.does_nothing or dry_run):
+    if change.plan.changes and not dry_run:
         change.check_headroom()
         with stages(err, "rolling") as report:
             change.apply(lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted)
@@ -54,7 +60,7 @@ def update(
         print(json.dumps(plan_json(change.plan, applied=not dry_run)))
     elif interrupted.is_set():
         out.print("interrupted: Ray Serve continues the update; `tandem status` shows the replicas")
-    elif change.plan.does_nothing:
+    elif not change.plan.changes:
         out.print("nothing differs")
     else:
         out.print("nothing was done: --dry-run" if dry_run else "done")
@@ -78,7 +84,7 @@ def plan_view(plan: UpdatePlan) -> Group:
 def plan_json(plan: UpdatePlan, *, applied: bool) -> dict[str, Any]:
     """Return the plan as one JSON object."""
     return {
-        "applied": applied and not plan.does_nothing,
+        "applied": applied and bool(plan.changes),
         "changes": [change._asdict() for change in plan.changes],
         "deployments": [{**roll._asdict(), "pool": roll.pool or _GATEWAYS} for roll in plan.rolls],
     }

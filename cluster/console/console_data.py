@@ -49,8 +49,10 @@ class ConsoleApi:
         self._counters = requests.counters
         self._operations = operations
         self._clock = clock
-        self._status = Fresh(self._make_status, _STATUS_AGE_S, clock)
-        self._paths = Fresh(self._make_paths, _PATHS_AGE_S, clock)
+        # The JSON of `tandem status --json`, without the paths.
+        self.status = Fresh(self._make_status, _STATUS_AGE_S, clock)
+        # JSON with the paths of as many replicas as fit into `MAX_PATHS`, and the number of the others.
+        self.paths = Fresh(self._make_paths, _PATHS_AGE_S, clock)
         self._store_stat: Fresh[pb.StoreStatResponse] = Fresh(
             lambda: stores.stat(STAT_S), _STORES_AGE_S, clock
         )
@@ -66,15 +68,6 @@ class ConsoleApi:
             "itl_slo_s": scaling.itl_slo_s,
             "dashboard": await self._dashboard_url(),
         }
-
-    async def status(self) -> str:
-        """Return the JSON of `tandem status --json`, without the paths."""
-        return await self._status.get()
-
-    async def paths(self) -> str:
-        """Return JSON with the paths of as many replicas as fit into `MAX_PATHS`, and the number of the
-        others."""
-        return await self._paths.get()
 
     async def requests(self) -> dict[str, Any]:
         """Return the running and recent requests of this gateway, the latest first."""

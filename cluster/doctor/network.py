@@ -13,10 +13,10 @@ from pathlib import Path
 
 from cryptography import x509
 
+from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
 
 GROUP = "network and Ray"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _REACH_S = 5.0
 MIN_TOKEN_CHARS = 16
 _ERRORS = {errno.EADDRNOTAVAIL: "no such address here", errno.EACCES: "not allowed to this user"}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
+from cluster.serve.machine import nearest_folder
 from cluster.serve.memory import gb
 
 GROUP = "disk"
@@ -47,7 +48,7 @@ def direct_io(context: CheckContext) -> Iterator[CheckResult]:
     if folder is None:
         return
     try:
-        with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=_existing(folder)) as scratch:
+        with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=nearest_folder(folder)) as scratch:
             is_equal = _round_trip(Path(scratch) / "page")
     except OSError as problem:
         if problem.errno == errno.EINVAL:
@@ -112,13 +113,6 @@ CHECKS = (
     Check("nvme-direct-io", GROUP, "Whether O_DIRECT works there, by one page written and read", direct_io),
     Check("nvme-kind", GROUP, "Network, turning or memory file system there", kind),
 )
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists: it is made at the start."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 def _round_trip(path: Path) -> bool:

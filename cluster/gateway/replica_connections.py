@@ -160,6 +160,8 @@ class ReplicaConnections:
         self.roster_view = RosterView(version=0)
         # What the connected replicas agree on; that of the first one.
         self.compatibility: CompatibilityRecord | None = None
+        # The bytes of KV of one token; 0 before the first replica has connected.
+        self._token_bytes = 0
         # The least of the replicas connected so far that can serve alone; 0 before the first.
         self.max_context_tokens = 0
 
@@ -185,6 +187,15 @@ class ReplicaConnections:
     def find(self, replica_id: str) -> ReplicaView | None:
         """Return the listed or connected replica of this id."""
         return self._views.get(replica_id)
+
+    def pool_of(self, replica_id: str) -> str:
+        """Return the pool of the replica of this id; "" when it is not known any more."""
+        view = self._views.get(replica_id)
+        return view.record.pool if view else ""
+
+    def token_bytes(self) -> int:
+        """Return the bytes of KV of one token; 0 before the first replica has connected."""
+        return self._token_bytes
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         """Return the identity and address of the connected replica of this id; None when there is none."""
@@ -334,6 +345,7 @@ class ReplicaConnections:
             return False
         if self.compatibility is None or not self.is_connected():
             self.compatibility = hello.compatibility
+            self._token_bytes = hello.compatibility.token_bytes
             self.max_context_tokens = 0
         if hello.role != "prefill":  # a prompt too long for a prefill replica is routed around it
             known = self.max_context_tokens or hello.max_context_tokens
@@ -421,14 +433,13 @@ class ReplicaConnections:
             _send(view.stream, KvSnapshotRequest("gap"))
 
     def _on_load(self, view: ReplicaView, load: LoadReport) -> None:
-        token_bytes = self.compatibility.token_bytes if self.compatibility else 1
         view.load, view.load_at = load, self._clock.now()
         view.paths = load.paths
         self._router.on_load(
             ReplicaLoad(
                 identity=load.identity,
                 received_at=view.load_at,
-                transfer_tok_s=load.transfer_gb_s * 1e9 / token_bytes,
+                transfer_tok_s=load.transfer_gb_s * 1e9 / (self._token_bytes or 1),
                 max_local_tokens=view.hello.max_context_tokens if view.hello else 0,
                 **{name: getattr(load, name) for name in _ROUTED},
             )

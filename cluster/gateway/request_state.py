@@ -18,9 +18,21 @@ from cluster.errors import (
     RequestError,
     UnavailableError,
 )
-from cluster.gateway.migration import NO_TARGET_PAUSE_S, OVERDUE_S, RETRY_PAUSE_S, StreamMigration
-from cluster.gateway.retry_policy import MAX_BACKOFF_S, RetryPolicy, Suspicion, backoff
-from cluster.gateway.sample_output import OutputDelta, SampleOutput, by_submission, route_request, submission
+from cluster.gateway.attempt import (
+    MAX_BACKOFF_S,
+    NO_TARGET_PAUSE_S,
+    OVERDUE_S,
+    RETRY_PAUSE_S,
+    OutputDelta,
+    RetryPolicy,
+    SampleOutput,
+    StreamMigration,
+    Suspicion,
+    backoff,
+    by_submission,
+    route_request,
+    submission,
+)
 from cluster.metrics.ended_request import RoutedAttempt, SampleResult, Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.tokenizer import SampleText

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Protocol, TypeVarTuple
 
 from cluster.errors import AbandonedError, RequestError, SlowClientError
+from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestState
-from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.tokenizer import SampleText

@@ -17,7 +17,6 @@ import grpc
 import grpc.aio
 
 from cluster.errors import UnavailableError, to_grpc_status
-from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.metrics.ended_request import RelayedRequest
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
@@ -132,7 +131,6 @@ class TrafficSplitter:
         *,
         app: str,
         model_name: str,
-        connections: ReplicaConnections,
         open_roster: Callable[[str], RosterClient] | None,
         clock: Clock,
         on_end: Callable[[RelayedRequest], None] | None = None,
@@ -140,7 +138,6 @@ class TrafficSplitter:
         """`open_roster` finds the roster of another application; without it, requests stay here."""
         self._app = app
         self._model_name = model_name
-        self._connections = connections
         self._open_roster = open_roster
         self._clock = clock
         self._on_end = on_end
@@ -156,14 +153,13 @@ class TrafficSplitter:
         """The number of calls that other applications are answering."""
         return len(self._calls)
 
-    async def answered(self, request: pb.GenerateRequest, context: Context) -> bool:
+    async def answered(self, request: pb.GenerateRequest, context: Context, shares: dict[str, float]) -> bool:
         """Return True when another application answered the call to its end; False: answer it here.
 
-        The request gets an id if it has none. Ends by `context.abort` where the other application answers
-        with an error.
+        `shares` is the traffic that each application gets. The request gets an id if it has none. Ends by
+        `context.abort` where the other application answers with an error.
         """
-        shares = self._connections.roster_view.traffic
-        if not shares or self._open_roster is None or self._is_leaving:
+        if self._open_roster is None or self._is_leaving:
             return False
         metadata = dict(context.invocation_metadata() or ())
         if RELAYED_KEY in metadata:

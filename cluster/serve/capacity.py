@@ -64,7 +64,7 @@ def plan_cpus(
     return {
         pool.name: pool.cpus_per_rank
         if pool.cpus_per_rank is not None
-        else max(_floor(min(share, float(pool.engine.num_threads))), _QUANTUM)
+        else max(math.floor(min(share, pool.engine.num_threads) / _QUANTUM + 1e-6) * _QUANTUM, _QUANTUM)
         for pool in pools
     }
 
@@ -156,10 +156,6 @@ def _misfits(wanted: Sequence[ReplicaDemand], free: Sequence[Mapping[str, float]
 
 def _fits(total: Mapping[str, float], node: Mapping[str, float]) -> bool:
     return all(amount <= node.get(name, 0.0) + _QUANTUM / 2 for name, amount in total.items())
-
-
-def _floor(cpus: float) -> float:
-    return math.floor(cpus / _QUANTUM + 1e-6) * _QUANTUM
 
 
 # ----------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     store's index. Raises `ConfigError`, one line per field, which Serve shows as the application's message.
     """
     config = declared_config(args)
-    secret = read_cluster_secret(_secret_file(config))
+    assert config.secret_file is not None, "declared_config checks it"
+    secret = read_cluster_secret(config.secret_file)
     check_model(config)
     cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
     life = declared_life(config.app, secret)
@@ -149,11 +150,6 @@ def _undeclared(config: ClusterConfig) -> list[str]:
             "store.index: false does without, and each node then knows its own tiers only"
         )
     return problems
-
-
-def _secret_file(config: ClusterConfig) -> Path:
-    assert config.secret_file is not None, "declared_config checks it"
-    return config.secret_file
 
 
 def _text(args: dict[str, Any], key: str) -> str:

@@ -30,11 +30,10 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
-from cluster.text.preprocess import Preprocessor
+from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.rpc.handshake import draw_id
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05
@@ -45,11 +44,6 @@ _TAKE_OVER_S = 10.0
 # gRPC lets a connection live up to a tenth longer than its age limit.
 _AGE_JITTER = 1.1
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-
-
-def draw_seed() -> int:
-    """64 random bits."""
-    return int.from_bytes(draw_id()[:8], "little")
 
 
 class Gateway:
@@ -118,8 +112,8 @@ class Gateway:
             on_members=self._on_members,
             observers=[observer for observer in observers if observer is not None],
             counters=GatewayCounters(
-                self._pool_of,
-                self._token_bytes,
+                self.connections.pool_of,
+                self.connections.token_bytes,
                 ttft_slo_s=config.scaling.ttft_slo_s,
                 itl_slo_s=config.scaling.itl_slo_s,
             ),
@@ -134,13 +128,13 @@ class Gateway:
         self._traffic = TrafficSplitter(
             app=config.app,
             model_name=config.model_name,
-            connections=self.connections,
             open_roster=open_roster,
             clock=clock,
             on_end=log_relayed if config.logs.access else None,
         )
         self._servicer = InferenceServicer(
             requests=self.requests,
+            connections=self.connections,
             texts=self._texts,
             status=status,
             stores=stores,
@@ -250,14 +244,6 @@ class Gateway:
     @property
     def _num_running(self) -> int:
         return self.requests.num_running + self._traffic.num_running
-
-    def _token_bytes(self) -> int:
-        """0 before the first replica has connected."""
-        return self.connections.compatibility.token_bytes if self.connections.compatibility else 0
-
-    def _pool_of(self, replica_id: str) -> str:
-        view = self.connections.find(replica_id)
-        return view.record.pool if view else ""
 
     def _on_members(self) -> None:
         if self.connections.has_route() != self._is_serving:

@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import ClusterConfig, PoolConfig, read_cluster_secret
+from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_cluster_secret
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.metrics.tracing import check_tracing
@@ -52,7 +52,6 @@ _REACH_S = 5.0
 _ANSWER_S = 60.0
 _INTERRUPTED = "interrupted while starting"
 _log = logging.getLogger(__name__)
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class StartProgress(NamedTuple):
@@ -103,14 +102,18 @@ class Service:
         check_model(self._config)
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
-        secret = self._secret()
+        file = self._config.secret_file
+        secret = draw_secret() if file is None else read_cluster_secret(file)
         _check_interrupted(interrupted)
         report(StartProgress("starting Ray", {}))
         self._connect()
         _check_interrupted(interrupted)
         report(StartProgress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
-        self._settle_dtype()
+        # Once for all pools and nodes: a replica that starts later takes the same.
+        node_to_flags = node_cpu_flags(self._config.pools) if needs_flags(self._config) else {}
+        self._config, self.dtype_reason = settle_dtype(self._config, node_to_flags)
+        _log.info("dtype %s", self.dtype_reason)
         _check_interrupted(interrupted)
         report(StartProgress("deploying", {}))
         self._deploy(cpus, secret)
@@ -136,7 +139,9 @@ class Service:
                 else:
                     ray.shutdown()
         finally:
-            self._stop_index_server()
+            if self._index_server is not None:
+                self._index_server.close()
+            self._index_server = None
             self._deployed = False
 
     def _take_down(self) -> None:
@@ -165,10 +170,6 @@ class Service:
                 "Ray's processes were ended from outside, and the streams with them;  "
                 "send signals to `tandem serve` alone (systemd: KillMode=mixed)"
             )
-
-    def _secret(self) -> bytes:
-        file = self._config.secret_file
-        return draw_secret() if file is None else read_cluster_secret(file)
 
     def _connect(self) -> None:
         options: dict[str, Any] = {
@@ -215,12 +216,6 @@ class Service:
             if self._clock.now() >= deadline or interrupted.wait(1.0):
                 raise StartError("the Ray cluster lacks resources: " + "; ".join(missing))
 
-    def _settle_dtype(self) -> None:
-        """Choose the dtype once for all pools and nodes: a replica that starts later takes the same."""
-        node_to_flags = node_cpu_flags(self._config.pools) if needs_flags(self._config) else {}
-        self._config, self.dtype_reason = settle_dtype(self._config, node_to_flags)
-        _log.info("dtype %s", self.dtype_reason)
-
     def _deploy(self, cpus: dict[str, float], secret: bytes) -> None:
         serve.start(proxy_location="Disabled")
         if self._config.app in serve.status().applications:
@@ -242,11 +237,6 @@ class Service:
             _log.warning("each node's store knows its own records only: %s", error)
             return self._config
         return self._config.with_redis_url(self._index_server.url)
-
-    def _stop_index_server(self) -> None:
-        server, self._index_server = self._index_server, None
-        if server is not None:
-            server.close()
 
     def _wait_until_serving(
         self, report: Callable[[StartProgress], None], interrupted: threading.Event
@@ -318,7 +308,7 @@ def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
 def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
     """Raise `ConfigError` where an address or a port does not work on that many hosts."""
     gateway, data_host = config.gateway, config.transfer.data_host
-    if num_nodes > 1 and data_host in _LOOPBACK:
+    if num_nodes > 1 and data_host in LOOPBACK:
         raise ConfigError(
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"

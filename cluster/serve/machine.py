@@ -137,8 +137,14 @@ class Machine:
     def memory_limit(self) -> tuple[int, int] | None:
         """Return limit and use, in bytes, of the control group around this process that leaves least; None:
         no limit."""
+        groups = self.sys / "fs/cgroup"
+        known = [(groups / path, "memory.max", "memory.current") for path in self._group_paths("")]
+        known += [
+            (groups / "memory" / path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+            for path in self._group_paths("memory")
+        ]
         found = []
-        for folder, limit_name, used_name in self._memory_groups():
+        for folder, limit_name, used_name in known:
             limit = whole_number(folder / limit_name)
             if limit is not None and limit < _NO_LIMIT_BYTES:
                 used = (whole_number(folder / used_name) or 0) - _reclaimable(folder / "memory.stat")
@@ -152,16 +158,6 @@ class Machine:
         files += [groups / controller / path / name for path in self._group_paths(controller)]
         found = [value for file in files if (value := whole_number(file)) is not None]
         return min(found, default=float("inf"))
-
-    def _memory_groups(self) -> list[tuple[Path, str, str]]:
-        groups = self.sys / "fs/cgroup"
-        found: list[tuple[Path, str, str]] = []
-        for path in self._group_paths(""):
-            found.append((groups / path, "memory.max", "memory.current"))
-        for path in self._group_paths("memory"):
-            one = groups / "memory" / path
-            found.append((one, "memory.limit_in_bytes", "memory.usage_in_bytes"))
-        return found
 
     def _group_paths(self, controller: str) -> list[str]:
         """Return the groups of this process, innermost first, up to the root that it sees."""
@@ -193,10 +189,8 @@ class Machine:
 
     def space(self, path: Path) -> Space | None:
         """Return the size of the file system that holds the path, or the nearest folder above that exists."""
-        while not path.exists() and path != path.parent:
-            path = path.parent
         try:
-            usage = shutil.disk_usage(path)
+            usage = shutil.disk_usage(nearest_folder(path))
         except OSError:
             return None
         return Space(usage.total, usage.free)
@@ -250,6 +244,13 @@ def whole_number(path: Path) -> int | None:
     """Return the file's number; None where the file is missing or holds something else, such as "max"."""
     text = read(path).strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def numbers(ranges: str) -> list[int]:

@@ -15,7 +15,7 @@ import ray
 from msgspec.structs import replace
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.metrics.config import LogConfig
@@ -72,10 +72,9 @@ class RayRankLauncher:
         assert group is not None, "a replica runs in a placement group"
         index = 1 + spec.stage
         share = {name: amount / self._tp for name, amount in group.bundle_specs[index].items()}
+        bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         actor = (
-            ray.remote(RankActor)
-            .options(**only(share), max_restarts=0, scheduling_strategy=_in_bundle(group, index))
-            .remote()
+            ray.remote(RankActor).options(**only(share), max_restarts=0, scheduling_strategy=bundle).remote()
         )
         return RayRankHandle(actor, RankLocation(*await actor.place.remote()), spec, self._log_arguments)
 
@@ -148,7 +147,3 @@ def node_host(configured: str) -> str:
 def only(bundle: dict[str, float]) -> dict[str, float]:
     """Return actor options that ask for exactly what the bundle holds."""
     return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0.0)}
-
-
-def _in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig
 from cluster.dtypes import resolve_dtype, with_dtype
 from cluster.errors import ConfigError
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
@@ -157,8 +157,10 @@ def plan_rolls(
             action = "start"
         else:
             same = pool_version(old, pool.name) == pool_version(new, pool.name)
-            placed = [_placement(it, cpus[number][it.name]) for number, it in enumerate((known, pool))]
-            action = "stay" if same and placed[0] == placed[1] else "roll"
+            # Serve restarts a replica when where Ray places it changes.
+            same &= bundles(known, cpus[0][pool.name]) == bundles(pool, cpus[1][pool.name])
+            same &= placement_strategy(known) == placement_strategy(pool)
+            action = "stay" if same else "roll"
         num = counts[pool.name]
         kept = ""
         if num != pool.replicas:
@@ -175,11 +177,6 @@ def plan_rolls(
 
 def _digest(**parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _placement(pool: PoolConfig, cpus: float) -> tuple[object, ...]:
-    """Return where Ray places a replica: Serve restarts it when that changes."""
-    return bundles(pool, cpus), placement_strategy(pool)
 
 
 def _kv_form(config: ClusterConfig, field: str) -> int | str:

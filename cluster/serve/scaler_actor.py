@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -35,15 +34,11 @@ _log = logging.getLogger(__name__)
 async def dashboard_url() -> str:
     """Return the URL of the Ray cluster's dashboard, such as `http://127.0.0.1:8265`; "" when there is
     none."""
-    address = await asyncio.to_thread(_dashboard_address)
-    return f"http://{address}" if address else ""
-
-
-def _dashboard_address() -> str:
     try:
-        return dashboard_address()
+        address = await asyncio.to_thread(dashboard_address)
     except (RayError, RuntimeError) as error:
         raise DashboardAwayError(f"Ray's GCS does not report where the dashboard is: {error}") from error
+    return f"http://{address}" if address else ""
 
 
 class RayScaler:
@@ -109,7 +104,9 @@ class ScalerReports:
             async with asyncio.timeout(_CALL_S):
                 actor: ActorHandle[RayScaler] = self._actor or await asyncio.to_thread(self._find)
                 self._actor = actor
-                mark = await actor.report.remote(self._gateway, _slim(status).SerializeToString())
+                # What the scaler uses, small enough to be passed inside Ray's call.
+                part = pb.StatusResponse(replicas=status.replicas, demand=status.demand)
+                mark = await actor.report.remote(self._gateway, part.SerializeToString())
                 if mark < self._mark:
                     await actor.configure.remote(self._config_json, self._mark)
         except (RayError, TimeoutError, ValueError) as error:
@@ -117,7 +114,7 @@ class ScalerReports:
             _log.info("scaler: %r", error)
 
     def _find(self) -> ActorHandle[RayScaler]:
-        make: Callable[..., Any] = (
+        make: Callable[..., ActorHandle[RayScaler]] = (
             ray.remote(RayScaler)
             .options(
                 name=_scaler_name(self._app),
@@ -131,13 +128,7 @@ class ScalerReports:
             )
             .remote
         )
-        actor: ActorHandle[RayScaler] = make(self._config_json, self._mark, self._counts_key)
-        return actor
-
-
-def _slim(status: pb.StatusResponse) -> pb.StatusResponse:
-    """Return the part that the scaler uses: small enough to be passed inside Ray's call."""
-    return pb.StatusResponse(replicas=status.replicas, demand=status.demand)
+        return make(self._config_json, self._mark, self._counts_key)
 
 
 def _began_at_ms(app: str) -> int:

@@ -55,11 +55,16 @@ class StoreActor:
         self._clock = SystemClock()
         self._is_stopping = False
         self._roster = open_roster(config.app)
-        self._folder = _nvme_folder(config)
+        path = config.store.nvme_path
+        self._folder = None if path is None else NvmeFolder(path, platform.node(), config.app)
         node = NodeAddress(context.get_node_id(), node_host(config.transfer.data_host))
-        path = self._folder.path if self._folder else None
         settings = store_settings(
-            config, node, life, secret, epoch=int(self._clock.wall() * 1000), nvme_path=path
+            config,
+            node,
+            life,
+            secret,
+            epoch=int(self._clock.wall() * 1000),
+            nvme_path=self._folder.path if self._folder else None,
         )
         self._node_id, self._epoch = settings.node_id, settings.epoch
         self._owner = StoreServer(settings, self._clock, Faults(config.debug.fault_rules))
@@ -195,8 +200,3 @@ def _store_actor(config: ClusterConfig, life: str, secret: bytes, node_id: str) 
 
 def _actor_name(app: str, node_id: str) -> str:
     return f"store-{app}/{node_id}"
-
-
-def _nvme_folder(config: ClusterConfig) -> NvmeFolder | None:
-    path = config.store.nvme_path
-    return None if path is None else NvmeFolder(path, platform.node(), config.app)

@@ -62,10 +62,6 @@ class UpdatePlan(NamedTuple):
     changes: tuple[SettingChange, ...]
     rolls: tuple[Roll, ...]
 
-    @property
-    def does_nothing(self) -> bool:
-        return not self.changes
-
 
 def connect(ray_address: str) -> None:
     """Join the Ray cluster at host:port, or ("auto") the one of this host; `StartError` when none answers."""
@@ -136,7 +132,9 @@ class Update:
         """Deploy, and return when every affected replica is replaced; `StartError` names what went wrong.
         Interrupted, it returns, and Ray Serve continues."""
         before = {record.identity.replica_id for record in self._view.replicas}
-        counts = counts_to_deploy(self._config, self._known(_roster_view(self._config.app)))
+        view = _roster_view(self._config.app)
+        declared = {pool.name: pool.replicas for pool in self._old.pools}
+        counts = counts_to_deploy(self._config, KnownCounts(view.desired, view.pinned, declared))
         config_json = self._config.model_dump_json()
         deployed = replace(self._before, config_json=config_json, cpus=self._cpus)
         deploy(self._config, deployed, counts)
@@ -195,10 +193,6 @@ class Update:
         """Return the pools of the new configuration, with what happens to each."""
         pools = {pool.name: pool for pool in self._config.pools}
         return [(roll, pools[roll.pool]) for roll in self.plan.rolls if roll.pool in pools]
-
-    def _known(self, view: RosterView) -> KnownCounts:
-        declared = {pool.name: pool.replicas for pool in self._old.pools}
-        return KnownCounts(view.desired, view.pinned, declared)
 
     def _plan_cpus(self) -> dict[str, float]:
         """Return the CPUs per rank: existing pools keep their share where the file does not configure

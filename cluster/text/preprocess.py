@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_templat
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
 from kvtransfer.common.clock import Clock
-from kvtransfer.rpc.handshake import draw_id
 from workers.messages import SamplingParams
 from workers.model.model_config import read_model_config
 
@@ -68,6 +68,11 @@ class PreparedRequest:
     def seed(self) -> int:
         """The seed of the request, which is that of its first sample."""
         return self.samples[0].seed
+
+
+def draw_seed() -> int:
+    """Draw 64 random bits."""
+    return secrets.randbits(64)
 
 
 class Preprocessor:
@@ -136,7 +141,7 @@ class Preprocessor:
         max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         starts, texts = self._samples(request, seed, max_tokens)
-        unique = draw_id().hex()
+        unique = secrets.token_hex(16)
         prepared = PreparedRequest(
             request_id=f"{request.request_id}~{unique[:8]}" if request.request_id else unique,
             tenant=request.tenant,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from serving import TINY
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.config import ClusterConfig, parse_config
 from cluster.dtypes import may_compute, needs_flags, resolve_dtype, settle_dtype
 from cluster.errors import ConfigError
 from cluster.serve.rollout import carried_over, changes, check_update, plan_rolls, pool_version
 from kvtransfer.common import host
-from workers.model.random_checkpoint import write_random_checkpoint
 
 AVX2 = frozenset({"fpu", "avx2", "fma"})
 AVX512 = AVX2 | {"avx512f"}

@@ -34,7 +34,7 @@ from cluster.errors import (
     OverloadedError,
     UnavailableError,
 )
-from cluster.gateway.sample_output import OutputDelta
+from cluster.gateway.attempt import OutputDelta
 from cluster.text.preprocess import SampleStart, sample_seed
 from workers.messages import (
     HandOverTarget,

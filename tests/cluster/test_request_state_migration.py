@@ -30,8 +30,7 @@ from request_state_harness import (
     truth,
 )
 
-from cluster.gateway.migration import OVERDUE_S
-from cluster.gateway.sample_output import OutputDelta
+from cluster.gateway.attempt import OVERDUE_S, OutputDelta
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
 

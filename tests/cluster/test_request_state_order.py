@@ -32,8 +32,8 @@ from request_state_harness import (
     truth,
 )
 
+from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestPhase
-from cluster.gateway.sample_output import OutputDelta
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
 from workers.messages import (

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from cluster.errors import AbandonedError, DeadlineError, RequestError, SlowClientError, UnavailableError
-from cluster.gateway.migration import NO_TARGET_PAUSE_S
+from cluster.gateway.attempt import NO_TARGET_PAUSE_S, OutputDelta
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask
-from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.tokenizer import SampleText

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from serving import TINY
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.cli.update import plan_json, plan_view
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
@@ -24,7 +25,6 @@ from cluster.serve.rollout import (
     with_replicas,
 )
 from cluster.serve.update import UpdatePlan
-from workers.model.random_checkpoint import write_random_checkpoint
 
 CPUS = {"prefill": 0.1, "decode": 0.1, "extra": 0.1}
 

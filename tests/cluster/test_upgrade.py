@@ -14,12 +14,12 @@ from typing import Any, Self
 import pytest
 from serving import TINY, RunningCluster, free_port, tandem
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import Client, Collector, Completion, GenerateOptions
 from cluster.errors import CallError
 from cluster.gateway.traffic_splitter import application_of
 from cluster.proto import tandem_pb2 as pb
-from workers.model.random_checkpoint import write_random_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PROMPTS = [f"def function_{number}(self, value):\n    return value + {number}\n" for number in range(5)]

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from e2e_harness import SINGLE, E2eHarness
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.config import Parallel
-from workers.model.random_checkpoint import write_random_checkpoint
 
 
 @pytest.fixture(scope="session")

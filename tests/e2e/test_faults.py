@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from e2e_harness import BLOCK_TOKENS, SHAPES, SINGLE, E2eHarness, Heard, Replica, until
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.faults import FaultRule
 from workers.errors import RankDiedError
 from workers.messages import Cancel
-from workers.model.random_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.parametrize("shape", SHAPES, indirect=True)
 

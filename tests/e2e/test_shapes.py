@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 from e2e_harness import E2eHarness
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.config import Parallel
 from workers.model.model_config import Family
-from workers.model.random_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

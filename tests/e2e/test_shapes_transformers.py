@@ -12,8 +12,8 @@ import torch
 import transformers
 from e2e_harness import E2eHarness
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.config import Parallel
-from workers.model.random_checkpoint import write_random_checkpoint
 
 VOCABULARY = 251
 NUM_TOKENS = 64

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.messages import SampledToken, SamplingParams, TokenLogprob
-from workers.rank import noise
+from workers.rank.sampler import gumbel, row_keys, token_counters
 
 # Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
 _NUCLEUS_TOKENS = 256
@@ -51,7 +51,7 @@ class DenseSampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
         self._slots: dict[int, _Slot] = {}
-        self._counters = noise.counters(vocab_size, device)
+        self._counters = token_counters(vocab_size, device)
         self._penalties = _PenaltyTable(vocab_size, device)
 
     def start(
@@ -173,8 +173,8 @@ class DenseSampler:
             min_p = self._column([sampling[row].min_p for row in rows])
             self._replace(logits, rows, lambda part: _keep_min_p(part, min_p))
         if with_noise:
-            keys = noise.row_keys([state.seed for state in states], [state.num_output for state in states])
-            logits += noise.gumbel(keys.to(self._device), self._counters)
+            keys = row_keys([state.seed for state in states], [state.num_output for state in states])
+            logits += gumbel(keys.to(self._device), self._counters)
         return logits
 
     # --------------------------------------------------------------------------------------- results

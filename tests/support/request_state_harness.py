@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.errors import RequestError
+from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
-from cluster.gateway.sample_output import OutputDelta
 from cluster.metrics.ended_request import Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
 from cluster.text.tokenizer import SampleText

@@ -19,11 +19,11 @@ import psutil
 from child_processes import killed_on_error
 from patience import SETTLE_S, START_S, WAIT_S
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.api.blocking_client import BlockingClient
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import SystemClock
-from workers.model.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "models" / "tiny"

@@ -20,7 +20,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     # Torch is imported here and not above: most tests of this package do without it.
     import torch
 
-    from workers.model.random_checkpoint import write_random_checkpoint
+    from benchmarks.random_checkpoint import write_random_checkpoint
 
     torch.set_num_threads(1)
     made: dict[str, Path] = {}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.errors import CapacityError
 from workers.model.model_config import read_model_config
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.rank import engine_bench
 from workers.rank.engine_bench import Roofline, run_engine_bench
 from workers.rank.probe import DeviceLimits

@@ -12,12 +12,12 @@ import pytest
 import torch
 from local_engine import BLOCK, SEEDED, LocalEngine, draw, packed
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
 from workers.errors import RankDiedError
 from workers.messages import SampleState, SamplingParams, SlotStart, Submission
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.rank.containment import Containment
 from workers.rank.sampler import Sampler
 

@@ -10,12 +10,12 @@ import torch
 from local_engine import BLOCK
 from torch import Tensor
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
 from workers.messages import BlockCopy
 from workers.model.attention import paged_attention
 from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv, OffloadMode
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.rank.model_runner import ModelRunner
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from workers.model import layers as linear_module
-from workers.model.layers import Linear
+from workers.model import decoder as linear_module
+from workers.model.decoder import Linear
 from workers.model.weights import LinearWeights
 
 CPU = torch.device("cpu")

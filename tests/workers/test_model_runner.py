@@ -14,6 +14,7 @@ import torch
 from local_engine import BLOCK, GREEDY, draw, entry, mixed_plans, packed, started, step
 from transformers import AutoModelForCausalLM
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import Clock, ManualClock
@@ -30,7 +31,6 @@ from workers.messages import (
     StepReport,
 )
 from workers.model.fingerprint import DigestCache, model_fingerprint
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import ModelRunner, read_dtype

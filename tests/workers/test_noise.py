@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from workers.rank import noise
+from workers.rank.sampler import gumbel, hashes, mix_, row_keys, signed, token_counters
 
 MASK = 2**64 - 1
 WEYL = 0x9E3779B97F4A7C15
@@ -28,15 +28,15 @@ def reference_hash(seed: int, output_index: int, token_id: int) -> int:
 def test_the_finalizer_is_splitmix64() -> None:
     """The published generator's first outputs from state 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    states = torch.tensor([noise.signed(1234567 + number * WEYL) for number in (1, 2, 3)])
-    assert [value & MASK for value in noise.mix_(states).tolist()] == expected
+    states = torch.tensor([signed(1234567 + number * WEYL) for number in (1, 2, 3)])
+    assert [value & MASK for value in mix_(states).tolist()] == expected
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 42, -(2**63), 2**63, 2**64 - 1, 0x0123456789ABCDEF])
 def test_hashes_equal_plain_integers(seed: int) -> None:
     indices = [0, 1, 2, 1000, 2**31]
-    counters = noise.counters(300, torch.device("cpu"))
-    actual = noise.hashes(noise.row_keys([seed] * len(indices), indices), counters)
+    counters = token_counters(300, torch.device("cpu"))
+    actual = hashes(row_keys([seed] * len(indices), indices), counters)
     for row, index in enumerate(indices):
         assert [value & MASK for value in actual[row].tolist()] == [
             reference_hash(seed, index, token) for token in range(300)
@@ -44,7 +44,7 @@ def test_hashes_equal_plain_integers(seed: int) -> None:
 
 
 def test_gumbel_equals_its_definition_on_the_hash() -> None:
-    noise_rows = noise.gumbel(noise.row_keys([17], [3]), noise.counters(2000, torch.device("cpu")))
+    noise_rows = gumbel(row_keys([17], [3]), token_counters(2000, torch.device("cpu")))
     for token, value in enumerate(noise_rows[0].tolist()):
         uniform = ((reference_hash(17, 3, token) >> 10) | 1) / 2**54
         exponential = -math.log1p(-uniform)
@@ -53,15 +53,15 @@ def test_gumbel_equals_its_definition_on_the_hash() -> None:
 
 
 def test_gumbel_has_its_mean_and_variance() -> None:
-    rows = noise.gumbel(noise.row_keys(range(200), range(200)), noise.counters(1000, torch.device("cpu")))
+    rows = gumbel(row_keys(range(200), range(200)), token_counters(1000, torch.device("cpu")))
     assert torch.isfinite(rows).all()
     assert float(rows.mean()) == pytest.approx(0.5772157, abs=0.012)  # 4 standard errors
     assert float(rows.var()) == pytest.approx(math.pi**2 / 6, abs=0.04)
 
 
 def test_neighbouring_seeds_and_indices_are_independent() -> None:
-    counters = noise.counters(20_000, torch.device("cpu"))
-    rows = noise.gumbel(noise.row_keys([0, 1, 0, 1], [0, 0, 1, 1]), counters).double()
+    counters = token_counters(20_000, torch.device("cpu"))
+    rows = gumbel(row_keys([0, 1, 0, 1], [0, 0, 1, 1]), counters).double()
     correlation = torch.corrcoef(rows) - torch.eye(4, dtype=torch.float64)
     assert correlation.abs().max() < 0.03  # 4 standard errors
 
@@ -69,8 +69,8 @@ def test_neighbouring_seeds_and_indices_are_independent() -> None:
 def test_extreme_hashes_stay_finite() -> None:
     """A counter that brings the hash to all zeros or all ones: the ends of the uniform range."""
     for target in (0, MASK):
-        counter = torch.tensor([noise.signed(unmix(target))])
-        value = float(noise.gumbel(torch.zeros(1, dtype=torch.int64), counter)[0, 0])
+        counter = torch.tensor([signed(unmix(target))])
+        value = float(gumbel(torch.zeros(1, dtype=torch.int64), counter)[0, 0])
         assert math.isfinite(value)
         assert -3.0 < value < 38.0
 
@@ -78,13 +78,13 @@ def test_extreme_hashes_stay_finite() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_hashes_on_cuda_equal_the_cpu() -> None:
-    keys = noise.row_keys(range(64), range(64))
+    keys = row_keys(range(64), range(64))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    expected = noise.hashes(keys, noise.counters(5000, cpu))
-    assert torch.equal(noise.hashes(keys.to(cuda), noise.counters(5000, cuda)).cpu(), expected)
+    expected = hashes(keys, token_counters(5000, cpu))
+    assert torch.equal(hashes(keys.to(cuda), token_counters(5000, cuda)).cpu(), expected)
     torch.testing.assert_close(
-        noise.gumbel(keys.to(cuda), noise.counters(5000, cuda)).cpu(),
-        noise.gumbel(keys, noise.counters(5000, cpu)),
+        gumbel(keys.to(cuda), token_counters(5000, cuda)).cpu(),
+        gumbel(keys, token_counters(5000, cpu)),
     )
 
 

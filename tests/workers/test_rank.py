@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from patience import SLACK_S, START_S
 from rank_processes import ForkedRank
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
@@ -48,7 +49,6 @@ from workers.messages import (
     StepProgress,
     StepReport,
 )
-from workers.model.random_checkpoint import write_random_checkpoint
 
 SECRET = b"s" * 32
 IDENTITY = ReplicaIdentity("replica", 1)

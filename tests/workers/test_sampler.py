@@ -29,6 +29,21 @@ OUTPUT = (5, 40, 41, 41, 41)
 Process = Callable[[Tensor, Tensor], Tensor]
 
 
+class ExposedSampler(Sampler):
+    """A sampler that also returns what it samples from."""
+
+    def processed_logits(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
+        """Return the logits to which noise would be added; excluded tokens are -inf. `logits` may be
+        overwritten."""
+        states = [self._slots[slot] for slot in slots]
+        self._process(logits, states)
+        rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
+        if rows:
+            index = self._index(rows)
+            logits[index] = self._warp(states[row] for row in rows).dense(logits[index])
+        return logits
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
@@ -37,8 +52,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def make_sampler(vocab_size: int = VOCAB) -> Sampler:
-    return Sampler(vocab_size, EOS, torch.device("cpu"))
+def make_sampler(vocab_size: int = VOCAB) -> ExposedSampler:
+    return ExposedSampler(vocab_size, EOS, torch.device("cpu"))
 
 
 def start(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart
 from workers.model import native
-from workers.rank import noise
-from workers.rank.sampler import Sampler, is_apart, largest
+from workers.rank.sampler import Sampler, gumbel, is_apart, largest, row_keys, token_counters
 
 CPU = torch.device("cpu")
 EOS = (7, 11)
@@ -93,8 +92,8 @@ def test_rounding_decides_nothing(backend: str, top_k: int, top_p: float) -> Non
     sampling = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
     cases: list[Case] = [(sampling, [1], [], seed) for seed in range(num_rows)]
     short, dense = samplers(vocab_size, cases)
-    keys = noise.row_keys(range(num_rows), [0] * num_rows)
-    cancelled = -noise.gumbel(keys, noise.counters(vocab_size, CPU))
+    keys = row_keys(range(num_rows), [0] * num_rows)
+    cancelled = -gumbel(keys, token_counters(vocab_size, CPU))
     for nudge in (0.0, 1e-6, -1e-6):
         scores = cancelled.clone()
         scores[:, 1000] += nudge
@@ -167,14 +166,14 @@ def test_the_kernel_draws_the_best_of_all() -> None:
     kernels = native.load()
     assert kernels is not None
     generator = torch.Generator().manual_seed(4)
-    keys = noise.row_keys(range(50), range(50))
+    keys = row_keys(range(50), range(50))
     for vocab_size in (1, 63, 64, 65, 1111, 40_000):
         logits = torch.randn(50, vocab_size, generator=generator) * 4
         temperature = torch.linspace(0.1, 3, 50)[:, None]
         least = torch.full((50, 1), -3.0)
         tokens, best, second = kernels.gumbel_argmax(logits, temperature, least, keys)
         scaled = logits / temperature
-        scores = scaled + noise.gumbel(keys, noise.counters(vocab_size, CPU))
+        scores = scaled + gumbel(keys, token_counters(vocab_size, CPU))
         scores.masked_fill_(scaled < least, -torch.inf)
         expected = scores.topk(min(2, vocab_size))
         some = expected.values[:, 0] > -torch.inf

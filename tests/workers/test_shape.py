@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages import RankJoined, StageCost
-from workers.model.random_checkpoint import write_random_checkpoint
 from workers.replica.partition import ReplicaSpec, Shape
 
 ENGINE = EngineConfig(chunk_tokens=32, max_sequences=8)

@@ -94,8 +94,8 @@ def test_attention_ratio() -> None:
 def test_the_probe_measures_a_part_of_the_model(tmp_path: Path, family: str, tp: int) -> None:
     import torch
 
+    from benchmarks.random_checkpoint import write_random_checkpoint
     from workers.model.model_config import read_model_config
-    from workers.model.random_checkpoint import write_random_checkpoint
     from workers.rank.probe import Probe
 
     write_random_checkpoint(tmp_path, family, seed=0)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ the ranks, and calls the request's `Push` for what follows: a `PromptPush` below
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterable
 
 from kvtransfer.common.clock import Clock
@@ -35,7 +36,6 @@ from kvtransfer.protocol.actions import (
     ToRanks,
 )
 from kvtransfer.protocol.sender import SendTable
-from kvtransfer.rpc.handshake import draw_id
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import ActiveRequest, Push, RequestTable
 from workers.interfaces import EngineControl, RankChannel
@@ -129,7 +129,7 @@ class KvSender:
         connection_id = self._peers.connection(target.identity)
         assert connection_id is not None
         request = LandingRequest(
-            landing_id=draw_id(),
+            landing_id=secrets.token_bytes(16),
             request_id=submission.request_id,
             attempt=submission.attempt,
             tenant=submission.tenant,

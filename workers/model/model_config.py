@@ -165,7 +165,9 @@ class _ConfigReader:
             self._refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
         head_dim = self._count("head_dim", hidden_size // num_heads)
         if head_dim % 2:
-            self._refuse_odd(head_dim, hidden_size, num_heads)
+            given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
+            reason = "is odd: rotary embedding needs pairs"
+            raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {reason}")
         rope = self._rope()
         attention_bias = self.family in ("llama", "qwen3") and bool(self.raw.get("attention_bias"))
         return ModelConfig(
@@ -192,10 +194,6 @@ class _ConfigReader:
 
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
-
-    def _refuse_odd(self, head_dim: int, hidden_size: int, num_heads: int) -> NoReturn:
-        given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
-        raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} is odd: rotary embedding needs pairs")
 
     def _max_context_tokens(self, rope: RopeConfig) -> int:
         """Return the context length. With linear scaling `max_position_embeddings` is that of the base model,

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.model.decoder import Decoder
-from workers.model.layers import Product
+from workers.model.decoder import Decoder, Product
 from workers.model.sizes import TILE_ROWS, part
 
 

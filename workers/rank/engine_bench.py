@@ -25,6 +25,8 @@ from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.rank.probe import DeviceLimits, MeasureSizes, measure_limits, synchronize
 
 Emit = Callable[[dict[str, Any]], None]
+# Takes (batch, prompt tokens), returns the seconds of one run.
+_Generate = Callable[[int, int], float]
 
 _NUM_DECODE_STEPS = 16
 _CHUNK_TOKENS = 512
@@ -80,17 +82,21 @@ def run_engine_bench(
         emit(_line(machine))
         roofline = Roofline(config, runner.kv.dtype.itemsize, machine)
         for num_tokens in prefill_tokens:
-            measurement = _Measurement(
-                "prefill", num_tokens, 1, 0, dtype, roofline.prefill_tok_s(num_tokens), num_tokens
-            )
-            measurement.run(engine.prefill_s, rival.prefill_s if rival else None, repeat, emit)
+            line = {"what": "prefill", "tokens": num_tokens, "batch": 1, "context": 0, "dtype": dtype}
+            prefill_s = engine.prefill_s, rival.prefill_s if rival else None
+            _measure(line, roofline.prefill_tok_s(num_tokens), num_tokens, prefill_s, repeat, emit)
         for batch in decode_batches:
             num_tokens = batch * _NUM_DECODE_STEPS
             limit = roofline.decode_tok_s(batch, context_tokens + _NUM_DECODE_STEPS / 2)
-            measurement = _Measurement(
-                "decode", num_tokens, batch, context_tokens, dtype, limit, context_tokens
-            )
-            measurement.run(engine.decode_s, rival.decode_s if rival else None, repeat, emit)
+            line = {
+                "what": "decode",
+                "tokens": num_tokens,
+                "batch": batch,
+                "context": context_tokens,
+                "dtype": dtype,
+            }
+            decode_s = engine.decode_s, rival.decode_s if rival else None
+            _measure(line, limit, context_tokens, decode_s, repeat, emit)
 
 
 def _num_kv_tokens(
@@ -110,61 +116,38 @@ def _num_kv_tokens(
     return max(num_blocks, num_decode_blocks) * block_tokens
 
 
-class _Measurement:
-    """One line of the result: what is run, its limit, and the best of several runs beside the peer's best."""
-
-    def __init__(
-        self,
-        what: str,
-        num_tokens: int,
-        batch: int,
-        context: int,
-        dtype: str,
-        limit_tok_s: float,
-        prompt_tokens: int,
-    ) -> None:
-        self._line: dict[str, Any] = {
-            "what": what,
-            "tokens": num_tokens,
-            "batch": batch,
-            "context": context,
-            "dtype": dtype,
-        }
-        self._num_tokens = num_tokens
-        self._limit_tok_s = limit_tok_s
-        self._batch = batch
-        self._prompt_tokens = prompt_tokens
-
-    def run(
-        self,
-        ours: Callable[[int, int], float],
-        theirs: Callable[[int, int], float] | None,
-        repeat: int,
-        emit: Emit,
-    ) -> None:
-        """Run `ours` and `theirs` in turn. Both take (batch, prompt tokens) and return seconds; the first run
-        is dropped."""
-        our_times, their_times = [], []
-        for _ in range(repeat + 1):
-            our_times.append(ours(self._batch, self._prompt_tokens))
-            if theirs is not None:
-                their_times.append(theirs(self._batch, self._prompt_tokens))
-        tok_s = self._num_tokens / min(our_times[1:])
-        limit = {"limit_tok_s": round(self._limit_tok_s, 1), "ratio": round(tok_s / self._limit_tok_s, 4)}
-        emit({**self._line, "tok_s": round(tok_s, 1), **limit})
+def _measure(
+    line: dict[str, Any],
+    limit_tok_s: float,
+    prompt_tokens: int,
+    generators: tuple[_Generate, _Generate | None],
+    repeat: int,
+    emit: Emit,
+) -> None:
+    """Emit `line` with the best of several runs of the engine and, in turn with it, of the peer. The first
+    run of each is dropped."""
+    ours, theirs = generators
+    our_times, their_times = [], []
+    for _ in range(repeat + 1):
+        our_times.append(ours(line["batch"], prompt_tokens))
         if theirs is not None:
-            peer_tok_s = self._num_tokens / min(their_times[1:])
-            emit(
-                {
-                    **self._line,
-                    "what": "peer",
-                    "of": self._line["what"],
-                    "peer": "transformers",
-                    "tok_s": round(tok_s, 1),
-                    "peer_tok_s": round(peer_tok_s, 1),
-                    "ratio": round(tok_s / peer_tok_s, 3),
-                }
-            )
+            their_times.append(theirs(line["batch"], prompt_tokens))
+    tok_s = line["tokens"] / min(our_times[1:])
+    limit = {"limit_tok_s": round(limit_tok_s, 1), "ratio": round(tok_s / limit_tok_s, 4)}
+    emit({**line, "tok_s": round(tok_s, 1), **limit})
+    if theirs is not None:
+        peer_tok_s = line["tokens"] / min(their_times[1:])
+        emit(
+            {
+                **line,
+                "what": "peer",
+                "of": line["what"],
+                "peer": "transformers",
+                "tok_s": round(tok_s, 1),
+                "peer_tok_s": round(peer_tok_s, 1),
+                "ratio": round(tok_s / peer_tok_s, 3),
+            }
+        )
 
 
 class _Engine:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock
 from workers.messages import StageCost
 from workers.model.attention_batch import AttentionBatch, SequenceSpan
-from workers.model.layers import (
+from workers.model.decoder import (
     DecoderLayer,
     Embedding,
     Linear,

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -18,8 +19,8 @@ import struct
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ def run_rank(spec: RankSpec) -> None:
     """
     channel = _EngineCoreChannel(_connect(spec))
     _end_with_transfer_threads(channel, spec.rank)
-    with _FailureReport(channel, spec.rank):
+    with _reporting_failure(channel, spec.rank):
         _Rank(spec, channel, SystemClock()).serve()
 
 
@@ -203,7 +204,7 @@ class _Rank:
         """Report, until the rank ends, that steps of more than `PROGRESS_S` progress; shorter steps cost no
         frame. Runs on a thread of its own, so that it reports what was measured: while the step's thread
         hangs, there is nothing to report."""
-        with _FailureReport(self._channel, self._spec.rank):
+        with _reporting_failure(self._channel, self._spec.rank):
             last = progress.read()
             while not ended.wait(PROGRESS_S):
                 reading = progress.read()
@@ -220,7 +221,7 @@ class _Rank:
         return replace(report, memory=device_memory(self._device))
 
     def _read_orders(self) -> None:
-        with _FailureReport(self._channel, self._spec.rank):
+        with _reporting_failure(self._channel, self._spec.rank):
             while (frame := self._channel.receive()) is not None:
                 message = RANK_DOWN_CODEC.decode(frame)
                 if self._leaving:
@@ -352,30 +353,21 @@ class _EngineCoreChannel:
         self._left = True
 
 
-class _FailureReport:
-    """Reports any exception that leaves the block to the engine core, then ends the process with status 1."""
-
-    def __init__(self, channel: _EngineCoreChannel, rank: int) -> None:
-        self._channel = channel
-        self._rank = rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
+@contextlib.contextmanager
+def _reporting_failure(channel: _EngineCoreChannel, rank: int) -> Iterator[None]:
+    """Report any exception that leaves the block to the engine core, then end the process with status 1."""
+    try:
+        yield
+    except BaseException as error:
         named = isinstance(error, WorkerError | TransferError)
         reason = str(error) if named else f"{type(error).__name__}: {error}"
         is_victim = isinstance(error, RankDiedError)
         if is_victim:  # a line: every neighbour of the culprit prints one
-            sys.stderr.write(f"rank {self._rank} lost another rank: {reason}\n")
+            sys.stderr.write(f"rank {rank} lost another rank: {reason}\n")
         else:
-            traceback.print_exception(kind, error, trace)
+            traceback.print_exception(error)
         sys.stderr.flush()
-        self._channel.send(RankFailed(self._rank, reason, lost_peer=is_victim))
+        channel.send(RankFailed(rank, reason, lost_peer=is_victim))
         os._exit(1)
 
 
@@ -388,7 +380,7 @@ def _end_with_transfer_threads(channel: _EngineCoreChannel, rank: int) -> None:
         if error is None or thread is None or not thread.name.startswith(TRANSFER_THREADS):
             of_others(failure)
             return
-        with _FailureReport(channel, rank):
+        with _reporting_failure(channel, rank):
             raise error
 
     threading.excepthook = on_failure

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart, TokenLogprob
 from workers.model import native
-from workers.rank import noise
 from workers.rank.logits import PromptTokens, TokenPenalties, Warp, penalize_
 
 # The largest top-k for which candidates are taken first.
@@ -37,6 +36,13 @@ _RATIO_ERROR = 2e-6
 # and its noise, relative to the size of both.
 _SCORE_ERROR = 2.0**-20
 _MOST_NOISE = 64.0
+
+_BITS = 64
+_WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: splitmix64's step from one counter to the next
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9
+_MULTIPLY_2 = 0x94D049BB133111EB
+_UNIFORM_BITS = 54
+_LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below 1
 
 
 @dataclass(slots=True)
@@ -64,10 +70,10 @@ class Sampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
         self._slots: dict[int, _Slot] = {}
-        self._counters = noise.counters(vocab_size, device)
+        self._counters = token_counters(vocab_size, device)
 
     def start(self, start: SlotStart) -> None:
-        """Add slots. Their output so far counts for penalties, minimum length and noise. A call that fails
+        """Add slots. Their output so far counts for penalties, minimum length and  A call that fails
         adds none."""
         prompt = None
         if start.sampling.penalizes_prompt:
@@ -105,17 +111,6 @@ class Sampler:
             SampledToken(slot, token, row_to_logprob.get(row))
             for row, (slot, token) in enumerate(zip(slots, tokens, strict=True))
         ]
-
-    def processed_logits(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the logits to which noise would be added; excluded tokens are -inf. `logits` may be
-        overwritten."""
-        states = [self._slots[slot] for slot in slots]
-        self._process(logits, states)
-        rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
-        if rows:
-            index = self._index(rows)
-            logits[index] = self._warp(states[row] for row in rows).dense(logits[index])
-        return logits
 
     def _started(self, sample: SlotSample, sampling: SamplingParams, prompt: PromptTokens | None) -> _Slot:
         assert sample.slot not in self._slots, f"slot {sample.slot} is already in use"
@@ -222,14 +217,14 @@ class Sampler:
         num_rows = 1 if self._device.type == "cpu" else len(states)
         for begin in range(0, len(states), num_rows):
             rows = slice(begin, begin + num_rows)
-            warped[rows] += noise.gumbel(keys[rows], self._counters)
+            warped[rows] += gumbel(keys[rows], self._counters)
         return warped.argmax(dim=-1)
 
     def _warp(self, states: Iterable[_Slot]) -> Warp:
         return Warp([state.sampling for state in states], self._vocab_size, self._device)
 
     def _keys(self, states: list[_Slot]) -> Tensor:
-        keys = noise.row_keys([state.seed for state in states], [state.num_output for state in states])
+        keys = row_keys([state.seed for state in states], [state.num_output for state in states])
         return keys.to(self._device, non_blocking=True)
 
     # --------------------------------------------------------------------------------- host to device
@@ -331,7 +326,7 @@ def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Ten
         is_dropped |= scaled < least
         if not is_counted:
             is_covered |= last < least
-    scores = scaled + noise.gumbel(keys, counters[ids])
+    scores = scaled + gumbel(keys, counters[ids])
     top = scores.masked_fill_(is_dropped, -torch.inf).topk(min(2, width), dim=-1)
     is_sure = (is_sure & is_covered)[:, 0]
     if width > 1:
@@ -420,3 +415,67 @@ def _nucleus(probabilities: Tensor, warp: Warp, is_exact: bool) -> _Nucleus:
         is_sure &= ~is_near[:, 1:].any(-1, keepdim=True)  # the first is 0 however it is summed up
     is_sure |= top_p > 1.0
     return _Nucleus(is_dropped, ordered[:, -1:] < threshold * (1 - _RATIO_ERROR), is_sure)
+
+
+# ------------------------------------------------------------------------------------------------ noise
+# Counter-based noise: a uniform number for every (seed, output index, token id), and Gumbel noise from it.
+#
+# The noise has no state: a token that is drawn again (after a replica's death, in another batch, on another
+# device) sees the same noise. The integer part is splitmix64 on int64 with wraparound, equal bit for bit on
+# CPU and CUDA.
+
+
+def signed(value: int) -> int:
+    """Return the int64 with the same low 64 bits as `value`."""
+    value &= (1 << _BITS) - 1
+    return value - (1 << _BITS) if value >> (_BITS - 1) else value
+
+
+def mix_(x: Tensor) -> Tensor:
+    """Apply splitmix64's finalizer to every element (int64) in place: a bijection whose bits look random."""
+    x ^= _shift_right(x, 30)
+    x *= signed(_MULTIPLY_1)
+    x ^= _shift_right(x, 27)
+    x *= signed(_MULTIPLY_2)
+    x ^= _shift_right(x, 31)
+    return x
+
+
+def token_counters(num_tokens: int, device: torch.device) -> Tensor:
+    """Return the counter of each token id, int64 [vocab_size]; made once, passed to `hashes`."""
+    ids = torch.arange(1, num_tokens + 1, dtype=torch.int64, device=device)
+    return ids.mul_(signed(_WEYL))
+
+
+def row_keys(seeds: Sequence[int], output_indices: Sequence[int]) -> Tensor:
+    """Return a key for each (seed, output index), int64 [num_rows] on the CPU. Seeds lie in [-(2^63),
+    2^64)."""
+    keys = mix_(torch.tensor([signed(seed ^ _WEYL) for seed in seeds], dtype=torch.int64))
+    steps = torch.tensor(output_indices, dtype=torch.int64)
+    return mix_(keys.add_(steps.mul_(signed(_WEYL))))
+
+
+def hashes(keys: Tensor, token_counters: Tensor) -> Tensor:
+    """Hash each row's key [num_rows] with the counters [vocab_size] or [num_rows, num_ids] of its tokens."""
+    return mix_(keys[:, None] + token_counters)
+
+
+def gumbel(keys: Tensor, token_counters: Tensor) -> Tensor:
+    """Return independent standard Gumbel noise -log(E), E exponential, float32 of the shape of `hashes`.
+
+    E = -log(1 - u) with u in (0, 1) of 54 bits: the resolution is finest where E is small, which is where
+    an unlikely token wins. All values are finite (from -2.9 to 37.5), so a masked token stays masked.
+    """
+    bits = _shift_right(hashes(keys, token_counters), _BITS - _UNIFORM_BITS)
+    bits |= 1  # never zero
+    uniform = bits.to(torch.float32)
+    uniform *= 2.0**-_UNIFORM_BITS
+    uniform.clamp_(max=_LARGEST_UNIFORM)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _shift_right(x: Tensor, num_bits: int) -> Tensor:
+    """Shift logically: torch's shift is arithmetic, so the copies of the sign bit are masked off."""
+    shifted = x >> num_bits
+    shifted &= (1 << (_BITS - num_bits)) - 1
+    return shifted

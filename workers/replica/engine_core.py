@@ -63,10 +63,9 @@ from workers.messages import (
     StepReport,
     Submission,
 )
-from workers.replica.gateway_links import GatewayLinks
+from workers.replica.gateway_links import GatewayLinks, ReplicaReports
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher
-from workers.replica.replica_reports import ReplicaReports
 from workers.replica.requests import Requests
 from workers.replica.step_loop import Capability, StepLoop, StepStats
 from workers.scheduler.block_pool import BlockPool

@@ -12,8 +12,7 @@ from workers.config import EngineConfig
 from workers.errors import CapacityError
 from workers.messages import Submission
 from workers.scheduler.block_tables import BlockTables
-from workers.scheduler.isolation import Isolation
-from workers.scheduler.lifecycle import Lifecycle
+from workers.scheduler.lifecycle import Isolation, Lifecycle
 from workers.scheduler.offload import Offloader
 from workers.scheduler.sequence import LandingState, Phase, Request, Sequence, StoreLoad
 from workers.scheduler.step import (

@@ -24,8 +24,7 @@ from workers.messages import (
     TokenDelta,
 )
 from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.isolation import Isolation
-from workers.scheduler.lifecycle import Lifecycle, SequenceMigration
+from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
 from workers.scheduler.sequence import LandingState, Phase, Sequence, StoreLoad

@@ -9,9 +9,9 @@ One node with one replica. Blocks are those of the trace (512 tokens in the Moon
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ POLICIES: tuple[Policy, ...] = ("lru", "all", "seen_twice", "adaptive")
 _SPACE = b""
 _SHARD = Shard(0, 1, 0, 1)
 _TENANT = "trace"
+L = TypeVar("L")
 
 
 class TierSizes(NamedTuple):
@@ -85,19 +86,22 @@ class _Line(msgspec.Struct):
 def read_trace(path: Path) -> list[list[int]]:
     """A trace in Mooncake's format: the full blocks of each line, as only these are ever stored. `StoreError`
     names the line that is none."""
-    decoder = msgspec.json.Decoder(_Line)
-    trace = []
+    lines = read_lines(path, _Line)
+    return [request.hash_ids[: request.input_length // TRACE_BLOCK_TOKENS] for request in lines]
+
+
+def read_lines(path: Path, kind: type[L]) -> Iterator[L]:
+    """Yield each line of a file of JSON lines; `StoreError` names the line that is not of this kind."""
+    decoder = msgspec.json.Decoder(kind)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    request = decoder.decode(line)
+                    yield decoder.decode(line)
                 except msgspec.MsgspecError as error:
                     raise StoreError(f"{path}, line {number}: {error}") from error
-                trace.append(request.hash_ids[: request.input_length // TRACE_BLOCK_TOKENS])
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
-    return trace
 
 
 def simulate(trace: Trace, sizes: TierSizes, policy: Policy) -> Outcome:

@@ -1,7 +1,7 @@
 """Bind the CPU kernels of `kernels.cpp` to tensors; they are compiled at first use
 (`kvtransfer.common.compiler`).
 
-`workers.model.layers` and `attention` call `load()`. Without a compiler, or on another device or dtype, the
+`workers.model.decoder` and `attention` call `load()`. Without a compiler, or on another device or dtype, the
 torch code beside each call runs instead: the same numbers up to rounding, with more memory traffic."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Find in each row of float32 logits [num_rows, vocab_size] the token with the largest logit /
         temperature + noise, among those whose logit / temperature is at least `least`. `temperature` and
-        `least` are float32 [num_rows, 1]; `keys` [num_rows] are those of `workers.rank.noise`. Returns
+        `least` are float32 [num_rows, 1]; `keys` [num_rows] are those of `workers.rank.sampler`. Returns
         tokens, best and second best scores, [num_rows]; the scores are exact up to the rounding of
         logarithms."""
         num_rows, vocab_size = logits.shape
