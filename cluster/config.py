@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -265,7 +266,7 @@ class ClusterConfig(_Settings):
         if unknown := sorted(set(self.scaling.pools) - set(names)):
             raise ValueError(f"scaling.pools.{unknown[0]}: there is no pool of this name")
         for field in ("engine.block_tokens", "dtype", "weight_dtype"):
-            if len(values := {_value(pool, field) for pool in self.pools}) > 1:
+            if len(values := {attrgetter(field)(pool) for pool in self.pools}) > 1:
                 raise ValueError(
                     f"pools: {field} must be equal in all pools, which exchange KV; found {sorted(values)}"
                 )
@@ -362,14 +363,6 @@ def default_config(
 def _suits_all(transport: str, devices: tuple[Device, ...]) -> bool:
     """Whether the transport suits memory on each of the devices, at least on one host."""
     return not any(TRANSPORTS[transport].unsuited(device, is_same_host=True) for device in devices)
-
-
-def _value(pool: PoolConfig, field: str) -> str | int:
-    value: Any = pool
-    for name in field.split("."):
-        value = getattr(value, name)
-    assert isinstance(value, str | int)
-    return value
 
 
 def _field_path(location: tuple[int | str, ...]) -> str:

@@ -298,22 +298,9 @@ def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
     """Return a table of the pools, then the latest changes, oldest first."""
     if not status.pools:
         return []
-    parts: list[RenderableType] = [_table(status.pools)]
-    parts += [Text(move_line(move)) for move in status.moves[-_NUM_MOVES:]]
-    return [*parts, Text("")] if status.moves else parts
-
-
-def move_line(move: pb.ScalingMove) -> str:
-    """Return `2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
-    at = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    counts = f" {move.before} -> {move.after}" if move.before != move.after else ""
-    return f"{at} {move.pool}{counts} by {move.by}: {move.reason}"
-
-
-def _table(pools: Sequence[pb.Pool]) -> Table:
     numbers = "configured", "desired", "ready", "lent", "limits"
     table = made_table("pools", "pool", "role", "chosen by", numbers=numbers)
-    for pool in pools:
+    for pool in status.pools:
         late = pool.num_ready != pool.desired
         table.add_row(
             pool.name,
@@ -325,7 +312,15 @@ def _table(pools: Sequence[pb.Pool]) -> Table:
             str(pool.num_lent) if pool.num_lent else NONE,
             f"{pool.min}-{pool.max}" if pool.max else NONE,
         )
-    return table
+    moves = [Text(move_line(move)) for move in status.moves[-_NUM_MOVES:]]
+    return [table, *moves, Text("")] if moves else [table]
+
+
+def move_line(move: pb.ScalingMove) -> str:
+    """Return `2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
+    at = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    counts = f" {move.before} -> {move.after}" if move.before != move.after else ""
+    return f"{at} {move.pool}{counts} by {move.by}: {move.reason}"
 
 
 def _chosen_by(pool: pb.Pool) -> str:

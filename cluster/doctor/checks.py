@@ -185,13 +185,14 @@ class Live:
     paths: Sequence[pb.ReplicaPaths] = ()
 
     def growth(self, count: Callable[[pb.Load], int]) -> dict[str, int]:
-        """Return by replica how much a counter grew between the two looks; new replicas are left out."""
+        """Return by replica how much a counter grew between the two looks, where it did; new replicas are
+        left out."""
         earlier = {(item.replica_id, item.epoch): count(item.load) for item in self.before.replicas}
-        return {
-            item.replica_id: count(item.load) - earlier[item.replica_id, item.epoch]
+        grown = {
+            item.replica_id: count(item.load) - earlier.get((item.replica_id, item.epoch), count(item.load))
             for item in self.status.replicas
-            if (item.replica_id, item.epoch) in earlier
         }
+        return {name: growth for name, growth in grown.items() if growth}
 
     def tiers(self) -> Iterator[tuple[str, pb.StoreTier, pb.StoreTier]]:
         """Yield host, each tier of its store, and the same tier before."""

@@ -106,7 +106,10 @@ def governor(context: CheckContext) -> Iterator[CheckResult]:
     files = (context.machine.sys / "devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
     found = Counter(read(file).strip() for file in files)
     slow = [name for name in found if name in ("powersave", "conservative", "ondemand")]
-    if slow and not _is_hardware_managed(context.machine):
+    # In active mode of these drivers the processor sets its clock itself, `powersave` or not.
+    drivers = (context.machine.sys / "devices/system/cpu" / name for name in ("intel_pstate", "amd_pstate"))
+    is_hardware_managed = any(read(driver / "status").strip() == "active" for driver in drivers)
+    if slow and not is_hardware_managed:
         yield warning(
             f"CPU governor {', '.join(slow)} on {sum(found[name] for name in slow)} processors",
             "short steps end before the clock has risen: latency varies and is higher than it need be",
@@ -114,15 +117,6 @@ def governor(context: CheckContext) -> Iterator[CheckResult]:
         )
     elif found:
         yield ok(f"CPU governor {', '.join(sorted(found))}")
-
-
-def _is_hardware_managed(machine: Machine) -> bool:
-    """Whether the processor sets its clock itself: in active mode of intel_pstate or amd_pstate `powersave`
-    does that."""
-    return any(
-        read(machine.sys / "devices/system/cpu" / name / "status").strip() == "active"
-        for name in ("intel_pstate", "amd_pstate")
-    )
 
 
 def numa(context: CheckContext) -> Iterator[CheckResult]:
@@ -321,7 +315,10 @@ def infiniband(context: CheckContext) -> Iterator[CheckResult]:
                 "ranks here do not offer rdma",
                 "correct the name (`ls /sys/class/infiniband`), or leave the list empty",
             )
-    ports = {_port(state): read(state).strip() for state in sorted(folder.glob("*/ports/*/state"))}
+    ports = {
+        f"{state.parts[-4]}:{state.parts[-2]}": read(state).strip()
+        for state in sorted(folder.glob("*/ports/*/state"))
+    }
     down = [f"{name} ({state})" for name, state in ports.items() if "ACTIVE" not in state]
     if down:
         yield warning(
@@ -360,10 +357,6 @@ def _speed(path: Path) -> float:
     """Parse `16.0 GT/s PCIe` as 16.0; 0: unknown."""
     found = re.match(r"([\d.]+) GT/s", read(path))
     return float(found[1]) if found else 0.0
-
-
-def _port(state: Path) -> str:
-    return f"{state.parts[-4]}:{state.parts[-2]}"
 
 
 CHECKS = (

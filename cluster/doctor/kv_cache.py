@@ -201,13 +201,12 @@ def unstored(live: Live) -> Iterator[CheckResult]:
     ):
         grown = live.growth(lambda load, name=cause: load.num_unstored_blocks.get(name, 0))  # type: ignore[misc]
         for replica, count in grown.items():
-            if count:
-                yield note(
-                    f"{replica}: {count} finished blocks were not stored while we looked ({cause})",
-                    why,
-                    "a larger store.dram_gb for refused, a larger engine.write_queue for queue",
-                    num_blocks=count,
-                )
+            yield note(
+                f"{replica}: {count} finished blocks were not stored while we looked ({cause})",
+                why,
+                "a larger store.dram_gb for refused, a larger engine.write_queue for queue",
+                num_blocks=count,
+            )
 
 
 CHECKS = (

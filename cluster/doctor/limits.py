@@ -27,7 +27,7 @@ def open_files(context: CheckContext) -> Iterator[CheckResult]:
     soft, hard = limits
     usable, needed = max(soft, min(hard, _RAY_RAISES_TO)), context.needs.open_files
     seen = f"{_count(usable)} open files allowed to a process (soft {_count(soft)}, hard {_count(hard)})"
-    figures: Figures = {"allowed": _finite(usable), "needed": needed}
+    figures: Figures = {"allowed": -1 if usable == float("inf") else int(usable), "needed": needed}
     if usable < needed:
         yield error(
             f"{seen}; the busiest process may need {needed}",
@@ -215,7 +215,3 @@ def _breakdown(needs: Needs) -> str:
 
 def _count(value: float) -> str:
     return "any number of" if value == float("inf") else f"{value:.0f}"
-
-
-def _finite(value: float) -> int:
-    return -1 if value == float("inf") else int(value)

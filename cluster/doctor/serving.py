@@ -144,10 +144,7 @@ def decode_cause(live: Live) -> Cause:
             f"{listed} lie in host memory and are brought to the device in every step",
             "more decode replicas or engine.kv_tokens; engine.offload_tokens: 0 has preemptions instead",
         )
-    preempted = {
-        name: count for name, count in live.growth(lambda load: load.num_preemptions).items() if count
-    }
-    if preempted:
+    if preempted := live.growth(lambda load: load.num_preemptions):
         listed = ", ".join(f"{name} {count} times" for name, count in preempted.items())
         return Cause(
             "sequences are preempted",
@@ -188,13 +185,12 @@ def offloading(live: Live) -> Iterator[CheckResult]:
 
 def preemptions(live: Live) -> Iterator[CheckResult]:
     for name, count in live.growth(lambda load: load.num_preemptions).items():
-        if count:
-            yield warning(
-                f"{name}: {count} sequences were preempted while we looked",
-                "no blocks are free for their growth: what they had is loaded or computed again",
-                "more engine.kv_tokens or replicas, engine.offload_tokens, a larger transfer.growth_reserve",
-                num_preemptions=count,
-            )
+        yield warning(
+            f"{name}: {count} sequences were preempted while we looked",
+            "no blocks are free for their growth: what they had is loaded or computed again",
+            "more engine.kv_tokens or replicas, engine.offload_tokens, a larger transfer.growth_reserve",
+            num_preemptions=count,
+        )
 
 
 def failures(live: Live) -> Iterator[CheckResult]:

@@ -539,10 +539,3 @@ SECTIONS = {
 }
 # By name.
 METRICS = {metric.name: metric for section in SECTIONS.values() for metric in section}
-
-
-def series_names(metric: Metric) -> tuple[str, ...]:
-    """Under which Prometheus knows it, without `ray_tandem_`."""
-    if metric.kind == "histogram":
-        return tuple(f"{metric.name}_{part}" for part in ("bucket", "sum", "count"))
-    return (metric.name,)

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cluster.metrics.definitions import BATCH_SIZE, SECTIONS, STORES
-from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters
-from cluster.metrics.histogram import cumulative
+from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters, cumulative
 from cluster.metrics.registry import MetricsRegistry
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.store.messages import StoreStat
-from workers.stats_record import PathMeasure, ReplicaStats
+from workers.stats_record import ReplicaStats
 
 _GB = 1e9
 _REQUESTS = [metric for metric in SECTIONS["Requests"] if metric.field]
@@ -138,7 +137,13 @@ class ReplicaMetrics:
     def _update_paths(self, stats: ReplicaStats) -> None:
         gone, self._paths = self._paths, {}
         for path in stats.paths:
-            labels = _path_labels(path)
+            labels = {
+                "peer": path.peer.replica_id,
+                "rank": str(path.rank),
+                "peer_rank": str(path.peer_rank),
+                "transport": path.transport or "none",
+                "device": path.device,
+            }
             self._paths[tuple(labels.values())] = labels
             self._registry.set("path_bytes_per_second", path.gb_s * _GB, **labels)
             self._registry.set("path_latency_seconds", path.latency_us * 1e-6, **labels)
@@ -165,13 +170,3 @@ class StoreMetrics:
         registry.export(_INDEX, stat.index)
         for state in _INDEX_STATES:
             registry.set("store_index_state", float(state == stat.index.state), state=state)
-
-
-def _path_labels(path: PathMeasure) -> dict[str, str]:
-    return {
-        "peer": path.peer.replica_id,
-        "rank": str(path.rank),
-        "peer_rank": str(path.peer_rank),
-        "transport": path.transport or "none",
-        "device": path.device,
-    }

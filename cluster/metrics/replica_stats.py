@@ -17,8 +17,6 @@ class _Renamed(NamedTuple):
 
 
 RENAMED = {"decode_step_ms": _Renamed("decode_step_s", 1e3)}
-# Of the report, not of the replica.
-AGE = "age_s"
 SHARED = tuple(
     field.name for field in pb.Load.DESCRIPTOR.fields if field.name in ReplicaStats.__struct_fields__
 )

@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError
 from cluster.metrics.config import TracingConfig
-from cluster.metrics.ended_request import EndedRequest
+from cluster.metrics.ended_request import EndedRequest, Summary, TimelineEntry
 from kvtransfer.common.clock import Clock
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from cluster.metrics.ended_request import Summary, TimelineEntry
 
 _QUEUE_SPANS = 4096
 _BATCH_SPANS = 512
@@ -322,8 +319,3 @@ def _request_attributes(ended: EndedRequest) -> dict[str, str | int | float]:
         if ended.ttft_s is not None:
             attributes["tandem.ttft_ms"] = 1e3 * ended.ttft_s
     return attributes
-
-
-def flatten(stage: Stage) -> Sequence[Stage]:
-    """The stage and all within it, outer ones first."""
-    return [stage, *(inner for part in stage.stages for inner in flatten(part))]

@@ -7,13 +7,14 @@ live, `replay` over a trace. docs/scaling.md explains the reasoning.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.forecast_replicas import ReplicaNeed
 from cluster.scaling.policy_input import (
     HYSTERESIS,
+    OTHER_ROLE,
     PolicyView,
     PoolMove,
     ReplicaKind,
@@ -23,8 +24,10 @@ from cluster.scaling.policy_input import (
 )
 from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView
 
-__all__ = ["PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
+__all__ = ["Policy", "PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
 
+# Decides what to change: `decide`, or what it is compared with.
+Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], ScalingPlan]
 _MIN_STALE_S = 10.0
 
 
@@ -202,8 +205,6 @@ def _into_limits(view: PolicyView, pools: Sequence[PoolView]) -> list[PoolMove]:
 # ----------------------------------------------------------------------------------------------
 # Which replicas play the other role: idle ones, where that role is short, until home needs them.
 
-_OTHER = {PREFILL: DECODE, DECODE: PREFILL}
-
 
 def role_changes(
     view: PolicyView, needs: Mapping[str, ReplicaNeed], lasting: Mapping[str, ReplicaNeed]
@@ -211,13 +212,13 @@ def role_changes(
     """Returns first. At most one replica at a time is assigned in each direction, and is seen at work for
     `lend_after_s` before the next."""
     changes: list[RoleAssignment | RoleReturn] = []
-    for home, other in _OTHER.items():
+    for home, other in OTHER_ROLE.items():
         if home in view.kinds and other in view.kinds:
             changes += _returns(view, view.kinds[home], view.kinds[other], needs, lasting)
     if not view.config.lend_roles:
         return tuple(changes)
     returned = {change.pool for change in changes}
-    for home, other in _OTHER.items():
+    for home, other in OTHER_ROLE.items():
         if home in view.kinds and other in view.kinds:
             source = view.kinds[home]
             if not returned & {pool.name for kind in (source, view.kinds[other]) for pool in kind.pools}:

@@ -36,6 +36,8 @@ from cluster.scaling.samples import (
     may_prefill,
 )
 
+# By home role: the other one that a replica may play.
+OTHER_ROLE = {PREFILL: DECODE, DECODE: PREFILL}
 # A pool shrinks only where the smaller one could serve this much more than the demand.
 HYSTERESIS = 1.2
 # Of the samples that must show could do with one replica less.
@@ -186,7 +188,7 @@ def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Replica
         own = tuple(pool for pool in pools if kind_of(pool.role, has_prefill=has_prefill) == name)
         if not own:
             continue
-        num_borrowed = sum(len(pool.assigned) for pool in pools if _borrower(pool.role) == name)
+        num_borrowed = sum(len(pool.assigned) for pool in pools if OTHER_ROLE.get(pool.role) == name)
         found[name] = ReplicaKind(
             name,
             own,
@@ -196,11 +198,6 @@ def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Replica
             reach=sum(_most(pool) for pool in own),
         )
     return found
-
-
-def _borrower(role: str) -> str:
-    """The other role that replicas of this home role may play; "": none."""
-    return {PREFILL: DECODE, DECODE: PREFILL}.get(role, "")
 
 
 def _most(pool: PoolView) -> int:

@@ -125,15 +125,6 @@ class ReactiveSignals:
 
     # --------------------------------------------------------------------------------- prompts that wait
 
-    def queue_s(self, side: Side) -> float:
-        """How long the backlog keeps the replicas busy."""
-        return side.num_backlog_tokens / side.prefill_tok_s if side.prefill_tok_s > 0 else 0.0
-
-    @property
-    def _prompt_s(self) -> float:
-        prompt, tok_s = self._sizes.prompt, self._rates.prefill_tok_s
-        return prompt.mean / tok_s if prompt and tok_s > 0 else 0.0
-
     def _queue(self, kind: str) -> Shortage | None:
         sides = self.sides(kind)
         if not sides or not all(side.prefill_tok_s > 0 for side in sides):
@@ -141,17 +132,19 @@ class ReactiveSignals:
         # One long prompt is computed by one replica, so as many requests as replicas are no queue.
         if any(side.num_running + side.num_waiting <= side.num_replicas for side in sides):
             return None
-        slo_s, own_s = self._config.ttft_slo_s, self._prompt_s
+        slo_s, prompt, tok_s = self._config.ttft_slo_s, self._sizes.prompt, self._rates.prefill_tok_s
+        own_s = prompt.mean / tok_s if prompt and tok_s > 0 else 0.0
         late = late_share(self._samples, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
         allowed_s = slo_s - own_s if own_s < slo_s else slo_s
-        queue_s = min(self.queue_s(side) for side in sides)
+        # How long the backlog keeps the replicas busy.
+        queue_s = min(side.num_backlog_tokens / side.prefill_tok_s for side in sides)
         if queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
             return None
         latest = sides[-1]
         wanted = self._to_clear(latest)
         reason = (
             f"{latest.num_backlog_tokens} prompt tokens wait, {queue_s:.1f} s for {latest.num_replicas} "
-            f"replicas at {self._rates.prefill_tok_s:.0f} tok/s each; {slo_s:g} s is the objective for the "
+            f"replicas at {tok_s:.0f} tok/s each; {slo_s:g} s is the objective for the "
             "first token"
         )
         if late > TAIL:

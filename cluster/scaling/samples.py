@@ -219,7 +219,13 @@ class GatewayReports:
         replicas: dict[str, ReplicaSample] = {}
         for report in self._latest.values():
             for replica in report.status.replicas:
-                seen = _replica(replica, now - report.received_at)
+                seen = ReplicaSample(
+                    replica_id=replica.replica_id,
+                    pool=replica.pool,
+                    role=replica.role,
+                    age_s=replica.load.age_s + (now - report.received_at),
+                    **stats_of(replica.load),
+                )
                 known = replicas.get(seen.replica_id)
                 if replica.state == _READY and (known is None or seen.age_s < known.age_s):
                     replicas[seen.replica_id] = seen
@@ -257,13 +263,3 @@ def pool_views(
             )
         )
     return tuple(views)
-
-
-def _replica(replica: pb.Replica, report_age_s: float) -> ReplicaSample:
-    return ReplicaSample(
-        replica_id=replica.replica_id,
-        pool=replica.pool,
-        role=replica.role,
-        age_s=replica.load.age_s + report_age_s,
-        **stats_of(replica.load),
-    )

@@ -11,12 +11,11 @@ from cluster.errors import DashboardError, RosterAwayError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import DropLease, Observed, RoleLease, RosterView, ScalingMove, SetDesired
 from cluster.roster.state import ScalingRoster
-from cluster.scaling.config import ScalingConfig
 from cluster.scaling.counts import KeptCounts
-from cluster.scaling.policy import RoleAssignment, ScalingPlan, decide, history_span_s
+from cluster.scaling.policy import Policy, RoleAssignment, ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import Action, Reconciler, RestoreRoles, SetTarget
 from cluster.scaling.roles import RoleTable
-from cluster.scaling.samples import GatewayReports, History, PoolView, pool_views
+from cluster.scaling.samples import GatewayReports, History, pool_views
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 
@@ -24,7 +23,6 @@ from kvtransfer.common.clock import Clock
 _MISSED_REPORTS = 4
 _NUMBER = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
-Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], ScalingPlan]
 
 
 class Scaler:

@@ -70,7 +70,7 @@ class ServeClient:
     """
 
     def __init__(self, url: str, app: str, token: str) -> None:
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._app = app
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
@@ -85,15 +85,9 @@ class ServeClient:
         assert self._session is not None
         await self._session.close()
 
-    @property
-    def url(self) -> str:
-        return self._url
-
     async def application(self) -> AppTargets | None:
         """What Serve has in mind for the pools; None while it does not know the application."""
-        status, text = await self._ask("GET", "/api/serve/applications/", None)
-        if status != 200:
-            raise self._refusal(status, text, "")
+        text = await self._ask("GET", "/api/serve/applications/")
         try:
             instance = msgspec.json.decode(text, type=_Instance)
         except msgspec.MsgspecError as error:
@@ -105,38 +99,37 @@ class ServeClient:
         """Set the target of the pool. When this returns, Serve has it and keeps it over its restarts."""
         deployment = deployment_name(pool)
         path = f"/api/v1/applications/{quote(self._app)}/deployments/{quote(deployment)}/scale"
-        status, text = await self._ask("POST", path, {"target_num_replicas": num_replicas})
-        if status != 200:
-            raise self._refusal(status, text, pool)
+        await self._ask("POST", path, {"target_num_replicas": num_replicas}, pool)
 
     async def get(self, path: str) -> bytes:
         """The body of another of the dashboard's answers."""
-        status, text = await self._ask("GET", path, None)
-        if status != 200:
-            raise self._refusal(status, text, "")
-        return text.encode()
+        return (await self._ask("GET", path)).encode()
 
-    async def _ask(self, method: str, path: str, body: dict[str, int] | None) -> tuple[int, str]:
+    async def _ask(self, method: str, path: str, body: dict[str, int] | None = None, pool: str = "") -> str:
+        """The text of the answer; `pool` is the one that the request is about."""
         assert self._session is not None
         try:
             async with self._session.request(
-                method, self._url + path, json=body, headers=self._headers, allow_redirects=False
+                method, self.url + path, json=body, headers=self._headers, allow_redirects=False
             ) as reply:
-                return reply.status, await reply.text(errors="replace")
+                status, text = reply.status, await reply.text(errors="replace")
         except TimeoutError as error:
             problem = f"did not answer within {_ANSWER_S:g} s"
-            raise DashboardAwayError(f"Ray's dashboard at {self._url} {problem}") from error
+            raise DashboardAwayError(f"Ray's dashboard at {self.url} {problem}") from error
         except (aiohttp.ClientError, ValueError) as error:
             problem = (
                 f"cannot be reached ({error}); does the head node run with one, and is this its address?"
             )
-            raise DashboardAwayError(f"Ray's dashboard at {self._url} {problem}") from error
+            raise DashboardAwayError(f"Ray's dashboard at {self.url} {problem}") from error
+        if status != 200:
+            raise self._refusal(status, text, pool)
+        return text
 
     def _no_dashboard(self, answer: str) -> DashboardError:
-        return DashboardError(f"what answers at {self._url} is no dashboard of Ray 2.60 or later: {answer}")
+        return DashboardError(f"what answers at {self.url} is no dashboard of Ray 2.60 or later: {answer}")
 
     def _refusal(self, status: int, text: str, pool: str) -> DashboardError:
-        answer, dashboard = _answer_of(text), f"Ray's dashboard at {self._url}"
+        answer, dashboard = _answer_of(text), f"Ray's dashboard at {self.url}"
         if status == 401:
             remedy = "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             return TokenRefusedError(f"{dashboard} wants the Ray token: {remedy}")

@@ -13,13 +13,13 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cluster.metrics.gateway_counters import Demand
 from cluster.roster.messages import ScalingMove
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import StepCost
-from cluster.scaling.policy import decide, history_span_s
+from cluster.scaling.policy import Policy, decide, history_span_s
 from cluster.scaling.policy_input import PoolMove, RoleAssignment, ScalingPlan
 from cluster.scaling.reactive import NUM_SAMPLES
 from cluster.scaling.samples import (
@@ -325,7 +325,6 @@ class SimulatedCluster:
         while replica.batch and replica.batch[0][0] <= replica.progress:
             end, _, job = heapq.heappop(replica.batch)
             self._leave_batch(replica, end, job)
-            replica.held_tokens -= job.kv_tokens
             job.remaining_output = 0
             self._end(job)
         while replica.used_tokens > self._model.kv_tokens and len(replica.batch) > 1:
@@ -333,6 +332,7 @@ class SimulatedCluster:
 
     def _leave_batch(self, replica: SimulatedReplica, end: float, job: SimulatedRequest) -> None:
         replica.joined_progress -= end - job.remaining_output
+        replica.held_tokens -= job.kv_tokens
 
     def _preempt(self, replica: SimulatedReplica) -> None:
         """The last that joined computes its prompt and output again, somewhere."""
@@ -341,7 +341,6 @@ class SimulatedCluster:
         heapq.heapify(replica.batch)
         end, _, job = entry
         self._leave_batch(replica, end, job)
-        replica.held_tokens -= job.kv_tokens
         replica.num_preemptions += 1
         self.outcomes.num_preemptions += 1
         job.remaining_output = max(1, round(end - replica.progress))
@@ -357,8 +356,8 @@ class SimulatedCluster:
     def take_sample(self) -> ScalingSample:
         """As the scaler sees the cluster; the demand since the last call."""
         demand, self._counted = self._counted, Demand()
-        ready = (each for each in self.replicas if each.ready_at <= self.now and not each.is_leaving)
-        return ScalingSample(self.now, dict(self.desired), tuple(each.sample() for each in ready), demand)
+        samples = tuple(each.sample() for each in self._serving())
+        return ScalingSample(self.now, dict(self.desired), samples, demand)
 
     @property
     def is_idle(self) -> bool:
@@ -383,30 +382,12 @@ class SimulatedCluster:
 _TAIL_S = 3600.0
 
 
-class Scheme(Protocol):
-    """Whoever decides counts: `cluster.scaling.policy.decide`, or what it is compared with."""
-
-    def __call__(
-        self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
-    ) -> ScalingPlan: ...
-
-
-class CountChange(NamedTuple):
-    """What was done, and when: a `PoolMove`, `RoleAssignment` or `Recall` as text and counts."""
-
-    at: float
-    pool: str
-    before: int
-    after: int
-    reason: str
-
-
 @dataclass(slots=True, kw_only=True)
 class Replayed(Outcomes):
     """How a trace went."""
 
     # Moves of counts.
-    changes: list[CountChange]
+    changes: list[ScalingMove]
     role_changes: list[tuple[float, str]]
     # Desired, at every look.
     counts: list[tuple[float, dict[str, int]]]
@@ -452,7 +433,7 @@ def replay(
     pools: Sequence[PoolView],
     model: ServiceModel,
     config: ScalingConfig,
-    scheme: Scheme = decide,
+    scheme: Policy = decide,
 ) -> Replayed:
     """The trace from its beginning until all is answered. `pools` say what there is at the start."""
     return _Replay(pools, model, config, scheme).run(sorted(arrivals))
@@ -462,16 +443,15 @@ class _Replay:
     """One run: the cluster, and what the scaler actor and the roster remember."""
 
     def __init__(
-        self, pools: Sequence[PoolView], model: ServiceModel, config: ScalingConfig, scheme: Scheme
+        self, pools: Sequence[PoolView], model: ServiceModel, config: ScalingConfig, scheme: Policy
     ) -> None:
         self._pools = tuple(pools)
         self._config = config
         self._scheme = scheme
         self._cluster = SimulatedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
         self._history = History(history_span_s(config))
-        self._moves: list[ScalingMove] = []
         self._assigned: dict[str, tuple[str, float]] = {}
-        self._changes: list[CountChange] = []
+        self._changes: list[ScalingMove] = []
         self._role_changes: list[tuple[float, str]] = []
         self._counts: list[tuple[float, dict[str, int]]] = []
         self._notes: dict[str, float] = {}
@@ -520,8 +500,7 @@ class _Replay:
             self._switch(replica_id, home, "")
             self._role_changes.append((at, f"RoleReturn {replica_id}: pool {move.pool} goes to {move.after}"))
         self._cluster.scale(move.pool, move.after)
-        self._moves.append(ScalingMove(at, move.pool, move.before, move.after, "autoscaler", move.reason))
-        self._changes.append(CountChange(at, *move))
+        self._changes.append(ScalingMove(at, move.pool, move.before, move.after, "autoscaler", move.reason))
 
     def _switch(self, replica_id: str, pool: str, role: str) -> None:
         """`role` "": back to its pool's."""
@@ -534,7 +513,7 @@ class _Replay:
     def _views(self) -> list[PoolView]:
         views = []
         for pool in self._pools:
-            grew_at, changed_at = last_changes(pool.name, self._moves)
+            grew_at, changed_at = last_changes(pool.name, self._changes)
             assigned = tuple(
                 (key, since) for key, (home, since) in self._assigned.items() if home == pool.name
             )

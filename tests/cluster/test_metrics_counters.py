@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.metrics.ended_request import Caller, EndedRequest, RoutedAttempt, SampleResult, Summary
-from cluster.metrics.gateway_counters import CURVE_S, RING_S, GatewayCounters, cached_by_tier
-from cluster.metrics.histogram import Histogram, Spread
+from cluster.metrics.gateway_counters import (
+    CURVE_S,
+    RING_S,
+    GatewayCounters,
+    Histogram,
+    Spread,
+    cached_by_tier,
+)
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from router.messages import Decision
 from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes, TokenDelta

@@ -16,11 +16,12 @@ from prometheus import (
     panels,
     rule_queries,
     rules,
+    series_names,
     series_of,
     table,
 )
 
-from cluster.metrics.definitions import METRICS, SECTIONS, series_names
+from cluster.metrics.definitions import METRICS, SECTIONS
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.registry import MetricsRegistry

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from optional_programs import needs_prometheus
-from prometheus import DASHBOARDS, RULES, SERIES, Prometheus, Query, panel_queries, series_of
+from prometheus import DASHBOARDS, RULES, SERIES, Prometheus, Query, panel_queries, series_names, series_of
 from serving import TINY, RunningCluster, free_port
 
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
-from cluster.metrics.definitions import METRICS, NEEDS_FAULT, series_names
+from cluster.metrics.definitions import METRICS, NEEDS_FAULT
 from kvtransfer.common.clock import SystemClock
 
 pytestmark = [

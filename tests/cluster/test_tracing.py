@@ -18,7 +18,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import CallError, ConfigError
 from cluster.metrics.config import TracingConfig
 from cluster.metrics.ended_request import Caller, EndedRequest, Summary, TimelineEntry
-from cluster.metrics.tracing import Stage, check_tracing, flatten, request_stages
+from cluster.metrics.tracing import Stage, check_tracing, request_stages
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from kvtransfer.common.clock import SystemClock
@@ -225,6 +225,11 @@ def ended(
         ),
         timeline=tuple(TimelineEntry(at, name, "") for at, name in timeline),
     )
+
+
+def flatten(stage: Stage) -> list[Stage]:
+    """The stage and all within it, outer ones first."""
+    return [stage, *(inner for part in stage.stages for inner in flatten(part))]
 
 
 def times(stage: Stage) -> dict[str, tuple[float, float]]:

@@ -22,7 +22,7 @@ from optional_programs import find_program
 from patience import START_S
 from serving import free_port
 
-from cluster.metrics.definitions import METRICS, SECTIONS, Metric, series_names
+from cluster.metrics.definitions import METRICS, SECTIONS, Metric
 from kvtransfer.common.clock import SystemClock
 
 _START_S = START_S
@@ -109,6 +109,15 @@ class Prometheus:
 ROOT = Path(__file__).resolve().parent.parent.parent
 DASHBOARDS = tuple(sorted((ROOT / "helm" / "tandem" / "dashboards").glob("*.json")))
 RULES = ROOT / "helm" / "tandem" / "rules" / "tandem.yaml"
+
+
+def series_names(metric: Metric) -> tuple[str, ...]:
+    """The names that Prometheus has for the metric, without `ray_tandem_`."""
+    if metric.kind == "histogram":
+        return tuple(f"{metric.name}_{part}" for part in ("bucket", "sum", "count"))
+    return (metric.name,)
+
+
 # By the name at Prometheus.
 SERIES: dict[str, Metric] = {
     f"ray_tandem_{name}": metric for metric in METRICS.values() for name in series_names(metric)
