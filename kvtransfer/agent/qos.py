@@ -91,15 +91,10 @@ class TrafficRules:
         return 0.0
 
     def _held_back_s(self, traffic: TrafficClass, now: float) -> float:
+        """Return how long flows of higher classes still hold this class back, as far as is known now."""
         higher = CLASSES[: CLASSES.index(traffic)]
-        return max(
-            (_holds_s(each, now) for each in self._flows.values() if each.traffic in higher), default=0
-        )
-
-
-def _holds_s(flow: _FlowState, now: float) -> float:
-    """How long the flow still holds lower ones back, as far as is known now."""
-    return STALLED_S if flow.moving_since is None else flow.moving_since + STALLED_S - now
+        since = (each.moving_since for each in self._flows.values() if each.traffic in higher)
+        return max((STALLED_S if at is None else at + STALLED_S - now for at in since), default=0)
 
 
 class TrafficGovernor:

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
@@ -64,18 +64,6 @@ _BATCH_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
-class Driver(Protocol):
-    """What is needed of `CudaDriver`."""
-
-    def export(self, address: int) -> Exported: ...
-    def map(self, handle: bytes) -> int: ...
-    def unmap(self, handle: bytes) -> None: ...
-    def create_stream(self) -> int: ...
-    def destroy_stream(self, stream: int) -> None: ...
-    def copy(self, src: int, dst: int, grid: Grid, stream: int) -> None: ...
-    def synchronize(self, stream: int) -> None: ...
-
-
 class PoolOffer(Message, frozen=True):
     """Target to writer, after the welcome: the allocations that hold the pool and the scratch memory, and
     where in them these start."""
@@ -94,7 +82,7 @@ class CudaIpcListener(OneSidedListener):
 
     transport = "cuda_ipc"
 
-    def __init__(self, target: TargetRank, pool: DevicePool, driver: Driver) -> None:
+    def __init__(self, target: TargetRank, pool: DevicePool, driver: CudaDriver) -> None:
         self._scratch = pool.tensor.new_empty(SCRATCH_BYTES)
         exported = driver.export(pool.tensor.data_ptr())
         scratch = driver.export(self._scratch.data_ptr())
@@ -131,7 +119,7 @@ class CudaIpcListener(OneSidedListener):
 class Mapped:
     """The target's memory in this process, and a stream to copy on."""
 
-    def __init__(self, driver: Driver, offer: PoolOffer) -> None:
+    def __init__(self, driver: CudaDriver, offer: PoolOffer) -> None:
         self.driver = driver
         with contextlib.ExitStack() as undo:
             self.stream = driver.create_stream()
@@ -256,7 +244,7 @@ def connect(
 
 
 def connect_over(
-    driver: Driver,
+    driver: CudaDriver,
     rank: WriterRank,
     pool: DevicePool,
     lane: Lane,

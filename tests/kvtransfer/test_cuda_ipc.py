@@ -42,6 +42,7 @@ from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import HELLO_CODEC, TargetRank, WriterRank
 from kvtransfer.transports.cuda_ipc import (
     HANDLE_BYTES,
+    CudaDriver,
     CudaIpcListener,
     Exported,
     Grid,
@@ -57,7 +58,7 @@ NUM_BLOCKS = 12
 MOVES = [(3, 7), (0, 5), (1, 6), (9, 0)]
 
 
-class HostDriver:
+class HostDriver(CudaDriver):
     """Memory of this process. As on a device, a copy is made at the latest when its stream is waited for:
     here only then."""
 

@@ -135,7 +135,7 @@ class StoreNode:
         try:
             hello = TO_OWNER_CODEC.decode(await stream.next_frame())
             assert isinstance(hello, OwnerHello)
-            await self.exchange.serve(stream, hello)
+            await self.exchange.sender.serve(stream, hello)
         finally:
             stream.abort()
 

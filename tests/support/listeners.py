@@ -79,7 +79,7 @@ async def _serve() -> None:
 
     from kvtransfer.common.clock import SystemClock
     from kvtransfer.rpc.stream import FrameStream, LinkServer
-    from kvtransfer.store.server.arena_manager import PeerConnection, StoreListener, await_end
+    from kvtransfer.store.server.arena_manager import PeerConnection, await_end, listen_for_peers
     from workers.rank.local_links import Switchboard
     from workers.replica.rank_group import RankGroup
 
@@ -120,7 +120,7 @@ async def _serve() -> None:
     over_tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
     addresses["store tcp"] = f"127.0.0.1:{over_tcp.getsockname()[1]}"
     doors = [
-        StoreListener(sock, SECRET, hold_stranger, spawn, SystemClock()) for sock in (over_unix, over_tcp)
+        listen_for_peers(sock, SECRET, hold_stranger, spawn, SystemClock()) for sock in (over_unix, over_tcp)
     ]
 
     with Rank(TARGET) as rank:

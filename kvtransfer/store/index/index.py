@@ -341,16 +341,17 @@ class HolderReader:
             lookup.found += holders
 
     async def _decode(self, values: Sequence[bytes | None]) -> list[tuple[Holder, ...]]:
-        entries = {value: tuple(self._others(value)) for value in set(values) if value is not None}
+        entries = {
+            value: tuple(entry for entry in decode_entries(value) if entry.node != self._own_number)
+            for value in set(values)
+            if value is not None
+        }
         unknown = {entry.node for some in entries.values() for entry in some} - self._nodes.keys()
         if unknown:
             await self._read_nodes(list(unknown))
         for value, some in entries.items():
             self._holders[value] = tuple(filter(None, map(self._holder, some)))
         return [() if value is None else self._holders[value] for value in values]
-
-    def _others(self, value: bytes) -> Iterable[Entry]:
-        return (entry for entry in decode_entries(value) if entry.node != self._own_number)
 
     async def _read_nodes(self, numbers: list[bytes]) -> None:
         values = await self._link.mget([node_key(self._namespace, number) for number in numbers])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -123,23 +123,6 @@ def simulate(trace: Trace, sizes: TierSizes, policy: Policy) -> Outcome:
     )
 
 
-class _Nvme(Protocol):
-    """Which records are on NVMe, and which leave."""
-
-    num_moved: int
-
-    def __contains__(self, record_id: RecordId) -> bool: ...
-
-    @property
-    def is_full(self) -> bool: ...
-
-    def write(self, record_id: RecordId) -> list[RecordId]:
-        """Take one more; those that leave for it."""
-
-    def use(self, record_id: RecordId) -> None:
-        """It was read from here, or hit in the host tier."""
-
-
 class SegmentLog:
     """As `NvmeTier`: the oldest segment leaves; of its records, those used since they were written there
     (read, or hit in the host tier) are written again at the end."""
@@ -159,6 +142,7 @@ class SegmentLog:
         return len(self._was_used) + self._segment_blocks > self._capacity
 
     def write(self, record_id: RecordId) -> list[RecordId]:
+        """Take one more record; return those that leave for it."""
         self._append(record_id)
         dropped = []
         while len(self._was_used) > self._capacity:
@@ -172,6 +156,7 @@ class SegmentLog:
         return dropped
 
     def use(self, record_id: RecordId) -> None:
+        """Note that a record was read from here, or hit in the host tier."""
         self._was_used[record_id] = True
 
     def _append(self, record_id: RecordId) -> None:
@@ -197,10 +182,12 @@ class PlainLru:
         return len(self._records) >= self._capacity
 
     def write(self, record_id: RecordId) -> list[RecordId]:
+        """Take one more record; return those that leave for it."""
         self._records[record_id] = None
         return [self._records.popitem(last=False)[0] for _ in range(len(self._records) - self._capacity)]
 
     def use(self, record_id: RecordId) -> None:
+        """Note that a record was read from here, or hit in the host tier."""
         self._records.move_to_end(record_id)
 
 
@@ -211,7 +198,7 @@ class _Node:
         self._sizes = sizes
         self._device: OrderedDict[int, None] = OrderedDict()
         self._dram = ChainLru()
-        self.nvme: _Nvme = PlainLru(sizes.nvme) if policy == "lru" else SegmentLog(sizes.nvme)
+        self.nvme: PlainLru | SegmentLog = PlainLru(sizes.nvme) if policy == "lru" else SegmentLog(sizes.nvme)
         self._admission = Admission("all" if policy == "lru" else policy, sizes.nvme)
         self._infos: dict[int, RecordInfo] = {}
         self.num_device_hits = 0

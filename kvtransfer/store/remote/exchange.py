@@ -113,7 +113,8 @@ class Exchange:
                 settings.host, settings.transports, prefetch_gb_s=settings.prefetch_gb_s
             ),
         )
-        self._sender = RecordSender(settings, records, self._agent.handle, spawn)
+        # Serves the owners that request records.
+        self.sender = RecordSender(settings, records, self._agent.handle, spawn)
 
     def stat(self) -> TierStat:
         """Return statistics of the records that other nodes sent; written bytes are those sent to them, and
@@ -126,7 +127,7 @@ class Exchange:
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_hit_bytes=self._num_hit_bytes,
-            num_written_bytes=self._sender.num_sent_bytes,
+            num_written_bytes=self.sender.num_sent_bytes,
             num_io_errors=self._num_failures,
             num_quarantined=sum(len(each.slots) for each in self._landings.values() if each.has_ended),
             read_gb_s=self.rate.gb_s,
@@ -137,11 +138,6 @@ class Exchange:
     def is_cooling(self, holder: ReplicaIdentity) -> bool:
         """Whether `fetch` would not contact that owner now, because it failed a short while ago."""
         return self._health.cooling_s(_key(holder), self._clock.now()) > 0
-
-    async def serve(self, stream: FrameStream, hello: OwnerHello) -> None:
-        """Serve an owner that requests records until its connection ends. `WireError` when it breaks the
-        protocol."""
-        await self._sender.serve(stream, hello)
 
     async def close(self) -> None:
         """End the agent, after the tasks that serve, fetch or were spawned have been cancelled."""
@@ -268,7 +264,7 @@ class Exchange:
                     landing.writer_gone(report)
                     self._forget(landing)
             case _:
-                self._sender.report(report)
+                self.sender.report(report)
 
     def _forget(self, landing: RecordLanding) -> None:
         if landing.is_over:

@@ -235,29 +235,21 @@ class PeerConnection(NamedTuple):
     is_local: bool
 
 
-class StoreListener:
-    """One listening socket. `serve(peer)` runs for the life of a connection, which is closed after it."""
+def listen_for_peers(
+    sock: socket.socket,
+    secret: bytes,
+    serve: Callable[[PeerConnection], Awaitable[None]],
+    spawn: Spawn,
+    clock: Clock,
+) -> ProvenListener:
+    """Listen on one socket. `serve(peer)` runs for the life of a connection, which is closed after it."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        secret: bytes,
-        serve: Callable[[PeerConnection], Awaitable[None]],
-        spawn: Spawn,
-        clock: Clock,
-    ) -> None:
-        self._serve = serve
-        self._is_local = sock.family == socket.AF_UNIX
-        self._listener = ProvenListener(sock, secret, self._receive_hello, spawn, clock, "store")
-
-    def close(self) -> None:
-        """Accept no more connections."""
-        self._listener.close()
-
-    async def _receive_hello(self, sock: socket.socket, name: str) -> None:
+    async def receive_hello(sock: socket.socket, name: str) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
-        await self._serve(PeerConnection(sock, name, hello, self._is_local))
+        await serve(PeerConnection(sock, name, hello, sock.family == socket.AF_UNIX))
+
+    return ProvenListener(sock, secret, receive_hello, spawn, clock, "store")
 
 
 async def refuse(peer: PeerConnection, reason: str) -> None:

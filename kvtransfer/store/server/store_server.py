@@ -1,8 +1,8 @@
 """The store server of a node, its *owner*: it alone decides what is kept where in DRAM and on NVMe; ranks
 copy.
 
-    engine cores, ranks, admins ----unix-----> StoreListener -> EngineSession | ArenaManager | AdminService
-    other owners, remote admins ----TCP------> StoreListener -> Exchange | AdminService
+    engine cores, ranks, admins ----unix-----> ProvenListener -> EngineSession | ArenaManager | AdminService
+    other owners, remote admins ----TCP------> ProvenListener -> Exchange | AdminService
     all of these -> StoreNode: catalog, disk, index
 
 `python -m kvtransfer.store.server.store_server` reads a `StoreServerSpec` frame from standard input.
@@ -30,6 +30,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
@@ -61,8 +62,8 @@ from kvtransfer.store.server.arena_manager import (
     ArenaManager,
     MappedRank,
     PeerConnection,
-    StoreListener,
     is_running,
+    listen_for_peers,
     refuse,
 )
 from kvtransfer.store.server.node import StoreNode
@@ -96,7 +97,7 @@ class StoreServer:
         self._arena_manager = ArenaManager(
             settings, clock, offer_wait_s, self._node.attach, self._rank_left, self._tasks.spawn
         )
-        self._listeners: list[StoreListener] = []
+        self._listeners: list[ProvenListener] = []
         self._sessions: dict[bytes, EngineSession] = {}
         self._admin = AdminService(self.identity, self._node, clock, self._sessions)
         self._sent_gb_s: dict[str, float] = {}
@@ -121,7 +122,7 @@ class StoreServer:
         for sock in (local, remote):
             sock.setblocking(False)
             self._listeners.append(
-                StoreListener(sock, self._settings.secret, self._serve, self._tasks.spawn, self._clock)
+                listen_for_peers(sock, self._settings.secret, self._serve, self._tasks.spawn, self._clock)
             )
 
     async def stop(self) -> None:
@@ -168,7 +169,7 @@ class StoreServer:
                 if exchange is None:
                     await refuse(peer, "the node has no host tier yet")
                 else:
-                    await exchange.serve(await frame_stream(peer.sock, peer.name), peer.hello)
+                    await exchange.sender.serve(await frame_stream(peer.sock, peer.name), peer.hello)
             case _:
                 await refuse(peer, f"expected a hello of protocol {STORE_PROTOCOL}")
 
