@@ -123,7 +123,7 @@ class Update:
         wanted += demands(new, self._cpus)
         if missing := shortages(wanted, free_resources(), node_resources()):
             raise StartError(
-                "the Ray cluster lacks resources for the new replicas beside the old ones:  "
+                "the Ray cluster lacks resources for the new replicas beside the old ones: "
                 + "; ".join(missing)
                 + "; surge: false of a pool, or of the gateway, has an old one leave first"
             )
