@@ -291,6 +291,8 @@ class Side:
         self.num_flips = 0
         self.num_broken_pushes = 0
         self._flipped: set[int] = set()
+        # Landings that the rank has closed: its gate refuses what is written for them afterwards.
+        self._closed: set[bytes] = set()
 
     def plan(self) -> bool:
         """Send a plan, if one is possible and not too many are out."""
@@ -345,6 +347,10 @@ class Side:
             case PushOrder() if self.num_broken_pushes:
                 self.num_broken_pushes -= 1
                 replica.kv_sender.report(0, PushFailed(order.push_id, order.landing_id, "broken on purpose"))
+            case PushOrder() if order.landing_id in self.other._closed:
+                replica.kv_sender.report(
+                    0, PushFailed(order.push_id, order.landing_id, "the landing is closed")
+                )
             case PushOrder():
                 for move in order.moves:
                     self._write(move.src_block, move.dst_block)
@@ -359,6 +365,7 @@ class Side:
                 self._flipped.difference_update(it.block_id for it in order.pieces)
                 replica.kv_receiver.report(0, Verified(order.landing_id, bad))
             case CloseLanding(landing_id):
+                self._closed.add(landing_id)
                 replica.kv_receiver.report(0, LandingClosed(landing_id, ()))
             case OpenLanding():
                 pass
