@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from optional_programs import needs_compiler, uses_compiler
 
 from workers.model import native
-from workers.model.decoder import rotate
+from workers.model.attention.torch_backend import rotate
 
 
 @pytest.fixture
