@@ -31,6 +31,7 @@ from workers.messages import (
     StepReport,
     TableChange,
 )
+from workers.model.attention.choice import choose_attention
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
@@ -136,7 +137,7 @@ class ModelRunner:
         self._own_slot = max_sequences
         self._runner = StepRunner(
             self._decoder,
-            self.kv,
+            choose_attention(self._decoder.attention_shape, self.kv),
             self.host,
             self._groups,
             block_tokens,
@@ -218,9 +219,7 @@ class ModelRunner:
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
             return None
-        shard = self._decoder.shard
-        windows = self.config.sliding_windows[shard.layer_start : shard.layer_end]
-        host = HostKv(self.kv, num_blocks, windows)
+        host = HostKv(self.kv, num_blocks)
         if self._offload_mode != "auto":
             host.use(self._offload_mode)
         return host

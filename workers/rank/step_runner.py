@@ -19,7 +19,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.errors import WorkerError
 from workers.messages import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport, TokenLogprob
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished, parallelize
@@ -91,8 +91,8 @@ class Ticket(NamedTuple):
 
 class StepRunner:
     """Runs the plans of one rank in order. `decoder` is its part of the model, which is joined here with
-    those of the stage's other ranks; `kv` is its pool of blocks and `host` those in host memory (None: there
-    are none).
+    those of the stage's other ranks; `attention` computes over `kv`, its pool of blocks, and `host` are those
+    in host memory (None: there are none).
 
     `launch` is `execute`, then `sample`. Both halves are there for slots whose next mask or whose end depends
     on the last token: what they need is made between the two, while the device computes."""
@@ -100,7 +100,7 @@ class StepRunner:
     def __init__(
         self,
         decoder: Decoder,
-        kv: Tensor,
+        attention: AttentionBackend,
         host: HostKv | None,
         groups: RankGroups,
         block_tokens: int,
@@ -112,7 +112,8 @@ class StepRunner:
     ) -> None:
         """`max_slots` may be in use at a time, with up to `max_context_tokens` each."""
         self._decoder = decoder
-        self._kv = kv
+        self._attention = attention
+        self._kv = kv = attention.kv
         self._host = host
         self._groups = groups
         self._block_tokens = block_tokens
@@ -219,24 +220,24 @@ class StepRunner:
         shape = (rows.num_tokens, self._decoder.config.hidden_size)
         self._unfinished.begin(rows.num_tokens, 0)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
-        self._decoder.run_layers(hidden, self._attention(rows), self._kv)
+        self._decoder.run_layers(hidden, self._plan(rows))
         event = self._event()
         if event is not None:
             event.synchronize()
 
-    def _attention(self, rows: PlannedRows) -> AttentionBatch:
-        spans = [
-            SequenceSpan(start, length, self.batch.table(slot))
-            for slot, start, length in zip(
-                rows.slots.tolist(), rows.starts.tolist(), rows.lengths.tolist(), strict=True
+    def _plan(self, rows: PlannedRows) -> AttentionPlan:
+        has_host = self._host is not None and self.batch.in_host[rows.slots].any()
+        return self._attention.plan(
+            StepInput(
+                tables=self.batch.tables,
+                slots=rows.slots,
+                starts=rows.starts,
+                lengths=rows.lengths,
+                block_tokens=self._block_tokens,
+                marks=self._step_faults,
+                host=self._host.reader if self._host is not None and has_host else None,
             )
-        ]
-        if self._host is None or not self.batch.in_host[rows.slots].any():
-            return AttentionBatch.build(spans, self._block_tokens, self._device, marks=self._step_faults)
-        reader = self._host.reader
-        batch = AttentionBatch.build(spans, self._block_tokens, self._device, reader, self._step_faults)
-        reader.begin(batch)
-        return batch
+        )
 
     def _change_slots(self, plan: StepPlan) -> None:
         if self._sampler is None:
@@ -308,14 +309,14 @@ class StepRunner:
         """Return hidden states [num_tokens, hidden_size] after this stage's layers, and what samples: at
         stages before the last without logits."""
         rows = part.rows
-        attention = self._attention(rows)
+        attention = self._plan(rows)
         if self._groups.is_first_stage:
             self._step_faults.at("embedding")
             hidden = self._decoder.embed(part.inputs.to(self._device, non_blocking=True))
             self.progress.mark_layer()
         else:
             hidden = part.inputs.clone()  # the layers overwrite it, and it may be needed again
-        hidden = self._decoder.run_layers(hidden, attention, self._kv)
+        hidden = self._decoder.run_layers(hidden, attention)
         sources = rows.sampling
         is_sampling = np.zeros(rows.num_sequences, np.bool_)
         is_sampling[sources] = True
