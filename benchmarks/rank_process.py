@@ -79,7 +79,7 @@ class RankProcess:
         spec = RankSpec(**{**fields, **changes})
         self._launched_at = _CLOCK.now()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "workers.rank.process"],
+            [sys.executable, "-m", "workers.rank.start"],
             stdin=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": str(spec.num_threads), **environment},
         )
