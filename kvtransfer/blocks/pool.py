@@ -207,7 +207,9 @@ class KvMemory:
         times a copy to it. Nobody need wait for the thread; what is written before it comes is taken then."""
         assert self._mapping is not None
         arguments = self._mapping, self.num_bytes, self._closed
-        self._populating = threading.Thread(target=_populate_all, args=arguments, name="kv-memory", daemon=True)
+        self._populating = threading.Thread(
+            target=_populate_all, args=arguments, name="kv-memory", daemon=True
+        )
         self._populating.start()
         return self._populating
 
