@@ -100,13 +100,14 @@ class ModelRunner:
         max_sequences: int = 64,
         shard: ShardSpec | None = None,
         groups: RankGroups | None = None,
+        fingerprint: FingerprintTask | None = None,
         num_offload_tokens: int = 0,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank).
-        Plans use the slots below `max_sequences`.
+        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
+        `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below `max_sequences`.
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
         the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with the
@@ -119,9 +120,9 @@ class ModelRunner:
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
         progress("loading weights")
-        with FingerprintTask(model_dir, clock) as fingerprint_task:
+        with fingerprint or FingerprintTask(model_dir, clock) as fingerprint_task:
             self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
-            fingerprint = fingerprint_task.result(progress)
+            model_fingerprint = fingerprint_task.result(progress)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
@@ -155,7 +156,7 @@ class ModelRunner:
             eos_token_ids=config.eos_token_ids,
             compatibility=CompatibilityRecord(
                 protocol=PROTOCOL_VERSION,
-                model_fingerprint=fingerprint,
+                model_fingerprint=model_fingerprint,
                 dtype=str(dtype).removeprefix("torch."),
                 weight_dtype=str(dtype).removeprefix("torch."),
                 block_tokens=block_tokens,
