@@ -30,6 +30,22 @@ class Epilogue(enum.IntEnum):
     STORE_FLOAT = 3
 
 
+class Workspace:
+    """Keeps the scratch tensors of a step, one for each name: they grow to the largest step and stay."""
+
+    def __init__(self) -> None:
+        self._name_to_memory: dict[str, Tensor] = {}
+
+    def take(self, name: str, like: Tensor, num_columns: int) -> Tensor:
+        """Return the tensor of this name, [len(like), num_columns] of undefined values, of the dtype and
+        device of `like`. It holds until the name is taken again."""
+        num_items = like.shape[0] * num_columns
+        memory = self._name_to_memory.get(name)
+        if memory is None or memory.numel() < num_items or memory.dtype != like.dtype:
+            memory = self._name_to_memory[name] = torch.empty(num_items, dtype=like.dtype, device=like.device)
+        return memory[:num_items].view(like.shape[0], num_columns)
+
+
 class Linear(ABC):
     """Maps x [num_tokens, num_inputs] to [num_tokens, num_outputs]; the weights' dtype is that of x.
 
@@ -141,9 +157,6 @@ class PackedLinear(Linear):
             )
         # The bias lies in the order of the outputs in the panels, and covers whole panels of gates and ups.
         self._bias = None if bias is None else bias.contiguous()
-        num_outputs = self.num_outputs
-        if is_gated:
-            num_outputs = num_panels * _PANEL if bias is not None else self.num_outputs
         if is_gated and bias is not None:
             padding = num_panels * half - self.num_outputs // 2
             halves = F.pad(bias.view(2, -1), (0, padding)).view(2, num_panels, half)
