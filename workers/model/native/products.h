@@ -54,7 +54,11 @@ constexpr int64_t CHUNK_ROWS = 1024;
 // Inputs of a panel that are widened at a time: in both halves they fit a first-level cache beside the rows.
 constexpr int64_t WIDENED_INPUTS = 256;
 
-INLINE Vec silu(Vec x) { return x / (broadcast(1.0f) + vexp(broadcast(0) - x)); }
+// 0 below -87.3; NaN stays NaN.
+INLINE Vec silu(Vec x) {
+  Vec result = x / (broadcast(1.0f) + vexp(broadcast(0) - x));
+  return (Vec)(~(IntVec)(x < broadcast(-87.33f)) & (IntVec)result);
+}
 
 // Writes sums c[rows, 32] of panel `number` to the output.
 template <typename T>
