@@ -194,10 +194,11 @@ class KvMemory:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         return cls(map_shared(fd, total_bytes), fd, num_bytes)
 
-    def populate(self) -> None:
-        """Take all pages of the pool now: the first write to a page costs many times a copy to it."""
+    def populate(self, most_bytes: int) -> None:
+        """Take the first pages of the pool now, up to `most_bytes`: the first write to a page costs many
+        times a copy to it."""
         assert self._mapping is not None
-        populate_write(self._mapping, 0, self.num_bytes)
+        populate_write(self._mapping, 0, min(self.num_bytes, most_bytes))
 
     def close(self) -> None:
         """Release the memory. It is unmapped when the last view or tensor over it is dropped: a tensor holds

@@ -50,7 +50,7 @@ def test_a_tensor_outlives_close() -> None:
 def test_populated_memory_has_all_its_pages() -> None:
     memory = KvMemory.allocate(3 << 20)
     assert os.fstat(memory.fd).st_blocks == 0
-    memory.populate()
+    memory.populate(memory.num_bytes)
     assert os.fstat(memory.fd).st_blocks * 512 >= 3 << 20
     assert memory.buffer == bytes(3 << 20)
     memory.close()
