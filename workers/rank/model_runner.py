@@ -31,6 +31,7 @@ from workers.messages import (
     StepPlan,
     StepReport,
 )
+from workers.model.attention.choice import choose_attention
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
@@ -144,8 +145,9 @@ class ModelRunner:
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
+        attention = choose_attention(self._decoder.attention_shape, self.kv)
         self._runner = StepRunner(
-            self._decoder, self.kv, self.host, self._groups, block_tokens, clock, faults or Faults()
+            self._decoder, attention, self.host, self._groups, block_tokens, clock, faults or Faults()
         )
         self.progress = self._runner.progress
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
@@ -227,9 +229,7 @@ class ModelRunner:
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
             return None
-        shard = self._decoder.shard
-        windows = self.config.sliding_windows[shard.layer_start : shard.layer_end]
-        host = HostKv(self.kv, num_blocks, windows)
+        host = HostKv(self.kv, num_blocks)
         if self._offload_mode != "auto":
             host.use(self._offload_mode)
         return host
