@@ -326,4 +326,4 @@ def test_a_machine_that_reports_nothing_breaks_nothing(tmp_path: Path) -> None:
     context = context_of(Machine(root=tmp_path, run=lambda _: None, home=tmp_path))
     for check in (*limits.CHECKS, *hardware.CHECKS):
         for result in check.look(context):
-            assert check.name in ("shared-memory", "processes", "compiler"), result
+            assert check.name in ("shared-memory", "processes", "compiler", "kv-capacity"), result
