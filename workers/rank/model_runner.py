@@ -53,9 +53,9 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WARM_UP_TOKENS = 48
-# Of a KV pool in host memory, so much is taken at the start, which lasts up to a second a GB; the rest when
-# it is first written, which adds a few percent to those steps.
-_POPULATED_BYTES = 512 << 20
+# Of a KV pool in host memory, so much is taken from the start on. The rest, which a replica may never use, is
+# taken when it is first written, which adds a few percent to those steps.
+_POPULATED_BYTES = 1 << 30
 # The context length, in host memory, of the step that decides how blocks there are read.
 _MEASURED_HOST_TOKENS = 4096
 _NUM_MEASURED_STEPS = 4
@@ -111,13 +111,15 @@ class ModelRunner:
         clock: Clock,
         shard: ShardSpec | None = None,
         groups: RankGroups | None = None,
+        fingerprint: FingerprintTask | None = None,
         num_offload_tokens: int = 0,
         auto_kv: AutoKv | None = None,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank).
+        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
+        `fingerprint` computes that of the checkpoint (default: begun here).
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
         the mode "auto" the warm-up measures which way to read them is faster. With `auto_kv` the device's
@@ -131,9 +133,9 @@ class ModelRunner:
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
         progress("loading weights")
-        with FingerprintTask(model_dir, clock) as fingerprint_task:
+        with fingerprint or FingerprintTask(model_dir, clock) as fingerprint_task:
             self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
-            fingerprint = fingerprint_task.result(progress)
+            model_fingerprint = fingerprint_task.result(progress)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
@@ -160,7 +162,7 @@ class ModelRunner:
             eos_token_ids=config.eos_token_ids,
             compatibility=CompatibilityRecord(
                 protocol=PROTOCOL_VERSION,
-                model_fingerprint=fingerprint,
+                model_fingerprint=model_fingerprint,
                 dtype=str(dtype).removeprefix("torch."),
                 weight_dtype=str(dtype).removeprefix("torch."),
                 block_tokens=block_tokens,
