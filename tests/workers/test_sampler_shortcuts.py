@@ -216,13 +216,13 @@ def samplers(vocab_size: int, cases: list[Case]) -> tuple[Sample, Sample]:
             )
         dense.start(slot, sampling, prompt, output, seed)
 
-    def sample(logits: Tensor, slots: range, masks: NDArray[np.uint32] | None = None) -> Result:
+    def sample_short(logits: Tensor, slots: range, masks: NDArray[np.uint32] | None = None) -> Result:
         return listed(short.sample(logits, np.array(slots, np.int32), masks))
 
     def sample_dense(logits: Tensor, slots: range, masks: NDArray[np.uint32] | None = None) -> Result:
         return listed(dense.sample(logits, slots, masks))
 
-    return sample, sample_dense
+    return sample_short, sample_dense
 
 
 def packed_masks(is_allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:

@@ -80,14 +80,14 @@ class _SlotTokens(NamedTuple):
 
 
 class SlotTable:
-    """The parameters of every slot, in arrays that are never reallocated: `records` [num_slots] of `SLOT`,
+    """The parameters of every slot, in arrays that are never reallocated: `records` [max_slots] of `SLOT`,
     whose fields are attributes for reading by a step's slots at once."""
 
-    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, max_slots: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._slot_to_tokens: dict[int, _SlotTokens] = {}
-        self.records = np.zeros(num_slots, SLOT)
+        self.records = np.zeros(max_slots, SLOT)
         self.address = self.records.ctypes.data
         self.keys: NDArray[np.int64] = self.records["key"]
         self.num_output: NDArray[np.int32] = self.records["num_output"]

@@ -52,16 +52,16 @@ class Sampled(NamedTuple):
 
 class Sampler:
     """Draws tokens: `start` and `free` maintain slots, `sample` draws one token for each given slot. Slots
-    are numbers below `num_slots`; each may be given once a call."""
+    are numbers below `max_slots`; each may be given once a call."""
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, num_slots: int
+        self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, max_slots: int
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._table = SlotTable(num_slots, vocab_size, eos_token_ids)
+        self._table = SlotTable(max_slots, vocab_size, eos_token_ids)
         self._counters = token_counters(vocab_size, device)
-        self._draws = native.SamplingArrays(num_slots)
+        self._draws = native.SamplingArrays(max_slots)
 
     def start(self, start: SlotStart) -> None:
         """Add slots. Their output so far counts for penalties, minimum length and noise. A call that fails
